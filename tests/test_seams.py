@@ -1,0 +1,223 @@
+"""The rules of the seams that import-linter cannot express, and the proof that every contract can break.
+
+`lint-imports` checks `.importlinter` itself; here each of its contracts is broken on purpose, in a copy.
+"""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {source.name: source for source in [*ROOT.glob("packages/*/src/rl_*"), ROOT / "csrc/src/rl_csrc"]}
+PROJECTS = {name: tomllib.loads((source.parents[1] / "pyproject.toml").read_text()) for name, source in SOURCES.items()}
+INTERFACE = {"base", "types", "errors"}
+PLUG_INS = {
+    "rl_agent": "loops",
+    "rl_tq": "storage",
+    **dict.fromkeys(("rl_ckpt", "rl_engine", "rl_rollout"), "backends"),
+}
+
+# What is imported, as (module, name): `import a.b` is ("a.b", None), `from a import b` is ("a", "b").
+Import = tuple[str, str | None]
+
+
+def imports_of(tree: ast.AST) -> Iterator[Import]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def sibling_of(module: str, importer: str) -> str | None:
+    top = module.partition(".")[0]
+    return top if top in SOURCES and top != importer else None
+
+
+def public_names(package: str) -> set[str]:
+    """`__all__` of a package, read and not imported."""
+    for node in ast.parse((SOURCES[package] / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def foreign_names(tree: ast.Module, importer: str) -> list[str]:
+    """What a module uses of its siblings beyond their interface (base, types, errors) and their public names."""
+    used = [(module, name) for module, name in imports_of(tree) if sibling_of(module, importer)]
+    modules = {module for module, name in used if name is None}
+    nodes = list(ast.walk(tree))
+    used += [
+        (node.value.id, node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+    ]
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    # A group's name alone is how entry points are looked up; a module below it is a backend by name.
+    plug_in = re.compile(r"rl_\w+\.(backends|storage|loops)\.\w")
+    return [f"{module}.{name}" if name else module for module, name in used if not is_open(module, name)] + [
+        f"the string {string!r}" for string in strings if plug_in.match(string) and sibling_of(string, importer)
+    ]
+
+
+def is_open(module: str, name: str | None) -> bool:
+    """Whether siblings may use `name` of `module`, or the module itself."""
+    package, _, inner = module.partition(".")
+    if not inner:
+        return name is None or name in public_names(package) | INTERFACE
+    return inner in INTERFACE or (package == "rl_csrc" and not inner.startswith("_"))
+
+
+def heavy_imports_of_base(tree: ast.Module, package: str) -> list[str]:
+    """What a `base.py` imports beyond the standard library, torch, tensordict and its own types and errors."""
+    light = {*sys.stdlib_module_names, "torch", "tensordict"} - {"logging"}
+    allowed = {f"{package}.types", f"{package}.errors"} | ({"rl_rollout.types"} if package == "rl_agent" else set())
+    return [module for module, _ in imports_of(tree) if module.partition(".")[0] not in light and module not in allowed]
+
+
+def undeclared_siblings(package: str) -> set[str]:
+    """Siblings that a package imports and does not list among its dependencies."""
+    declared = {
+        re.split(r"[\[<>=~! ]", line)[0].replace("-", "_") for line in PROJECTS[package]["project"]["dependencies"]
+    }
+    used = {sibling_of(module, package) for file in files_of(package) for module, _ in imports_of(parse(file))}
+    return {sibling for sibling in used - {None} if sibling.replace("rl_trainer", "rl_post_trainer") not in declared}
+
+
+def files_of(package: str) -> list[Path]:
+    return sorted(SOURCES[package].rglob("*.py"))
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
+@pytest.mark.parametrize("package", sorted(set(SOURCES) - {"rl_csrc"}))
+def test_base_is_import_light(package):
+    assert heavy_imports_of_base(parse(SOURCES[package] / "base.py"), package) == []
+
+
+@pytest.mark.parametrize("package", sorted(SOURCES))
+def test_siblings_meet_at_interfaces_and_public_names(package):
+    assert {str(file): names for file in files_of(package) if (names := foreign_names(parse(file), package))} == {}
+
+
+def test_an_agent_knows_only_the_interface_of_a_rollout_server():
+    inner = {module for file in files_of("rl_agent") for module, _ in imports_of(parse(file)) if "rl_rollout" in module}
+    assert inner <= {"rl_rollout.base", "rl_rollout.types", "rl_rollout.errors"}
+
+
+@pytest.mark.parametrize("package", sorted(SOURCES))
+def test_every_sibling_that_is_imported_is_a_declared_dependency(package):
+    assert undeclared_siblings(package) == set()
+
+
+@pytest.mark.parametrize("package", sorted(PLUG_INS))
+def test_every_backend_is_a_module_of_its_own_found_by_entry_point(package):
+    group = f"{package}.{PLUG_INS[package]}"
+    entries = PROJECTS[package]["project"]["entry-points"][group]
+    for name, target in entries.items():
+        assert target.partition(":")[0] == f"{group}.{name}"
+        backend = SOURCES[package] / PLUG_INS[package] / name
+        assert backend.with_suffix(".py").is_file() or (backend / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("package", sorted(SOURCES))
+def test_every_folder_of_a_package_is_a_package(package):
+    """import-linter does not look into a folder without `__init__.py`: a rule would hold there unchecked."""
+    folders = {file.parent for file in files_of(package)}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_there_is_no_common_package():
+    assert set(SOURCES) == {"rl_agent", "rl_ckpt", "rl_csrc", "rl_engine", "rl_rollout", "rl_tq", "rl_trainer"}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            "from rl_ckpt.base import CheckpointEngine\nfrom rl_tq import base\nimport rl_agent\nrl_agent.create_loop",
+            [],
+        ),
+        ("import rl_csrc.frames", []),
+        ("import rl_csrc._digest", ["rl_csrc._digest"]),
+        ("from rl_ckpt.backends.shm import Engine", ["rl_ckpt.backends.shm.Engine"]),
+        ("def f():\n    import rl_agent.loops", ["rl_agent.loops"]),
+        ("from rl_agent import loops", ["rl_agent.loops"]),
+        ("from rl_agent.testing import FakeGenerator", ["rl_agent.testing.FakeGenerator"]),
+        ("import rl_agent\nrl_agent._runner.seeded", ["rl_agent._runner"]),
+        ("entry_points(group='rl_rollout.backends')", []),
+        ("import_module('rl_rollout.backends.vllm')", ["the string 'rl_rollout.backends.vllm'"]),
+    ],
+)
+def test_a_breach_of_a_seam_is_found(code, expected):
+    assert foreign_names(ast.parse(code), "rl_trainer") == expected
+
+
+@pytest.mark.parametrize("module", ["ray", "logging", "rl_ckpt.types", "pydantic.fields", "rl_rollout._client"])
+def test_a_heavy_base_is_found(module):
+    code = (
+        f"from __future__ import annotations\nimport asyncio, torch\nfrom tensordict import TensorDict\nimport {module}"
+    )
+    assert heavy_imports_of_base(ast.parse(code), "rl_rollout") == [module]
+
+
+# One import per contract of .importlinter that must break it.
+BREACHES = {
+    "base-is-light": ("rl_tq/base.py", "import logging"),
+    "trainer-knows-interfaces": ("rl_trainer/__init__.py", "import rl_engine.backends"),
+    "backends-are-plug-ins": ("rl_rollout/__init__.py", "import rl_rollout.backends.embedded"),
+    "csrc-stands-alone": ("rl_csrc/__init__.py", "import rl_tq.types"),
+    "ckpt-stands-alone": ("rl_ckpt/base.py", "import rl_rollout"),
+    "tq-stands-alone": ("rl_tq/types.py", "from rl_ckpt import types"),
+    "engine-stands-alone": ("rl_engine/base.py", "def f():\n    import rl_tq"),
+    "rollout-receives-weights": ("rl_rollout/base.py", "from rl_agent import base"),
+    "agent-talks-to-servers": ("rl_agent/base.py", "from rl_ckpt import base"),
+    "servers-are-processes": ("rl_engine/types.py", "import vllm"),
+    "nothing-needs-the-bench": ("rl_csrc/__init__.py", "import rl_bench"),
+}
+# Runs in a process of its own, whose working directory holds a copy of every package ahead of the installed ones.
+BREAK_EACH = """
+import contextlib, io, json, pathlib, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+sys.path.insert(0, ".")
+from importlinter.cli import lint_imports
+def is_kept(contract):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = lint_imports(config_filename=".importlinter", limit_to_contracts=(contract,), no_cache=True)
+    assert "Contracts:" in printed.getvalue(), printed.getvalue()
+    return code == 0
+verdicts = {}
+for contract, (name, breach) in json.loads(sys.argv[1]).items():
+    file = pathlib.Path(name)
+    text = file.read_text()
+    before = is_kept(contract)
+    file.write_text(f"{text}\\n{breach}\\n")
+    verdicts[contract] = (before, is_kept(contract))
+    file.write_text(text)
+print(json.dumps(verdicts))
+"""
+
+
+def test_every_contract_breaks_when_its_rule_is_broken(tmp_path):
+    for source in [*SOURCES.values(), ROOT / "bench/src/rl_bench"]:
+        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / ".importlinter", tmp_path)
+    command = [sys.executable, "-c", BREAK_EACH, json.dumps(BREACHES)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {contract: [True, False] for contract in BREACHES}
+
+
+def test_every_contract_has_its_breach():
+    contracts = re.findall(r"^\[importlinter:contract:(.+)\]$", (ROOT / ".importlinter").read_text(), re.MULTILINE)
+    assert sorted(contracts) == sorted(BREACHES)

@@ -1,0 +1,142 @@
+"""Each wheel alone: built outside the checkout, installed by itself, imported, and found light.
+
+Sibling packages come from the wheels built here, never from an index where other people's packages have such names.
+Everything else is installed at the versions that the workspace pins, from wherever uv is told to look (`UV_FIND_LINKS`,
+or `PIP_FIND_LINKS`).
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.wheels, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {
+    tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]: folder
+    for folder in [ROOT / "csrc", *sorted(ROOT.glob("packages/*"))]
+}
+IMPORTS = {name: "rl_trainer" if name == "rl-post-trainer" else name.replace("-", "_") for name in FOLDERS}
+# Modules that importing any package must leave alone, even where they are installed.
+HEAVY = {
+    *("accelerate", "aiohttp", "datasets", "deepspeed", "hypothesis", "matplotlib", "megatron", "pandas", "pyarrow"),
+    *("pytest", "ray", "sglang", "tokenizers", "transformers", "vllm", "wandb"),
+}
+# Distributions that must not even be installed with a package that does not declare them itself.
+FRAMEWORKS = {"accelerate", "deepspeed", "megatron-core", "ray", "sglang", "transformers", "vllm", "wandb"}
+
+PROBE = """
+import importlib.metadata, json, sys
+before = set(sys.modules)
+package = __import__(sys.argv[1])
+modules = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
+installed = sorted(d.metadata["Name"].lower() for d in importlib.metadata.distributions())
+absent = [name for name in package.__all__ if not hasattr(package, name)]
+print(json.dumps({"modules": modules, "installed": installed, "file": package.__file__, "absent": absent}))
+"""
+
+
+@dataclass(frozen=True)
+class Uv:
+    """uv, told where to look, away from the checkout."""
+
+    folder: Path
+
+    def __call__(self, *arguments: str | Path) -> str:
+        environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+        links = environment.get("UV_FIND_LINKS") or ",".join(environment.get("PIP_FIND_LINKS", "").split())
+        environment |= {"UV_FIND_LINKS": links} if links else {}
+        binary = environment.get("UV") or shutil.which("uv")  # `uv run` tells its own path
+        assert binary, "building wheels needs uv: pip install uv"
+        command = [binary, *map(str, arguments)]
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A folder outside the checkout, removed at the end: environments with torch in them are not worth keeping."""
+    folder = tmp_path_factory.mktemp("wheels")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def wheels(workshop) -> dict[str, Path]:
+    """Every distribution's wheel, built from a copy of its folder and nothing else."""
+    generated = shutil.ignore_patterns("build", "dist", "__pycache__", "*.so", ".*cache")
+    for name, folder in FOLDERS.items():
+        shutil.copytree(folder, workshop / "src" / name, ignore=generated)
+        Uv(workshop)("build", "--wheel", "--no-sources", "--out-dir", workshop / "dist", workshop / "src" / name)
+    return {name: next((workshop / "dist").glob(f"{name.replace('-', '_')}-*.whl")) for name in FOLDERS}
+
+
+@pytest.fixture
+def environment(workshop):
+    """An empty virtual environment."""
+    folder = workshop / "env"
+    Uv(workshop)("venv", "--python", sys.executable, folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def pins(wheels: dict[str, Path], file: Path) -> Path:
+    """Constraints: siblings are the wheels built here, all else what the workspace pins."""
+    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    file.write_text("\n".join([*workspace, *(f"{name} @ {wheel.as_uri()}" for name, wheel in wheels.items())]))
+    return file
+
+
+def declared(name: str) -> set[str]:
+    """Names of the distributions that one of ours requires, without its extras; our own ones with theirs."""
+    project = tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text())["project"]
+    direct = {re.split(r"[\[<>=~!; ]", line)[0] for line in project["dependencies"]}
+    return direct.union(*(declared(sibling) for sibling in direct & set(FOLDERS)))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_wheel_holds_the_package_and_nothing_else(wheels, name):
+    with zipfile.ZipFile(wheels[name]) as archive:
+        files = archive.namelist()
+        (metadata,) = (archive.read(file).decode() for file in files if file.endswith(".dist-info/METADATA"))
+    package = IMPORTS[name]
+    assert f"{package}/py.typed" in files
+    assert f"{package}/__init__.py" in files
+    assert {file.partition("/")[0] for file in files} == {
+        package,
+        wheels[name].name.split("-py")[0].split("-cp")[0] + ".dist-info",
+    }
+    assert not [file for file in files if {"tests", "bench"} & set(file.split("/"))]
+    assert any(".dist-info/licenses/" in file for file in files), "the wheel carries no LICENSE"
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: >=3.11" in metadata
+    assert len(metadata.partition("\n\n")[2]) > 200, "the wheel's description (README.md) is empty"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_wheel_stands_alone(wheels, workshop, environment, name):
+    uv = Uv(workshop)
+    python = environment / "bin" / "python"
+    uv("pip", "install", "--python", python, "--constraints", pins(wheels, workshop / "pins.txt"), wheels[name])
+    uv("pip", "check", "--python", python)
+    # torch alone warns that numpy is not there; nothing else may warn.
+    warnings = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+    probe = [python, "-I", *warnings, "-c", PROBE, IMPORTS[name]]
+    done = subprocess.run(probe, cwd=workshop, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    siblings = {IMPORTS[other] for other in set(FOLDERS) - declared(name) - {name}}
+    assert found["file"].startswith(str(environment)), "the package was imported from elsewhere"
+    assert set(found["modules"]) & (HEAVY | siblings) == set(), "importing the package brings heavy modules in"
+    assert set(found["installed"]) & (FRAMEWORKS | set(FOLDERS)) <= declared(name) | {name}
+    assert found["absent"] == [], "names of __all__ that the package does not have"
