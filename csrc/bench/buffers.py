@@ -1,0 +1,230 @@
+"""Frames, digest, buckets, delta and rings beside safetensors, checksums and plain torch, memcpy and a plain read.
+
+One thread, except where two processes are measured. Frames are timed on three sizes of tensors, because their time must
+not depend on the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import pickle
+import socket
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+import rl_csrc
+from rl_bench import Run, missing
+from rl_csrc import _cpu, bucket, delta, frames
+from rl_csrc.arena import Arena
+from rl_csrc.ring import RingReader, RingWriter
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+GB = 1e9
+
+
+def main(run: Run) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    nbytes = 1 << (24 if run.quick else 28)
+    run.parameters(threads=1, level=_cpu.isa(), large_bytes=nbytes)
+    for size in (256, 64 << 10, 0 if run.quick else 1 << 20):
+        if size:
+            _frames(run, size)
+    data = torch.randint(-(2**62), 2**62, (nbytes // 8,)).view(torch.uint8)
+    out = torch.ones_like(data)
+    _digest(run, data)
+    _copies(run, data, out)
+    del out
+    _delta(run, data)
+    _ring(run)
+    _arena(run)
+
+
+def _frames(run: Run, size: int) -> None:
+    tensors = {f"model.layers.{i}.mlp.down_proj.weight": torch.randn(size // 4) for i in range(300)}
+    block = frames.encode(tensors).to_bytes()
+    small = size <= 64 << 10
+    run.compare(
+        f"frames encode + decode, 300 tensors of {size} B",
+        {
+            "rl_csrc": lambda: (frames.encode(tensors), frames.decode(block)),
+            "rl_csrc, every view made": lambda: (frames.encode(tensors), frames.decode(block).to_dict()),
+        },
+        peers=_frame_peers(tensors) if small else None,
+        unit="us",
+        inner=20 if small else 5,
+        goal="<= 50 us",
+    )
+
+
+def _frame_peers(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
+    peers: dict[str, object] = {"safetensors": missing("safetensors") or ""}
+    if not peers["safetensors"]:
+        from safetensors.torch import load, save
+
+        saved = save(tensors)
+        peers["safetensors"] = lambda: (save(tensors), load(saved))
+    pickled = pickle.dumps(tensors)
+    peers["pickle"] = lambda: (pickle.dumps(tensors), pickle.loads(pickled))
+    return peers
+
+
+def _digest(run: Run, data: torch.Tensor) -> None:
+    view = memoryview(data.numpy())
+    xxhash = missing("xxhash")
+    if not xxhash:
+        import xxhash as module
+
+        xxhash = lambda: module.xxh3_64_intdigest(view)  # noqa: E731
+    run.compare(
+        "digest of a cold buffer",
+        {"rl_csrc": lambda: rl_csrc.digest(data)},
+        peers={"zlib.crc32": lambda: zlib.crc32(view), "blake2b": lambda: hashlib.blake2b(view), "xxh3_64": xxhash},
+        limit={"read": lambda: data.view(torch.int64).sum()},
+        unit="GB/s",
+        amount=data.nbytes / GB,
+        goal=">= 6 GB/s",
+    )
+    warm = data[: 1 << 20]
+    warm_view = view[: 1 << 20]
+    run.compare(
+        "digest of 1 MiB in the cache",
+        {"rl_csrc": lambda: rl_csrc.digest(warm)},
+        peers={"zlib.crc32": lambda: zlib.crc32(warm_view)},
+        unit="GB/s",
+        amount=warm.nbytes / GB,
+        inner=20,
+        goal=">= 6 GB/s",
+    )
+
+
+def _copies(run: Run, data: torch.Tensor, out: torch.Tensor) -> None:
+    weights = [1 + (i * 7919) % 401 for i in range(300)]
+    unit = data.numel() // (sum(weights) + 300) // 8 * 8  # no multiple of the alignment: the gaps are part of the work
+    sizes = [unit * weight for weight in weights]
+    tensors = list(torch.split(data[: sum(sizes)], sizes))
+    (plan,) = bucket.plan([t.nbytes for t in tensors], bucket_nbytes=data.numel())
+    source, target = data[: plan.nbytes], out[: plan.nbytes]
+    named = {str(i): t for i, t in enumerate(tensors)}
+    frame = frames.encode(named)
+    run.compare(
+        "300 tensors into one warm buffer",
+        {
+            "bucket.pack": lambda: bucket.pack(plan, tensors, out),
+            "bucket.pack with digest": lambda: bucket.pack(plan, tensors, out, digest=True),
+            "frames.write_into": lambda: frame.write_into(out),
+            "frames.write_into with digest": lambda: frame.write_into(out, checksum=True),
+        },
+        peers={"torch.cat": lambda: torch.cat(tensors, out=out[: sum(t.numel() for t in tensors)])},
+        limit={"memcpy": lambda: target.copy_(source)},
+        unit="GB/s",
+        amount=plan.nbytes / GB,
+        goal=">= 0.77 of limit",
+    )
+
+
+def _delta(run: Run, data: torch.Tensor) -> None:
+    base = data.view(torch.int16)
+    fresh = base.clone()
+    changed = torch.randint(0, base.numel(), (base.numel() // 100,))
+    fresh[changed] += 1
+    found = delta.encode(fresh, base)
+    if found is None:
+        raise RuntimeError("a delta of 1% must fit into half of the bytes")
+    run.parameters(delta_bytes_fraction=round(found.nbytes / data.nbytes, 5))
+
+    def by_torch() -> object:
+        where = (fresh != base).nonzero()[:, 0]
+        return where.to(torch.int32), fresh[where]
+
+    run.compare(
+        "delta encode, 1% of bfloat16 changed",
+        {"rl_csrc": lambda: delta.encode(fresh, base)},
+        peers={"torch nonzero + gather": by_torch},
+        limit={"read both": lambda: (fresh.view(torch.int64).sum(), base.view(torch.int64).sum())},
+        unit="GB/s",
+        amount=data.nbytes / GB,
+        goal=">= 3 GB/s",
+    )
+    where, values = (fresh != base).nonzero()[:, 0], found.values
+    target = base.clone()
+
+    def scatter() -> None:
+        target[where] = values
+
+    run.compare(
+        "delta apply, 1% of bfloat16 changed",
+        {"rl_csrc": lambda: delta.apply(target, found)},
+        peers={"torch scatter": scatter},
+        unit="GB/s",
+        amount=data.nbytes / GB,
+        goal=">= 3 GB/s",
+    )
+
+
+def _echo(there: int, connection: socket.socket) -> None:
+    back = RingWriter(num_slots=2, slot_nbytes=4096)
+    back.share(connection)
+    with RingReader(there) as reader:
+        while reader.next(timeout_s=60).tag:
+            reader.release()
+            back.acquire(timeout_s=60)
+            back.publish(8)
+
+
+def _echo_pipe(connection: Connection) -> None:
+    while connection.recv_bytes():
+        connection.send_bytes(b"12345678")
+
+
+def _ring(run: Run) -> None:
+    context = multiprocessing.get_context("fork")
+    there = RingWriter(num_slots=2, slot_nbytes=4096)
+    near, far = socket.socketpair()
+    ours, theirs = context.Pipe()
+    processes = [
+        context.Process(target=_echo, args=(there.fd, far)),
+        context.Process(target=_echo_pipe, args=(theirs,)),
+    ]
+    for process in processes:
+        process.start()
+    reader = RingReader.receive(near, timeout_s=60)
+
+    def round_trip() -> None:
+        there.acquire(timeout_s=60)
+        there.publish(8, tag=1)
+        reader.next(timeout_s=60)
+        reader.release()
+
+    def pipe_trip() -> None:
+        ours.send_bytes(b"12345678")
+        ours.recv_bytes()
+
+    run.compare(
+        "round trip between two processes",
+        {"ring": round_trip},
+        peers={"multiprocessing.Pipe": pipe_trip},
+        unit="us",
+        inner=200,
+    )
+    there.acquire(timeout_s=60)
+    there.publish(0, tag=0)
+    ours.send_bytes(b"")
+    for process in processes:
+        process.join(60)
+
+
+def _arena(run: Run) -> None:
+    arena = Arena(1 << 26)
+
+    def cycle() -> None:
+        ref = arena.alloc(100_000)
+        arena.view(ref)
+        arena.free(ref)
+
+    run.compare("arena: allocate, view, free 100 kB", {"rl_csrc": cycle}, unit="us", inner=200)

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Build csrc for one GPU architecture on the machine this runs on, then do what the arguments say, in order:
+#   build | test [pytest arguments in RL_TESTS] | tune | bench [groups in RL_BENCH] | sanitize
+# Results go to $OUT (default: ./out). Needs nvcc, torch, pybind11, scikit-build-core, pytest. Builds outside the checkout.
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+arch=${RL_ARCH:-90a}
+out=${OUT:-$PWD/out}
+work=${RL_WORK:-/tmp/rl-csrc-gpu}
+site=$work/site
+python=${PYTHON:-python3}
+mkdir -p "$out" "$work"
+export PYTHONPATH=$site:${PYTHONPATH:-} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+build() {
+  rm -rf "$work/csrc" "$site" && cp -r "$root" "$work/csrc" && rm -rf "$work/csrc/build"
+  if [ "${RL_CUDA_ONLY:-0}" = 0 ] && (cd "$work" && RL_CSRC_CUDA=ON CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=$arch-real" "$python" -m pip install -q \
+      --no-build-isolation --no-deps --no-index --target "$site" ./csrc >"$out/build.log" 2>&1); then
+    echo "built with pip in ${SECONDS}s"
+    return
+  fi
+  [ -f "$out/build.log" ] && tail -15 "$out/build.log"
+  echo "the CUDA module alone, with a stand-in for _cpu"
+  mkdir -p "$site" && cp -r "$work/csrc/src/rl_csrc" "$site/" && cd "$work/csrc" || exit 1
+  local objects=() includes
+  includes=$("$python" -m pybind11 --includes)
+  for source in native/cuda/*.cu native/cuda/*.cpp; do
+    # shellcheck disable=SC2086
+    nvcc -std=c++20 -O3 -gencode=arch=compute_$arch,code=sm_$arch -Iinclude -Inative -Xcompiler -fPIC $includes \
+      -c "$source" -o "$source.o" &
+    objects+=("$source.o")
+  done
+  wait
+  nvcc -shared -cudart static "${objects[@]}" -o "$site/rl_csrc/_cuda$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')" || exit 1
+  printf 'compiler = "none: stand-in"\ndef __getattr__(name): raise AttributeError(name)\n' >"$site/rl_csrc/_cpu.py"
+  cd - >/dev/null || exit 1
+}
+
+run_tests() {
+  # shellcheck disable=SC2086
+  (cd "$root" && "$python" -m pytest -q -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
+    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_TESTS:-tests/test_csrc_cuda_softmax.py tests/test_csrc_cuda_policy.py tests/test_csrc_cuda_buffers.py tests/test_csrc_cuda_public.py}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
+}
+
+tune() {
+  nvcc -std=c++20 -O3 -gencode=arch=compute_$arch,code=sm_$arch -I"$root/include" -I"$root/native/cuda" -Xcompiler -fPIC \
+    -shared -cudart static "$root/bench/gpu/tune.cu" -o "$work/tune.so" && "$python" "$root/bench/gpu/tune.py" "$work/tune.so" --json "$out/tune.json"
+}
+
+bench() {
+  "$python" "$root/bench/gpu/kernels.py" --json "$out/bench.json" ${RL_BENCH:+--only "$RL_BENCH"} 2>&1 | tee "$out/bench.log"
+}
+
+sanitize() {
+  local chosen='(1001 and bfloat16) or (40000 and ppo) or (hold and gae) or bucket or (digest and 1000) or (delta and 0.01) or (moments and 1000) or (group_norm and 64)'
+  for tool in memcheck racecheck; do
+    echo "compute-sanitizer $tool"
+    (cd "$root" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${RL_SANITIZE_S:-200}" compute-sanitizer --tool $tool --error-exitcode 9 \
+      "$python" -m pytest -q -x -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
+      -o markers="gpu: a CUDA device" -m gpu -k "$chosen" tests/test_csrc_cuda_{softmax,policy,buffers}.py 2>&1 |
+      tee "$out/$tool.log" | tail -12)
+  done
+}
+
+for step in "$@"; do
+  case $step in
+    build) build ;;
+    test) run_tests ;;
+    tune) tune ;;
+    bench) bench ;;
+    sanitize) sanitize ;;
+    *) echo "unknown step $step" && exit 2 ;;
+  esac
+  echo "== $step done at ${SECONDS}s"
+done

@@ -1,0 +1,141 @@
+/* The CUDA kernels behind a plain C interface: device addresses, sizes and strides in elements unless a name says bytes, and a
+ * stream. Nothing here allocates, synchronizes or reads a device value on the host, so every call may be captured in a CUDA
+ * graph. Each function returns the cudaError_t of its launch (0 is success). */
+#pragma once
+#include "rl_csrc/kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { RL_CUDA_NOT_SUPPORTED = 801 };
+const char* rl_cuda_error_name(int status);
+const char* rl_cuda_error_text(int status);
+int rl_cuda_runtime_version(int* version);
+
+int rl_cuda_logprobs(const rl_logits* in, const rl_logprobs_out* out, void* stream);
+
+/* Statistics of a vocab shard: `stats` [T, 5] float32 = max z, sum e, sum e * (z - max), sum e^2 with e = exp(z - max), and the
+ * label's z: -inf where the label lies in another shard, +inf where it is ignored. */
+int rl_cuda_logprob_stats(const rl_logits* in, float* stats, void* stream);
+/* Merge `stats` [world, T, 5] in rank order. */
+int rl_cuda_stats_merge(const float* stats, int64_t world, int64_t rows, const rl_logprobs_out* out, void* stream);
+
+int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_grad* grad, void* stream);
+/* Zero the rows [rows, vocab] whose `is_scored` [rows] is 0. */
+int rl_cuda_zero_rows(void* data, int32_t dtype, int64_t row_stride, int64_t rows, int64_t vocab, const uint8_t* is_scored,
+                      void* stream);
+
+/* Positions in LOSSES, KLS and AGGREGATIONS of rl_csrc/_types.py. */
+enum rl_loss { RL_PPO, RL_GSPO, RL_CISPO, RL_SAPO, RL_GMPO, RL_DPPO_TV, RL_DPPO_KL, RL_DRO, RL_REINFORCE };
+enum rl_kl { RL_KL_NONE, RL_K1, RL_KL_ABS, RL_K2, RL_K3, RL_K1_PLUS, RL_K3_PLUS };
+enum rl_aggregation { RL_TOKEN_MEAN, RL_TOKEN_SUM, RL_SEQ_MEAN_TOKEN_SUM, RL_SEQ_MEAN_TOKEN_MEAN, RL_SEQ_MEAN_TOKEN_SUM_NORM };
+
+/* Packed tokens [T] and what a policy loss reads beside the log-probs; float32 unless said. */
+typedef struct {
+  const float* old_logprobs;
+  const float* advantages;
+  const uint8_t* loss_mask;      /* bool */
+  const float* ref_logprobs;     /* NULL without KL */
+  const float* weights;          /* NULL: 1 */
+  const float* denominator;      /* device scalar; NULL: `scalar_denominator` */
+  float scalar_denominator;
+} rl_loss_tokens;
+
+typedef struct {
+  const float* logprobs;         /* [T] */
+  const float* entropy;          /* [T] or NULL */
+  const int64_t* cu_seqlens;     /* [B + 1] */
+  int64_t tokens, sequences;
+  float* loss;                   /* [] */
+  float* metrics;                /* [RL_NUM_METRICS] */
+  float* grad_logprobs;          /* [T] */
+  float* grad_entropy;           /* [T] or NULL */
+  float* partials;               /* workspace, rl_cuda_policy_loss_partials() floats */
+  uint32_t* counter;             /* workspace: one zero, zero again afterwards */
+} rl_loss_io;
+
+int64_t rl_cuda_policy_loss_partials(const rl_loss_spec* spec, int64_t tokens, int64_t sequences);
+int rl_cuda_policy_loss(const rl_loss_spec* spec, const rl_loss_tokens* tokens, const rl_loss_io* io, void* stream);
+
+/* Log-prob, token-local loss and gradient of the logits with one read and one write of them. `grad_logits` may overlap the logits:
+ * every row is read before it is written, and may be narrower than they are (float32 logits, bfloat16 gradient, same row addresses).
+ * Returns RL_CUDA_NOT_SUPPORTED where a row does not fit on the chip: use the three separate calls. */
+typedef struct {
+  float* logprobs;               /* [T] or NULL */
+  float* entropy;                /* [T] or NULL */
+  void* grad_logits;
+  int64_t grad_stride;           /* elements of grad_dtype */
+  int32_t grad_dtype;            /* rl_dtype */
+  const float* token_scale;      /* [T] aggregation weight; NULL: 1 */
+  const float* given_grad;       /* [T] gradient of the log-probs: used in place of a loss; NULL: the loss */
+  const float* given_grad_entropy; /* [T] or NULL, with given_grad */
+} rl_fused_out;
+int rl_cuda_policy_loss_from_logits(const rl_logits* in, const rl_loss_spec* spec, const rl_loss_tokens* tokens,
+                                    const rl_fused_out* out, void* stream);
+
+/* Backward recurrences over packed sequences. */
+enum rl_scan_kind { RL_GAE, RL_RETURNS, RL_TD_LAMBDA, RL_VTRACE };
+enum rl_mask_mode { RL_HOLD, RL_COMPRESS, RL_ZERO, RL_NONE };
+typedef struct {
+  const float* rewards;          /* [T] */
+  const float* values;           /* [T]; NULL: 0 */
+  const uint8_t* loss_mask;      /* [T] bool; NULL: all */
+  const float* rho;              /* [T]; NULL: 1 */
+  const float* lam;              /* [B]; NULL: scalar_lam */
+  const float* bootstrap_values; /* [B]; NULL: 0 */
+  const int64_t* cu_seqlens;     /* [B + 1] */
+  int64_t sequences;
+  float scalar_lam, gamma, rho_clip, c_clip;
+  int32_t kind, mask_mode;
+  float* advantages;             /* [T] */
+  float* returns;                /* [T] */
+} rl_device_scan;
+int rl_cuda_scan_reverse(const rl_device_scan* scan, void* stream);
+
+/* Advantage of each reward in its group: by `cu_groups` [G + 1] (members adjacent) or `group_ids` [B] (G = B then). */
+enum rl_group_mode { RL_GRPO, RL_DR_GRPO, RL_RLOO };
+int rl_cuda_group_norm(const float* rewards, const int64_t* group_ids, const int64_t* cu_groups, int64_t rows, int64_t groups,
+                       int32_t mode, float eps, float* advantages, void* stream);
+
+/* Count, mean and sum of squared distances of the masked entries, float64 [3]; `partials` holds
+ * 3 * rl_cuda_moments_blocks(size) doubles, `counter` one zero. */
+int64_t rl_cuda_moments_blocks(int64_t size);
+int rl_cuda_masked_moments(const float* x, const uint8_t* mask, int64_t size, double* moments, double* partials, uint32_t* counter,
+                           void* stream);
+/* `moments` float64 [3], read on the device. */
+int rl_cuda_whiten(const float* x, const uint8_t* mask, int64_t size, const double* moments, int32_t shift_mean, double eps,
+                   float* out, void* stream);
+
+/* Byte copies, many per launch; the arrays are host memory, read before the call returns. */
+int rl_cuda_bucket_copy(const uint64_t* sources, const uint64_t* destinations, const uint64_t* nbytes, int64_t count, void* stream);
+/* Ragged rows of `token_bytes` each. Pack: `padded` [B, length] to `packed` [T]; `starts` [B] or NULL. */
+int rl_cuda_pack(const void* padded, const int64_t* cu_seqlens, const int64_t* starts, int64_t sequences, int64_t length,
+                 int64_t tokens, int64_t token_bytes, void* packed, void* stream);
+/* Unpack: `packed` [T] to `padded` [B, length], on the left or right of padding already written. */
+int rl_cuda_unpack(const void* packed, const int64_t* cu_seqlens, int64_t sequences, int64_t length, int64_t tokens,
+                   int64_t token_bytes, int32_t pad_left, void* padded, void* stream);
+/* Context-parallel share: chunks `cp_rank` and 2 * cp_size - 1 - cp_rank of every sequence. `tokens` counts the output's. */
+int rl_cuda_cp_slice(const void* x, const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t token_bytes,
+                     int64_t cp_rank, int64_t cp_size, void* out, void* stream);
+int rl_cuda_roll_labels(const int64_t* token_ids, const int64_t* cu_seqlens, int64_t sequences, int64_t tokens,
+                        const uint8_t* loss_mask, int64_t ignore_index, int64_t* labels, void* stream);
+
+/* Digest (FRAMES.md): the unfinished sum of a piece whose first word has number `first_word` (0-based), into `total` [1].
+ * `partials` holds rl_cuda_digest_blocks(nbytes) words, `counter` one zero. */
+int64_t rl_cuda_digest_blocks(int64_t nbytes);
+int rl_cuda_digest(const void* data, int64_t nbytes, uint64_t first_word, uint64_t* total, uint64_t* partials, uint32_t* counter,
+                   void* stream);
+
+/* Delta (FRAMES.md) of `size` elements of 1, 2, 4 or 8 bytes, in chunks of 65536; `table` [chunks, 2] int32 = changed elements and
+ * gap bytes, `masks` [chunks, 2048] uint32 = a bit per element. Without `starts` fills these two; with `starts` [chunks, 2] (where a
+ * chunk's values and gap bytes begin) writes values and gaps from them. */
+int rl_cuda_delta_encode(const void* fresh, const void* base, int64_t size, int64_t item_bytes, uint32_t* masks,
+                         int32_t* table, const int64_t* starts, uint8_t* gaps, void* values, void* stream);
+/* With `bad` only checks, and sets *bad where a chunk does not fit; without, writes. */
+int rl_cuda_delta_apply(void* target, int64_t size, int64_t item_bytes, const int32_t* table, const int64_t* starts,
+                        const uint8_t* gaps, const void* values, int32_t* bad, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,8 @@
+// What each part of the CPU module adds to it.
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace rl {
+void bind_kernels(pybind11::module_& m);  // native/cpu
+void bind_buffers(pybind11::module_& m);  // native/buffers
+}  // namespace rl

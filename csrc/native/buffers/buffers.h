@@ -1,0 +1,9 @@
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace rl {
+void bind_digest(pybind11::module_& m);
+void bind_frames(pybind11::module_& m);
+void bind_shared(pybind11::module_& m);
+void bind_delta(pybind11::module_& m);
+}  // namespace rl

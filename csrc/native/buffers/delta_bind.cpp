@@ -1,0 +1,132 @@
+// Delta and bucket copies over borrowed memory. Python has made the outputs; sizes are checked here again.
+#include <cstring>
+#include <vector>
+
+#include "buffers.h"
+#include "exchange.h"
+#include "rl_csrc/copy.h"
+#include "rl_csrc/delta.h"
+#include "rl_csrc/digest.h"
+
+namespace py = pybind11;
+
+namespace rl {
+namespace {
+
+bool is_item_size(std::size_t n) { return n == 1 || n == 2 || n == 4 || n == 8; }
+
+// Returns (gap bytes, changed elements), or None if the delta would be larger than the room for it.
+py::object encode_delta(py::handle fresh, py::handle base, std::size_t item_nbytes, py::handle table, py::handle gaps, py::handle values) {
+  const auto a = borrow(fresh, false), b = borrow(base, false);
+  const auto t = borrow(table, true), g = borrow(gaps, true), v = borrow(values, true);
+  const std::size_t num_elements = is_item_size(item_nbytes) ? a->nbytes / item_nbytes : 0;
+  if (!is_item_size(item_nbytes) || a->nbytes % item_nbytes || a->nbytes != b->nbytes || g->nbytes != v->nbytes ||
+      t->nbytes != delta_num_chunks(num_elements) * sizeof(DeltaChunk))
+    raise("ArgumentError", "the two tensors of a delta must have the same size, and items of 1, 2, 4 or 8 bytes");
+  DeltaSizes sizes{};
+  bool fits;
+  {
+    py::gil_scoped_release release;
+    std::vector<unsigned char> scratch(delta_scratch_nbytes(item_nbytes));
+    fits = delta_encode(a->data, b->data, num_elements, item_nbytes, reinterpret_cast<DeltaChunk*>(t->data), g->data, v->data,
+                        g->nbytes, scratch.data(), sizes);
+  }
+  return fits ? py::object(py::make_tuple(sizes.gap_nbytes, sizes.num_changed)) : py::object(py::none());
+}
+
+void apply_delta(py::handle target, std::size_t item_nbytes, py::handle table, py::handle gaps, py::handle values) {
+  const auto x = borrow(target, true), t = borrow(table, false), g = borrow(gaps, false), v = borrow(values, false);
+  if (!is_item_size(item_nbytes) || x->nbytes % item_nbytes || v->nbytes % item_nbytes || t->nbytes % sizeof(DeltaChunk))
+    raise("DeltaError", "the parts of the delta have sizes that do not go with items of " + std::to_string(item_nbytes) + " bytes");
+  const auto* chunks = reinterpret_cast<const DeltaChunk*>(t->data);
+  const std::size_t num_chunks = t->nbytes / sizeof(DeltaChunk);
+  std::string error;
+  {
+    py::gil_scoped_release release;
+    error = delta_check(chunks, num_chunks, g->data, g->nbytes, v->nbytes / item_nbytes, x->nbytes / item_nbytes);
+    if (error.empty()) delta_apply(x->data, item_nbytes, chunks, num_chunks, g->data, v->data);
+  }
+  if (!error.empty()) raise("DeltaError", error + "; the target was not touched");
+}
+
+struct Piece {
+  std::shared_ptr<Memory> tensor;
+  std::uint64_t tensor_offset, bucket_offset, nbytes;
+};
+
+struct Bucket {
+  std::shared_ptr<Memory> memory;
+  std::vector<Piece> pieces;
+  std::uint64_t nbytes;
+
+  // [(tensor, tensor offset, bucket offset, nbytes), ...] in the order of the bucket; every range is checked.
+  Bucket(py::handle bucket, const py::list& list, std::uint64_t used, bool packing) : memory(borrow(bucket, packing)), nbytes(used) {
+    std::uint64_t end = 0;
+    pieces.reserve(list.size());
+    if (used > memory->nbytes) raise("ArgumentError", "the bucket has " + std::to_string(used) + " bytes and its memory " + std::to_string(memory->nbytes));
+    for (const py::handle item : list) {
+      const auto f = py::reinterpret_borrow<py::tuple>(item);
+      Piece p{borrow(f[0], !packing), f[1].cast<std::uint64_t>(), f[2].cast<std::uint64_t>(), f[3].cast<std::uint64_t>()};
+      if (p.tensor_offset > p.tensor->nbytes || p.nbytes > p.tensor->nbytes - p.tensor_offset || p.bucket_offset % 8 || p.bucket_offset < end ||
+          p.bucket_offset > used || p.nbytes > used - p.bucket_offset)
+        raise("ArgumentError", "piece " + std::to_string(pieces.size()) + " does not fit its tensor or the bucket: is the plan of these tensors?");
+      end = p.bucket_offset + p.nbytes;
+      pieces.push_back(std::move(p));
+    }
+  }
+
+  // Calls work(from, to) for the bytes before, between and behind the pieces.
+  template <typename Work>
+  void gaps(Work work) const {
+    std::uint64_t end = 0;
+    for (const Piece& p : pieces) {
+      if (p.bucket_offset > end) work(end, p.bucket_offset);
+      end = p.bucket_offset + p.nbytes;
+    }
+    if (nbytes > end) work(end, nbytes);
+  }
+};
+
+std::uint64_t next_word(std::uint64_t offset) { return (offset + 7) / 8; }
+
+// Moves the pieces into the bucket (packing) or out of it. With `digest` returns the digest of its first `nbytes` bytes.
+std::uint64_t move(const Bucket& b, bool packing, bool digest, int num_threads) {
+  std::vector<DigestItem> items;
+  for (const Piece& p : b.pieces) {
+    unsigned char *inside = b.memory->data + p.bucket_offset, *outside = p.tensor->data + p.tensor_offset;
+    items.push_back({packing ? CopyItem{inside, outside, p.nbytes} : CopyItem{outside, inside, p.nbytes}, p.bucket_offset / 8});
+  }
+  if (packing) b.gaps([&](std::uint64_t from, std::uint64_t to) { std::memset(b.memory->data + from, 0, to - from); });
+  if (!digest) {
+    std::vector<CopyItem> plain;
+    for (const DigestItem& item : items) plain.push_back(item.copy);
+    copy_many(plain, num_threads);
+    return 0;
+  }
+  std::uint64_t sum = copy_many_digest(items, num_threads);
+  b.gaps([&](std::uint64_t from, std::uint64_t to) {
+    const std::uint64_t first = next_word(from);
+    if (8 * first < to) sum += digest_sum(b.memory->data + 8 * first, to - 8 * first, first);
+  });
+  return digest_finish(sum, b.nbytes);
+}
+
+py::object move_bucket(py::handle bucket, const py::list& list, std::uint64_t nbytes, bool packing, bool digest, int num_threads) {
+  const Bucket b(bucket, list, nbytes, packing);
+  std::uint64_t result;
+  {
+    py::gil_scoped_release release;
+    result = move(b, packing, digest, num_threads);
+  }
+  return digest ? py::object(py::int_(result)) : py::object(py::none());
+}
+
+}  // namespace
+
+void bind_delta(py::module_& m) {
+  m.def("encode_delta", &encode_delta);
+  m.def("apply_delta", &apply_delta);
+  m.def("move_bucket", &move_bucket);
+}
+
+}  // namespace rl

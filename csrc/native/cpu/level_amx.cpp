@@ -1,0 +1,2 @@
+#define RL_LEVEL level_amx
+#include "cpu/level.h"

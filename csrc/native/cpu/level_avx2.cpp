@@ -1,0 +1,2 @@
+#define RL_LEVEL level_avx2
+#include "cpu/level.h"

@@ -1,0 +1,2 @@
+#define RL_LEVEL level_avx512
+#include "cpu/level.h"

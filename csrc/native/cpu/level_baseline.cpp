@@ -1,0 +1,2 @@
+#define RL_LEVEL level_baseline
+#include "cpu/level.h"

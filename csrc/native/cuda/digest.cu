@@ -1,0 +1,76 @@
+// The position-keyed 64-bit digest of FRAMES.md. A sum modulo 2^64 has no order, so blocks and pieces add up to the same bits.
+#include "common.cuh"
+#include "launch.cuh"
+
+namespace rl {
+namespace {
+
+constexpr uint64_t kKeyStep = 0x9E3779B97F4A7C15ull, kMultiplier = 0xD6E8FEB86659FD93ull;
+constexpr int kThreads = 512;
+constexpr int kUnroll = 4;
+constexpr int64_t kMaxBlocks = 132 * 8;
+
+__device__ __forceinline__ uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 32)) * kMultiplier;
+  x = (x ^ (x >> 32)) * kMultiplier;
+  return x ^ (x >> 32);
+}
+
+__device__ __forceinline__ uint64_t word(uint32_t lo, uint32_t hi) { return uint64_t(hi) << 32 | lo; }
+
+__device__ __forceinline__ uint64_t mix_vec(const uint4& v, uint64_t number) {  // `number` of its first word, counted from 1
+  const uint64_t key = number * kKeyStep;
+  return mix(word(v.x, v.y) ^ key) + mix(word(v.z, v.w) ^ (key + kKeyStep));
+}
+
+__global__ void __launch_bounds__(kThreads) digest_kernel(const unsigned char* data, int64_t nbytes, uint64_t first_word,
+                                                          uint64_t* total, uint64_t* partials, uint32_t* counter) {
+  __shared__ unsigned long long scratch[33];
+  const int64_t vecs = nbytes / 16, step = int64_t(gridDim.x) * kThreads;
+  const VecReader reader(data, nbytes);
+  uint64_t sum = 0;
+  for (int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x; first < vecs; first += step * kUnroll) {
+    uint4 v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t n = first + u * step;
+      if (n >= vecs) continue;
+      v[u] = reader.shift == 0 ? reader.aligned(n) : reader.shifted(n);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t n = first + u * step;
+      if (n < vecs) sum += mix_vec(v[u], first_word + 1 + 2 * uint64_t(n));
+    }
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0 && (nbytes & 15)) {  // up to two words, zero-padded
+    uint32_t w[4] = {0, 0, 0, 0};
+    for (int64_t j = 0; j < (nbytes & 15); ++j) w[j >> 2] |= uint32_t(data[vecs * 16 + j]) << (8 * (j & 3));
+    const uint64_t key = (first_word + 1 + 2 * uint64_t(vecs)) * kKeyStep;
+    sum += mix(word(w[0], w[1]) ^ key);
+    if ((nbytes & 15) > 8) sum += mix(word(w[2], w[3]) ^ (key + kKeyStep));
+  }
+  const uint64_t mine = block_sum<unsigned long long>(sum, scratch);
+  if (threadIdx.x == 0) partials[blockIdx.x] = mine;
+  if (!last_block(counter, gridDim.x)) return;
+  uint64_t all = 0;
+  for (unsigned b = threadIdx.x; b < gridDim.x; b += kThreads) all += __ldcg(reinterpret_cast<const unsigned long long*>(partials) + b);
+  all = block_sum<unsigned long long>(all, scratch);
+  if (threadIdx.x == 0) *total = all;
+}
+
+}  // namespace
+}  // namespace rl
+
+extern "C" int64_t rl_cuda_digest_blocks(int64_t nbytes) {
+  const int64_t blocks = rl::ceil_div(nbytes, int64_t(rl::kThreads) * 16 * rl::kUnroll);
+  return blocks < 1 ? 1 : blocks < rl::kMaxBlocks ? blocks : rl::kMaxBlocks;
+}
+
+extern "C" int rl_cuda_digest(const void* data, int64_t nbytes, uint64_t first_word, uint64_t* total, uint64_t* partials,
+                              uint32_t* counter, void* stream) {
+  using namespace rl;
+  digest_kernel<<<unsigned(rl_cuda_digest_blocks(nbytes)), kThreads, 0, as_stream(stream)>>>(
+      static_cast<const unsigned char*>(data), nbytes, first_word, total, partials, counter);
+  return launch_status();
+}

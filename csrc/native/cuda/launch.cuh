@@ -1,0 +1,27 @@
+// Host helpers of the launch functions.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include "rl_csrc/kernels_cuda.h"
+
+namespace rl {
+
+inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+inline int launch_status() { return int(cudaGetLastError()); }
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls f(T{}) with the element type that `dtype` names.
+template <typename F>
+int by_dtype(int dtype, F&& f) {
+  switch (dtype) {
+    case RL_F32: return f(float{});
+    case RL_BF16: return f(__nv_bfloat16{});
+    case RL_F16: return f(__half{});
+    default: return int(cudaErrorInvalidValue);
+  }
+}
+
+}  // namespace rl

@@ -1,0 +1,70 @@
+"""Fused RL kernels, zero-copy tensor frames and transfer buffers, shared by the packages of rl-stack."""
+
+from rl_csrc import arena, bucket, delta, frames, reference, ring
+from rl_csrc._build import BuildInfo, build_info
+from rl_csrc._copy_ops import bucket_copy, cp_slice, pack, roll_labels, unpack
+from rl_csrc._digest import digest, digest_finish, digest_sum
+from rl_csrc._estimator_ops import group_norm, masked_moments, scan_reverse, whiten
+from rl_csrc._policy_ops import policy_loss, policy_loss_from_hidden, policy_loss_from_logits
+from rl_csrc._softmax_ops import linear_logprobs, logprob_stats, logprobs, parallel_logprobs, stats_merge
+from rl_csrc._types import METRIC_NAMES, LogProbs, Moments, Packed, PolicyLoss, PolicyLossFromLogits, Scan
+from rl_csrc.errors import (
+    ArenaFullError,
+    ArgumentError,
+    ClosedError,
+    DeadlineError,
+    DeltaError,
+    FrameError,
+    LabelError,
+    PeerDiedError,
+    RlCsrcError,
+    StaleBlockError,
+)
+
+__all__ = [
+    "METRIC_NAMES",
+    "ArenaFullError",
+    "ArgumentError",
+    "BuildInfo",
+    "ClosedError",
+    "DeadlineError",
+    "DeltaError",
+    "FrameError",
+    "LabelError",
+    "LogProbs",
+    "Moments",
+    "Packed",
+    "PeerDiedError",
+    "PolicyLoss",
+    "PolicyLossFromLogits",
+    "RlCsrcError",
+    "Scan",
+    "StaleBlockError",
+    "arena",
+    "bucket",
+    "bucket_copy",
+    "build_info",
+    "cp_slice",
+    "delta",
+    "digest",
+    "digest_finish",
+    "digest_sum",
+    "frames",
+    "group_norm",
+    "linear_logprobs",
+    "logprob_stats",
+    "logprobs",
+    "masked_moments",
+    "pack",
+    "parallel_logprobs",
+    "policy_loss",
+    "policy_loss_from_hidden",
+    "policy_loss_from_logits",
+    "reference",
+    "ring",
+    "roll_labels",
+    "scan_reverse",
+    "stats_merge",
+    "unpack",
+    "whiten",
+]

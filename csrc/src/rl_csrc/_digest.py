@@ -1,0 +1,116 @@
+"""A 64-bit digest of bytes that any machine, thread count, split or device computes to the same value.
+
+The definition is in ``FRAMES.md``: every 64-bit word is mixed with a key made from its position, the mixed words are
+summed modulo 2**64, and the sum is finished with the length. A sum has no order of evaluation, so the digest of a
+stream that travels in pieces is the sum of the pieces' sums, each taken at its own offset. It detects damage, not
+malice: there is no secret in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from rl_csrc import _cpu
+from rl_csrc.errors import ArgumentError
+
+Data: TypeAlias = "torch.Tensor | bytes | bytearray | memoryview | Any"
+"""A tensor on any device, or anything with the buffer protocol."""
+
+KEY_STEP = 0x9E3779B97F4A7C15
+"""Distance between the keys of two neighbouring words: 2**64 divided by the golden ratio, made odd."""
+MULTIPLIER = 0xD6E8FEB86659FD93
+"""The odd multiplier of the mixer."""
+WORD_BYTES = 8
+MASK = (1 << 64) - 1
+_CHUNK_WORDS = 1 << 17
+
+
+def digest(data: Data) -> int:
+    """Return the 64-bit digest of the bytes of a tensor (row-major order, any device) or of a buffer.
+
+    Only the bytes count: not dtype, shape or name. Raises ``TypeError`` for what is neither tensor nor buffer.
+    """
+    plain = _plain(data)
+    if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
+        return digest_finish(_device_sum(plain, 0), plain.numel() * plain.element_size())
+    return _cpu.digest(plain)
+
+
+def digest_sum(data: Data, *, offset: int = 0) -> int:
+    """Return the unfinished digest of a piece that starts ``offset`` bytes into its stream; pieces add modulo 2**64.
+
+    ``offset`` must be a multiple of 8, and so must the length of every piece but the last; ``ArgumentError``
+    otherwise.
+    """
+    if offset < 0 or offset % WORD_BYTES:
+        raise ArgumentError(
+            f"offset is {offset}; a piece must start at a non-negative multiple of 8 bytes of its stream"
+        )
+    plain = _plain(data)
+    if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
+        return _device_sum(plain, offset)
+    return _cpu.digest_sum(plain, offset)
+
+
+def digest_finish(total: int, nbytes: int) -> int:
+    """Turn the summed pieces of a stream of ``nbytes`` bytes into its digest."""
+    return _mix((total + (nbytes + 1) * KEY_STEP) & MASK)
+
+
+def _plain(data: Data) -> Data:
+    """Return a buffer as it is and a tensor as one that is contiguous, copying only if it was not."""
+    if not isinstance(data, torch.Tensor):
+        return data
+    if type(data) is torch.Tensor and not data.is_complex() and data.is_contiguous():
+        return data
+    return data.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
+
+
+def _device_sum(tensor: torch.Tensor, offset: int) -> int:
+    raw = tensor.reshape(-1).view(torch.uint8)
+    try:
+        from rl_csrc import _impl_cuda  # loads the CUDA module: only when a tensor lives there
+    except ImportError:
+        return reference_sum(raw, offset)
+    native = cast("Any", getattr(_impl_cuda, "digest_sum", None))
+    return reference_sum(raw, offset) if native is None else int(native(raw, offset)) & MASK
+
+
+def reference_sum(raw: torch.Tensor, offset: int = 0) -> int:
+    """Return the sum by its definition, in plain torch on any device: the oracle of the native paths."""
+    num_words = (raw.numel() + WORD_BYTES - 1) // WORD_BYTES
+    total = 0
+    for start in range(0, num_words, _CHUNK_WORDS):
+        piece = raw[start * WORD_BYTES : (start + _CHUNK_WORDS) * WORD_BYTES]
+        padding = -piece.numel() % WORD_BYTES
+        if padding or piece.storage_offset() % WORD_BYTES or piece.data_ptr() % WORD_BYTES:
+            piece = torch.cat([piece, piece.new_zeros(padding)])
+        words = piece.view(torch.int64)
+        first = offset // WORD_BYTES + start + 1
+        index = torch.arange(first, first + words.numel(), dtype=torch.int64, device=raw.device)
+        total += int(_mix_words(words ^ (index * _signed(KEY_STEP))).sum())
+    return total & MASK
+
+
+def _mix_words(x: torch.Tensor) -> torch.Tensor:
+    multiplier = _signed(MULTIPLIER)
+    x = (x ^ _high(x)) * multiplier
+    x = (x ^ _high(x)) * multiplier
+    return x ^ _high(x)
+
+
+def _high(x: torch.Tensor) -> torch.Tensor:
+    """The upper 32 bits, zero-extended (torch shifts int64 arithmetically)."""
+    return (x >> 32) & 0xFFFFFFFF
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 32)) * MULTIPLIER) & MASK
+    x = ((x ^ (x >> 32)) * MULTIPLIER) & MASK
+    return x ^ (x >> 32)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x

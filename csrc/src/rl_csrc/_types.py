@@ -1,0 +1,148 @@
+"""Values that flow into and out of the ops.
+
+Legend: `T` tokens, `R` logit rows, `V` vocabulary, `H` hidden, `B` sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Loss = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce"]
+Kl = Literal["none", "k1", "abs", "k2", "k3", "k1+", "k3+"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+ScanKind = Literal["gae", "returns", "td_lambda", "vtrace"]
+MaskMode = Literal["hold", "compress", "zero", "none"]
+GroupMode = Literal["grpo", "dr_grpo", "rloo"]
+
+# The order of each tuple is the code of its values in the C interface.
+LOSSES: tuple[Loss, ...] = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce")
+TOKEN_LOCAL_LOSSES: tuple[Loss, ...] = ("ppo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce")
+KLS: tuple[Kl, ...] = ("none", "k1", "abs", "k2", "k3", "k1+", "k3+")
+AGGREGATIONS: tuple[Aggregation, ...] = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+SCAN_KINDS: tuple[ScanKind, ...] = ("gae", "returns", "td_lambda", "vtrace")
+MASK_MODES: tuple[MaskMode, ...] = ("hold", "compress", "zero", "none")
+GROUP_MODES: tuple[GroupMode, ...] = ("grpo", "dr_grpo", "rloo")
+
+METRIC_NAMES: tuple[str, ...] = (
+    "policy_loss",  # aggregated as the loss is; adds up over micro-batches and ranks
+    "kl_loss",  # aggregated as the loss is, before kl_coef
+    "entropy",  # aggregated as the loss is, before entropy_coef; 0 where no entropy was given
+    "num_tokens",  # masked tokens of this call; the entries below are sums over them
+    "num_sequences",  # sequences of this call with at least one masked token
+    "log_ratio",  # logprobs - old_logprobs
+    "k3",  # exp(d) - 1 - d of the same
+    "clipped_high",  # 1 where the upper bound took the gradient away (cispo: capped the weight)
+    "clipped_low",  # the same, lower bound
+    "clipped_dual",  # the same, dual clip
+    "ratio",  # the importance ratio the loss used (gspo, gmpo: the sequence's)
+    "ratio_squared",
+)
+NUM_STATS = 5  # per token: max, sum e, sum e*(z - max), sum e^2, label's z (-inf: in another shard; +inf: ignored)
+LOG_RATIO_MAX = 20.0  # |logprobs - old_logprobs| is clamped here before exp; beyond it the ratio has no gradient
+
+
+class LogProbs(NamedTuple):
+    """Per-token statistics of a softmax."""
+
+    logprobs: Tensor
+    """`[T]` float32, log-probability of the label; 0 where the label is ignored."""
+    entropy: Tensor | None
+    """`[T]` float32, entropy in nats; 0 where the label is ignored; None unless asked for."""
+    sum_pi_squared: Tensor | None
+    """`[T]` float32, sum of the squared probabilities; carries no gradient; None unless asked for."""
+
+
+class PolicyLoss(NamedTuple):
+    """A policy loss and what was measured on the way."""
+
+    loss: Tensor
+    """`[]` float32, to minimise."""
+    metrics: Tensor
+    """`[M]` float32 in the order of `METRIC_NAMES`; every entry adds up over micro-batches and ranks."""
+
+
+class PolicyLossFromLogits(NamedTuple):
+    """As `PolicyLoss`, with the log-probs found on the way."""
+
+    loss: Tensor
+    """`[]` float32, to minimise."""
+    logprobs: Tensor
+    """`[T]` float32, detached."""
+    entropy: Tensor | None
+    """`[T]` float32, detached; None unless `entropy_coef` is set or `entropy=True`."""
+    metrics: Tensor
+    """`[M]` float32 in the order of `METRIC_NAMES`."""
+
+
+class Scan(NamedTuple):
+    """What a backward recurrence over packed sequences yields."""
+
+    advantages: Tensor
+    """`[T]` float32."""
+    returns: Tensor
+    """`[T]` float32, the target of the value function."""
+
+
+class Moments(NamedTuple):
+    """Count, mean and centred second moment of the masked values; merges exactly over ranks."""
+
+    num: Tensor
+    """`[]` float64, number of masked values."""
+    mean: Tensor
+    """`[]` float64; 0 where there are none."""
+    m2: Tensor
+    """`[]` float64, sum of squared distances from the mean."""
+
+    @property
+    def variance(self) -> Tensor:
+        """`[]` float64, unbiased variance; 0 for fewer than two values."""
+        return self.m2 / (self.num - 1).clamp(min=1)
+
+
+class Packed(NamedTuple):
+    """Ragged rows end to end."""
+
+    values: Tensor
+    """`[T, ...]`."""
+    cu_seqlens: Tensor
+    """`[B + 1]` int64, where each row starts; the last entry is T."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """The options of a policy loss, checked."""
+
+    loss: Loss = "ppo"
+    """Name of the per-token loss."""
+    clip_low: float = 0.2
+    """Lower clip distance (ratio; log ratio for gmpo; divergence bound for dppo)."""
+    clip_high: float = 0.2
+    """Upper clip distance, the same units."""
+    clip_dual: float | None = None
+    """Dual-clip constant c > 1 for negative advantages (ppo, gspo); None: off."""
+    ratio_max: float = 20.0
+    """dppo: cap c of the detached ratio."""
+    tau_pos: float = 1.0
+    """sapo: temperature where the advantage is positive."""
+    tau_neg: float = 1.05
+    """sapo: temperature elsewhere."""
+    dro_beta: float = 0.1
+    """dro: weight of the squared log ratio."""
+    kl: Kl = "none"
+    """Estimator of the KL to the reference."""
+    kl_coef: float = 0.0
+    """Its coefficient in the loss."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus (subtracted from the loss)."""
+    aggregation: Aggregation = "token-mean"
+    """How per-token losses become one number."""

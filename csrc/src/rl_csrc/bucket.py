@@ -1,0 +1,130 @@
+"""Many tensors in few transfers: a plan that lays them into buckets, and copies into and out of one.
+
+The plan is a pure function of sizes, so both sides of a transfer can compute it. Every piece starts at a multiple of
+256 bytes; a tensor larger than a bucket is split over several; the gaps are zeros, so a bucket's digest is that of
+its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_csrc import _cpu
+from rl_csrc.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+ALIGNMENT = 256
+"""Bytes. What CUDA copies and DMA engines like, and a multiple of every vector width."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A run of bytes of one tensor inside a bucket."""
+
+    tensor: int
+    """Index of the tensor in the list that was planned."""
+    tensor_offset: int
+    """Bytes into the tensor's contiguous content. Not 0 only for the later pieces of a split tensor."""
+    bucket_offset: int
+    """Bytes into the bucket, a multiple of the alignment."""
+    nbytes: int
+    """0 for a tensor without elements, which is listed all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What one transfer carries."""
+
+    pieces: tuple[Piece, ...]
+    """In the order of their offsets."""
+    nbytes: int
+    """Bytes used, a multiple of the alignment."""
+
+
+def plan(sizes: Iterable[int], *, bucket_nbytes: int, alignment: int = ALIGNMENT) -> list[Bucket]:
+    """Lay tensors of the given sizes (bytes) into buckets of at most ``bucket_nbytes``, in order.
+
+    A tensor that does not fit into what is left of a bucket starts the next one; one larger than a bucket fills
+    buckets of its own, and its last piece shares one with what follows.
+    """
+    if alignment < 8 or alignment & (alignment - 1) or bucket_nbytes < alignment:
+        raise ArgumentError(
+            f"alignment={alignment}, bucket_nbytes={bucket_nbytes}: the alignment is a power of two from 8 on, "
+            "and a bucket holds at least one such unit"
+        )
+    room = bucket_nbytes - bucket_nbytes % alignment
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    used = 0
+
+    def close() -> None:
+        nonlocal used
+        if pieces:
+            buckets.append(Bucket(pieces=tuple(pieces), nbytes=used))
+        pieces.clear()
+        used = 0
+
+    for tensor, size in enumerate(sizes):
+        offset = 0
+        while True:
+            if size - offset > room - used and pieces:
+                close()
+            part = min(size - offset, room)
+            pieces.append(Piece(tensor=tensor, tensor_offset=offset, bucket_offset=used, nbytes=part))
+            used += part + -part % alignment
+            offset += part
+            if offset >= size:
+                break
+    close()
+    return buckets
+
+
+def pack(
+    bucket: Bucket,
+    tensors: Sequence[torch.Tensor],
+    out: torch.Tensor | memoryview,
+    *,
+    digest: bool = False,
+    num_threads: int = 1,
+) -> int | None:
+    """Copy a bucket's pieces into ``out`` and zero the gaps. With ``digest`` return the digest of the bucket's bytes.
+
+    ``out`` is CPU memory of at least ``bucket.nbytes`` bytes. A tensor that is not contiguous is made so first, for
+    this call. The digest is taken while copying: on most machines it costs nothing.
+    """
+    pieces = [(_contiguous(tensors[p.tensor]), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
+    return _cpu.move_bucket(out, pieces, bucket.nbytes, True, digest, num_threads)
+
+
+def unpack(
+    bucket: Bucket,
+    data: torch.Tensor | memoryview,
+    tensors: Sequence[torch.Tensor],
+    *,
+    digest: bool = False,
+    num_threads: int = 1,
+) -> int | None:
+    """Copy a bucket's pieces from ``data`` into the tensors; with ``digest`` return the digest of what was read.
+
+    The tensors must be contiguous and on the CPU. The digest is of the bytes as they were copied: compare it before
+    the tensors are used.
+    """
+    touched = {p.tensor: tensors[p.tensor] for p in bucket.pieces}
+    for index, tensor in touched.items():
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ArgumentError(
+                f"tensor {index} is not contiguous CPU memory: unpack into one that is, then copy it over"
+            )
+    pieces = [(tensors[p.tensor].detach(), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
+    result = _cpu.move_bucket(data, pieces, bucket.nbytes, False, digest, num_threads)
+    torch.autograd.graph.increment_version(list(touched.values()))
+    return result
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)

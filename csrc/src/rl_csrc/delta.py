@@ -1,0 +1,123 @@
+"""The bit-exact difference between two tensors of the same shape: what changed, and what it is now.
+
+Elements are compared as bits (so a NaN equals itself and 0.0 differs from -0.0) and applying overwrites, so applying
+twice is applying once. One changed element costs its own bytes and one more. ``FRAMES.md`` specifies the three
+arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_csrc import _cpu
+from rl_csrc.errors import ArgumentError, DeltaError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CHUNK_ELEMENTS = 65536
+"""Elements that share one line of ``table``."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Three plain tensors, which a frame carries as they are (``as_mapping``, ``from_mapping``)."""
+
+    table: torch.Tensor
+    """int32 [chunks, 2]: changed elements and gap bytes of every chunk of 65536 elements."""
+    gaps: torch.Tensor
+    """uint8: per changed element the number of unchanged ones before it; 255 means 255 of them and no changed one."""
+    values: torch.Tensor
+    """uint8, int16, int32 or int64 [changed]: the new bits."""
+
+    @property
+    def num_changed(self) -> int:
+        """Elements that changed."""
+        return self.values.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three arrays."""
+        return self.table.nbytes + self.gaps.nbytes + self.values.nbytes
+
+    def as_mapping(self) -> dict[str, torch.Tensor]:
+        """Return the arrays by name."""
+        return {"table": self.table, "gaps": self.gaps, "values": self.values}
+
+    @classmethod
+    def from_mapping(cls, arrays: Mapping[str, torch.Tensor]) -> Delta:
+        """Take the arrays back from what ``as_mapping`` gave, or from a decoded frame."""
+        return cls(table=arrays["table"], gaps=arrays["gaps"], values=arrays["values"])
+
+
+def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5) -> Delta | None:
+    """Return what turns ``base`` into ``fresh``, or None if that has more than ``max_fraction`` of the tensor's bytes.
+
+    Both are contiguous CPU tensors of one dtype and shape, of 1, 2, 4 or 8 bytes an element; ``ArgumentError``
+    otherwise.
+    """
+    if fresh.dtype != base.dtype or fresh.shape != base.shape or fresh.device != base.device:
+        raise ArgumentError(
+            f"fresh is {fresh.dtype} {list(fresh.shape)} on {fresh.device}, base {base.dtype} {list(base.shape)} on "
+            f"{base.device}: they must be alike"
+        )
+    item = _item_nbytes(fresh, "fresh")
+    _item_nbytes(base, "base")
+    if fresh.device.type != "cpu":
+        from rl_csrc import _impl_cuda  # loads the CUDA module: only when a tensor lives there
+
+        arrays = _impl_cuda.delta_encode(fresh.detach(), base.detach(), max_fraction)
+        return None if arrays is None else Delta(table=arrays[0], gaps=arrays[1], values=arrays[2])
+    num_chunks = -(-fresh.numel() // CHUNK_ELEMENTS)
+    room = int(fresh.nbytes * max_fraction) // item * item
+    table = torch.empty((num_chunks, 2), dtype=torch.int32)
+    gaps = torch.empty(room, dtype=torch.uint8)  # untouched pages cost nothing
+    values = torch.empty(room // item, dtype=_WORDS[item])
+    sizes = _cpu.encode_delta(fresh.detach(), base.detach(), item, table, gaps, values)
+    if sizes is None:
+        return None
+    gap_nbytes, num_changed = sizes
+    return Delta(table=table, gaps=gaps[:gap_nbytes].clone(), values=values[:num_changed].clone())
+
+
+def apply(target: torch.Tensor, delta: Delta) -> int:
+    """Overwrite the changed elements of ``target`` in place and return how many there were.
+
+    The delta is checked as a whole first: ``DeltaError`` means that it does not fit this tensor or was damaged, and
+    that nothing was written.
+    """
+    item = _item_nbytes(target, "target")
+    arrays: tuple[tuple[str, torch.Tensor, torch.dtype], ...] = (
+        ("table", delta.table, torch.int32),
+        ("gaps", delta.gaps, torch.uint8),
+        ("values", delta.values, _WORDS[item]),
+    )
+    for name, array, dtype in arrays:
+        if array.dtype != dtype or array.device != target.device or not array.is_contiguous():
+            raise DeltaError(
+                f"the delta's {name} is {array.dtype} on {array.device}; for {target.dtype} it is contiguous {dtype}"
+            )
+    if target.device.type == "cpu":
+        _cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values)
+    else:
+        from rl_csrc import _impl_cuda
+
+        if not _impl_cuda.delta_apply(target.detach(), delta.table, delta.gaps, delta.values):
+            raise DeltaError("the parts of the delta do not belong together or to this tensor; it was not touched")
+    torch.autograd.graph.increment_version(target)
+    return delta.num_changed
+
+
+def _item_nbytes(tensor: torch.Tensor, name: str) -> int:
+    item = tensor.element_size()
+    if item not in _WORDS or tensor.device.type not in ("cpu", "cuda") or not tensor.is_contiguous():
+        raise ArgumentError(
+            f"{name} is {tensor.dtype} on {tensor.device}, contiguous: {tensor.is_contiguous()}; a delta works on "
+            "contiguous CPU or CUDA tensors with elements of 1, 2, 4 or 8 bytes"
+        )
+    return item

@@ -1,0 +1,204 @@
+"""Log-probabilities in plain torch. Legend: `T` labels, `R` logit rows, `V` vocabulary, `H` hidden, `W` shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_csrc._types import LogProbs
+from rl_csrc.errors import LabelError
+
+_NEG_INF = float("-inf")
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """float64 stays; everything else is computed in float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _temperature_column(temperature: float | Tensor, z: Tensor) -> float | Tensor:
+    return temperature.to(z.dtype)[:, None] if isinstance(temperature, Tensor) else temperature
+
+
+def _scaled_logits(
+    logits: Tensor,
+    valid: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    row_index: Tensor | None,
+) -> Tensor:
+    """`[T, V]` softcap(logits) / temperature; the rows of ignored labels are 0, whatever the logits hold."""
+    rows = logits if row_index is None else logits.index_select(0, row_index)
+    z = torch.where(valid[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    z = z.to(compute_dtype(logits))
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / _temperature_column(temperature, z)
+
+
+def _valid_labels(labels: Tensor, ignore_index: int | None) -> Tensor:
+    return torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+
+
+def check_labels(labels: Tensor, ignore_index: int | None, vocab_size: int) -> None:
+    """Raise LabelError for a label outside the vocabulary (CPU only)."""
+    if labels.device.type != "cpu":
+        return  # a look at the values would stall the device
+    bad = _valid_labels(labels, ignore_index) & ((labels < 0) | (labels >= vocab_size))
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise LabelError(
+            f"labels[{at}] is {int(labels[at])}; allowed are 0 to {vocab_size - 1} and ignore_index. "
+            "Check that the labels were made with this model's tokenizer."
+        )
+
+
+def logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+    row_index: Tensor | None = None,
+) -> LogProbs:
+    """Score labels `[T]` under logits `[R, V]`. See `rl_csrc.logprobs`."""
+    valid = _valid_labels(labels, ignore_index)
+    check_labels(labels, ignore_index, logits.shape[1])
+    z = _scaled_logits(logits, valid, temperature, softcap, row_index)
+    dead = (z.detach() == _NEG_INF).all(dim=1)
+    z = torch.where(dead[:, None], torch.zeros_like(z), z)
+    lse = torch.logsumexp(z, dim=1)
+    target = z.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
+    zero = torch.zeros_like(lse)
+    scored = torch.where(dead, torch.full_like(lse, _NEG_INF), torch.where(valid, target - lse, zero))
+    live = valid & ~dead
+    entropies = torch.where(live, _entropy(z, lse), zero) if entropy else None
+    squares = torch.where(live, (2 * (z - lse[:, None])).exp().sum(dim=1), zero).detach() if sum_pi_squared else None
+    return LogProbs(scored, entropies, squares)
+
+
+def _entropy(z: Tensor, lse: Tensor) -> Tensor:
+    probability = (z - lse[:, None]).exp()
+    finite = torch.where(z == _NEG_INF, torch.zeros_like(z), z)
+    return lse - (probability * finite).sum(dim=1)
+
+
+def logprob_stats(
+    logits_shard: Tensor,
+    labels: Tensor,
+    *,
+    vocab_start: int,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+    row_index: Tensor | None = None,
+) -> Tensor:
+    """Statistics of a vocabulary shard, `[T, 5]`: see `rl_csrc.logprob_stats`."""
+    valid = _valid_labels(labels, ignore_index)
+    z = _scaled_logits(logits_shard, valid, temperature, softcap, row_index)
+    top = z.max(dim=1).values
+    centre = torch.where(top == _NEG_INF, torch.zeros_like(top), top)
+    shifted = z - centre[:, None]
+    e = shifted.exp()
+    weighted = torch.where(e > 0, e * shifted, torch.zeros_like(e)).sum(dim=1)
+    local = labels - vocab_start
+    here = valid & (local >= 0) & (local < z.shape[1])
+    target = z.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+    target = torch.where(here, target, torch.full_like(target, _NEG_INF))
+    stats = torch.stack([top, e.sum(dim=1), weighted, (e * e).sum(dim=1), target], dim=1)
+    ignored = stats.new_tensor([_NEG_INF, 0.0, 0.0, 0.0, float("inf")])
+    return torch.where(valid[:, None], stats, ignored)
+
+
+def stats_merge(stats: Tensor) -> tuple[LogProbs, Tensor]:
+    """Merge `[W, T, 5]` in rank order; returns all fields of the log-probs, and the log-sum-exp `[T]` (-inf: dead)."""
+    top = stats[..., 0].max(dim=0).values
+    dead = top == _NEG_INF
+    centre = torch.where(dead, torch.zeros_like(top), top)
+    ignored = stats[0, :, 4] == float("inf")
+    total, weighted, squared = (torch.zeros_like(top) for _ in range(3))
+    target = torch.full_like(top, _NEG_INF)
+    for shard in stats:  # a fixed order, so that all ranks get the same bits
+        shift = shard[:, 0] - centre
+        scale = shift.exp()
+        total = total + shard[:, 1] * scale
+        moved = shard[:, 2] + shard[:, 1] * torch.where(scale > 0, shift, torch.zeros_like(shift))
+        weighted = weighted + scale * moved
+        squared = squared + shard[:, 3] * scale * scale
+        target = torch.maximum(target, shard[:, 4])
+    zero = torch.zeros_like(top)
+    log_total = total.log()
+    scored = torch.where(ignored, zero, torch.where(dead, top, (target - centre) - log_total))
+    blank = ignored | dead
+    entropies = torch.where(blank, zero, log_total - weighted / total)
+    squares = torch.where(blank, zero, squared / (total * total))
+    return LogProbs(scored, entropies, squares), torch.where(ignored, zero, torch.where(dead, top, centre + log_total))
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+) -> LogProbs:
+    """Score labels under `hidden [T, H] @ weight [V, H].T (+ bias)`, the logits held in the compute type."""
+    valid = _valid_labels(labels, ignore_index)
+    zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+    safe = torch.where(
+        valid[:, None], hidden, zero
+    )  # a NaN beside an ignored label must not reach the weight's gradient
+    dtype = compute_dtype(hidden)
+    logits = safe.to(dtype) @ weight.to(dtype).T
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    return logprobs(
+        logits, labels, temperature=temperature, entropy=entropy, softcap=softcap, ignore_index=ignore_index
+    )
+
+
+def logprobs_backward(
+    logits: Tensor,
+    labels: Tensor,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    vocab_start: int = 0,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+    row_index: Tensor | None = None,
+) -> Tensor:
+    """Gradient of logits (or of one vocabulary shard), `[R, V]` in their dtype, from the saved statistics."""
+    valid = _valid_labels(labels, ignore_index)
+    live = valid & (lse != _NEG_INF)
+    z = _scaled_logits(logits, valid, temperature, softcap, row_index)
+    lse = torch.where(live, lse, 0.0)
+    p = torch.where(live[:, None], (z - lse[:, None]).exp(), 0.0)
+    g = torch.where(live, grad_logprobs, 0.0)
+    grad = -g[:, None] * p
+    local = labels - vocab_start
+    here = live & (local >= 0) & (local < z.shape[1])
+    rows = here.nonzero()[:, 0]
+    grad[rows, local[rows]] = -(g * torch.expm1(logprobs))[rows]
+    if entropy is not None and grad_entropy is not None:
+        surprise = torch.where(p > 0, z - lse[:, None] + entropy[:, None], 0.0)
+        grad = grad - torch.where(live, grad_entropy, 0.0)[:, None] * p * surprise
+    grad = grad / _temperature_column(temperature, z)
+    if softcap is not None:
+        scored = logits if row_index is None else logits.index_select(0, row_index)
+        cap = torch.tanh(torch.where(valid[:, None], scored, 0).to(z.dtype) / softcap)
+        grad = grad * (1 - cap * cap)
+    if row_index is None:
+        return grad.to(logits.dtype)
+    return torch.zeros_like(logits).index_copy(0, row_index, grad.to(logits.dtype))

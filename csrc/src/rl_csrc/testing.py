@@ -1,0 +1,70 @@
+"""For tests of the kernels: the implementations behind one internal signature, and how far two results lie apart."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+
+
+class MissingImplementationError(ImportError):
+    """An implementation that this build or this machine does not have; the message says which part is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """One device and the functions that run on it."""
+
+    name: str
+    """cpu or cuda."""
+    device: torch.device
+    """Where its tensors live."""
+    module: ModuleType
+    """`rl_csrc._impl_cpu` or `rl_csrc._impl_cuda`."""
+
+    def call(self, function: str, *args: Any, **kwargs: Any) -> Any:
+        """Call one of its functions; raises `MissingImplementationError` where it has none of that name."""
+        found = getattr(self.module, function, None)
+        if found is None:
+            raise MissingImplementationError(f"{self.module.__name__} has no {function}: plain torch is used there.")
+        return found(*args, **kwargs)
+
+
+def implementation(name: str) -> Implementation:
+    """The kernels of a device, "cpu" or "cuda"; raises `MissingImplementationError` where they cannot run."""
+    if name == "cuda" and importlib.util.find_spec("rl_csrc._cuda") is None:
+        raise MissingImplementationError("rl-csrc was built without RL_CSRC_CUDA=ON.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise MissingImplementationError("torch sees no CUDA device here.")
+    if importlib.util.find_spec(f"rl_csrc._impl_{name}") is None:
+        raise MissingImplementationError(f"this build has no kernels for {name}.")
+    module = importlib.import_module(f"rl_csrc._impl_{name}")
+    return Implementation(name=name, device=torch.device(name), module=module)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Largest distance over the larger of 1 and the largest value wanted; infinite for a wrong NaN or infinity."""
+    if found.shape != wanted.shape:
+        raise ValueError(
+            f"found has shape {list(found.shape)}, wanted {list(wanted.shape)}; compare results of one op."
+        )
+    if found.numel() == 0:
+        return 0.0
+    a, b = found.detach().double(), wanted.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    scale = max(1.0, float(torch.where(b.isfinite(), b.abs(), 0.0).max()))
+    return float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf")).max()) / scale
+
+
+def cu_seqlens(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """`[B + 1]` int64, where packed sequences of these lengths start."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)

@@ -1,0 +1,152 @@
+"""The public ops on a GPU: autograd, in-place gradients and torch.compile reach the kernels, and agree with the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import rl_csrc
+from rl_csrc.testing import cu_seqlens, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; the CPU suites are the twins"),
+]
+
+
+def make(rows: int = 24, vocab: int = 1003) -> dict[str, Tensor]:
+    """A small packed batch on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "logits": normal(rows, vocab) * 2,
+        "hidden": normal(rows, 32),
+        "weight": normal(vocab, 32) * 0.3,
+        "labels": torch.randint(0, vocab, (rows,), generator=generator),
+        "old": -normal(rows).abs() - 6,
+        "advantages": normal(rows),
+        "mask": torch.rand(rows, generator=generator) < 0.8,
+        "cu_seqlens": cu_seqlens([rows // 3, rows - rows // 3]),
+    }
+
+
+def both(run: object) -> tuple[list[Tensor], list[Tensor]]:
+    """What `run(batch)` returns on the CPU and on the GPU."""
+    assert callable(run)
+    batch = make()
+    return run(batch), run({name: x.cuda() for name, x in batch.items()})
+
+
+def check(run: object, tolerance: float = 3e-5) -> None:
+    for ours, theirs in zip(*reversed(both(run)), strict=True):
+        assert ours.is_cuda
+        assert relative_error(ours.cpu(), theirs) < tolerance
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logprobs_with_gradient(inplace: bool) -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        leaf = b["logits"].clone().requires_grad_()
+        found = rl_csrc.logprobs(leaf * 1.0, b["labels"], entropy=True, temperature=0.9, inplace=inplace)
+        assert found.entropy is not None
+        total = (found.logprobs * b["advantages"]).sum() + found.entropy.sum()
+        return [found.logprobs.detach(), found.entropy.detach(), *torch.autograd.grad(total, leaf)]
+
+    check(run)
+
+
+def test_vocab_parallel_with_gradient() -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        halves = [x.contiguous() for x in b["logits"].split([500, 503], dim=1)]
+        stats = [rl_csrc.logprob_stats(x, b["labels"], vocab_start=at) for x, at in zip(halves, (0, 500), strict=True)]
+        leaf = halves[1].clone().requires_grad_()
+        found = rl_csrc.parallel_logprobs(
+            leaf, b["labels"], vocab_start=500, gather=lambda mine: torch.stack([stats[0], mine])
+        )
+        assert found.entropy is not None
+        total = (found.logprobs * b["advantages"]).sum() + found.entropy.sum()
+        return [found.logprobs.detach(), *torch.autograd.grad(total, leaf)]
+
+    check(run)
+
+
+def test_linear_logprobs_with_gradient() -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        leaves = [b["hidden"].requires_grad_(), b["weight"].requires_grad_()]
+        found = rl_csrc.linear_logprobs(*leaves, b["labels"], entropy=True, chunk_rows=16)
+        assert found.entropy is not None
+        total = (found.logprobs * b["advantages"]).sum() + found.entropy.sum()
+        return [found.logprobs.detach(), *torch.autograd.grad(total, leaves)]
+
+    check(run)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_policy_loss_with_gradient(loss: str) -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        leaf = (b["old"] + 0.1 * b["advantages"]).requires_grad_()
+        found = rl_csrc.policy_loss(leaf, b["old"], b["advantages"], b["mask"], b["cu_seqlens"], loss=loss)
+        return [found.loss.detach(), found.metrics, *torch.autograd.grad(found.loss, leaf)]
+
+    check(run)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_policy_loss_from_logits_with_gradient(inplace: bool) -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        leaf = b["logits"].clone().requires_grad_()
+        found = rl_csrc.policy_loss_from_logits(
+            leaf * 1.0, b["labels"], b["old"], b["advantages"], b["mask"], b["cu_seqlens"], inplace=inplace
+        )
+        return [found.loss.detach(), found.logprobs, *torch.autograd.grad(found.loss, leaf)]
+
+    check(run)
+
+
+def test_policy_loss_from_hidden_with_gradient() -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        leaves = [b["hidden"].requires_grad_(), b["weight"].requires_grad_()]
+        found = rl_csrc.policy_loss_from_hidden(
+            *leaves, b["labels"], b["old"], b["advantages"], b["mask"], b["cu_seqlens"], chunk_rows=16
+        )
+        return [found.loss.detach(), found.logprobs, *torch.autograd.grad(found.loss, leaves)]
+
+    check(run)
+
+
+def test_estimators_and_copies() -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        scan = rl_csrc.scan_reverse(b["advantages"], b["old"], b["cu_seqlens"], loss_mask=b["mask"], lam=0.9)
+        packed = rl_csrc.pack(b["logits"].view(4, 6, -1), b["labels"][:4] % 6)
+        rolled = rl_csrc.roll_labels(b["labels"], b["cu_seqlens"], loss_mask=b["mask"])
+        groups = rl_csrc.group_norm(b["advantages"], b["labels"] % 5)
+        white = rl_csrc.whiten(b["advantages"], b["mask"])
+        return [scan.advantages, scan.returns, packed.values, packed.cu_seqlens, rolled, groups, white]
+
+    check(run)
+
+
+def test_digest_of_a_device_tensor() -> None:
+    x = make()["logits"]
+    assert rl_csrc.digest(x.cuda()) == rl_csrc.digest(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch 2.11's inductor, of its own code
+def test_compiled_without_graph_breaks() -> None:
+    batch = {name: x.cuda() for name, x in make().items()}
+
+    def step(logits: Tensor, labels: Tensor, old: Tensor) -> Tensor:
+        scored = rl_csrc.logprobs(logits * 0.5, labels).logprobs
+        return rl_csrc.policy_loss(
+            scored, old, batch["advantages"], batch["mask"], batch["cu_seqlens"], num_tokens=20.0
+        ).loss
+
+    leaf = batch["logits"].clone().requires_grad_()
+    wanted = torch.autograd.grad(step(leaf, batch["labels"], batch["old"]), leaf)[0]
+    compiled = torch.compile(step, fullgraph=True)
+    found = torch.autograd.grad(compiled(leaf, batch["labels"], batch["old"]), leaf)[0]
+    assert relative_error(found, wanted) < 1e-5

@@ -1,0 +1,221 @@
+"""Recurrences, group statistics, whitening and ragged copies."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rl_csrc
+from rl_csrc import reference
+from rl_csrc._types import GROUP_MODES, MASK_MODES, SCAN_KINDS
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def test_hand_computed_gae():
+    rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.4, 0.3])
+    found = rl_csrc.scan_reverse(rewards, values, torch.tensor([0, 3]), gamma=0.9, lam=0.5)
+    a2 = 1 - 0.3
+    a1 = 0.9 * 0.3 - 0.4 + 0.45 * a2
+    a0 = 0.9 * 0.4 - 0.5 + 0.45 * a1
+    assert found.advantages.tolist() == pytest.approx([a0, a1, a2], abs=1e-6)
+    assert found.returns.tolist() == pytest.approx([a0 + 0.5, a1 + 0.4, 1.0], abs=1e-6)
+
+
+def test_hand_computed_returns_pass_over_tool_tokens():
+    rewards, mask = torch.tensor([1.0, 7.0, 2.0]), torch.tensor([1, 0, 1])
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+
+    def returns(mode):
+        return rl_csrc.scan_reverse(
+            rewards, None, cu, loss_mask=mask, kind="returns", gamma=0.5, mask_mode=mode
+        ).returns.tolist()
+
+    assert returns("hold") == [2.0, 2.0, 2.0]
+    assert returns("compress") == [2.0, 0.0, 2.0]
+    assert returns("zero") == [1.0, 0.0, 2.0]
+    assert returns("none") == [1 + 0.5 * (7 + 1), 8.0, 2.0]
+
+
+def test_hand_computed_vtrace():
+    found = rl_csrc.scan_reverse(
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([0.5, 0.25]),
+        torch.tensor([0, 2]),
+        kind="vtrace",
+        gamma=1.0,
+        rho=torch.tensor([0.5, 3.0]),
+    )
+    v1 = 0.25 + 1.0 * (1 - 0.25)
+    v0 = 0.5 + 0.5 * (0.25 - 0.5) + 0.5 * (v1 - 0.25)
+    assert found.returns.tolist() == pytest.approx([v0, v1])
+    assert found.advantages.tolist() == pytest.approx([0.5 * (v1 - 0.5), 0.75])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=11),
+    kind=st.sampled_from(SCAN_KINDS),
+    mode=st.sampled_from(MASK_MODES),
+    with_values=st.booleans(),
+    with_bootstrap=st.booleans(),
+    lam=st.sampled_from([0.9, "per sequence"]),
+    seed=st.integers(0, 99),
+)
+def test_scan_matches_the_reference(lengths, kind, mode, with_values, with_bootstrap, lam, seed):
+    g = torch.Generator().manual_seed(seed)
+    num = sum(lengths)
+    r, v, rho = (torch.randn(num, generator=g) for _ in range(3))
+    mask = torch.rand(num, generator=g) < 0.6
+    hidden = mask | (mode == "none")
+    options = {"kind": kind, "mask_mode": mode, "gamma": 0.95}
+    options["lam"] = torch.rand(len(lengths), generator=g) if lam == "per sequence" else lam
+    options["bootstrap_values"] = torch.randn(len(lengths), generator=g) if with_bootstrap else None
+    options["rho"] = rho.exp() if kind == "vtrace" else None
+    values = torch.where(hidden, v, float("nan")) if with_values else None  # never looked at
+    found = rl_csrc.scan_reverse(
+        torch.where(hidden, r, float("nan")), values, offsets(lengths), loss_mask=mask, **options
+    )
+    wide = {k: x.double() if isinstance(x, torch.Tensor) else x for k, x in options.items()}
+    wanted = reference.scan_reverse(
+        r.double(), v.double() if with_values else None, offsets(lengths), loss_mask=mask, **wide
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_td_lambda_is_gae_plus_values_and_lambda_one_is_the_return():
+    r, v, cu = torch.randn(30), torch.randn(30), torch.tensor([0, 13, 30])
+    gae = rl_csrc.scan_reverse(r, v, cu, gamma=0.9, lam=0.7)
+    td = rl_csrc.scan_reverse(r, v, cu, kind="td_lambda", gamma=0.9, lam=0.7)
+    torch.testing.assert_close(td.returns, gae.returns)
+    plain = rl_csrc.scan_reverse(r, v, cu, kind="returns", gamma=0.9)
+    torch.testing.assert_close(rl_csrc.scan_reverse(r, v, cu, kind="td_lambda", gamma=0.9).returns, plain.returns)
+
+
+def test_a_sequence_has_the_same_bits_whatever_stands_beside_it():
+    lengths = [37, 5, 90, 41, 41, 12, 64, 3, 77]
+    cu = offsets(lengths)
+    r, v = torch.randn(int(cu[-1])), torch.randn(int(cu[-1]))
+    together = rl_csrc.scan_reverse(r, v, cu, gamma=0.99, lam=0.95)
+    for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        alone = rl_csrc.scan_reverse(r[a:b], v[a:b], torch.tensor([0, b - a]), gamma=0.99, lam=0.95)
+        assert torch.equal(alone.advantages, together.advantages[a:b])
+
+
+def test_hand_computed_groups():
+    rewards, ids = torch.tensor([1.0, 5.0, 3.0, 7.0]), torch.tensor([-4, 9, -4, 8])
+    assert rl_csrc.group_norm(rewards, ids, mode="rloo").tolist() == [-2.0, 0.0, 2.0, 0.0]
+    assert rl_csrc.group_norm(rewards, ids, mode="dr_grpo").tolist() == [-1.0, 0.0, 1.0, 0.0]
+    root = 1 / (math.sqrt(2) + 1e-6)
+    assert rl_csrc.group_norm(rewards, ids).tolist() == pytest.approx([-root, 5.0, root, 7.0])
+
+
+@pytest.mark.parametrize("mode", GROUP_MODES)
+def test_groups_match_the_reference_and_equal_rewards_give_zero(mode):
+    g = torch.Generator().manual_seed(1)
+    rewards = torch.randn(500, generator=g)
+    ids = torch.randint(-(2**60), 2**60, (40,), generator=g)[torch.randint(40, (500,), generator=g)]
+    wanted = reference.group_norm(rewards.double(), ids, mode=mode)
+    torch.testing.assert_close(rl_csrc.group_norm(rewards, ids, mode=mode).double(), wanted, rtol=1e-6, atol=1e-6)
+    cu = torch.tensor([0, 200, 200, 201, 500])
+    wanted = reference.group_norm(rewards.double(), cu_groups=cu, mode=mode)
+    torch.testing.assert_close(
+        rl_csrc.group_norm(rewards, cu_groups=cu, mode=mode).double(), wanted, rtol=1e-6, atol=1e-6
+    )
+    for value in (0.1, 1e30, -7.3):
+        same = rl_csrc.group_norm(torch.full((7,), value), torch.zeros(7, dtype=torch.int64), mode=mode)
+        assert torch.equal(same, torch.zeros(7))
+
+
+def test_moments_and_whitening_match_float64_and_ignore_the_masked():
+    x = torch.randn(3, 5001) * 3 + 1000
+    mask = torch.rand(3, 5001) < 0.5
+    dirty = torch.where(mask, x, float("nan"))
+    found, chosen = rl_csrc.masked_moments(dirty, mask), x[mask].double()
+    assert found.num.item() == chosen.numel()
+    torch.testing.assert_close(found.mean, chosen.mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.variance, chosen.var(), rtol=1e-10, atol=0)
+    white = rl_csrc.whiten(dirty, mask)
+    assert torch.equal(white[~mask], torch.zeros_like(white[~mask]))
+    torch.testing.assert_close(white.double(), reference.whiten(x.double(), mask), rtol=1e-5, atol=1e-6)
+    kept = rl_csrc.whiten(x, shift_mean=False, moments=rl_csrc.masked_moments(x))
+    torch.testing.assert_close(kept.double(), reference.whiten(x.double(), shift_mean=False), rtol=1e-6, atol=1e-6)
+    assert rl_csrc.masked_moments(x, torch.zeros_like(mask)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.int8])
+@pytest.mark.parametrize("trailing", [(), (3,)])
+def test_pack_and_unpack_are_inverse(dtype, trailing):
+    lengths = torch.tensor([3, 0, 5, 1])
+    padded = (torch.randn(4, 6, *trailing) * 9).to(dtype)
+    packed = rl_csrc.pack(padded, lengths, starts=6 - lengths)
+    assert packed.cu_seqlens.tolist() == [0, 3, 3, 8, 9]
+    assert torch.equal(packed.values, torch.cat([padded[b, 6 - n :] for b, n in enumerate(lengths.tolist())]))
+    left = rl_csrc.unpack(packed.values, packed.cu_seqlens, length=6, padding_value=1, side="left")
+    right = rl_csrc.unpack(packed.values, packed.cu_seqlens, length=6)
+    for b, n in enumerate(lengths.tolist()):
+        assert torch.equal(left[b, 6 - n :], padded[b, 6 - n :])
+        assert torch.equal(left[b, : 6 - n], torch.ones_like(left[b, : 6 - n]))
+        assert torch.equal(right[b, :n], padded[b, 6 - n :])
+        assert not right[b, n:].any()
+
+
+def test_copies_carry_gradients_where_asked():
+    padded = torch.randn(2, 4, requires_grad=True)
+    packed = rl_csrc.pack(padded, torch.tensor([4, 2]))
+    rl_csrc.unpack(packed.values * 2, packed.cu_seqlens, length=4).sum().backward()
+    assert padded.grad.tolist() == [[2.0] * 4, [2.0, 2.0, 0.0, 0.0]]
+
+
+def test_pack_refuses_what_does_not_fit():
+    with pytest.raises(rl_csrc.ArgumentError, match="steps 3 to 6 of rows of 5"):
+        rl_csrc.pack(torch.zeros(1, 5), torch.tensor([3]), starts=torch.tensor([3]))
+    with pytest.raises(rl_csrc.ArgumentError):
+        rl_csrc.unpack(torch.zeros(9), torch.tensor([0, 9]), length=5)
+
+
+def test_bucket_copy_copies_every_pair_and_tells_autograd():
+    sources = [torch.randn(3, 4), torch.randn(8)[::2], torch.randn(5), torch.empty(0), torch.randn(2**19)]
+    targets = [
+        torch.full((3, 4), 7.0),
+        torch.zeros(4),
+        torch.zeros(5, dtype=torch.bfloat16),
+        torch.empty(0),
+        torch.zeros(2**19),
+    ]
+    versions = [t._version for t in targets]
+    rl_csrc.bucket_copy(sources, targets)
+    for s, t in zip(sources, targets, strict=True):
+        assert torch.equal(s.to(t.dtype), t)
+    assert all(t._version > v for t, v in zip(targets, versions, strict=True))
+    with pytest.raises(rl_csrc.ArgumentError, match="the shape of its source"):
+        rl_csrc.bucket_copy([torch.zeros(2)], [torch.zeros(3)])
+    with pytest.raises(rl_csrc.ArgumentError, match="1 sources for 0"):
+        rl_csrc.bucket_copy([torch.zeros(2)], [])
+
+
+def test_hand_computed_labels():
+    ids, cu = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([0, 3, 3, 4, 6])
+    assert rl_csrc.roll_labels(ids, cu).tolist() == [2, 3, -100, -100, 6, -100]
+    mask = torch.tensor([0, 0, 1, 1, 0, 0])
+    assert rl_csrc.roll_labels(ids, cu, loss_mask=mask, ignore_index=-1).tolist() == [-1, 3, -1, -1, -1, -1]
+    assert torch.equal(rl_csrc.roll_labels(ids, cu, loss_mask=mask), reference.roll_labels(ids, cu, loss_mask=mask))
+
+
+def test_context_parallel_slices_cover_each_token_once():
+    cu, x = torch.tensor([0, 8, 8, 24]), torch.arange(24)
+    first = rl_csrc.cp_slice(x, cu, cp_rank=0, cp_size=2)
+    assert first.values.tolist() == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert first.cu_seqlens.tolist() == [0, 4, 4, 12]
+    second = rl_csrc.cp_slice(x, cu, cp_rank=1, cp_size=2)
+    assert sorted([*first.values.tolist(), *second.values.tolist()]) == x.tolist()
+    assert torch.equal(second.values, reference.cp_slice(x, cu, cp_rank=1, cp_size=2).values)
+    with pytest.raises(rl_csrc.ArgumentError, match="does not divide"):
+        rl_csrc.cp_slice(x, torch.tensor([0, 6, 24]), cp_rank=0, cp_size=2)
+    with pytest.raises(rl_csrc.ArgumentError, match="cp_rank is 2"):
+        rl_csrc.cp_slice(x, cu, cp_rank=2, cp_size=2)

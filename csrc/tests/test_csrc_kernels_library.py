@@ -1,0 +1,213 @@
+"""The ops under torch.library and torch.compile, across a fork, with poisoned outputs, both tensor crossings."""
+
+import os
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import rl_csrc
+from rl_csrc import _cpu, _impl_cpu
+
+OPS = torch.ops.rl_csrc
+CU = torch.tensor([0, 3, 3, 8])
+POLICY_NUMBERS = [0.2, 0.2, 20.0, 1.0, 1.05, 0.1, 0.1, 0.01]
+
+
+def policy_arguments(kl="k3"):
+    old, adv, ref = -torch.rand(8), torch.randn(8), -torch.rand(8)
+    mask = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.bool)
+    return old, adv, mask, CU, "ppo", kl, "token-mean", None, POLICY_NUMBERS, None, 6.0, ref, None
+
+
+def logits(dtype=torch.float32, grad=True):
+    return torch.randn(8, 21).to(dtype).requires_grad_(grad)
+
+
+def leaf(*shape):
+    return torch.randn(shape).requires_grad_()
+
+
+LABELS = torch.tensor([0, 5, -100, 20, 3, 3, 7, 1])
+SAMPLES = {
+    "logprobs": lambda: (logits(), LABELS, None, 0.7, 5.0, -100, None, True, True),
+    "logprobs rows": lambda: (logits(), LABELS[:2], torch.ones(2), 1.0, None, None, torch.tensor([6, 1]), False, False),
+    "logprob_stats": lambda: (logits(grad=False), LABELS, None, 1.0, None, -100, None, 0),
+    "stats_merge": lambda: (torch.rand(2, 4, 5) + 0.5,),
+    "linear_logprobs": lambda: (
+        leaf(8, 6), leaf(21, 6), LABELS, leaf(21), None, 1.0, None, -100, True, None, False,
+    ),
+    "policy_loss": lambda: ((-torch.rand(8)).requires_grad_(), *policy_arguments(), torch.rand(8).requires_grad_()),
+    "policy_loss_from_logits": lambda: (
+        logits(), LABELS.clamp(min=0), *policy_arguments(), None, 1.0, None, None, True,
+    ),
+    "policy_loss_from_hidden": lambda: (
+        leaf(8, 6), leaf(21, 6), LABELS.clamp(min=0), *policy_arguments(),
+        None, 1.0, None, True, None, [True, True],
+    ),
+    "scan_reverse": lambda: (
+        torch.randn(8), torch.randn(8), CU, None, "gae", 0.9, None, 0.8, None, "hold", None, 1.0, 1.0,
+    ),
+    "group_norm": lambda: (torch.randn(8), torch.tensor([0, 0, 1, 1, 2, 2, 2, 0]), None, "grpo", 1e-6),
+    "masked_moments": lambda: (torch.randn(8), torch.rand(8) < 0.5),
+    "whiten": lambda: (torch.randn(8), None, True, 1e-8, []),
+    "pack": lambda: (torch.randn(2, 4), torch.tensor([3, 1]), None, 4),
+    "unpack": lambda: (torch.randn(8), CU, 6, 0.0, False),
+    "bucket_copy": lambda: ([torch.randn(3), torch.randn(2, 2)], [torch.zeros(3), torch.zeros(2, 2)]),
+    "roll_labels": lambda: (torch.arange(8), CU, None, -100),
+    "cp_slice": lambda: (torch.randn(8), torch.tensor([0, 4, 8]), 0, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):
+    op = getattr(OPS, name.split()[0]).default
+    opcheck(op, SAMPLES[name]())
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def test_a_compiled_training_step_equals_the_eager_one():
+    old, adv, mask, cu, *_ = policy_arguments()
+    hidden, weight = torch.randn(8, 6), torch.randn(21, 6)
+
+    def step(h, w):
+        scored = rl_csrc.logprobs(h @ w.T, LABELS, entropy=True, temperature=0.9)
+        linear = rl_csrc.linear_logprobs(h, w, LABELS)
+        loss = rl_csrc.policy_loss(scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, entropy_coef=0.1).loss
+        fused = rl_csrc.policy_loss_from_logits(h @ w.T, LABELS.clamp(min=0), old, adv, mask, cu).loss
+        headed = rl_csrc.policy_loss_from_hidden(h, w, LABELS.clamp(min=0), old, adv, mask, cu, loss="cispo").loss
+        return loss + fused + headed + linear.logprobs.sum()
+
+    grads = []
+    for run in (step, compiled(step)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = run(h, w)
+        loss.backward()
+        grads.append((loss.detach(), h.grad, w.grad))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_estimators_and_copies_equal_the_eager_ones():
+    rewards, values, ids = torch.randn(8), torch.randn(8), torch.tensor([4, 4, 4, 1, 1, 0, 0, 0])
+
+    def work(r, v):
+        scan = rl_csrc.scan_reverse(r, v, CU, gamma=0.9, lam=0.5)
+        group = rl_csrc.group_norm(r, ids)
+        white = rl_csrc.whiten(scan.advantages, moments=rl_csrc.masked_moments(r))
+        padded = rl_csrc.unpack(white, CU, length=5)
+        again = rl_csrc.pack(padded, CU.diff(), total=8)
+        out = torch.zeros(8)
+        rl_csrc.bucket_copy([again.values], [out])
+        return (
+            out,
+            group,
+            rl_csrc.roll_labels(ids, CU),
+            rl_csrc.cp_slice(r, torch.tensor([0, 8]), cp_rank=1, cp_size=2).values,
+        )
+
+    for a, b in zip(work(rewards, values), compiled(work)(rewards, values), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_whole_step():
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def loss(x):
+        return rl_csrc.logprobs(x * 2, LABELS, entropy=True).logprobs.sum()
+
+    x = logits()
+    loss(x).backward()
+    y = x.detach().clone().requires_grad_()
+    rl_csrc.logprobs(y * 2, LABELS).logprobs.sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_every_output_is_written(monkeypatch):
+    """Outputs come poisoned; what is not written stays NaN."""
+
+    def poisoned(*shape, **options):
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        out = torch.zeros(shape, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out.fill_(7)
+
+    monkeypatch.setattr(_impl_cpu.torch, "empty", poisoned)
+    monkeypatch.setattr(_impl_cpu.torch, "empty_like", lambda x, **_: poisoned(tuple(x.shape), dtype=x.dtype))
+    x = torch.randn(9, 21)
+    grad = poisoned((9, 21), dtype=torch.float32)
+    rows, labels = torch.tensor([0, 3, 8]), torch.tensor([1, -100, 2])
+    found = _impl_cpu.logprobs_forward(x, labels, 1.0, None, -100, rows, True, True)
+    _impl_cpu.logprobs_backward(
+        x, labels, found[0], found[3], torch.ones(3), found[1], torch.ones(3), 1.0, None, -100, rows, 0, grad
+    )
+    scan = rl_csrc.scan_reverse(torch.randn(8), None, CU, loss_mask=torch.zeros(8))
+    policy = rl_csrc.policy_loss(torch.zeros(8), torch.zeros(8), torch.ones(8), torch.zeros(8), CU)
+    stats = rl_csrc.logprob_stats(x, torch.zeros(9), vocab_start=0)
+    linear = rl_csrc.linear_logprobs(
+        torch.randn(5, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.zeros(5), entropy=True
+    )
+    outputs = [*found, grad, *scan, *policy, stats, *rl_csrc.stats_merge(stats[None]), *linear[:2]]
+    outputs += [rl_csrc.group_norm(torch.randn(4), torch.zeros(4)), rl_csrc.whiten(torch.randn(4), torch.zeros(4))]
+    outputs += [
+        rl_csrc.pack(torch.randn(2, 3), torch.tensor([3, 1])).values,
+        rl_csrc.unpack(torch.randn(8), CU, length=7),
+    ]
+    assert not any(o.isnan().any() for o in outputs)
+    assert not (rl_csrc.roll_labels(torch.zeros(8, dtype=torch.int64), CU) == 7).any()
+
+
+def test_a_forked_child_computes_with_threads_of_its_own():
+    x, labels = torch.randn(64, 5000), torch.zeros(64, dtype=torch.int64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    wanted = rl_csrc.logprobs(x, labels).logprobs  # starts the parent's pool
+    pid = os.fork()
+    if pid == 0:
+        same = torch.equal(rl_csrc.logprobs(x, labels).logprobs, wanted)
+        os._exit(0 if same else 1)
+    torch.set_num_threads(before)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_calls_from_several_python_threads_do_not_disturb_each_other():
+    from concurrent.futures import ThreadPoolExecutor
+
+    x, labels = torch.randn(64, 3000), torch.zeros(64, dtype=torch.int64)
+    wanted = rl_csrc.logprobs(x, labels).logprobs
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: rl_csrc.logprobs(x, labels).logprobs, range(40)):
+            assert torch.equal(found, wanted)
+
+
+def test_a_tensor_without_an_exchange_table_crosses_by_its_attributes():
+    class Wrapped:  # what the binding asks of a tensor when it has no table
+        def __init__(self, x):
+            self.x = x
+
+        def __getattr__(self, name):
+            return getattr(self.x, name)
+
+    x, labels = torch.randn(4, 50)[:, :33], torch.tensor([1, 2, 3, 4])
+    outs = [torch.empty(4) for _ in range(2)]
+    for wrap, out in zip((Wrapped, lambda t: t), outs, strict=True):
+        _cpu.logprobs(wrap(x), wrap(labels), 1.0, 0.0, None, None, wrap(out), None, None, None, 1)
+    assert torch.equal(*outs)
+
+
+def test_the_binding_refuses_what_it_cannot_take():
+    x, labels, out = torch.randn(4, 33), torch.arange(4), torch.empty(4)
+    with pytest.raises(rl_csrc.ArgumentError, match=r"logits is int64 \[4\]; wanted float32, bfloat16 or float16"):
+        _cpu.logprobs(labels, labels, 1.0, 0.0, None, None, out, None, None, None, 1)
+    with pytest.raises(rl_csrc.ArgumentError, match="adjacent columns"):
+        _cpu.logprobs(x.T[:4], labels, 1.0, 0.0, None, None, out, None, None, None, 1)
+    with pytest.raises(rl_csrc.ArgumentError, match=r"logprobs is float32 \[3\]; wanted 4 elements"):
+        _cpu.logprobs(x, labels, 1.0, 0.0, None, None, out[:3], None, None, None, 1)
+    lp, shared = torch.zeros(4), torch.zeros(1, 33).expand(4, 33)
+    with pytest.raises(rl_csrc.ArgumentError, match="rows that do not overlap"):
+        _cpu.logprobs_backward(x, labels, 1.0, 0.0, None, None, 0, lp, lp, None, lp, None, shared, 1)

@@ -1,0 +1,117 @@
+"""The LM head fused with the log-prob, against a float64 oracle made from the same rounded operands."""
+
+import pytest
+import torch
+
+import rl_csrc
+from rl_csrc import _cpu, _impl_cpu, reference
+
+LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
+
+
+@pytest.fixture(params=LEVELS, ids=lambda level: f"isa{level}")
+def isa(request):
+    _cpu.set_kernel_level(request.param)
+    yield request.param
+    _cpu.set_kernel_level(-1)
+
+
+def case(num, vocab, width, dtype, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num, width, generator=g).to(dtype)
+    weight = (torch.randn(vocab, width, generator=g) / width**0.5 * 3).to(dtype)
+    labels = torch.randint(vocab, (num,), generator=g)
+    labels[torch.rand(num, generator=g) < 0.2] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num", "vocab", "width"), [(1, 33, 32), (5, 200, 64), (40, 4130, 96), (70, 555, 48), (3, 7, 5)]
+)
+@pytest.mark.parametrize("extras", ["plain", "all"])
+def test_matches_the_oracle(isa, dtype, num, vocab, width, extras):
+    hidden, weight, labels = case(num, vocab, width, dtype)
+    bias = torch.randn(vocab).to(dtype) if extras == "all" else None
+    options = {"temperature": torch.rand(num) + 0.5, "softcap": 10.0} if extras == "all" else {}
+    leaves = [x if x is None else x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    found = rl_csrc.linear_logprobs(leaves[0], leaves[1], labels, bias=leaves[2], entropy=True, **options)
+    g, h = torch.randn(num), torch.randn(num)
+    (found.logprobs * g + found.entropy * h).sum().backward()
+    wide = [x if x is None else x.double().requires_grad_() for x in (hidden, weight, bias)]
+    wanted = reference.linear_logprobs(wide[0], wide[1], labels, bias=wide[2], entropy=True, **options)
+    (wanted.logprobs * g + wanted.entropy * h).sum().backward()
+    torch.testing.assert_close(found.logprobs.double(), wanted.logprobs.detach(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(found.entropy.double(), wanted.entropy.detach(), rtol=1e-5, atol=2e-5)
+    for leaf, exact in zip(leaves, wide, strict=True):
+        if leaf is None:
+            continue
+        step = torch.finfo(dtype).eps
+        tolerance = 2 * step * float(exact.grad.abs().max()) + 1e-5
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2 * step + 1e-4, atol=tolerance)
+
+
+def test_chunks_of_any_size_agree(isa, monkeypatch):
+    hidden, weight, labels = case(37, 3000, 64, torch.float32)
+    whole = rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True)
+    monkeypatch.setattr(_impl_cpu, "CHUNK_BYTES", 37 * 4 * 100)
+    leaf = weight.clone().requires_grad_()
+    found = rl_csrc.linear_logprobs(hidden, leaf, labels, entropy=True, chunk_rows=10)
+    torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.entropy, whole.entropy, rtol=1e-5, atol=1e-5)
+    found.logprobs.sum().backward()
+    exact = weight.double().requires_grad_()
+    reference.linear_logprobs(hidden.double(), exact, labels).logprobs.sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_bits(isa, dtype):
+    hidden, weight, labels = case(130, 5000, 64, dtype)
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        whole = rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True, batch_invariant=True)
+        for i in (0, 63, 64, 129):
+            alone = rl_csrc.linear_logprobs(
+                hidden[i : i + 1], weight, labels[i : i + 1], entropy=True, batch_invariant=True
+            )
+            assert torch.equal(alone.logprobs, whole.logprobs[i : i + 1])
+            assert torch.equal(alone.entropy, whole.entropy[i : i + 1])
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ignored_tokens_may_hold_anything(isa, dtype):
+    hidden, weight, labels = case(40, 300, 64, dtype)
+    dirty = hidden.clone()
+    dirty[labels == -100] = float("nan")
+    grads = []
+    for x in (hidden, dirty):
+        leaf, head = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        rl_csrc.linear_logprobs(leaf, head, labels).logprobs.sum().backward()
+        grads.append((leaf.grad, head.grad))
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.equal(grads[0][1], grads[1][1])
+    assert not grads[1][0][labels == -100].any()
+
+
+def test_gradcheck_float64():
+    hidden, weight, labels = case(3, 7, 4, torch.float64)
+    bias = torch.randn(7, dtype=torch.float64)
+
+    def scored(h, w, b):
+        found = rl_csrc.linear_logprobs(h, w, labels, bias=b, entropy=True, temperature=0.8, softcap=4.0)
+        return found.logprobs, found.entropy
+
+    assert torch.autograd.gradcheck(scored, (hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()))
+
+
+def test_refusals_are_sentences():
+    hidden, weight, labels = case(3, 7, 4, torch.float32)
+    with pytest.raises(rl_csrc.ArgumentError, match="one dtype for all operands"):
+        rl_csrc.linear_logprobs(hidden.bfloat16(), weight, labels)
+    with pytest.raises(rl_csrc.ArgumentError, match=r"wanted \[tokens, hidden\]"):
+        rl_csrc.linear_logprobs(hidden, weight.T, labels)
+    with pytest.raises(rl_csrc.LabelError):
+        rl_csrc.linear_logprobs(hidden, weight, torch.tensor([0, 7, 1]))

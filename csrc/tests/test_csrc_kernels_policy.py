@@ -1,0 +1,255 @@
+"""Policy losses against hand-computed numbers and the float64 reference."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rl_csrc
+from rl_csrc import _cpu, _impl_cpu
+from rl_csrc._types import AGGREGATIONS, KLS, LOSSES, TOKEN_LOCAL_LOSSES
+
+LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
+NUM_TOKENS, CU = 53, [0, 1, 1, 18, 37, 53]
+
+
+def batch(seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    lp = -3 * torch.rand(NUM_TOKENS, generator=g)
+    old = (lp + 0.5 * torch.randn(NUM_TOKENS, generator=g)).clamp(max=-1e-3)
+    ref = lp + 0.5 * torch.randn(NUM_TOKENS, generator=g)
+    adv = torch.randn(NUM_TOKENS, generator=g)
+    adv[5] = 0
+    entropy, weights = torch.rand(NUM_TOKENS, generator=g), 2 * torch.rand(NUM_TOKENS, generator=g)
+    mask = torch.rand(NUM_TOKENS, generator=g) < 0.7
+    mask[37:] = False  # a sequence that counts nowhere
+    lp, old, ref, adv, entropy, weights = (x.to(dtype) for x in (lp, old, ref, adv, entropy, weights))
+    return lp, old, adv, mask, torch.tensor(CU), ref, entropy, weights
+
+
+def run(case, **options):
+    lp, old, adv, mask, cu, ref, entropy, weights = case
+    lp, entropy = lp.detach().clone().requires_grad_(), entropy.detach().clone().requires_grad_()
+    found = rl_csrc.policy_loss(
+        lp, old, adv, mask, cu, ref_logprobs=ref, entropy=entropy, weights=weights, norm_constant=11.0, **options
+    )
+    (found.loss * 1.5).backward()
+    return found, lp.grad, entropy.grad
+
+
+def doubled(case):
+    return tuple(x.double() if x.is_floating_point() else x for x in case)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=12, deadline=None)
+@given(
+    aggregation=st.sampled_from(AGGREGATIONS),
+    kl=st.sampled_from(KLS),
+    clip_dual=st.sampled_from([None, 1.5]),
+    level=st.sampled_from(LEVELS),
+    seed=st.integers(0, 50),
+)
+def test_matches_the_reference(loss, aggregation, kl, clip_dual, level, seed):
+    options = {"loss": loss, "aggregation": aggregation, "kl": kl, "kl_coef": 0.1, "entropy_coef": 0.01}
+    options |= {"clip_dual": clip_dual, "clip_low": 0.2, "clip_high": 0.28}
+    case = batch(seed)
+    _cpu.set_kernel_level(level)
+    try:
+        found, grad, entropy_grad = run(case, **options)
+    finally:
+        _cpu.set_kernel_level(-1)
+    wanted, exact, exact_entropy = run(doubled(case), **options)
+    torch.testing.assert_close(found.loss.double(), wanted.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.metrics.double(), wanted.metrics, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(grad.double(), exact, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(entropy_grad.double(), exact_entropy, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gmpo", "sapo", "dro", "reinforce"])
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_gradcheck_of_losses_without_a_stopped_gradient(loss, kl):
+    case = batch(3, torch.float64)
+
+    def value(lp, entropy):
+        _, old, adv, mask, cu, ref, _, weights = case
+        options = {"loss": loss, "kl": kl, "kl_coef": 0.2, "entropy_coef": 0.1, "clip_dual": 3.0}
+        return rl_csrc.policy_loss(
+            lp, old, adv, mask, cu, ref_logprobs=ref, entropy=entropy, weights=weights, **options
+        ).loss
+
+    assert torch.autograd.gradcheck(value, (case[0].requires_grad_(), case[6].requires_grad_()))
+
+
+def one_token(lp, old, adv, **options):
+    x = torch.tensor([lp], requires_grad=True)
+    found = rl_csrc.policy_loss(
+        x, torch.tensor([old]), torch.tensor([adv]), torch.tensor([True]), torch.tensor([0, 1]), **options
+    )
+    found.loss.backward()
+    return found.loss.item(), x.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("options", "log_ratio", "adv", "loss", "gradient"),
+    [
+        ({"loss": "ppo"}, math.log(1.1), 2.0, -2.2, -2.2),
+        ({"loss": "ppo"}, math.log(1.5), 2.0, -2.4, 0.0),
+        ({"loss": "ppo", "clip_high": 0.6}, math.log(1.5), 2.0, -3.0, -3.0),
+        ({"loss": "ppo"}, math.log(0.5), -1.0, 0.8, 0.0),
+        ({"loss": "ppo"}, math.log(5.0), -1.0, 5.0, 5.0),
+        ({"loss": "ppo", "clip_dual": 3.0}, math.log(5.0), -1.0, 3.0, 0.0),
+        ({"loss": "gspo"}, math.log(1.1), 2.0, -2.2, -2.2),
+        ({"loss": "cispo"}, math.log(1.5), 2.0, 1.2 * 2.0, -2.4),  # logprob is -1
+        ({"loss": "sapo"}, 0.0, 2.0, -4.0, -2.0),
+        ({"loss": "gmpo"}, math.log(1.1), 2.0, -2.2, -2.2),
+        ({"loss": "gmpo"}, 0.5, 2.0, -2.0 * math.exp(0.2), 0.0),
+        ({"loss": "dro", "dro_beta": 0.5}, 0.4, 2.0, 2.0 + 0.25 * 0.16, -2.0 + 0.2),
+        ({"loss": "reinforce"}, 0.3, 2.0, 2.0, -2.0),
+        ({"loss": "dppo_tv", "clip_high": 0.1}, math.log(1.1), 2.0, 2.2, -2.2),
+        ({"loss": "dppo_tv", "clip_high": 0.1}, math.log(2.0), 2.0, 0.0, 0.0),
+        ({"loss": "dppo_kl", "clip_high": 0.05}, math.log(1.1), 2.0, 2.2, -2.2),
+    ],
+)
+def test_hand_computed_token(options, log_ratio, adv, loss, gradient):
+    found = one_token(-1.0, -1.0 - log_ratio, adv, **options)
+    assert found[0] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert found[1] == pytest.approx(gradient, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "wanted"),
+    [
+        ("token-mean", (1 + 2 + 3 + 10) / 4),
+        ("token-sum", 16.0),
+        ("seq-mean-token-sum", (6 + 10) / 2),
+        ("seq-mean-token-mean", (2 + 10) / 2),
+        ("seq-mean-token-sum-norm", (6 + 10) / 2 / 8),
+    ],
+)
+def test_hand_computed_aggregation(aggregation, wanted):
+    losses = torch.tensor([1.0, 2.0, 3.0, 99.0, 10.0, 99.0])
+    mask = torch.tensor([1, 1, 1, 0, 1, 0])
+    cu = torch.tensor([0, 4, 5, 6], dtype=torch.int32)  # the last sequence is wholly masked: it counts nowhere
+    one = torch.ones(6)
+    found = rl_csrc.policy_loss(
+        -losses, -losses, one, mask, cu, loss="reinforce", aggregation=aggregation, norm_constant=8
+    )
+    assert found.loss.item() == pytest.approx(wanted)
+
+
+def test_micro_batches_add_up_to_the_global_batch():
+    lp, old, adv, mask, cu, *_ = batch(1)
+    for aggregation, counts in (
+        ("token-mean", {"num_tokens": int(mask.sum())}),
+        ("seq-mean-token-mean", {"num_sequences": 3}),
+    ):
+        whole = rl_csrc.policy_loss(lp, old, adv, mask, cu, aggregation=aggregation)
+        parts = [
+            rl_csrc.policy_loss(
+                lp[a:b], old[a:b], adv[a:b], mask[a:b], cu[i:j] - cu[i], aggregation=aggregation, **counts
+            )
+            for i, j, a, b in ((0, 4, 0, 18), (3, 6, 18, 53))
+        ]
+        torch.testing.assert_close(sum(p.loss for p in parts), whole.loss)
+        torch.testing.assert_close(sum(p.metrics for p in parts), whole.metrics)
+
+
+def test_masked_tokens_are_never_looked_at():
+    for loss in LOSSES:
+        case = batch(2)
+        mask = case[3]
+        clean, grad, _ = run(case, loss=loss, kl="k3", kl_coef=0.1)
+        for poison in (float("nan"), float("inf"), float("-inf")):
+            dirty = [torch.where(mask, x, poison) if x.is_floating_point() else x for x in case]
+            found, dirty_grad, _ = run(dirty, loss=loss, kl="k3", kl_coef=0.1)
+            assert torch.equal(found.loss, clean.loss)
+            assert torch.equal(found.metrics, clean.metrics)
+            assert torch.equal(dirty_grad, grad)
+
+
+def test_the_same_bits_with_any_number_of_threads():
+    g = torch.Generator().manual_seed(0)
+    num = 40_000
+    lp, old, adv = (torch.randn(num, generator=g) - 2 for _ in range(3))
+    cu = torch.arange(0, num + 1, 100)
+    results = []
+    for threads in (1, 2, 4):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        results.append(rl_csrc.policy_loss(lp, old, adv, torch.ones(num), cu))
+        torch.set_num_threads(before)
+    assert all(torch.equal(r.loss, results[0].loss) and torch.equal(r.metrics, results[0].metrics) for r in results)
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOCAL_LOSSES)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_from_logits_equals_the_two_ops(loss, inplace):
+    _, old, adv, mask, cu, ref, _, weights = batch(4)
+    base = torch.randn(NUM_TOKENS, 700) * 2
+    labels = torch.randint(700, (NUM_TOKENS,))
+    options = {"loss": loss, "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.02, "ref_logprobs": ref, "weights": weights}
+    options |= {"aggregation": "seq-mean-token-mean"}
+    leaf = base.clone().requires_grad_()
+    found = rl_csrc.policy_loss_from_logits(
+        leaf * 1, labels, old, adv, mask, cu, temperature=0.8, softcap=9.0, inplace=inplace, **options
+    )
+    (found.loss * 2).backward()
+    exact = base.double().requires_grad_()
+    scored = rl_csrc.logprobs(exact, torch.where(mask, labels, -100), temperature=0.8, softcap=9.0, entropy=True)
+    wanted = rl_csrc.policy_loss(scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, **options)
+    (wanted.loss * 2).backward()
+    torch.testing.assert_close(found.loss.double(), wanted.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.metrics.double(), wanted.metrics, rtol=1e-5, atol=3e-5)
+    torch.testing.assert_close(found.logprobs.double(), scored.logprobs.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"entropy_coef": 0.1}, {"entropy": True, "aggregation": "seq-mean-token-mean"}]
+)
+@pytest.mark.parametrize("kept_rows", [1000, 32])
+def test_from_hidden_equals_the_two_ops(monkeypatch, dtype, options, kept_rows):
+    _, old, adv, mask, cu, *_ = batch(5)
+    vocab = 4140
+    monkeypatch.setattr(_impl_cpu, "KEPT_BYTES", kept_rows * vocab * 2)
+    hidden, weight = (torch.randn(NUM_TOKENS, 64) / 4).to(dtype), torch.randn(vocab, 64).to(dtype)
+    hidden[~mask] = float("nan")
+    labels = torch.randint(vocab, (NUM_TOKENS,))
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found = rl_csrc.policy_loss_from_hidden(h, w, labels, old, adv, mask, cu, loss="reinforce", **options)
+    (found.loss * 3).backward()
+    eh, ew = hidden.double().masked_fill(~mask[:, None], 0).requires_grad_(), weight.double().requires_grad_()
+    scored = rl_csrc.logprobs(eh @ ew.T, torch.where(mask, labels, -100), entropy=True)
+    options = {k: v for k, v in options.items() if k != "entropy"}
+    wanted = rl_csrc.policy_loss(
+        scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, loss="reinforce", **options
+    )
+    (wanted.loss * 3).backward()
+    torch.testing.assert_close(found.loss.double(), wanted.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.logprobs.double(), scored.logprobs.detach(), rtol=1e-5, atol=1e-5)
+    for leaf, exact in ((h, eh), (w, ew)):
+        step = 3 * torch.finfo(dtype).eps
+        tolerance = {"rtol": step + 1e-4, "atol": step * float(exact.grad.abs().max()) + 1e-6}
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, **tolerance)
+
+
+def test_refusals_are_sentences():
+    lp, old, adv, mask, cu, *_ = batch()
+    with pytest.raises(rl_csrc.ArgumentError, match="loss is 'pppo'; allowed are ppo, gspo"):
+        rl_csrc.policy_loss(lp, old, adv, mask, cu, loss="pppo")
+    with pytest.raises(rl_csrc.ArgumentError, match="there are no ref_logprobs"):
+        rl_csrc.policy_loss(lp, old, adv, mask, cu, kl="k3")
+    with pytest.raises(rl_csrc.ArgumentError, match="give norm_constant"):
+        rl_csrc.policy_loss(lp, old, adv, mask, cu, aggregation="seq-mean-token-sum-norm")
+    with pytest.raises(rl_csrc.ArgumentError, match=r"advantages has shape \[3\]"):
+        rl_csrc.policy_loss(lp, old, adv[:3], mask, cu)
+    with pytest.raises(rl_csrc.ArgumentError, match="end at the number of tokens, 53"):
+        rl_csrc.policy_loss(lp, old, adv, mask, cu[:-1])
+    with pytest.raises(rl_csrc.ArgumentError, match="allowed are ppo, cispo"):
+        rl_csrc.policy_loss_from_logits(torch.randn(53, 5), torch.zeros(53), old, adv, mask, cu, loss="gspo")
+    with pytest.raises(rl_csrc.ArgumentError, match="clip_dual is 0.5"):
+        rl_csrc.policy_loss(lp, old, adv, mask, cu, clip_dual=0.5)

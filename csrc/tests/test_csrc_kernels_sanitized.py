@@ -1,0 +1,65 @@
+"""The kernel tests once more on a build with ASan and UBSan: minutes, so in the slow tier."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITE = ("test_csrc_kernels_softmax.py", "test_csrc_kernels_policy.py", "test_csrc_kernels_estimators.py")
+SUITE += ("test_csrc_kernels_linear.py", "test_csrc_kernels_library.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None or shutil.which("cmake") is None:
+        pytest.skip("needs g++ and cmake on PATH")
+    pybind11 = pytest.importorskip("pybind11", reason="needs pybind11 to build")
+    package, build = tmp_path / "package" / "rl_csrc", tmp_path / "build"
+    shutil.copytree(ROOT / "src" / "rl_csrc", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
+    options += ["-DRL_CSRC_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    subprocess.run(["cmake", "-S", ROOT, "-B", build, *options], check=True)
+    subprocess.run(["cmake", "--build", build, "-j2"], check=True)
+    shutil.copy(build / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}", package)
+    runtimes = [_runtime(compiler, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
+    environment = os.environ | {
+        "PYTHONPATH": str(package.parent),
+        "LD_PRELOAD": ":".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much until its end
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        _RUNNER,
+        str(package.parent),
+        *(str(ROOT / "tests" / name) for name in SUITE),
+    ]
+    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-8000:]
+
+
+def _runtime(compiler: str, name: str) -> str:
+    return subprocess.run(
+        [compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+# Started without `site`, so that an editable install's finder does not bring the unsanitized module in.
+_RUNNER = """
+import sys
+sys.path[1:1] = [p for p in {paths!r}]
+import rl_csrc
+assert rl_csrc.__file__.startswith(sys.argv[1]), rl_csrc.__file__
+import pytest
+deselected = "not fork and not compile and not slow"
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", deselected, *sys.argv[2:]]))
+""".format(paths=[p for p in sys.path if p.endswith("site-packages")])
