@@ -1,0 +1,151 @@
+"""Checkpoint folders: tensors by torch.distributed.checkpoint, everything else in a manifest that is written last.
+
+A folder without `manifest.json` does not exist as far as loading is concerned. Tensors are stored whole or as shards
+with their offsets, so that any world size reads what any other wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from rl_engine._folder import previous_folder, replace_folder, sync_to_disk
+from rl_engine.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from rl_engine._distributed import World
+
+_FORMAT = "rl-engine-checkpoint/1"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    """The caller's step."""
+    schedule_step: int
+    """Position in the learning-rate schedule."""
+    world_size: int
+    """Ranks that wrote it."""
+    tensors: dict[str, list[int]]
+    """Global shape of every tensor but the RNG states."""
+
+
+def save(path: str | Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: World) -> None:
+    """Write a checkpoint folder; it appears complete or not at all. Collective."""
+    target = Path(path).absolute()
+    draft = target.with_name(f".{target.name}.draft")
+    if world.rank == 0:
+        _recover(target)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    world.barrier()
+    writer = FileSystemWriter(draft, sync_files=True)
+    with _alone_is_fine():
+        save_shards(dict(tensors), storage_writer=writer, no_dist=world.size == 1)
+    world.barrier()
+    if world.rank == 0:
+        (draft / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **asdict(manifest)}))
+        sync_to_disk(draft / _MANIFEST)
+        replace_folder(draft, target)
+    world.barrier()
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is of another format.
+    """
+    target = Path(path).absolute()
+    file = target / _MANIFEST
+    if not file.is_file():
+        file = previous_folder(target) / _MANIFEST
+    if not file.is_file():
+        raise CheckpointError(
+            f"{target} holds no complete checkpoint (no {_MANIFEST}). Give the folder of an earlier step."
+        )
+    fields: dict[str, Any] = json.loads(file.read_text())
+    if fields.pop("format", None) != _FORMAT:
+        raise CheckpointError(f"{file} is not of format {_FORMAT}; this version of rl-engine cannot read it.")
+    return Manifest(**fields)
+
+
+def load(path: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Fill `tensors` in place from a checkpoint, all of them or none. Collective.
+
+    Raises:
+        CheckpointError: a tensor is absent or of another shape, or a file cannot be read.
+    """
+    target = Path(path).absolute()
+    if world.rank == 0:
+        _recover(target)
+    world.barrier()
+    read = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    problem = None
+    try:
+        with _alone_is_fine():
+            load_shards(read, storage_reader=FileSystemReader(target), no_dist=world.size == 1)
+    except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+        problem = f"Checkpoint {target} cannot be read: {(str(error).strip().splitlines() or [repr(error)])[0]}"
+    problems = [text for text in world.exchange(problem) if text]
+    if problems:
+        raise CheckpointError(problems[0])
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(read[name])
+
+
+def check_tensors(path: str | Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint that lacks one of `wanted` or has it in another shape.
+
+    Raises:
+        CheckpointError: names the first such tensor.
+    """
+    for name, tensor in wanted.items():
+        shape = manifest.tensors.get(name)
+        if shape is None:
+            raise CheckpointError(
+                f"Checkpoint {path} has no tensor {name}: it belongs to another model, or to a frozen engine."
+            )
+        if shape != list(tensor.shape):
+            raise CheckpointError(
+                f"Checkpoint {path} belongs to another model: {name} has shape {shape}, "
+                f"this model's is {list(tensor.shape)}."
+            )
+    extra = [name for name in manifest.tensors if name.startswith("model.") and name not in wanted]
+    if extra:
+        raise CheckpointError(
+            f"Checkpoint {path} belongs to another model: it has {extra[0]}, which this model has not."
+        )
+
+
+@contextmanager
+def _alone_is_fine() -> Generator[None]:
+    """A single process is no reason to warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _recover(target: Path) -> None:
+    """Finish a replacement that was killed between its two renames."""
+    previous = previous_folder(target)
+    if previous.is_dir() and not target.exists():
+        previous.rename(target)

@@ -1,0 +1,100 @@
+"""The process group of an engine: joined, made from torchrun's environment, or not needed at all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rl_engine.errors import ConfigError, EngineError
+
+_Value = TypeVar("_Value")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among the engine's data-parallel ranks."""
+
+    rank: int
+    """From 0."""
+    size: int
+    """Number of ranks."""
+    device: torch.device
+    """Where this rank computes."""
+    owns_group: bool
+    """The engine made the process group and takes it down."""
+
+    def exchange(self, value: _Value) -> list[_Value]:
+        """Every rank's `value` (picklable), in rank order.
+
+        Raises:
+            EngineError: a peer did not answer before the deadline, or went away.
+        """
+        if self.size == 1:
+            return [value]
+        answers: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(answers, value)
+        except RuntimeError as error:
+            raise EngineError(
+                f"Rank {self.rank} of {self.size} got no answer from another rank (see its own error; a peer died, "
+                f"or is not in the same call): {error}"
+            ) from error
+        return answers
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.exchange(None)
+
+    def leave(self) -> None:
+        """Take the process group down if the engine made it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_world(*, timeout_s: float, needs_group: bool) -> World:
+    """Use the initialised process group; else make one from torchrun's environment; else be alone.
+
+    Args:
+        timeout_s: Deadline of each collective, where the group is made here.
+        needs_group: Make a group even for a single process.
+
+    Raises:
+        ConfigError: part of torchrun's environment is missing.
+    """
+    if dist.is_initialized():
+        return World(rank=dist.get_rank(), size=dist.get_world_size(), device=_device(), owns_group=False)
+    present = [name for name in _TORCHRUN if name in os.environ]
+    alone = "WORLD_SIZE" not in os.environ or (os.environ["WORLD_SIZE"] == "1" and len(present) < len(_TORCHRUN))
+    if not alone and len(present) < len(_TORCHRUN):
+        missing = ", ".join(name for name in _TORCHRUN if name not in present)
+        raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {missing} is not set. Start with torchrun.")
+    device = _device()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if alone:
+        if needs_group:
+            dist.init_process_group(
+                backend,
+                store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - public, typed as private
+                rank=0,
+                world_size=1,
+                timeout=timeout,
+            )
+        return World(rank=0, size=1, device=device, owns_group=needs_group)
+    dist.init_process_group(backend, timeout=timeout)
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, owns_group=True)
+
+
+def _device() -> torch.device:
+    """This process's accelerator by LOCAL_RANK, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

@@ -1,0 +1,189 @@
+"""Hugging Face model folders: read one completely or not at all, and write one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_engine.errors import ModelFolderError
+from rl_engine.types import ModelInit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transformers import PreTrainedModel
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "chat_template*",
+    "*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def load_model(path: str | Path, *, init: ModelInit, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Build the folder's causal language model on the CPU.
+
+    Raises:
+        ModelFolderError: no config, an unknown architecture, no weights, or tensors that are missing, left over or of
+            another shape.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(path)
+    config = _read_config(folder)
+    if init == ModelInit.RANDOM:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _at_any_width(_build(folder, partial(AutoModelForCausalLM.from_config, config, dtype=dtype)))
+    if not list(folder.glob("*.safetensors")):
+        raise ModelFolderError(
+            f"Model folder {folder} has no .safetensors file. Give a complete folder, or init=random for new weights."
+        )
+    _check_shards(folder)
+    model, info = _build(
+        folder,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
+            ignore_mismatched_sizes=True,
+        ),
+    )  # fmt: skip
+    _refuse(folder, "lacks", info["missing_keys"])
+    _refuse(folder, "has, beyond what the architecture takes,", info["unexpected_keys"])
+    _refuse(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
+    return _at_any_width(model)
+
+
+def write_model(path: str | Path, model: PreTrainedModel, weights: dict[str, Tensor], source: str | Path) -> None:
+    """Write config, safetensors and the source folder's tokenizer files; the folder appears complete or not at all."""
+    target = Path(path).absolute()
+    draft = target.with_name(f".{target.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    # Names are final already, so transformers has nothing left to convert.
+    _save_weights(draft, weights)
+    model.config.save_pretrained(draft)
+    if model.can_generate():
+        model.generation_config.save_pretrained(draft)
+    copy_tokenizer(source, draft)
+    replace_folder(draft, target)
+
+
+def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
+    """Copy whatever tokenizer, chat template and processor files `source` has; return their names."""
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in Path(source).glob(pattern) if file.is_file()})
+    for file in files:
+        shutil.copy2(file, Path(target) / file.name)
+    return [file.name for file in files]
+
+
+def replace_folder(draft: Path, target: Path) -> None:
+    """Put a finished folder in its place. At every moment a complete one lies at `target` or at `.NAME.previous`."""
+    for file in draft.rglob("*"):
+        if file.is_file():
+            sync_to_disk(file)
+    sync_to_disk(draft)
+    previous = previous_folder(target)
+    if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
+    draft.rename(target)
+    sync_to_disk(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def previous_folder(target: Path) -> Path:
+    """Where `replace_folder` keeps the old folder while it moves the new one in."""
+    return target.with_name(f".{target.name}.previous")
+
+
+def sync_to_disk(path: Path) -> None:
+    """Flush one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
+
+
+def _build(folder: Path, build: Any) -> Any:
+    from transformers.utils import logging
+
+    had_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return build()
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {_first_line(error)}") from error
+    finally:
+        if had_bar:
+            logging.enable_progress_bar()
+
+
+def _at_any_width(model: PreTrainedModel) -> PreTrainedModel:
+    """Torch's grouped product takes no float64, so experts run one by one there."""
+    if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def _check_shards(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    named = set(json.loads(index.read_text())["weight_map"].values())
+    absent = sorted(name for name in named if not (folder / name).is_file())
+    if absent:
+        raise ModelFolderError(f"{index} names {', '.join(absent)}, which is not there. Download the folder again.")
+
+
+def _refuse(folder: Path, what: str, keys: Iterable[str]) -> None:
+    names = sorted(keys)
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ModelFolderError(
+            f"Model folder {folder} {what} {len(names)} tensor(s): {shown}. "
+            "Its weights and config.json do not belong together."
+        )
+
+
+def _save_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    split = split_torch_state_dict_into_shards(weights)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors writes it for the owner alone; a server may run as somebody else
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

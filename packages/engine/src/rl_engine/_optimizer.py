@@ -1,0 +1,80 @@
+"""AdamW, its schedule, and clipping that refuses a bad norm before anything changes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rl_engine.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rl_engine.types import OptimizerConfig
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, 1711.05101) with its state allocated; one-dimensional parameters do not decay."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=learning_rate(config, 0),
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Rate of optimizer step `step` (from 0): linear up over `warmup_steps`, then cosine down to `min_lr_ratio`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.total_steps is None:
+        return config.lr
+    span = max(1, config.total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients so that their global norm is at most `max_norm`; return the norm before.
+
+    Raises:
+        NonFiniteError: the norm is NaN or infinite; gradients are as they were.
+    """
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    value = float(norm)
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"The gradient norm is {value}; the step was not taken. Look at the batch's loss, lower the learning rate, "
+            "or zero the gradients and go on with the next batch."
+        )
+    if value > max_norm:
+        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+    return value
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """Every state tensor under `name.key`."""
+    return {
+        f"{name}.{key}": value for name, parameter in named for key, value in optimizer.state.get(parameter, {}).items()
+    }

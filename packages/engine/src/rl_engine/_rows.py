@@ -1,0 +1,231 @@
+"""A batch of ragged rows: checked once, then cut into micro-batches and packed without padding.
+
+Legend: `B` rows, `C` completion tokens, `T` tokens fed to the model. Row i feeds its prompt and all but the last
+token of its completion (which predicts nothing): `T = sum(prompt + completion - 1)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from rl_engine.errors import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROMPT = "prompt_token_ids"
+COMPLETION = "completion_token_ids"
+MASK = "loss_mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """What a model is fed: B rows end to end."""
+
+    token_ids: Tensor
+    """(T,) int64."""
+    position_ids: Tensor
+    """(T,) int64, from 0 in each row."""
+    lengths: tuple[int, ...]
+    """B entries, tokens fed per row."""
+    predict_index: Tensor
+    """(C,) int64, the position in T whose hidden state predicts completion token c."""
+    labels: Tensor
+    """(C,) int64, the completion tokens."""
+    cu_seqlens: Tensor
+    """(B + 1,) int64, row offsets into C."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ragged:
+    """A jagged column taken apart."""
+
+    values: Tensor
+    offsets: Tensor
+
+
+class RowBatch:
+    """This rank's rows of one logical batch, on the engine's device."""
+
+    def __init__(self, data: TensorDict, *, needs_mask: bool, device: torch.device) -> None:
+        """Take `data` apart; columns stay as they are given.
+
+        Raises:
+            BatchError: a column is missing, not ragged, empty in some row, or not aligned with the completion.
+        """
+        wanted = [PROMPT, COMPLETION, MASK] if needs_mask else [PROMPT, COMPLETION]
+        names = sorted(map(str, data.keys()))
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise BatchError(f"The batch lacks {', '.join(missing)}; it has {', '.join(names)}.")
+        self.num_rows = int(data.batch_size[0]) if data.batch_size else 0
+        self._columns = {name: _take_apart(name, data.get(name), device) for name in names}
+        self._prompt = self._ragged(PROMPT)
+        self._completion = self._ragged(COMPLETION)
+        self._prompt_lengths = self._prompt.offsets.diff()
+        self._completion_lengths = self._completion.offsets.diff()
+        prompts, completions = self._prompt_lengths.tolist(), self._completion_lengths.tolist()
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            if prompt < 1 or completion < 1:
+                raise BatchError(
+                    f"Row {row} has {prompt} prompt and {completion} completion tokens; at least one of each is needed."
+                )
+        self._fed = [prompt + completion - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+        self._check_mask()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, prompt and completion."""
+        return [fed + 1 for fed in self._fed]
+
+    @property
+    def completion_offsets(self) -> Tensor:
+        """(B + 1,) int64 row offsets into the completion tokens, as given."""
+        return self._completion.offsets
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuse token ids outside the model's vocabulary.
+
+        Raises:
+            BatchError: names the column, the id and the vocabulary size.
+        """
+        for name, column in ((PROMPT, self._prompt), (COMPLETION, self._completion)):
+            if column.values.numel() == 0:
+                continue
+            low, high = (int(value) for value in column.values.aminmax())
+            if low < 0 or high >= vocab_size:
+                bad = low if low < 0 else high
+                raise BatchError(f"{name} holds token id {bad}; the model's vocabulary has {vocab_size} entries.")
+
+    def counts(self) -> tuple[float, float]:
+        """Masked completion tokens, and rows with at least one; without a mask every completion token counts."""
+        mask = self._columns.get(MASK)
+        if not isinstance(mask, _Ragged):
+            return float(self._completion.values.numel()), float(self.num_rows)
+        weights = mask.values.to(torch.float64)
+        per_row = torch.zeros(self.num_rows, dtype=torch.float64, device=weights.device)
+        per_row.index_add_(0, _row_of(mask.offsets.diff()), weights)
+        totals = torch.stack([weights.sum(), (per_row > 0).sum().to(torch.float64)]).tolist()
+        return totals[0], totals[1]
+
+    def select(self, rows: Sequence[int]) -> TensorDict:
+        """Every column's given rows, in that order. Jagged columns of equal lengths share their offsets."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self._completion.values.device)
+        selected: dict[str, object] = {}
+        shared: list[tuple[Tensor, Tensor, Tensor]] = []  # (source offsets, token index, offsets)
+        for name, column in self._columns.items():
+            if isinstance(column, _Ragged):
+                tokens, offsets = _token_index(column.offsets, index, shared)
+                selected[name] = torch.nested.nested_tensor_from_jagged(column.values[tokens], offsets)
+            elif isinstance(column, Tensor):
+                selected[name] = column[index]
+            else:
+                selected[name] = NonTensorStack(*[column[row] for row in rows])
+        return TensorDict(selected, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
+
+    def pack(self, rows: Sequence[int]) -> PackedRows:
+        """The given rows as the model sees them."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self._completion.values.device)
+        prompts, completions = self._prompt_lengths[index], self._completion_lengths[index]
+        starts = _offsets(prompts + completions - 1)
+        completion_tokens, cu_seqlens = _token_index(self._completion.offsets, index, [])
+        prompt_tokens, _ = _token_index(self._prompt.offsets, index, [])
+        labels = self._completion.values[completion_tokens]
+        predict_index = _positions(completions) + (starts[:-1] + prompts - 1).repeat_interleave(completions)
+        token_ids = labels.new_empty(sum(self._fed[row] for row in rows) + 1)
+        # The slot after the one that predicts a completion token holds that token. Each row's last one lands on its
+        # neighbour's first slot (or on the spare one at the end), which that row's prompt then overwrites.
+        token_ids[predict_index + 1] = labels
+        token_ids[_positions(prompts) + starts[:-1].repeat_interleave(prompts)] = self._prompt.values[prompt_tokens]
+        return PackedRows(
+            token_ids=token_ids[:-1],
+            position_ids=_positions(prompts + completions - 1),
+            lengths=tuple(self._fed[row] for row in rows),
+            predict_index=predict_index,
+            labels=labels,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def restore(self, rows: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+        """Per-token results of `rows`, micro-batch by micro-batch, as a jagged column in the order of the batch."""
+        values = torch.cat(list(parts))
+        order = torch.tensor(rows, dtype=torch.int64, device=values.device)
+        tokens, _ = _token_index(self._completion.offsets, order, [])
+        restored = torch.empty_like(values)
+        restored[tokens] = values
+        return torch.nested.nested_tensor_from_jagged(restored, self._completion.offsets)
+
+    def _ragged(self, name: str) -> _Ragged:
+        column = self._columns[name]
+        if not isinstance(column, _Ragged):
+            raise BatchError(
+                f"Column {name} is not ragged; make it with torch.nested.nested_tensor(rows, layout=jagged)."
+            )
+        return column
+
+    def _check_mask(self) -> None:
+        if MASK not in self._columns:
+            return
+        if not torch.equal(self._ragged(MASK).offsets.diff(), self._completion_lengths):
+            raise BatchError(
+                f"{MASK} and {COMPLETION} have rows of different lengths; a mask entry belongs to each token."
+            )
+
+
+def one_token_row(device: torch.device) -> PackedRows:
+    """A stand-in row for a rank that has run out of rows while others still compute together."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return PackedRows(
+        token_ids=zero,
+        position_ids=zero,
+        lengths=(1,),
+        predict_index=zero,
+        labels=zero,
+        cu_seqlens=torch.tensor([0, 1], device=device),
+    )
+
+
+def _take_apart(name: str, column: object, device: torch.device) -> _Ragged | Tensor | list[object]:
+    if isinstance(column, NonTensorStack):
+        return column.tolist()
+    if not isinstance(column, Tensor):
+        raise BatchError(f"Column {name} is a {type(column).__name__}; a batch holds tensors, or one value per row.")
+    if not column.is_nested:
+        return column.to(device)
+    jagged: Any = column  # torch types no nested tensor
+    if column.layout != torch.jagged or jagged.lengths() is not None:
+        raise BatchError(
+            f"Column {name} is a nested tensor with layout {column.layout} or holes; give it as jagged values."
+        )
+    return _Ragged(jagged.values().to(device), jagged.offsets().to(device=device, dtype=torch.int64))
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _row_of(lengths: Tensor) -> Tensor:
+    return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
+
+
+def _positions(lengths: Tensor) -> Tensor:
+    """0, 1, ... within each row, end to end."""
+    starts = lengths.cumsum(0) - lengths
+    total = int(lengths.sum())
+    return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)
+
+
+def _token_index(offsets: Tensor, rows: Tensor, shared: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Where the given rows' tokens lie, and the new offsets; reuses an entry of `shared` with equal source offsets."""
+    for source, tokens, new_offsets in shared:
+        if source is offsets or torch.equal(source, offsets):
+            return tokens, new_offsets
+    lengths = offsets.diff()[rows]
+    tokens = _positions(lengths) + offsets[:-1][rows].repeat_interleave(lengths)
+    shared.append((offsets, tokens, _offsets(lengths)))
+    return tokens, shared[-1][2]

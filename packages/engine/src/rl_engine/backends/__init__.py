@@ -1,0 +1,1 @@
+"""Engine backends, one per file, found by the entry points of group `rl_engine.backends`."""

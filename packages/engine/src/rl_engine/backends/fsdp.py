@@ -1,0 +1,422 @@
+"""The `fsdp` backend: any Hugging Face causal LM, sharded by FSDP2 over the data-parallel ranks.
+
+One rank computing in one number format needs neither sharding nor a process group and gets the bare module. Otherwise
+parameters are DTensors; everything here but `_shard` is the same for both.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rl_engine import _checkpoint, _folder
+from rl_engine._distributed import World, join_world
+from rl_engine._model import Scorer
+from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
+from rl_engine._plan import plan_micro_batches
+from rl_engine._rows import RowBatch, one_token_row
+from rl_engine.base import Engine, LossFunction
+from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, ModelOutput, PeftConfig, Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping
+    from pathlib import Path
+
+    from rl_csrc import LogProbs
+    from rl_engine._rows import PackedRows
+
+_DTYPES = {
+    Precision.FLOAT32: torch.float32,
+    Precision.BFLOAT16: torch.bfloat16,
+    Precision.FLOAT64: torch.float64,
+}
+
+
+def create(config: EngineConfig) -> Engine:
+    """The registry's entry."""
+    return FsdpEngine(config)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the micro-batches of one call have produced so far; stays on the device until the end."""
+
+    rows: list[int] = field(default_factory=list[int])
+    columns: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def add(self, rows: list[int], scores: LogProbs, metrics: Mapping[str, Tensor]) -> None:
+        self.rows += rows
+        self.columns.setdefault("logprobs", []).append(scores.logprobs.detach())
+        if scores.entropy is not None:
+            self.columns.setdefault("entropy", []).append(scores.entropy.detach())
+        for name, share in metrics.items():
+            self.metrics[name] = self.metrics[name] + share.detach() if name in self.metrics else share.detach()
+
+    def metric_values(self) -> dict[str, float]:
+        """One transfer for all of them."""
+        if not self.metrics:
+            return {}
+        return dict(
+            zip(self.metrics, torch.stack([share.double() for share in self.metrics.values()]).tolist(), strict=True)
+        )
+
+
+class FsdpEngine(Engine):
+    """See `Engine`. Data-parallel over all ranks of the process group."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._dtype = _DTYPES[config.precision]
+        self._world: World | None = None
+        self._scorer: Scorer | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._schedule_step = 0
+        self._places: dict[str, torch.device] = {}
+
+    # Building
+
+    def initialize(self) -> None:
+        """Load the folder, shard it, and allocate the optimizer."""
+        if self._scorer is not None:
+            raise ConfigError("This engine is initialised already; make another one with create_engine.")
+        config = self._config
+        trains_narrow = config.optimizer is not None and self._dtype == torch.bfloat16
+        master = torch.float32 if trains_narrow else self._dtype
+        model = _folder.load_model(config.model_path, init=config.init, dtype=master, seed=config.seed)
+        if config.activation_checkpointing:
+            _recompute_layers(model)
+        world = join_world(timeout_s=config.timeout_s, needs_group=trains_narrow)
+        scorer = Scorer(model, temperature=config.temperature, entropy=config.entropy)
+        scorer.requires_grad_(config.optimizer is not None)
+        scorer.train(config.optimizer is not None)
+        if world.size > 1 or trains_narrow:
+            _shard(scorer, world, self._dtype)
+        scorer.to(world.device)
+        self._world, self._scorer = world, scorer
+        self._places = dict.fromkeys(("model", "optimizer", "grad"), world.device)
+        if config.optimizer is not None:
+            self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
+        torch.manual_seed(config.seed + world.rank)
+
+    def close(self) -> None:
+        """Free everything and take down a process group made here."""
+        world, self._world = self._world, None
+        self._scorer = self._optimizer = None
+        if world is not None:
+            world.leave()
+
+    # Modes and places
+
+    @contextmanager
+    def _mode(self, *, train: bool) -> Generator[None]:
+        scorer, places = self._built(), dict(self._places)
+        was_training = scorer.training
+        home = self._group().device
+        self.to(home, model=True, optimizer=train, grad=train)
+        scorer.train(train)
+        try:
+            with torch.set_grad_enabled(train):
+                yield
+        finally:
+            scorer.train(was_training)
+            for part, device in places.items():
+                if self._places[part] != device:
+                    self.to(device, model=part == "model", optimizer=part == "optimizer", grad=part == "grad")
+
+    def train_mode(self) -> Any:
+        """Everything onto the device; back on exit."""
+        self._frozen_error("be trained")
+        return self._mode(train=True)
+
+    def eval_mode(self) -> Any:
+        """The model onto the device, dropout and gradients off; back on exit."""
+        return self._mode(train=False)
+
+    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move what is asked for; what is there already is not touched."""
+        scorer, target = self._built(), self._resolve(device)
+        if grad and self._places["grad"] != target:
+            for parameter in scorer.parameters():
+                if parameter.grad is not None and not model:
+                    raise ConfigError(
+                        "Gradients lie where their parameters lie; move the model too, or zero them first."
+                    )
+        if model and self._places["model"] != target:
+            if not grad and any(parameter.grad is not None for parameter in scorer.parameters()):
+                raise ConfigError(
+                    "Parameters cannot move away from their gradients; move grad too, or zero them first."
+                )
+            if isinstance(scorer, FSDPModule):
+                scorer.reshard()
+            scorer.to(target)
+            self._places["model"] = self._places["grad"] = target
+        if optimizer and self._optimizer is not None and self._places["optimizer"] != target:
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = value.to(target)
+            self._places["optimizer"] = target
+
+    # A step
+
+    def optimizer_zero_grad(self) -> None:
+        """Set every gradient to None."""
+        for parameter in self._built().parameters():
+            parameter.grad = None
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> EngineOutput:
+        """Plan with all ranks, run the micro-batches, add up their shares."""
+        has_backward = loss_function is not None and not forward_only
+        if has_backward:
+            self._frozen_error("run a backward pass (say forward_only=True)")
+        world = self._group()
+        batch, plan, counts, num_micro_batches = self._agree(data, needs_mask=loss_function is not None)
+        tally = _Tally()
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self._config.matmul_precision)
+        try:
+            with torch.set_grad_enabled(has_backward):
+                for micro_batch in range(num_micro_batches):
+                    rows = plan[micro_batch] if micro_batch < len(plan) else None
+                    self._run(batch, rows, counts, loss_function, tally, has_backward)
+        finally:
+            torch.set_float32_matmul_precision(before)
+        metrics: dict[str, float] = {}
+        for share in world.exchange(tally.metric_values()) if loss_function is not None else []:
+            for name, value in share.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+        columns = _columns(batch, tally, data)
+        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=num_micro_batches)
+
+    def optimizer_step(self) -> float:
+        """Clip, then AdamW."""
+        optimizer = self._frozen_error("step")
+        assert self._config.optimizer is not None
+        norm = clip_grad_norm(self._built().parameters(), self._config.optimizer.max_grad_norm)
+        optimizer.step()
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on by one."""
+        self._frozen_error("have a schedule")
+        self._schedule_step += 1
+        return self._apply_schedule()
+
+    def _agree(
+        self, data: TensorDict, *, needs_mask: bool
+    ) -> tuple[RowBatch | None, list[list[int]], BatchCounts, int]:
+        """Check and plan on every rank; a rank's bad batch is an error on all, so that nobody waits for it."""
+        world, budget = self._group(), self._config.max_tokens_per_gpu
+        batch: RowBatch | None = None
+        mine: tuple[float, float, int] | BatchError
+        try:
+            batch = RowBatch(data, needs_mask=needs_mask, device=world.device)
+            self._check_fit(batch)
+            mine = (*batch.counts(), len(plan_micro_batches(batch.lengths, budget)))
+        except BatchError as error:
+            mine = error
+        answers = world.exchange(mine)
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, BatchError):
+                raise answer if rank == world.rank else BatchError(f"Rank {rank} refused its batch: {answer}")
+        good = [answer for answer in answers if not isinstance(answer, BatchError)]
+        assert batch is not None
+        num_micro_batches = max(count for _, _, count in good)
+        plan = plan_micro_batches(batch.lengths, budget, min_count=num_micro_batches)
+        counts = BatchCounts(tokens=sum(tokens for tokens, _, _ in good), sequences=sum(rows for _, rows, _ in good))
+        return batch, plan, counts, num_micro_batches
+
+    def _check_fit(self, batch: RowBatch) -> None:
+        model = self._built().model
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(batch.lengths, default=0)
+        if context is not None and longest > context:
+            raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
+        batch.check_tokens(model.config.get_text_config().vocab_size)
+
+    def _run(
+        self,
+        batch: RowBatch | None,
+        rows: list[int] | None,
+        counts: BatchCounts,
+        loss_function: LossFunction | None,
+        tally: _Tally,
+        has_backward: bool,
+    ) -> None:
+        """One micro-batch; without rows, one that keeps the collectives company and adds nothing."""
+        world, scorer = self._group(), self._built()
+        if rows is None or batch is None:
+            scores: LogProbs = scorer(one_token_row(world.device))
+            if has_backward:
+                (scores.logprobs.sum() * 0.0).backward()
+            return
+        packed = batch.pack(rows)
+        scores = scorer(packed)
+        metrics: dict[str, Tensor] = {}
+        if loss_function is not None:
+            loss, shares = loss_function(_output(packed, scores, counts), batch.select(rows))
+            if "loss" in shares:
+                raise ConfigError(
+                    "A loss function's metrics may not be named 'loss'; the engine reports the loss itself."
+                )
+            metrics = {"loss": loss, **shares}
+            if has_backward:
+                (loss * world.size).backward()  # FSDP averages over ranks; shares are to be summed
+        tally.add(rows, scores, metrics)
+
+    # Weights out, and to disk and back
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
+        """Full tensors in `precision`, in the model's order; an unsharded one is a view of the live weight."""
+        return self._export(), None
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        model = self._built().model
+        for name, tensor in _named_weights(model).items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if full.is_floating_point():
+                full = full.to(self._dtype)
+            yield from transformers.core_model_loading.revert_weight_conversion(model, {name: full}).items()
+
+    def save_model(self, path: str | Path) -> None:
+        """Rank 0 writes; the others take part in gathering."""
+        world = self._group()
+        weights = {name: tensor.cpu() for name, tensor in self._export() if world.rank == 0}
+        if world.rank == 0:
+            _folder.write_model(path, self._built().model, weights, self._config.model_path)
+        world.barrier()
+
+    def save_checkpoint(self, path: str | Path, step: int) -> None:
+        """See `_checkpoint`."""
+        world, tensors = self._group(), self._state()
+        manifest = _checkpoint.Manifest(
+            step=step,
+            schedule_step=self._schedule_step,
+            world_size=world.size,
+            tensors={name: list(tensor.shape) for name, tensor in tensors.items()},
+        )
+        _checkpoint.save(path, {**tensors, f"rng.{world.rank}": _rng_state(world.device)}, manifest, world)
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
+        world, tensors = self._group(), self._state()
+        manifest = _checkpoint.read_manifest(path)
+        _checkpoint.check_tensors(path, manifest, tensors)
+        rng = _rng_state(world.device)
+        known = {f"rng.{world.rank}": rng} if world.rank < manifest.world_size else {}
+        _checkpoint.load(path, {**tensors, **known}, world)
+        if known:
+            _set_rng_state(rng, world.device)
+        else:
+            torch.manual_seed(hash((self._config.seed, manifest.step, world.rank)) % 2**63)
+        self._schedule_step = manifest.schedule_step
+        if self._optimizer is not None:
+            self._apply_schedule()
+        return manifest.step
+
+    # Small helpers
+
+    def _state(self) -> dict[str, Tensor]:
+        scorer = self._built()
+        named = _named_weights(scorer.model)
+        state = {f"model.{name}": tensor for name, tensor in named.items()}
+        if self._optimizer is not None:
+            trained = [(name, tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)]
+            state |= {f"optim.{name}": value for name, value in optimizer_tensors(self._optimizer, trained).items()}
+        return state
+
+    def _apply_schedule(self) -> float:
+        assert self._optimizer is not None
+        assert self._config.optimizer is not None
+        rate = learning_rate(self._config.optimizer, self._schedule_step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _resolve(self, device: torch.device | str) -> torch.device:
+        wanted, home = torch.device(device), self._group().device
+        return home if wanted == torch.device(home.type) else wanted  # no index: this rank's own
+
+    def _built(self) -> Scorer:
+        if self._scorer is None:
+            raise EngineError("The engine holds no model; call initialize() first (close() is final).")
+        return self._scorer
+
+    def _group(self) -> World:
+        self._built()
+        assert self._world is not None
+        return self._world
+
+    def _frozen_error(self, what: str) -> torch.optim.AdamW:
+        self._built()
+        if self._optimizer is None:
+            raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
+        return self._optimizer
+
+
+def _recompute_layers(model: transformers.PreTrainedModel) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})  # the older name goes in transformers 6
+
+
+def _shard(scorer: Scorer, world: World, compute: torch.dtype) -> None:
+    """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses."""
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
+    blocks = set(scorer.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    for module in list(scorer.modules()):
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(scorer, mesh=mesh, mp_policy=policy)
+
+
+def _output(packed: PackedRows, scores: LogProbs, counts: BatchCounts) -> ModelOutput:
+    return ModelOutput(
+        logprobs=scores.logprobs, entropy=scores.entropy, values=None, cu_seqlens=packed.cu_seqlens, counts=counts
+    )
+
+
+def _columns(batch: RowBatch | None, tally: _Tally, data: TensorDict) -> TensorDict:
+    """Per-token results in the order of the caller's rows, on the device the caller's rows came from."""
+    assert batch is not None
+    place = data.get("completion_token_ids").device
+    if not tally.rows:
+        tally.columns["logprobs"] = [torch.empty(0)]
+    return TensorDict(
+        {name: batch.restore(tally.rows, parts).to(place) for name, parts in tally.columns.items()},
+        batch_size=[batch.num_rows],
+    )
+
+
+def _named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and the buffers that belong to a checkpoint."""
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    saved = model.state_dict(keep_vars=True)
+    return named | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _rng_state(device: torch.device) -> Tensor:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _set_rng_state(state: Tensor, device: torch.device) -> None:
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[size:].clone(), device)

@@ -1,0 +1,123 @@
+"""The interface of a model engine: forward, backward, step, and the weights out again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from rl_engine.types import EngineOutput, ModelOutput, PeftConfig
+
+LossFunction = Callable[["ModelOutput", "TensorDict"], tuple["Tensor", dict[str, "Tensor"]]]
+"""`(output, rows) -> (loss, metrics)` for one micro-batch.
+
+Both results are this micro-batch's *share* of the global value: sums over its tokens or rows divided by
+`output.counts`, never by a local count. The engine adds the shares up over micro-batches and ranks, so the result
+does not depend on how the batch was cut. `rows` holds the micro-batch's other columns, row-aligned with `output`.
+"""
+
+
+class Engine(ABC):
+    """A language model being trained or evaluated on one or many processes.
+
+    SPMD: every rank of one engine calls the same methods in the same order; each passes its own rows (data parallel).
+    One engine serves SFT, DPO, reward modelling, actor, critic and reference, because the loss comes from outside.
+
+    Batch columns: `prompt_token_ids` and `completion_token_ids` (ragged int64; a row needs at least one of each) and
+    `loss_mask` (ragged, aligned with the completion). Whatever else the loss function reads is carried along.
+
+    Order of a training step: `optimizer_zero_grad`, `forward_backward_batch`, `optimizer_step`, `lr_scheduler_step`.
+    Every collective has a deadline. Not picklable; not thread-safe.
+    """
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Load or build the model, its optimizer and scheduler. Collective.
+
+        Raises:
+            ModelFolderError: a file or tensor is missing or left over; nothing is half loaded.
+            ConfigError: the backend cannot honour a setting on this world size.
+        """
+
+    @abstractmethod
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Bring back what training needs on entry; offload again on exit if it was offloaded before."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Like `train_mode` for forward passes only: no dropout, no gradients."""
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Drop accumulated gradients."""
+
+    @abstractmethod
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> EngineOutput:
+        """Run one logical batch, cut into micro-batches by token budget. Collective; a rank may hold any rows, or none.
+
+        Args:
+            data: This rank's rows.
+            loss_function: None computes log-probs only and implies `forward_only`.
+            forward_only: No backward pass; the loss is still computed.
+
+        Raises:
+            BatchError: a column is missing, or a row is longer than the model's context or the token budget.
+        """
+
+    @abstractmethod
+    def optimizer_step(self) -> float:
+        """Clip, step, and return the global gradient norm before clipping.
+
+        Raises:
+            NonFiniteError: the norm is NaN or infinite; parameters and optimizer state are unchanged.
+        """
+
+    @abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule and return the learning rate that the next step will use."""
+
+    @abstractmethod
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
+        """Stream full tensors under their Hugging Face names, tied weights once. Collective: every rank drains it.
+
+        Consume each tensor before the next step: an engine may hand out a view of the live weight.
+
+        The second value describes a LoRA adapter when only the adapter is exported, else None.
+        """
+
+    @abstractmethod
+    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parameters, optimizer state and gradients independently."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: str | Path, step: int) -> None:
+        """Write model, optimizer, scheduler, RNG and `step` for any world size to load. Collective.
+
+        Atomic: the folder is complete or absent; one that was there before is replaced.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Restore everything that `save_checkpoint` wrote and return its step. Collective.
+
+        Raises:
+            CheckpointError: incomplete, or of another model; the engine is unchanged.
+        """
+
+    @abstractmethod
+    def save_model(self, path: str | Path) -> None:
+        """Write an ordinary Hugging Face folder (safetensors, config, tokenizer). Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the model and leave the process group. Idempotent."""

@@ -1,0 +1,208 @@
+"""For tests of backends and of code that uses an engine: a fake, a conformance suite, a tiny model folder.
+
+A backend passes when a subclass of `EngineConformance` that builds it is green:
+
+    class TestMyBackend(EngineConformance):
+        def make_engine(self, folder, **changes):
+            return create_engine("mine", EngineConfig(model_path=str(write_tiny_model(folder)), **changes))
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rl_engine._conformance import EngineConformance
+from rl_engine._folder import replace_folder
+from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
+from rl_engine._plan import plan_micro_batches
+from rl_engine._rows import RowBatch
+from rl_engine._tiny import write_tiny_model
+from rl_engine.base import Engine, LossFunction
+from rl_engine.errors import CheckpointError, ConfigError, EngineError
+from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, ModelOutput, PeftConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["EngineConformance", "FakeEngine", "ragged", "ragged_batch", "write_tiny_model"]
+
+
+def ragged(rows: Sequence[Sequence[float]] | Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Rows as one jagged nested tensor."""
+    return torch.nested.nested_tensor([torch.as_tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+def ragged_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    loss_mask: Sequence[Sequence[int]] | None = None,
+) -> TensorDict:
+    """A batch as an engine takes it; every completion token counts unless `loss_mask` says otherwise."""
+    mask = [[1] * len(row) for row in completions] if loss_mask is None else loss_mask
+    columns = {
+        "prompt_token_ids": ragged(prompts),
+        "completion_token_ids": ragged(completions),
+        "loss_mask": ragged(mask),
+    }
+    return TensorDict(columns, batch_size=[len(prompts)])  # pyright: ignore[reportArgumentType]
+
+
+class FakeEngine(Engine):
+    """A whole engine around a table of logits: the next token depends on the last alone. One process, CPU."""
+
+    def __init__(self, config: EngineConfig, *, vocab_size: int = 32) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._table: torch.nn.Parameter | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._schedule_step = 0
+
+    def initialize(self) -> None:
+        """Draw the table."""
+        generator = torch.Generator().manual_seed(self._config.seed)
+        dtype = getattr(torch, self._config.precision)
+        table = torch.randn(self._vocab_size, self._vocab_size, generator=generator, dtype=dtype)
+        self._table = torch.nn.Parameter(table, requires_grad=self._config.optimizer is not None)
+        if self._config.optimizer is not None:
+            self._optimizer = build_optimizer([self._table], self._config.optimizer)
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Nothing to bring back."""
+        self._trained()
+        return nullcontext()
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Turns gradients off."""
+        return torch.no_grad()
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop the gradient."""
+        self._built().grad = None
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> EngineOutput:
+        """Cut, score, and add up shares as a real engine does."""
+        has_backward = loss_function is not None and not forward_only
+        if has_backward:
+            self._trained()
+        batch = RowBatch(data, needs_mask=loss_function is not None, device=torch.device("cpu"))
+        batch.check_tokens(self._vocab_size)
+        tokens, sequences = batch.counts()
+        counts = BatchCounts(tokens=tokens, sequences=sequences)
+        order: list[int] = []
+        parts: list[Tensor] = []
+        metrics: dict[str, float] = {}
+        plan = plan_micro_batches(batch.lengths, self._config.max_tokens_per_gpu)
+        for rows in plan:
+            packed = batch.pack(rows)
+            with torch.set_grad_enabled(has_backward):
+                logprobs = self._score(packed.token_ids[packed.predict_index], packed.labels)
+                order, parts = order + rows, [*parts, logprobs.detach()]
+                if loss_function is None:
+                    continue
+                output = ModelOutput(
+                    logprobs=logprobs, entropy=None, values=None, cu_seqlens=packed.cu_seqlens, counts=counts
+                )
+                loss, shares = loss_function(output, batch.select(rows))
+            if has_backward:
+                loss.backward()
+            for name, share in {"loss": loss, **shares}.items():
+                metrics[name] = metrics.get(name, 0.0) + float(share.detach())
+        columns = TensorDict(
+            {"logprobs": batch.restore(order, parts or [torch.empty(0)])},  # pyright: ignore[reportArgumentType]
+            batch_size=[batch.num_rows],
+        )
+        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=len(plan))
+
+    def optimizer_step(self) -> float:
+        """Clip, then AdamW."""
+        optimizer = self._trained()
+        assert self._config.optimizer is not None
+        norm = clip_grad_norm([self._built()], self._config.optimizer.max_grad_norm)
+        optimizer.step()
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on by one."""
+        optimizer = self._trained()
+        assert self._config.optimizer is not None
+        self._schedule_step += 1
+        rate = learning_rate(self._config.optimizer, self._schedule_step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
+        """The table."""
+        return iter([("bigram.weight", self._built().detach())]), None
+
+    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """The fake lives on the CPU."""
+        if torch.device(device).type != "cpu":
+            raise ConfigError(f"FakeEngine lives on the CPU; it cannot move to {device}.")
+
+    def save_checkpoint(self, path: str | Path, step: int) -> None:
+        """One torch file and a manifest."""
+        optimizer = self._optimizer.state_dict() if self._optimizer else None
+        state = {"table": self._built().detach(), "optimizer": optimizer}
+        self._write(path, state, {"step": step, "schedule_step": self._schedule_step})
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Read what `save_checkpoint` wrote."""
+        manifest = Path(path) / "manifest.json"
+        if not manifest.is_file():
+            raise CheckpointError(f"{path} holds no complete checkpoint.")
+        state: dict[str, Any] = torch.load(Path(path) / "state.pt", weights_only=True)
+        table = self._built()
+        if state["table"].shape != table.shape:
+            raise CheckpointError(
+                f"{path} is a table of {list(state['table'].shape)}, this one is {list(table.shape)}."
+            )
+        with torch.no_grad():
+            table.copy_(state["table"])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        fields = json.loads(manifest.read_text())
+        self._schedule_step = fields["schedule_step"]
+        return fields["step"]
+
+    def save_model(self, path: str | Path) -> None:
+        """One torch file."""
+        self._write(path, {"table": self._built().detach()}, {})
+
+    def close(self) -> None:
+        """Drop the table."""
+        self._table = self._optimizer = None
+
+    def _score(self, last: Tensor, labels: Tensor) -> Tensor:
+        logits = (
+            self._built()[last].to(torch.promote_types(self._built().dtype, torch.float32)) / self._config.temperature
+        )
+        return logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+    def _write(self, path: str | Path, state: dict[str, Any], manifest: dict[str, int]) -> None:
+        target = Path(path).absolute()
+        draft = target.with_name(f".{target.name}.draft")
+        draft.mkdir(parents=True)
+        torch.save(state, draft / "state.pt")
+        (draft / "manifest.json").write_text(json.dumps(manifest))
+        replace_folder(draft, target)
+
+    def _built(self) -> torch.nn.Parameter:
+        if self._table is None:
+            raise EngineError("The engine holds no model; call initialize() first (close() is final).")
+        return self._table
+
+    def _trained(self) -> torch.optim.AdamW:
+        self._built()
+        if self._optimizer is None:
+            raise ConfigError("A frozen engine cannot be trained; give EngineConfig an optimizer.")
+        return self._optimizer

@@ -1,0 +1,133 @@
+"""The values that rl-engine takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+PeftConfig = Mapping[str, Any]
+"""A peft adapter configuration as its JSON mapping."""
+
+
+class Precision(StrEnum):
+    """Number format of parameters and activations."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    """Activations and gathered parameters; the optimizer's copy stays float32."""
+    FLOAT64 = "float64"
+    """For oracles and property tests."""
+
+
+class MatmulPrecision(StrEnum):
+    """How float32 matrix products are computed inside, as in `torch.set_float32_matmul_precision`."""
+
+    HIGHEST = "highest"
+    """In float32."""
+    HIGH = "high"
+    """In TF32 or three bfloat16 products, where the device has them."""
+    MEDIUM = "medium"
+    """In bfloat16 with float32 sums, where the device has it."""
+
+
+class ModelInit(StrEnum):
+    """Where the weights come from."""
+
+    PRETRAINED = "pretrained"
+    """The safetensors files of the model folder."""
+    RANDOM = "random"
+    """The architecture's own initialisation, seeded; the folder needs only its config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW moment decays."""
+    eps: float = 1e-8
+    """AdamW denominator term."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; not applied to one-dimensional parameters."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm is clipped to this."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    total_steps: int | None = None
+    """Steps over which the rate decays to `min_lr_ratio`; None keeps it constant."""
+    min_lr_ratio: float = 0.0
+    """Final rate over peak rate (cosine decay)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What one engine is built from. Every rank of an engine gets the same one."""
+
+    model_path: str
+    """A Hugging Face model folder."""
+    init: ModelInit = ModelInit.PRETRAINED
+    """Where the weights come from."""
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    """None builds a frozen engine (a reference): no optimizer state, no gradients."""
+    precision: Precision = Precision.FLOAT32
+    """Of parameters and activations; log-probs, losses and reductions are never narrower than float32."""
+    matmul_precision: MatmulPrecision = MatmulPrecision.HIGHEST
+    """Of matrix products inside `forward_backward_batch`; matters for float32 only."""
+    max_tokens_per_gpu: int = 16384
+    """Tokens (prompt and completion) of one micro-batch."""
+    temperature: float = 1.0
+    """Log-probs are of softmax(logits / temperature)."""
+    entropy: bool = False
+    """Also compute the entropy of every predicting distribution (`ModelOutput.entropy`)."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass."""
+    seed: int = 0
+    """Seeds initialisation and dropout."""
+    timeout_s: float = 600.0
+    """Deadline of every collective, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCounts:
+    """Denominators of the logical batch, summed over all data-parallel ranks and micro-batches."""
+
+    tokens: float
+    """Completion tokens with loss_mask 1."""
+    sequences: float
+    """Rows with at least one such token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOutput:
+    """One micro-batch seen by the model. Token tensors are packed: T completion tokens of B rows."""
+
+    logprobs: Tensor
+    """(T,) float32, log-prob of each completion token under the current weights; carries gradient when training."""
+    entropy: Tensor | None
+    """(T,) float32 entropy of the predicting distribution, nats; None unless asked for."""
+    values: Tensor | None
+    """(T,) float32 value head output; None without one."""
+    cu_seqlens: Tensor
+    """(B + 1,) int64 row offsets into T."""
+    counts: BatchCounts
+    """Denominators of the whole logical batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """What a call of `forward_backward_batch` returns."""
+
+    columns: TensorDict
+    """Jagged `logprobs` (and `entropy`, `values` where computed), one row per row of this rank's input, detached."""
+    metrics: dict[str, float]
+    """Loss and the loss function's metrics, summed over micro-batches and ranks."""
+    num_micro_batches: int
+    """Micro-batches that ran on this rank."""

@@ -1,0 +1,96 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_engine import ConfigError, _attention
+from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
+
+CPU = torch.device("cpu")
+
+
+def oracle(q, k, v, lengths, *, window=None, softcap=None, sinks=None):
+    """Row by row, head by head: (1, H, T, D) to (1, T, H, D)."""
+    groups, outputs, start = q.shape[1] // k.shape[1], [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        heads = []
+        for head in range(q.shape[1]):
+            scores = q[0, head, part] @ k[0, head // groups, part].T * q.shape[-1] ** -0.5
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            distance = torch.arange(length)[:, None] - torch.arange(length)
+            scores = scores.masked_fill((distance < 0) | (distance >= (window or length)), -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].expand(length, 1)], 1)
+            heads.append(scores.softmax(-1)[:, :length] @ v[0, head // groups, part])
+        outputs.append(torch.stack(heads, 1))
+        start += length
+    return torch.cat(outputs)[None]
+
+
+def tensors(lengths, heads=4, key_heads=2, size=8):
+    generator = torch.Generator().manual_seed(sum(lengths))
+
+    def draw(count):
+        return torch.randn(1, count, sum(lengths), size, dtype=torch.float64, generator=generator)
+
+    return [part.requires_grad_() for part in (draw(heads), draw(key_heads), draw(key_heads))]
+
+
+def compare(lengths, **options):
+    mine, theirs = tensors(lengths), tensors(lengths)
+    names = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
+    out, _ = packed_attention(None, *mine, None, **{LAYOUT_KWARG: row_layout(lengths, CPU)}, **options)
+    want = oracle(*theirs, lengths, **{names[name]: value for name, value in options.items()})
+    torch.testing.assert_close(out, want)
+    weight = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(0))
+    for got, expected in zip(
+        torch.autograd.grad((out * weight).sum(), mine), torch.autograd.grad((want * weight).sum(), theirs), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=25))
+def test_rows_see_only_themselves(lengths):
+    compare(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [120, 110, 3, 2], [1], [200, 7]])
+def test_equal_long_and_mixed_rows(lengths):
+    compare(lengths)
+
+
+def test_sliding_window_softcap_and_sinks():
+    lengths = [9, 7, 7, 2]
+    compare(lengths, sliding_window=3)
+    compare(lengths, softcap=2.0)
+    compare(lengths, s_aux=torch.tensor([0.1, -1.0, 2.0, 0.5], dtype=torch.float64))
+    compare([130, 4], sliding_window=100)
+
+
+def test_blocks_hold_rows_of_like_length():
+    layout = row_layout([300, 290, 100, 90, 9], CPU)
+    assert [(block.start, block.stop, block.num_rows, block.width) for block in layout.blocks] == [
+        (0, 590, 2, 300),
+        (590, 789, 3, 100),
+    ]
+    assert layout.cu_seqlens.tolist() == [0, 300, 590, 690, 780, 789]
+
+
+def test_a_model_that_drops_keyword_arguments_is_refused():
+    with pytest.raises(ConfigError, match="rows cannot be packed"):
+        packed_attention(torch.nn.Identity(), *tensors([2]), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length flash kernel needs a CUDA device")
+def test_flash_agrees_with_blocks(monkeypatch):
+    lengths = [70, 64, 9, 3]
+    q, k, v = (part.detach().to("cuda", torch.bfloat16) for part in tensors(lengths, size=64))
+    layout = {LAYOUT_KWARG: row_layout(lengths, torch.device("cuda"))}
+    flash, _ = packed_attention(None, q, k, v, None, **layout)
+    monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: False)
+    blocks, _ = packed_attention(None, q, k, v, None, **layout)
+    torch.testing.assert_close(flash, blocks, atol=2e-2, rtol=2e-2)

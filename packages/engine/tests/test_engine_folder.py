@@ -1,0 +1,140 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_engine import ConfigError, EngineConfig, ModelFolderError, create_engine
+from rl_engine._folder import previous_folder, replace_folder
+from rl_engine.testing import ragged_batch, write_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_tiny_model(tmp_path / "model")
+
+
+def load(folder, **changes):
+    engine = create_engine("fsdp", EngineConfig(model_path=str(folder), **changes))
+    engine.initialize()
+    return engine
+
+
+def edit(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_folder_without_config(tmp_path):
+    with pytest.raises(ModelFolderError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+def test_an_unknown_architecture(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen99", "architectures": ["Qwen99"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match="qwen99"):
+        load(folder)
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match=r"no \.safetensors file"):
+        load(folder)
+    load(folder, init="random").close()
+
+
+def test_a_shard_that_is_named_and_absent(folder):
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFolderError, match="model-00002-of-00002"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(folder):
+    edit(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ModelFolderError, match=r"lacks 1 tensor\(s\): model\.norm\.weight"):
+        load(folder)
+
+
+def test_an_extra_tensor_is_named(folder):
+    edit(folder, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
+    with pytest.raises(ModelFolderError, match=r"model\.extra\.weight"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape_is_named(folder):
+    edit(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(ModelFolderError, match=r"another shape 1 tensor\(s\): model\.norm\.weight"):
+        load(folder)
+
+
+def test_rows_longer_than_the_context_are_refused(folder):
+    engine = load(folder)
+    with pytest.raises(ValueError, match="A row has 513 tokens; the model's context is 512"):
+        engine.forward_backward_batch(ragged_batch([[1] * 500], [[2] * 13]), None)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, folder):
+    other = load(write_tiny_model(tmp_path / "other", num_hidden_layers=1))
+    other.save_checkpoint(tmp_path / "checkpoint", 1)
+    engine = load(folder)
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    with pytest.raises(ValueError, match="has no tensor model.model.layers.1"):
+        engine.load_checkpoint(tmp_path / "checkpoint")
+    torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), before, rtol=0, atol=0)
+
+
+def test_a_damaged_checkpoint_changes_nothing(tmp_path, folder):
+    engine = load(folder)
+    engine.save_checkpoint(tmp_path / "checkpoint", 1)
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    file = next((tmp_path / "checkpoint").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:20000])
+    with pytest.raises(ValueError, match="cannot be read"):
+        engine.load_checkpoint(tmp_path / "checkpoint")
+    torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), before, rtol=0, atol=0)
+
+
+def test_a_checkpoint_is_replaced_and_a_killed_replacement_recovered(tmp_path, folder):
+    engine, path = load(folder), tmp_path / "checkpoint"
+    engine.save_checkpoint(path, 1)
+    engine.save_checkpoint(path, 2)
+    assert engine.load_checkpoint(path) == 2
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+    path.rename(previous_folder(path))  # as if killed between the two renames
+    assert engine.load_checkpoint(path) == 2
+
+
+def test_replace_folder_leaves_no_trace_of_the_old(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text(name)
+    replace_folder(tmp_path / "new", tmp_path / "old")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+    assert [entry.name for entry in (tmp_path / "old").iterdir()] == ["new"]
+
+
+def test_modes_put_things_back(folder):
+    engine = load(folder)
+    with engine.eval_mode():
+        assert not engine._scorer.training
+        assert not torch.is_grad_enabled()
+    assert engine._scorer.training
+    with engine.train_mode():
+        engine.to("cpu")
+    assert torch.is_grad_enabled()
+
+
+def test_a_second_initialize_is_refused(folder):
+    engine = load(folder)
+    with pytest.raises(ConfigError, match="initialised already"):
+        engine.initialize()
+
+
+def test_part_of_torchruns_environment_is_an_error(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT is not set"):
+        load(folder)

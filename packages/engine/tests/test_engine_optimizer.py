@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from rl_engine import BatchCounts, ModelOutput, NonFiniteError, OptimizerConfig
+from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
+from rl_engine.losses import sft_loss
+from rl_engine.testing import ragged_batch
+
+
+def test_the_schedule_warms_up_and_decays():
+    config = OptimizerConfig(lr=2.0, warmup_steps=2, total_steps=6, min_lr_ratio=0.5)
+    rates = [learning_rate(config, step) for step in range(9)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.8535533905932737, 1.5, 1.1464466094067263, 1.0, 1.0, 1.0])
+    assert [learning_rate(OptimizerConfig(lr=3.0), step) for step in (0, 99)] == [3.0, 3.0]
+
+
+def test_only_matrices_decay():
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer([matrix, vector], OptimizerConfig(lr=0.1, weight_decay=0.5))
+    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
+    optimizer.step()
+    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
+    assert vector.tolist() == [1, 1]
+
+
+def test_the_first_step_moves_by_the_rate_against_the_sign():
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = build_optimizer([weight], OptimizerConfig(lr=0.1))
+    weight.grad = torch.tensor([[4.0, -3.0], [2.0, 0.0]])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([[-0.1, 0.1], [-0.1, 0.0]]))
+
+
+def test_clipping_is_global_and_returns_the_norm_before():
+    one, two = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    one.grad, two.grad = torch.tensor([3.0]), torch.tensor([4.0])
+    assert clip_grad_norm([one, two], 1.0) == pytest.approx(5)
+    assert (one.grad.item(), two.grad.item()) == pytest.approx((0.6, 0.8), rel=1e-5)
+    assert clip_grad_norm([one, two], 2.0) == pytest.approx(1, rel=1e-5)
+    assert one.grad.item() == pytest.approx(0.6, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_norm_is_an_error_and_gradients_stay(bad):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([bad, 5.0])
+    with pytest.raises(NonFiniteError, match="the step was not taken"):
+        clip_grad_norm([weight], 1.0)
+    assert weight.grad[1] == 5
+
+
+def test_sft_loss_is_a_share_of_the_global_mean():
+    rows = ragged_batch([[1], [1]], [[2, 3], [4]], [[1, 0], [1]])
+    output = ModelOutput(
+        logprobs=torch.tensor([-0.5, -9.0, -1.5]),
+        entropy=None,
+        values=None,
+        cu_seqlens=torch.tensor([0, 2, 3]),
+        counts=BatchCounts(tokens=8.0, sequences=4.0),
+    )
+    loss, metrics = sft_loss(output, rows)
+    assert loss.item() == 0.25
+    assert metrics["accuracy"].item() == 0.125
