@@ -1,0 +1,41 @@
+"""Weights from a trainer to its inference servers: versioned, verified, at the speed of the hardware."""
+
+from rl_ckpt._registry import DEFAULT_BUCKET_BYTES, connect
+from rl_ckpt.base import CheckpointEngine
+from rl_ckpt.errors import (
+    AddressError,
+    BackendError,
+    CkptError,
+    DigestError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    SyncAbortedError,
+    TensorError,
+    UsageError,
+    VersionError,
+)
+from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, SyncReport
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "AddressError",
+    "BackendError",
+    "CheckpointEngine",
+    "CkptError",
+    "DigestError",
+    "Metadata",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "ProtocolError",
+    "Receipt",
+    "ReceiverState",
+    "Role",
+    "SessionConfig",
+    "SyncAbortedError",
+    "SyncReport",
+    "TensorError",
+    "UsageError",
+    "VersionError",
+    "connect",
+]

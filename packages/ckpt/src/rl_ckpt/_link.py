@@ -1,0 +1,174 @@
+"""One control connection: whole messages in and out of a non-blocking stream socket, every wait with a deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from rl_ckpt._wire import Decoder, Message, encode
+from rl_ckpt.errors import PeerLostError, PeerTimeoutError, SyncAbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_READ_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 4
+_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class Deadline:
+    """A moment in the future."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float:
+        """Seconds left, not below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Waker:
+    """Ends the waits of another thread: they raise `SyncAbortedError`."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._reason: str | None = None
+
+    @property
+    def is_woken(self) -> bool:
+        """Whether waits end at once."""
+        return self._reason is not None
+
+    def fileno(self) -> int:
+        """Becomes readable on `wake`."""
+        return self._reader.fileno()
+
+    def wake(self, reason: str) -> None:
+        """End the present wait, and every later one until `clear`."""
+        if self._reason is None:
+            self._reason = reason
+            self._writer.send(b"!")
+
+    def clear(self) -> None:
+        """Allow waits again."""
+        if self._reason is not None:
+            self._reader.recv(16)
+            self._reason = None
+
+    def check(self) -> None:
+        """Raise `SyncAbortedError` if woken."""
+        if self._reason is not None:
+            raise SyncAbortedError(self._reason)
+
+    def close(self) -> None:
+        """Free the sockets."""
+        self._reason = None
+        self._reader.close()
+        self._writer.close()
+
+
+def wait_for(
+    waker: Waker, deadline: Deadline, *, readable: Sequence[int] = (), writable: Sequence[int] = ()
+) -> list[int]:
+    """The descriptors that can be read or written now, or [] when the deadline has passed.
+
+    Raises:
+        SyncAbortedError: the waker was woken.
+    """
+    poll = select.poll()
+    poll.register(waker.fileno(), select.POLLIN)
+    for descriptor in readable:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor in writable:
+        poll.register(descriptor, select.POLLOUT)
+    events = poll.poll(deadline.remaining_s() * 1000)
+    waker.check()
+    return [descriptor for descriptor, _ in events if descriptor != waker.fileno()]
+
+
+class Link:
+    """A connected stream socket that carries the messages of WIRE.md. Owns the socket."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        connection.setblocking(False)
+        self.peer = peer
+        self.is_closed = False
+        """Whether the peer has closed its end. What it sent before has been returned by `receive`."""
+        self.descriptors: list[int] = []
+        """File descriptors that came with messages; whoever takes one out owns it."""
+        self._socket = connection
+        self._decoder = Decoder()
+
+    def fileno(self) -> int:
+        """Becomes readable when the peer sent something or is gone."""
+        return self._socket.fileno()
+
+    def send(
+        self, message: Message, sync: int, *, waker: Waker, deadline: Deadline, descriptors: Sequence[int] = ()
+    ) -> None:
+        """Send one whole message, waiting while the peer's socket is full.
+
+        Raises:
+            PeerLostError, PeerTimeoutError: the peer is gone, or took nothing before the deadline.
+        """
+        data = memoryview(self.encode(message, sync))
+        while data:
+            sent = self._write(data, descriptors)
+            data = data[sent:]
+            if sent:
+                descriptors = ()
+            if data and not wait_for(waker, deadline, writable=[self.fileno()]):
+                raise PeerTimeoutError(f"{self.peer} took no control message within {deadline.timeout_s:g} s")
+
+    def try_send(self, message: Message, sync: int) -> bool:
+        """Send without waiting. False if not all of it could be sent: the connection must then be closed."""
+        data = self.encode(message, sync)
+        try:
+            return self._write(memoryview(data), ()) == len(data)
+        except PeerLostError:
+            return False
+
+    def receive(self) -> list[tuple[int, Message]]:
+        """Every `(sync, message)` that is here now, without waiting. Sets `is_closed` at the end of the stream.
+
+        Raises:
+            ProtocolError: the peer sent something else.
+        """
+        messages: list[tuple[int, Message]] = []
+        while not self.is_closed:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
+            except (BlockingIOError, InterruptedError):
+                break
+            except ConnectionError:
+                data, descriptors = b"", []
+            self.descriptors += descriptors
+            self.is_closed = not data
+            messages += self._decoder.feed(data)
+        return messages
+
+    def encode(self, message: Message, sync: int) -> bytes:
+        """The message as it goes out. Fault injectors override this."""
+        return encode(message, sync)
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took."""
+        self._socket.close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def _write(self, data: memoryview, descriptors: Sequence[int]) -> int:
+        try:
+            if descriptors:
+                return socket.send_fds(self._socket, [data], list(descriptors))
+            return self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except ConnectionError as error:
+            raise PeerLostError(f"{self.peer} closed the connection") from error

@@ -1,0 +1,84 @@
+"""Turns a URL into one end of a session, over the entry points `rl_ckpt.backends`."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from rl_ckpt.errors import AddressError, BackendError
+from rl_ckpt.types import Role, SessionConfig
+
+if TYPE_CHECKING:
+    from rl_ckpt.base import CheckpointEngine
+
+GROUP = "rl_ckpt.backends"
+DEFAULT_BUCKET_BYTES = 16 << 20
+BUCKET_UNIT_BYTES = 256
+
+
+class Backend(Protocol):
+    """What an entry point of the group loads: a module (or object) with this one function."""
+
+    def open_session(self, config: SessionConfig) -> CheckpointEngine:
+        """Return the end that `config.role` asks for. Touch no peer yet: `prepare` and `connect` do."""
+        ...
+
+
+def connect(
+    url: str,
+    *,
+    role: Role | Literal["send", "receive"],
+    timeout_s: float = 60.0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> CheckpointEngine:
+    """Open one end of a weight-transfer session. Nothing is allocated and no peer is called before `prepare`.
+
+    Args:
+        url: `scheme://name`, the same for both ends. The scheme names an installed backend: `shm` moves between
+            processes of one Linux machine, `inproc` inside one process.
+        role: `send` for the trainer (one per session), `receive` for every server.
+        timeout_s: Longest wait for a peer, seconds; every single wait has this much.
+        bucket_bytes: Size of one transfer bucket, a multiple of 256. Chosen by the sender; a tensor that is larger is
+            split, at the price of one more copy on the receiving side.
+
+    Raises:
+        AddressError: the URL or an option is not understood.
+        BackendError: no backend of that scheme is installed, or it cannot be imported here.
+    """
+    scheme, separator, name = url.partition("://")
+    if not (separator and scheme and name):
+        raise AddressError(f"the URL is {url!r}; write scheme://name, for example shm://policy")
+    if role not in tuple(Role):
+        raise AddressError(f"role is {role!r}; allowed are 'send' and 'receive'")
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise AddressError(f"timeout_s is {timeout_s}; give a positive number of seconds")
+    if bucket_bytes <= 0 or bucket_bytes % BUCKET_UNIT_BYTES:
+        raise AddressError(f"bucket_bytes is {bucket_bytes}; give a positive multiple of {BUCKET_UNIT_BYTES}")
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if scheme not in installed:
+        raise BackendError(f"no backend {scheme!r} is installed for {url!r}; there are: {', '.join(sorted(installed))}")
+    config = SessionConfig(address=url, name=name, role=Role(role), timeout_s=timeout_s, bucket_bytes=bucket_bytes)
+    return _load(installed[scheme]).open_session(config)
+
+
+def _load(entry: EntryPoint) -> Backend:
+    try:
+        loaded = entry.load()
+    except ImportError as error:
+        raise BackendError(
+            f"backend {entry.name!r} cannot be imported ({error}); install what it needs: {_pip_line(entry)}"
+        ) from error
+    if not callable(getattr(loaded, "open_session", None)):
+        raise BackendError(f"entry point {GROUP}:{entry.name} is {entry.value}, which has no open_session(config)")
+    return cast("Backend", loaded)
+
+
+def _pip_line(entry: EntryPoint) -> str:
+    """The command that installs the backend's distribution, with the extra of the backend's name where it has one."""
+    if entry.dist is None:
+        return f"pip install the distribution that provides {entry.module}"
+    extras = entry.dist.metadata.get_all("Provides-Extra") or []
+    return (
+        f"pip install '{entry.dist.name}[{entry.name}]'" if entry.name in extras else f"pip install {entry.dist.name}"
+    )

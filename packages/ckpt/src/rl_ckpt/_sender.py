@@ -1,0 +1,171 @@
+"""The sending end of a session: opens it once, runs one sync after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, cast
+
+from rl_ckpt._peers import Peers
+from rl_ckpt._sync import Clock, Schema, Source, Sync
+from rl_ckpt._wire import AbortReason, Session
+from rl_ckpt._worker import AsyncSource, Worker
+from rl_ckpt.base import CheckpointEngine
+from rl_ckpt.errors import (
+    DigestError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    SyncAbortedError,
+    UsageError,
+    VersionError,
+)
+from rl_ckpt.types import Metadata, ReceiverState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+
+    from torch import Tensor
+
+    from rl_ckpt._transport import SendTransport
+    from rl_ckpt.types import SessionConfig, SyncReport
+
+NUM_SLOTS = 4
+MAX_VERSION = 2**63 - 1
+_REASONS: dict[type[BaseException], AbortReason] = {
+    DigestError: AbortReason.DIGEST,
+    ProtocolError: AbortReason.PROTOCOL,
+    PeerTimeoutError: AbortReason.TIMEOUT,
+    PeerLostError: AbortReason.PEER_LOST,
+}
+
+
+class Sender(CheckpointEngine):
+    """The sending end of a session over any transport with shared slots."""
+
+    def __init__(self, config: SessionConfig, transport: SendTransport) -> None:
+        self.address = config.address
+        self._config = config
+        self._transport = transport
+        self._worker = Worker(f"the sender of {config.address}")
+        self._schema = Schema()
+        self._peers: Peers | None = None
+        self._slots: list[Tensor] = []
+        self._num_peers = 1
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """Version of the last committed sync."""
+        return self._version
+
+    @property
+    def state(self) -> ReceiverState:
+        """`IDLE` before the first commit, `COMMITTED` after."""
+        return ReceiverState.IDLE if self._version is None else ReceiverState.COMMITTED
+
+    async def prepare(self) -> Metadata:
+        """Take the name and allocate the ring. Idempotent."""
+        await self._worker.run(self._open)
+        return Metadata(address=self.address, peer=f"sender pid {os.getpid()}", bucket_bytes=self._config.bucket_bytes)
+
+    async def connect(self, num_peers: int = 1) -> None:
+        """Wait until `num_peers` receivers are in the session, and require as many in every later sync."""
+        if num_peers < 1:
+            raise UsageError(f"num_peers is {num_peers}; a session needs at least one receiver")
+        self._num_peers = num_peers
+        await self._worker.run(lambda: self._open().wait_for_count(num_peers))
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]], *, version: int
+    ) -> SyncReport:
+        """Send, verify and commit. See `CheckpointEngine`."""
+        if not hasattr(weights, "__aiter__"):
+            source = cast("Iterable[tuple[str, Tensor]]", weights)
+            return await self._worker.run(lambda: self._sync(source, version))
+        bridge = AsyncSource(cast("AsyncIterable[tuple[str, Tensor]]", weights), asyncio.get_running_loop())
+        return await self._worker.run(lambda: self._sync(bridge, version), on_cancel=bridge.cancel)
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> SyncReport:
+        """Synchronous twin of `send_weights`: does everything in the calling thread."""
+        return self._worker.call(lambda: self._sync(weights, version))
+
+    def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """Raise `UsageError`: not for this end."""
+        raise UsageError(f"this is the sending end of {self.address}; open one with role='receive' to receive")
+
+    def recv(self) -> Iterator[tuple[str, Tensor]]:
+        """Raise `UsageError`: not for this end."""
+        raise UsageError(f"this is the sending end of {self.address}; open one with role='receive' to receive")
+
+    async def close(self) -> None:
+        """Leave the session and free the ring. Idempotent."""
+        await asyncio.to_thread(self._worker.close, self._release, self._config.timeout_s)
+
+    def _release(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+        self._slots = []
+        self._transport.close()
+
+    def _open(self) -> Peers:
+        if self._peers is None:
+            bucket_bytes = self._config.bucket_bytes
+            self._slots = self._transport.open(NUM_SLOTS, bucket_bytes)
+            self._peers = Peers(
+                transport=self._transport,
+                session=Session(bucket_bytes, NUM_SLOTS),
+                waker=self._worker.waker,
+                timeout_s=self._config.timeout_s,
+                pid=os.getpid(),
+            )
+        return self._peers
+
+    def _sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """One sync in this thread, from the first wait to the last confirmation."""
+        clock = Clock()
+        source = Source(weights, clock)
+        try:
+            return self._transact(source, version, clock)
+        except Exception as error:
+            if not self._worker.waker.is_woken:
+                self._drain(source, error)
+            raise SyncAbortedError(
+                f"the sync of version {version} over {self.address} was called off: {error}"
+            ) from error
+
+    def _transact(self, source: Source, version: int, clock: Clock) -> SyncReport:
+        last = -1 if self._version is None else self._version
+        if not last < version <= MAX_VERSION:
+            raise VersionError(f"version is {version}; the next one must be above {last}, the last committed one")
+        peers = self._open()
+        with clock("wire_s"):
+            participants = peers.wait_for_ready(self._num_peers)
+        for peer in participants:
+            peer.join()
+        try:
+            sync = Sync(
+                version=version,
+                peers=peers,
+                participants=participants,
+                slots=self._slots,
+                schema=self._schema,
+                clock=clock,
+            )
+            sync.stream(source)
+            sync.stage()
+            self._version = version
+            return sync.commit()
+        except BaseException as error:
+            peers.abort(participants, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
+            raise
+        finally:
+            for peer in participants:
+                peer.sync = 0
+
+    @staticmethod
+    def _drain(source: Source, error: Exception) -> None:
+        try:
+            source.drain()
+        except Exception as another:  # noqa: BLE001  # the source is the caller's; the first error is the one to report
+            error.add_note(f"draining the rest of the source failed as well: {another!r}")

@@ -1,0 +1,67 @@
+"""Tensors as bytes and back: dtype codes, and views that copy nothing where nothing must be copied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_ckpt.errors import TensorError
+from rl_csrc.frames import DTYPES
+
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
+"""The code of a dtype on the wire. Codes are never reused; WIRE.md lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """What a receiver must know to turn bytes into a tensor."""
+
+    name: str
+    """Under which the tensor is handed out."""
+    dtype: torch.dtype
+    """One of `DTYPES`."""
+    shape: tuple[int, ...]
+    """Elements along each axis; () for a scalar."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements, bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def spec_of(name: object, tensor: object) -> TensorSpec:
+    """Describe one item of a source.
+
+    Raises:
+        TensorError: it is not a name and a dense tensor with memory of its own, of a dtype that has a code.
+    """
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise TensorError(f"the source yielded ({name!r}, {type(tensor).__name__}); it must yield (str, torch.Tensor)")
+    if hasattr(tensor, "full_tensor"):
+        raise TensorError(f"{name!r} is a DTensor, of which this rank holds a shard; yield tensor.full_tensor()")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        raise TensorError(
+            f"{name!r} has layout {tensor.layout} on {tensor.device}; only dense tensors with memory can be sent"
+        )
+    if tensor.dtype not in DTYPE_CODES:
+        raise TensorError(f"{name!r} has dtype {tensor.dtype}; allowed are {', '.join(map(str, DTYPES))}")
+    return TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order as uint8 [num_bytes], on the same device. Copies only what is not contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def from_bytes(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The tensor whose elements are `raw`, uint8 [num_bytes], contiguous. A view."""
+    return raw.view(spec.dtype).view(spec.shape)
+
+
+def buffer_tensor(buffer: Any, *, offset: int, num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] over a writable buffer, which it keeps alive."""
+    return torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=num_bytes)

@@ -1,0 +1,301 @@
+"""The control messages of WIRE.md: values to bytes and back. Pure: knows no socket, and raises `ProtocolError` only.
+
+The fields of the messages have the names, units and order of the tables in WIRE.md.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+from rl_ckpt._plan import Span
+from rl_ckpt._tensors import DTYPE_CODES, TensorSpec
+from rl_ckpt.errors import ProtocolError
+from rl_csrc.frames import DTYPES
+
+MAGIC = b"RLCK"
+WIRE_VERSION = 1
+MAX_BODY_BYTES = 1 << 26
+MAX_NDIM = 64
+
+_HEADER = struct.Struct("<4sHHIII")
+_CHECKED_BYTES = 16
+"""Bytes of the header that its last field, the CRC, covers before the body."""
+_MANIFEST = struct.Struct("<II")
+_SPEC = struct.Struct("<BBHI")
+_BUCKET = struct.Struct("<IIQQII")
+_SPAN = struct.Struct("<IIQQQ")
+_ABORT = struct.Struct("<HH")
+
+
+class AbortReason(IntEnum):
+    """Why an end called a sync off; the code in `Abort`."""
+
+    FAILED = 1
+    """Its caller failed, stopped or was cancelled."""
+    DIGEST = 2
+    """What landed is not what was sent."""
+    PROTOCOL = 3
+    """A peer broke the protocol."""
+    TIMEOUT = 4
+    """A peer did not answer in time."""
+    PEER_LOST = 5
+    """A peer went away."""
+
+
+class HelloRole(IntEnum):
+    """Who says hello."""
+
+    SENDER = 1
+    RECEIVER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message in each direction."""
+
+    wire_version: int
+    role: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Sender to receiver: the ring. On a UNIX socket its memory comes with this message."""
+
+    bucket_bytes: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Receiver to sender: a consumer waits for the next sync, under this header's sync number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Sender to receiver: the sync starts."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Sender to receiver: tensors `first`, `first + 1`, ... of this connection, named once and referred to by index."""
+
+    first: int
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sender to receiver: a slot is filled."""
+
+    sequence: int
+    slot: int
+    used_bytes: int
+    digest: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Receiver to sender: the consumer is done with this bucket."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Sender to receiver: that was all of it."""
+
+    num_buckets: int
+    num_tensors: int
+    num_bytes: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Receiver to sender: everything landed, was verified and taken by the consumer."""
+
+    version: int
+    digest: int
+    num_tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Sender to receiver: all receivers are staged; the version is in force."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Receiver to sender: the commit arrived."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Either way: the sync is off."""
+
+    reason: AbortReason
+    text: str
+
+
+Message: TypeAlias = (
+    Hello | Session | Ready | Begin | Manifest | Bucket | Free | Seal | Staged | Commit | Committed | Abort
+)
+
+_KINDS: dict[int, type[Message]] = {
+    1: Hello,
+    2: Session,
+    3: Ready,
+    4: Begin,
+    5: Manifest,
+    6: Bucket,
+    7: Free,
+    8: Seal,
+    9: Staged,
+    10: Commit,
+    11: Committed,
+    12: Abort,
+}
+_CODES = {message: kind for kind, message in _KINDS.items()}
+_FIXED: dict[type[Message], struct.Struct] = {
+    Hello: struct.Struct("<HHI"),
+    Session: struct.Struct("<QI4x"),
+    Ready: struct.Struct("<"),
+    Begin: struct.Struct("<Q"),
+    Free: struct.Struct("<I"),
+    Seal: struct.Struct("<IIQQ"),
+    Staged: struct.Struct("<QQI4x"),
+    Commit: struct.Struct("<Q"),
+    Committed: struct.Struct("<Q"),
+}
+
+
+def encode(message: Message, sync: int) -> bytes:
+    """The message as bytes, with its header. `sync` is the receiver's number of the sync, 0 outside of one.
+
+    Raises:
+        ProtocolError: a field does not fit the wire, for example a name of more than 65,535 bytes.
+    """
+    try:
+        body = _encode_body(message)
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be put on the wire: {error}") from error
+    if len(body) > MAX_BODY_BYTES:
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; allowed are {MAX_BODY_BYTES}")
+    head = _HEADER.pack(MAGIC, _CODES[type(message)], 0, len(body), sync, 0)[:_CHECKED_BYTES]
+    return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
+
+
+class Decoder:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no part of a message is left over."""
+        return not self._buffer
+
+    def feed(self, data: bytes) -> list[tuple[int, Message]]:
+        """Take the next bytes and return `(sync, message)` for every message that is now whole.
+
+        Raises:
+            ProtocolError: the bytes are not what the wire format allows.
+        """
+        self._buffer += data
+        messages: list[tuple[int, Message]] = []
+        while len(self._buffer) >= _HEADER.size:
+            magic, kind, zero, length, sync, crc = _HEADER.unpack_from(self._buffer)
+            if magic != MAGIC or zero != 0 or kind not in _KINDS or length > MAX_BODY_BYTES:
+                raise ProtocolError(
+                    f"a message starts with {bytes(self._buffer[: _HEADER.size])!r}, which is no header of rl-ckpt"
+                )
+            end = _HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            body = bytes(self._buffer[_HEADER.size : end])
+            if zlib.crc32(body, zlib.crc32(self._buffer[:_CHECKED_BYTES])) != crc:
+                raise ProtocolError(f"a {_KINDS[kind].__name__} message of {length} bytes fails its CRC")
+            messages.append((sync, decode(kind, body)))
+            del self._buffer[:end]
+        return messages
+
+
+def decode(kind: int, body: bytes) -> Message:
+    """The message of one body.
+
+    Raises:
+        ProtocolError: the body is not what the wire format allows.
+    """
+    message = _KINDS[kind]
+    try:
+        if message is Manifest:
+            return _decode_manifest(body)
+        if message is Bucket:
+            return _decode_bucket(body)
+        if message is Abort:
+            reason, _ = _ABORT.unpack_from(body)
+            return Abort(AbortReason(reason), body[_ABORT.size :].decode())
+        return message(*_FIXED[message].unpack(body))
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"a {message.__name__} message of {len(body)} bytes cannot be read: {error}") from error
+
+
+def _encode_body(message: Message) -> bytes:
+    if isinstance(message, Manifest):
+        parts = [_MANIFEST.pack(message.first, len(message.specs))]
+        for spec in message.specs:
+            name = spec.name.encode()
+            parts.append(_SPEC.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), 0))
+            parts.append(struct.pack(f"<{len(spec.shape)}Q", *spec.shape) + name)
+        return b"".join(parts)
+    if isinstance(message, Bucket):
+        spans = message.spans
+        head = _BUCKET.pack(message.sequence, message.slot, message.used_bytes, message.digest, len(spans), 0)
+        return head + b"".join(_SPAN.pack(s.tensor, 0, s.tensor_offset, s.bucket_offset, s.num_bytes) for s in spans)
+    if isinstance(message, Abort):
+        return _ABORT.pack(message.reason, 0) + message.text.encode()
+    return _FIXED[type(message)].pack(*astuple(message))
+
+
+def _decode_manifest(body: bytes) -> Manifest:
+    first, count = _MANIFEST.unpack_from(body)
+    at = _MANIFEST.size
+    specs: list[TensorSpec] = []
+    for _ in range(count):
+        code, ndim, name_bytes, _ = _SPEC.unpack_from(body, at)
+        if not 1 <= code <= len(DTYPES) or ndim > MAX_NDIM:
+            raise ValueError(f"tensor {first + len(specs)} has dtype code {code} and {ndim} axes")
+        at += _SPEC.size
+        shape = struct.unpack_from(f"<{ndim}Q", body, at)
+        at += 8 * ndim
+        if at + name_bytes > len(body):
+            raise ValueError(f"the name of tensor {first + len(specs)} runs over the end")
+        specs.append(TensorSpec(name=body[at : at + name_bytes].decode(), dtype=DTYPES[code - 1], shape=shape))
+        at += name_bytes
+    if at != len(body):
+        raise ValueError(f"{len(body) - at} bytes are left over")
+    return Manifest(first, tuple(specs))
+
+
+def _decode_bucket(body: bytes) -> Bucket:
+    sequence, slot, used_bytes, digest, count, _ = _BUCKET.unpack_from(body)
+    if len(body) != _BUCKET.size + count * _SPAN.size:
+        raise ValueError(f"{count} spans do not fit it")
+    spans = tuple(
+        Span(tensor=tensor, tensor_offset=start, bucket_offset=offset, num_bytes=num_bytes)
+        for tensor, _, start, offset, num_bytes in _SPAN.iter_unpack(body[_BUCKET.size :])
+    )
+    return Bucket(sequence, slot, used_bytes, digest, spans)

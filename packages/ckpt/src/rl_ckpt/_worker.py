@@ -1,0 +1,130 @@
+"""Runs the blocking half of an end, one call at a time: in the caller's thread, or for asyncio in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from rl_ckpt._link import Waker
+from rl_ckpt.errors import PeerTimeoutError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, AsyncIterator, Callable
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Calls blocking functions, never two at once. `run` keeps the order of threads: all its calls share one."""
+
+    def __init__(self, owner: str) -> None:
+        self.waker = Waker()
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Call `work` in this thread.
+
+        Raises:
+            UsageError: another call is under way, or this end is closed.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise UsageError(f"{self._owner} is busy with another call; wait for it, or cancel it first")
+        try:
+            self._require_open()
+            with torch.no_grad():
+                return work()
+        finally:
+            self._lock.release()
+
+    async def run(self, work: Callable[[], T], *, on_cancel: Callable[[], None] | None = None) -> T:
+        """Call `work` in the thread of this end. Cancelling the task ends its waits and waits until it has returned."""
+        self._require_open()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-ckpt {self._owner}")
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def on_thread() -> T:
+            if device is not None:
+                torch.cuda.set_device(device)
+            return self.call(work)
+
+        future = asyncio.get_running_loop().run_in_executor(self._pool, on_thread)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self.waker.wake(f"the call on {self._owner} was cancelled")
+            future.add_done_callback(self._forget)
+            if on_cancel is not None:
+                on_cancel()
+            await asyncio.wait([future])
+            raise
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self._owner} is closed; open another with rl_ckpt.connect")
+
+    def _forget(self, future: asyncio.Future[T]) -> None:
+        """Let the next call wait again. What the cancelled one would have said is of no use to anybody."""
+        future.exception()
+        self.waker.clear()
+
+    def close(self, release: Callable[[], None], timeout_s: float) -> None:
+        """End the call under way, then call `release`. Idempotent.
+
+        Raises:
+            PeerTimeoutError: the call did not end within `timeout_s`, for example because the source of weights blocks.
+        """
+        if self._is_closed:
+            return
+        self.waker.wake(f"{self._owner} was closed")
+        if not self._lock.acquire(timeout=timeout_s):
+            raise PeerTimeoutError(
+                f"{self._owner} could not be closed: its last call did not end within {timeout_s:g} s"
+            )
+        try:
+            self._is_closed = True
+            release()
+            self.waker.close()
+        finally:
+            self._lock.release()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+class AsyncSource(Iterator[T]):
+    """Iterates an async iterable of an event loop from another thread."""
+
+    def __init__(self, source: AsyncIterable[T], loop: asyncio.AbstractEventLoop) -> None:
+        self._iterator: AsyncIterator[T] = aiter(source)
+        self._loop = loop
+        self._pending: Future[T] | None = None
+        self._is_cancelled = False
+
+    def __iter__(self) -> AsyncSource[T]:
+        return self
+
+    def __next__(self) -> T:
+        self._pending = asyncio.run_coroutine_threadsafe(self._advance(), self._loop)
+        if self._is_cancelled:
+            self._pending.cancel()
+        try:
+            return self._pending.result()
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def cancel(self) -> None:
+        """End a wait for the next item: it raises `concurrent.futures.CancelledError`."""
+        self._is_cancelled = True
+        if self._pending is not None:
+            self._pending.cancel()
+
+    async def _advance(self) -> T:
+        return await anext(self._iterator)

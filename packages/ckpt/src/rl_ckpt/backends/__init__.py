@@ -1,0 +1,1 @@
+"""One transport per file, found by the entry points `rl_ckpt.backends`."""

@@ -1,0 +1,181 @@
+"""`shm://name`: between processes of one Linux machine and one user, through a ring of slots in a memfd.
+
+The name lives in the abstract namespace of UNIX sockets, the memory in descriptors that are passed over the socket.
+Both vanish with the processes that hold them, so that not even SIGKILL leaves anything behind, on disk or in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+from rl_ckpt._link import Link
+from rl_ckpt._receiver import Receiver
+from rl_ckpt._sender import Sender
+from rl_ckpt._tensors import buffer_tensor
+from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_name
+from rl_ckpt.errors import AddressError, BackendError, ProtocolError
+from rl_ckpt.types import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from rl_ckpt._wire import Session
+    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.types import SessionConfig
+
+BACKLOG = 128
+_CREDENTIALS = struct.Struct("iII")
+"""pid, uid, gid of SO_PEERCRED."""
+
+
+def open_session(config: SessionConfig) -> CheckpointEngine:
+    """Return one end of a session over shared memory.
+
+    Raises:
+        AddressError: the name has characters that are not allowed.
+        BackendError: this is not Linux.
+    """
+    if sys.platform != "linux":
+        raise BackendError(f"{config.address} needs memfd and SCM_RIGHTS of Linux; this is {sys.platform}")
+    checked_name(config)
+    if config.role is Role.SEND:
+        return Sender(config, ShmSend(config))
+    return Receiver(config, ShmReceive(config))
+
+
+def _socket_name(config: SessionConfig) -> str:
+    return f"\0rl-ckpt-{os.getuid()}-{config.name}"
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """The (pid, uid) of the process at the other end, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+class ShmSend(SendTransport):
+    """Listens under the name and owns the memfd."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self.address = config.address
+        self._config = config
+        self._listener: socket.socket | None = None
+        self._memory = -1
+
+    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Bind, allocate, map, listen: who reaches this end finds it whole."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(_socket_name(self._config))
+        except OSError as error:
+            listener.close()
+            raise AddressError(f"{self.address} is taken by another sender; close it or choose another name") from error
+        self._listener = listener
+        self._memory = os.memfd_create(f"rl-ckpt-{self._config.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._memory, num_slots * bucket_bytes)
+        fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = mmap.mmap(self._memory, num_slots * bucket_bytes, mmap.MAP_SHARED)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        return _cut(memory, num_slots, bucket_bytes)
+
+    def fileno(self) -> int:
+        """The listening socket."""
+        if self._listener is None:
+            raise AddressError(f"{self.address} is not open")
+        return self._listener.fileno()
+
+    def accept(self) -> Link | None:
+        """The next receiver of this user; a process of another user is turned away."""
+        while self._listener is not None:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return None
+            pid, uid = _credentials(connection)
+            if uid == os.getuid():
+                return Link(connection, f"receiver pid {pid}")
+            connection.close()
+        return None
+
+    def descriptors(self) -> Sequence[int]:
+        """The memfd."""
+        return [self._memory]
+
+    def close(self) -> None:
+        """Free the name; the memory goes when the last mapping of any process goes."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
+
+
+class ShmReceive(ReceiveTransport):
+    """Dials the name and maps the memfd."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._config = config
+        self._memory: mmap.mmap | None = None
+        self._bucket_bytes = 0
+
+    def dial(self) -> Link | None:
+        """Connect, if there is a sender; raises `AddressError` if it belongs to another user."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            connection.connect(_socket_name(self._config))
+        except (ConnectionRefusedError, BlockingIOError):
+            connection.close()
+            return None
+        pid, uid = _credentials(connection)
+        if uid != os.getuid():
+            connection.close()
+            raise AddressError(
+                f"{self._config.address} is held by pid {pid} of user {uid}, and this is user {os.getuid()}"
+            )
+        return Link(connection, f"sender pid {pid}")
+
+    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+        """Map the memfd that came with the session.
+
+        The mapping is private, so that a consumer that writes to a tensor it was handed spoils no other receiver's.
+        """
+        if not link.descriptors:
+            raise ProtocolError(f"{link.peer} shared its ring without a file descriptor")
+        descriptor = link.descriptors.pop()
+        num_bytes = session.num_slots * session.bucket_bytes
+        try:
+            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not is_sealed or num_bytes == 0 or os.fstat(descriptor).st_size != num_bytes:
+                raise ProtocolError(f"{link.peer} shared a file that is no sealed ring of {num_bytes} bytes")
+            memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(descriptor)
+        self._memory, self._bucket_bytes = memory, session.bucket_bytes
+        return _cut(memory, session.num_slots, session.bucket_bytes)
+
+    def release(self) -> None:
+        """Forget the mapping; it goes when the last tensor over it goes."""
+        self._memory = None
+
+    def refresh(self, slot: int) -> bool:
+        """Drop this process's own pages of a slot, made where a consumer wrote to a tensor, and see the sender's."""
+        if self._memory is None or self._bucket_bytes % mmap.PAGESIZE:
+            return False
+        self._memory.madvise(mmap.MADV_DONTNEED, slot * self._bucket_bytes, self._bucket_bytes)
+        return True
+
+
+def _cut(memory: mmap.mmap, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+    return [buffer_tensor(memory, offset=slot * bucket_bytes, num_bytes=bucket_bytes) for slot in range(num_slots)]

@@ -1,0 +1,138 @@
+"""The interface of weight transfer: one sender, any number of receivers, one version at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+    from types import TracebackType
+    from typing import Self
+
+    from torch import Tensor
+
+    from rl_ckpt.types import Metadata, ReceiverState, SyncReport
+
+
+class CheckpointEngine(ABC):
+    """One end of a weight-transfer session.
+
+    A trainer opens the sending end, every inference server a receiving end, both by URL. A session is set up once
+    (`prepare`, `connect`) and serves many syncs; buffers are allocated and shared once per session.
+
+    A sync is a transaction. The sender streams buckets, each with a digest that the receiver checks after it landed.
+    When the consumer of every receiver has taken every tensor, the sender commits on all, or aborts on all.
+    `receive_weights` ends normally only after the commit; anything else raises, and the receiver's `state` says if what
+    the consumer holds is still the old version (`IDLE`, `COMMITTED`) or may be mixed (`POISONED`: refuse to serve until
+    a later sync succeeds).
+
+    Receivers may come before the sender exists, and join or leave between syncs. One that died, or was dropped because
+    it did not answer, is back in the session as soon as it (or its successor) calls `receive_weights`.
+
+    Called by: one thread or event loop per end. Not picklable: pass the URL instead. Every wait has a deadline
+    (`timeout_s` of the session) and its error names the peer. A context manager that closes, `with` and `async with`.
+    """
+
+    address: str
+    """URL that peers pass to `rl_ckpt.connect`."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """Version of the last committed sync, or of the one that is landing in `receive_weights`; None before any."""
+
+    @property
+    @abstractmethod
+    def state(self) -> ReceiverState:
+        """Where this end stands in the transaction. A sender is `IDLE` until its first commit, `COMMITTED` after."""
+
+    @abstractmethod
+    async def prepare(self) -> Metadata:
+        """Allocate buffers and open the session. Idempotent."""
+
+    @abstractmethod
+    async def connect(self, num_peers: int = 1) -> None:
+        """Wait until `num_peers` peers are in the session; a sender requires as many in every later sync.
+
+        A receiver has one peer, the sender, and waits until that exists.
+
+        Raises:
+            PeerTimeoutError: fewer came before the deadline; says how many did.
+        """
+
+    @abstractmethod
+    async def send_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]], *, version: int
+    ) -> SyncReport:
+        """Send every `(name, tensor)` to every connected receiver, verify, and commit.
+
+        Tensors may be of any dtype, shape and strides, on CPU or a device, under names that differ. `version` must be
+        greater than the last committed one.
+
+        A plain iterable is drained in order by one thread that is not the event loop's, and to its end also when the
+        sync fails, so that the other ranks of a collective export are not left waiting (except when it raises itself,
+        or the call is cancelled). `send` drains it in the calling thread.
+
+        Raises:
+            SyncAbortedError: nothing was committed anywhere; the cause is chained.
+        """
+
+    @abstractmethod
+    def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """Yield `(name, tensor)` as they land: CPU views that are valid until the iterator advances; clone to keep.
+
+        Ends normally only after the commit. Leaving the loop early calls the sync off for everyone; where that must be
+        known at once, iterate under `contextlib.aclosing`.
+
+        Raises:
+            DigestError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError: the sync failed; see `state`.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Leave the session and free its buffers. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.run(self.close())
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> SyncReport:
+        """Synchronous twin of `prepare`, `connect` and `send_weights`, for plain scripts."""
+
+        async def run() -> SyncReport:
+            await self.prepare()
+            await self.connect()
+            return await self.send_weights(weights, version=version)
+
+        return asyncio.run(run())
+
+    def recv(self) -> Iterator[tuple[str, Tensor]]:
+        """Synchronous twin of `prepare`, `connect` and `receive_weights`. The same lifetime rule holds for views."""
+        with asyncio.Runner() as runner:
+
+            async def first() -> AsyncIterator[tuple[str, Tensor]]:
+                await self.prepare()
+                await self.connect()
+                return self.receive_weights()
+
+            iterator = runner.run(first())
+            while True:
+                try:
+                    item = runner.run(anext(iterator))  # pyright: ignore[reportArgumentType]
+                except StopAsyncIteration:
+                    return
+                yield item

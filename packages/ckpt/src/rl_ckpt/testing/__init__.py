@@ -1,0 +1,28 @@
+"""For tests: faults to inject into `inproc://`, and the conformance suites that backends must pass.
+
+```python
+class TestMine(CheckpointEngineSuite, ProcessSuite):
+    def new_address(self) -> str:
+        return f"mine://{new_name()}"
+```
+"""
+
+from rl_ckpt.testing.faults import Fault, Injector, inject
+from rl_ckpt.testing.helpers import assert_same, failure, new_name, receive_all, sample_weights, until
+from rl_ckpt.testing.processes import EndProcess, ProcessSuite
+from rl_ckpt.testing.suite import CheckpointEngineSuite
+
+__all__ = [
+    "CheckpointEngineSuite",
+    "EndProcess",
+    "Fault",
+    "Injector",
+    "ProcessSuite",
+    "assert_same",
+    "failure",
+    "inject",
+    "new_name",
+    "receive_all",
+    "sample_weights",
+    "until",
+]

@@ -1,0 +1,84 @@
+"""Small things that tests of a session need: weights of many kinds, comparisons, errors as values."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from rl_ckpt._tensors import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from torch import Tensor
+
+    from rl_ckpt.base import CheckpointEngine
+
+E = TypeVar("E", bound=BaseException)
+
+_names = itertools.count()
+
+
+def new_name() -> str:
+    """A name for a session that no other process and no other call uses."""
+    return f"test-{os.getpid()}-{next(_names)}"
+
+
+def sample_weights(seed: int = 0) -> dict[str, Tensor]:
+    """Tensors of many kinds: empty, scalar, strided, tied, expanded, conjugate; of 8 to 64 bits; float, int, bool."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tied = rand(17, 9)
+    return {
+        "embed.weight": tied,
+        "norm.weight": rand(33, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 5),
+        "scale": torch.tensor(1.5 + seed),
+        "strided": rand(8, 12)[::2, 1::3],
+        "transposed": rand(6, 10, dtype=torch.float16).t(),
+        "fp8": rand(7, 5).to(torch.float8_e4m3fn),
+        "fp8_transposed": rand(7, 5).to(torch.float8_e5m2).t(),
+        "double": rand(3, dtype=torch.float64),
+        "ids": torch.randint(-9, 9, (11,), generator=generator),
+        "mask": torch.rand(13, generator=generator) > 0.5,
+        "complex": torch.complex(rand(4), rand(4)).conj(),
+        "expanded": rand(1, 6).expand(5, 6),
+        "parameter": torch.nn.Parameter(rand(4, 4)),
+        "lm_head.weight": tied,
+    }
+
+
+def assert_same(got: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
+    """Compare names, order, dtypes, shapes and every bit."""
+    assert list(got) == list(sent), f"names {list(got)} differ from {list(sent)}"
+    for name, tensor in sent.items():
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(as_bytes(got[name]), as_bytes(tensor)), name
+
+
+async def receive_all(engine: CheckpointEngine) -> dict[str, Tensor]:
+    """Clones of every tensor of one sync."""
+    return {name: tensor.clone() async for name, tensor in engine.receive_weights()}
+
+
+async def failure(kind: type[E], awaitable: Awaitable[object]) -> E:
+    """The error of a call that must fail with this kind of error."""
+    try:
+        result = await awaitable
+    except kind as error:
+        return error
+    raise AssertionError(f"expected {kind.__name__}, got the result {result!r}")
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for something that another thread does, at most `timeout_s` seconds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # no event tells it: the state of an end is a plain property
+            await asyncio.sleep(0.01)

@@ -1,0 +1,373 @@
+"""What every backend must do, whoever wrote it. Both ends run in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from rl_ckpt import connect
+from rl_ckpt.errors import CkptError, PeerTimeoutError, SyncAbortedError, VersionError
+from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights, until
+from rl_ckpt.types import ReceiverState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from torch import Tensor
+
+    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.types import SyncReport
+
+T = TypeVar("T")
+
+
+class CheckpointEngineSuite(ABC):
+    """What every backend must do. Both ends run in this process, on one event loop or in threads."""
+
+    short_s = 1.0
+    """Timeout of waits that the suite lets pass, seconds."""
+    long_s = 60.0
+    """Timeout of waits that must not pass, seconds."""
+
+    @abstractmethod
+    def new_address(self) -> str:
+        """A URL that nobody else uses."""
+
+    def run(self, work: Callable[[_Pair], Awaitable[T]], *, timeout_s: float | None = None, **options: Any) -> T:
+        """Run a coroutine function with a fresh address, and close every end that it opened."""
+
+        async def main() -> T:
+            async with AsyncExitStack() as stack:
+                return await work(_Pair(self.new_address(), timeout_s or self.long_s, options, stack))
+
+        return asyncio.run(main())
+
+    def test_every_kind_of_tensor_arrives_bit_for_bit(self) -> None:
+        """Empty, scalar, strided, tied, float8 and all the others."""
+
+        async def work(pair: _Pair) -> None:
+            weights = sample_weights()
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=3))
+            assert_same(got, weights)
+            assert report.num_tensors == len(weights)
+            assert report.num_bytes == sum(tensor.numel() * tensor.itemsize for tensor in weights.values())
+
+        self.run(work)
+
+    def test_tensors_larger_than_a_bucket_are_put_together(self) -> None:
+        """And so are many small ones around them, through more buckets than there are slots."""
+
+        async def work(pair: _Pair) -> None:
+            sizes = [100, 5000, 3, 1024, 1025, 2048, 40_000, 1, 0, 9999]
+            weights = {f"t{i}": torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=0))
+            assert_same(got, weights)
+
+        self.run(work, bucket_bytes=1024)
+
+    def test_versions_states_and_receipts(self) -> None:
+        """Over three syncs of changing tensors."""
+
+        async def work(pair: _Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            assert (sender.version, receiver.version, receiver.state) == (None, None, ReceiverState.IDLE)
+            for version in (1, 2, 7):
+                weights = sample_weights(version) | {f"only_in_{version}": torch.ones(version)}
+                sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=version))
+                landing = [(receiver.version, receiver.state) async for _ in receiver.receive_weights()]
+                report = await sending
+                assert set(landing) == {(version, ReceiverState.PREPARING)}
+                assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
+                assert (sender.version, sender.state) == (version, ReceiverState.COMMITTED)
+                assert [(r.version, r.num_tensors) for r in report.receipts] == [(version, len(weights))]
+                assert report.lost == ()
+
+        self.run(work)
+
+    def test_equal_weights_have_equal_digests(self) -> None:
+        """Whatever was in the ring before; other weights have another digest."""
+
+        async def work(pair: _Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            digests: list[int] = []
+            for version, seed in enumerate((1, 2, 1)):
+                _, report = await asyncio.gather(
+                    receive_all(receiver), sender.send_weights(sample_weights(seed).items(), version=version)
+                )
+                digests.append(report.receipts[0].digest)
+            assert digests[0] == digests[2] != digests[1]
+
+        self.run(work, bucket_bytes=1024)
+
+    def test_a_receiver_may_come_before_the_sender(self) -> None:
+        """And waits for it."""
+
+        async def work(pair: _Pair) -> None:
+            receiver = await pair.receive_end()
+            receiving = asyncio.ensure_future(receive_all(receiver))
+            await asyncio.sleep(0.1)
+            sender = await pair.send_end()
+            await sender.send_weights(sample_weights().items(), version=0)
+            assert_same(await receiving, sample_weights())
+
+        self.run(work)
+
+    def test_many_receivers_one_joining_late(self) -> None:
+        """All get the same bits, and the late one takes part from the next sync on."""
+
+        async def work(pair: _Pair) -> None:
+            sender = await pair.send_end()
+            receivers = [await pair.receive_end() for _ in range(2)]
+            for version in (0, 1):
+                if version == 1:
+                    receivers.append(await pair.receive_end())
+                receiving = [asyncio.ensure_future(receive_all(receiver)) for receiver in receivers]
+                await sender.connect(len(receivers))
+                report = await sender.send_weights(sample_weights(version).items(), version=version)
+                assert len(report.receipts) == len(receivers)
+                assert len({receipt.digest for receipt in report.receipts}) == 1
+                for got in receiving:
+                    assert_same(await got, sample_weights(version))
+
+        self.run(work)
+
+    def test_nobody_commits_before_everybody_has_everything(self) -> None:
+        """A receiver that is done waits for one that is not, and both are called off if that one leaves."""
+
+        async def work(pair: _Pair) -> None:
+            sender = await pair.send_end()
+            quick, slow = await pair.receive_end(), await pair.receive_end()
+            done = asyncio.ensure_future(receive_all(quick))
+            await sender.connect(1)
+            waiting = _generator(slow)
+            first = asyncio.ensure_future(anext(waiting))
+            await sender.connect(2)
+            sending = asyncio.ensure_future(sender.send_weights(sample_weights().items(), version=4))
+            await first
+            await until(lambda: quick.state is ReceiverState.STAGED)
+            assert not done.done()
+            assert (quick.version, sender.version) == (4, None)
+            await waiting.aclose()
+            await failure(SyncAbortedError, sending)
+            await failure(SyncAbortedError, done)
+            assert (quick.state, slow.state) == (ReceiverState.POISONED, ReceiverState.POISONED)
+            assert (sender.version, quick.version, slow.version) == (None, None, None)
+
+        self.run(work)
+
+    def test_a_source_that_raises_aborts_everywhere_and_the_next_sync_works(self) -> None:
+        """The receivers that were handed tensors are poisoned until then."""
+
+        async def work(pair: _Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+
+            def broken() -> Iterator[tuple[str, Tensor]]:
+                for i in range(8):
+                    yield f"t{i}", torch.ones(1024, dtype=torch.uint8)
+                raise RuntimeError("the export broke")
+
+            receiving = asyncio.ensure_future(receive_all(receiver))
+            error = await failure(SyncAbortedError, sender.send_weights(broken(), version=1))
+            assert isinstance(error.__cause__, RuntimeError)
+            heard = await failure(SyncAbortedError, receiving)
+            assert "the export broke" in str(heard)
+            assert receiver.version is None
+            await self._works(sender, receiver, 1)
+
+        self.run(work, bucket_bytes=1024)
+
+    def test_a_consumer_that_leaves_aborts_the_sync(self) -> None:
+        """It is poisoned, the sender says who it was, the rest of the source is drained, and the next sync works."""
+
+        async def work(pair: _Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            taken: list[int] = []
+
+            def source() -> Iterator[tuple[str, Tensor]]:
+                for i in range(50):
+                    taken.append(i)
+                    yield f"t{i}", torch.ones(1024, dtype=torch.uint8)
+
+            sending = asyncio.ensure_future(sender.send_weights(source(), version=1))
+            async with aclosing(_generator(receiver)) as tensors:
+                async for _ in tensors:
+                    break
+            error = await failure(SyncAbortedError, sending)
+            assert "receiver" in str(error), error
+            assert taken == list(range(50))
+            assert (receiver.state, receiver.version) == (ReceiverState.POISONED, None)
+            await self._works(sender, receiver, 1)
+
+        self.run(work, bucket_bytes=1024)
+
+    def test_waits_end_at_the_deadline_and_name_who_did_not_answer(self) -> None:
+        """No sender; no receiver; a receiver that does not receive; a consumer that stops taking."""
+
+        async def work(pair: _Pair) -> None:
+            receiver = await pair.receive_end()
+            error = await failure(PeerTimeoutError, receive_all(receiver))
+            assert pair.address in str(error), error
+            assert receiver.state is ReceiverState.IDLE
+            sender = await pair.send_end()
+            error = await failure(PeerTimeoutError, sender.connect(1))
+            assert "0 of 1" in str(error), error
+            await receiver.connect()
+            aborted = await failure(SyncAbortedError, sender.send_weights(sample_weights().items(), version=0))
+            assert isinstance(aborted.__cause__, PeerTimeoutError)
+            assert "did not call receive_weights" in str(aborted), aborted
+            sending = asyncio.ensure_future(sender.send_weights(sample_weights().items(), version=0))
+            stalled = receiver.receive_weights()
+            await anext(stalled)
+            aborted = await failure(SyncAbortedError, sending)
+            assert isinstance(aborted.__cause__, PeerTimeoutError)
+            assert "receiver" in str(aborted), aborted
+            await failure(CkptError, _exhaust(stalled))
+            assert receiver.state is ReceiverState.POISONED
+            await self._works(sender, receiver, 0)
+
+        self.run(work, timeout_s=self.short_s)
+
+    def test_versions_must_rise(self) -> None:
+        """The same or an older one is refused, and nobody is harmed."""
+
+        async def work(pair: _Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            await self._works(sender, receiver, 5)
+            for version in (5, 4, -1):
+                error = await failure(SyncAbortedError, sender.send_weights(sample_weights().items(), version=version))
+                assert isinstance(error.__cause__, VersionError)
+            await self._works(sender, receiver, 6)
+
+        self.run(work)
+
+    def test_a_view_stays_until_the_iterator_advances(self) -> None:
+        """However far ahead the sender is, and whatever a consumer wrote to an earlier one."""
+
+        async def work(pair: _Pair) -> None:
+            weights = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(20)}
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=0))
+            async for name, tensor in receiver.receive_weights():
+                await asyncio.sleep(0.005)
+                assert torch.equal(tensor, weights[name]), name
+            await sending
+
+        self.run(work, bucket_bytes=1024)
+
+    def test_the_event_loop_goes_on(self) -> None:
+        """While an end waits for its peer, and while a slow source is drained."""
+
+        async def work(pair: _Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            gate = threading.Event()
+
+            def source() -> Iterator[tuple[str, Tensor]]:
+                assert gate.wait(self.long_s)
+                yield "t", torch.ones(3)
+
+            receiving = asyncio.ensure_future(receive_all(receiver))
+            sending = asyncio.ensure_future(sender.send_weights(source(), version=0))
+            await asyncio.sleep(0.05)
+            assert not sending.done()
+            gate.set()  # only a loop that is not blocked gets here
+            await asyncio.gather(receiving, sending)
+
+        self.run(work)
+
+    def test_an_async_source(self) -> None:
+        """Is iterated on the caller's own event loop."""
+
+        async def work(pair: _Pair) -> None:
+            loop = asyncio.get_running_loop()
+
+            async def source() -> AsyncIterator[tuple[str, Tensor]]:
+                for item in sample_weights().items():
+                    await asyncio.sleep(0)
+                    assert asyncio.get_running_loop() is loop
+                    yield item
+
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(source(), version=0))
+            assert_same(got, sample_weights())
+
+        self.run(work)
+
+    def test_cancelling_either_end(self) -> None:
+        """Ends the call, aborts the sync for the other, and harms no later one."""
+
+        async def work(pair: _Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            waiting = asyncio.ensure_future(receive_all(receiver))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await failure(asyncio.CancelledError, waiting)
+            assert receiver.state is ReceiverState.IDLE
+            stalled = receiver.receive_weights()
+            sending = asyncio.ensure_future(sender.send_weights(sample_weights().items(), version=0))
+            await anext(stalled)
+            sending.cancel()
+            await failure(asyncio.CancelledError, sending)
+            await failure(SyncAbortedError, _exhaust(stalled))
+            await self._works(sender, receiver, 0)
+
+        self.run(work, bucket_bytes=1024)
+
+    def test_the_synchronous_twins(self) -> None:
+        """`send` and `recv`, each in a thread without an event loop."""
+        address, got = self.new_address(), dict[str, "Tensor"]()
+
+        def receive() -> None:
+            with connect(address, role="receive", timeout_s=self.long_s) as receiver:
+                got.update((name, tensor.clone()) for name, tensor in receiver.recv())
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        with connect(address, role="send", timeout_s=self.long_s) as sender:
+            sender.send(sample_weights().items(), version=0)
+        thread.join()
+        assert_same(got, sample_weights())
+
+    @staticmethod
+    async def _works(sender: CheckpointEngine, receiver: CheckpointEngine, version: int) -> SyncReport:
+        weights = sample_weights(version)
+        got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=version))
+        assert_same(got, weights)
+        assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
+        return report
+
+
+class _Pair:
+    """Opens ends of one session, which are closed with the stack."""
+
+    def __init__(self, address: str, timeout_s: float, options: dict[str, Any], stack: AsyncExitStack) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._options = options
+        self._stack = stack
+
+    async def send_end(self) -> CheckpointEngine:
+        engine = connect(self.address, role="send", timeout_s=self._timeout_s, **self._options)
+        await self._stack.enter_async_context(engine)
+        await engine.prepare()
+        return engine
+
+    async def receive_end(self) -> CheckpointEngine:
+        engine = connect(self.address, role="receive", timeout_s=self._timeout_s)
+        return await self._stack.enter_async_context(engine)
+
+
+def _generator(engine: CheckpointEngine) -> Any:
+    """The iterator of `receive_weights`, which is an async generator in all but its declared type."""
+    return engine.receive_weights()
+
+
+async def _exhaust(iterator: AsyncIterator[tuple[str, Tensor]]) -> None:
+    async for _ in iterator:
+        pass

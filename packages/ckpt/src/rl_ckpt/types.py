@@ -1,0 +1,101 @@
+"""The values that rl-ckpt takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """Which end of a session an engine is."""
+
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class ReceiverState(StrEnum):
+    """Where an end stands in the transaction of one sync."""
+
+    IDLE = "idle"
+    """No sync has reached it yet."""
+    PREPARING = "preparing"
+    """It knows the manifest and waits for buckets."""
+    STAGED = "staged"
+    """Every bucket landed and was verified; the consumer has seen every tensor."""
+    COMMITTED = "committed"
+    """The sender committed this version on all receivers."""
+    POISONED = "poisoned"
+    """A sync failed after tensors were handed out: what the consumer holds may be mixed, so it must not serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """What `connect` was asked for: all that a backend needs to open one end of a session."""
+
+    address: str
+    """The URL, whole."""
+    name: str
+    """The URL behind `scheme://`."""
+    role: Role
+    """Which end to open."""
+    timeout_s: float
+    """Longest wait for a peer, seconds; every wait has its own."""
+    bucket_bytes: int
+    """Size of one transfer bucket, bytes; a multiple of 256. The sender's counts, a receiver's is not used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What one end tells the other before the first sync."""
+
+    address: str
+    """URL under which this end is reached."""
+    peer: str
+    """Name of this end in messages, e.g. `receiver pid 4242`."""
+    bucket_bytes: int
+    """Size of one transfer bucket, bytes. A receiver says what it asked for; the sender's is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What a receiver attests after a commit."""
+
+    peer: str
+    """Name of the receiver."""
+    version: int
+    """Weight version it now holds."""
+    digest: int
+    """64-bit digest over the bucket digests that it computed from what landed; equal for all receivers of a sync."""
+    num_tensors: int
+    """Tensors handed to its consumer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """One finished weight sync, as one end saw it."""
+
+    version: int
+    """Weight version that was committed."""
+    num_tensors: int
+    """Tensors sent."""
+    num_bytes: int
+    """Payload, bytes: the tensors without the gaps between them."""
+    export_s: float
+    """Waiting for the source iterator, seconds."""
+    pack_s: float
+    """Copying into buckets, seconds."""
+    wire_s: float
+    """Waiting for a free bucket or a peer, seconds."""
+    verify_s: float
+    """Computing digests, seconds."""
+    wall_s: float
+    """From the first call to the last receipt, seconds."""
+    receipts: tuple[Receipt, ...] = field(default=())
+    """One per receiver that confirmed the commit."""
+    lost: tuple[str, ...] = field(default=())
+    """Receivers that fell silent between their vote and confirming the commit. Each holds this version or refuses."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Payload over wall time, 1e9 bytes per second."""
+        return self.num_bytes / self.wall_s / 1e9 if self.wall_s > 0 else 0.0

@@ -1,0 +1,98 @@
+"""The public surface: names, URLs, backends, and what an import brings along."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import rl_ckpt
+from rl_ckpt import _registry, errors
+
+
+def test_public_names():
+    assert sorted(rl_ckpt.__all__) == [
+        "AddressError",
+        "BackendError",
+        "CheckpointEngine",
+        "CkptError",
+        "DEFAULT_BUCKET_BYTES",
+        "DigestError",
+        "Metadata",
+        "PeerLostError",
+        "PeerTimeoutError",
+        "ProtocolError",
+        "Receipt",
+        "ReceiverState",
+        "Role",
+        "SessionConfig",
+        "SyncAbortedError",
+        "SyncReport",
+        "TensorError",
+        "UsageError",
+        "VersionError",
+        "connect",
+    ]
+    assert all(hasattr(rl_ckpt, name) for name in rl_ckpt.__all__)
+
+
+def test_the_error_tree_is_drawn_as_it_is():
+    for name, error in vars(errors).items():
+        if isinstance(error, type) and error not in (errors.CkptError, *errors.CkptError.__mro__):
+            base = error.__mro__[2]
+            assert issubclass(error, errors.CkptError)
+            assert f"{name} ({base.__name__})" in errors.__doc__
+
+
+def test_import_brings_neither_torch_nor_a_sibling():
+    code = "import sys, rl_ckpt; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    heavy = {"torch", "ray", "transformers", "numpy", "rl_csrc", "rl_engine", "rl_rollout", "rl_tq", "rl_trainer"}
+    assert heavy.isdisjoint(modules)
+
+
+@pytest.mark.parametrize("url", ["", "shm", "shm://", "://x", "policy"])
+def test_a_url_without_scheme_or_name(url):
+    with pytest.raises(rl_ckpt.AddressError, match="scheme://name"):
+        rl_ckpt.connect(url, role="send")
+
+
+@pytest.mark.parametrize("url", ["shm://a/b", "inproc://a b", "shm://" + "x" * 65])
+def test_a_name_with_other_characters(url):
+    with pytest.raises(rl_ckpt.AddressError, match="allowed are 1 to 64 of A-Z"):
+        rl_ckpt.connect(url, role="send")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("role", "sender", "'send' and 'receive'"),
+        ("timeout_s", 0, "positive number of seconds"),
+        ("timeout_s", float("inf"), "positive number of seconds"),
+        ("bucket_bytes", 1000, "multiple of 256"),
+        ("bucket_bytes", 0, "multiple of 256"),
+    ],
+)
+def test_options_out_of_range_name_what_is_allowed(option, value, allowed):
+    with pytest.raises(rl_ckpt.AddressError, match=allowed):
+        rl_ckpt.connect("inproc://x", **({"role": "send"} | {option: value}))
+
+
+def test_an_unknown_backend_lists_what_is_installed():
+    with pytest.raises(rl_ckpt.BackendError, match="no backend 'smh' is installed.*inproc, shm"):
+        rl_ckpt.connect("smh://x", role="send")
+
+
+def test_a_backend_that_cannot_be_imported_says_what_to_install(monkeypatch):
+    entry = EntryPoint("broken", "no_such_module_anywhere", _registry.GROUP)
+    monkeypatch.setattr(_registry, "entry_points", lambda group: [entry])
+    with pytest.raises(rl_ckpt.BackendError, match="pip install.*no_such_module_anywhere") as caught:
+        rl_ckpt.connect("broken://x", role="send")
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_an_entry_point_that_is_no_backend(monkeypatch):
+    entry = EntryPoint("json", "json", _registry.GROUP)
+    monkeypatch.setattr(_registry, "entry_points", lambda group: [entry])
+    with pytest.raises(rl_ckpt.BackendError, match="no open_session"):
+        rl_ckpt.connect("json://x", role="send")

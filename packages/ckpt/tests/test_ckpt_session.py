@@ -1,0 +1,302 @@
+"""What a session refuses, and how it ends, inside one process."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from rl_ckpt import (
+    AddressError,
+    DigestError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    ReceiverState,
+    SyncAbortedError,
+    TensorError,
+    UsageError,
+    connect,
+)
+from rl_ckpt._sync import tree_digest
+from rl_ckpt.testing import Fault, assert_same, failure, inject, new_name, receive_all, sample_weights
+
+WEIGHTS = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(8)}
+
+
+async def exchange(sender, receivers, version, weights=WEIGHTS):
+    """The outcome of every end, errors as values: [sender, receiver, ...]."""
+    return await asyncio.gather(
+        sender.send_weights(weights.items(), version=version),
+        *(receive_all(receiver) for receiver in receivers),
+        return_exceptions=True,
+    )
+
+
+def run(work, address=None, num_receivers=1, timeout_s=60.0, bucket_bytes=1024):
+    async def main():
+        url = address or f"inproc://{new_name()}"
+        async with (
+            connect(url, role="send", timeout_s=timeout_s, bucket_bytes=bucket_bytes) as sender,
+            connect(url, role="receive", timeout_s=timeout_s) as first,
+            connect(url, role="receive", timeout_s=timeout_s) as second,
+        ):
+            receivers = [first, second][:num_receivers]
+            await sender.prepare()
+            for receiver in receivers:
+                await receiver.connect()
+            await sender.connect(num_receivers)
+            return await work(sender, *receivers)
+
+    return asyncio.run(main())
+
+
+# What a fault leads to: kind of message, fault, cause of the sender's error (None: it committed), error and state of
+# the receiver that it happens to.
+FAULTS = [
+    ("ready", Fault.DROP, PeerTimeoutError, (PeerTimeoutError,), ReceiverState.IDLE),
+    ("begin", Fault.DROP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
+    ("begin", Fault.FLIP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
+    ("manifest", Fault.DROP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
+    ("bucket", Fault.DROP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
+    ("bucket", Fault.FLIP, DigestError, (DigestError,), ReceiverState.IDLE),
+    ("bucket", Fault.KILL, PeerLostError, (PeerLostError, PeerTimeoutError), ReceiverState.IDLE),
+    ("free", Fault.DROP, ProtocolError, (PeerLostError, SyncAbortedError), ReceiverState.POISONED),
+    ("free", Fault.KILL, PeerLostError, (PeerLostError,), ReceiverState.POISONED),
+    ("free", Fault.FLIP, ProtocolError, (PeerLostError, SyncAbortedError), ReceiverState.POISONED),
+    ("seal", Fault.DROP, PeerTimeoutError, (PeerTimeoutError, PeerLostError), ReceiverState.POISONED),
+    ("seal", Fault.KILL, PeerLostError, (PeerLostError,), ReceiverState.POISONED),
+    ("staged", Fault.DROP, PeerTimeoutError, (PeerTimeoutError, PeerLostError), ReceiverState.POISONED),
+    ("staged", Fault.KILL, PeerLostError, (PeerLostError,), ReceiverState.POISONED),
+    ("commit", Fault.DROP, None, (PeerTimeoutError, PeerLostError), ReceiverState.POISONED),
+    ("commit", Fault.KILL, None, (PeerLostError,), ReceiverState.POISONED),
+    ("committed", Fault.DROP, None, None, ReceiverState.COMMITTED),
+    ("committed", Fault.KILL, None, None, ReceiverState.COMMITTED),
+]
+
+
+@pytest.mark.parametrize(("on", "fault", "cause", "error", "state"), FAULTS, ids=lambda value: str(value)[:20])
+def test_a_fault_never_passes_for_success(on, fault, cause, error, state):
+    address = f"inproc://{new_name()}"
+
+    async def work(sender, receiver):
+        sent, got = await exchange(sender, [receiver], 1)
+        assert injector.has_struck
+        if cause is None:
+            assert sender.version == 1
+            assert (sent.receipts, len(sent.lost)) == ((), 1), "a receiver that did not confirm is no success"
+        else:
+            assert isinstance(sent, SyncAbortedError), sent
+            assert isinstance(sent.__cause__, cause), repr(sent.__cause__)
+            assert sender.version is None
+        if error is None:
+            assert_same(got, WEIGHTS)
+        else:
+            assert isinstance(got, error), repr(got)
+        assert receiver.state is state
+        sent, got = await exchange(sender, [receiver], 2)
+        assert_same(got, WEIGHTS)
+        assert (receiver.version, receiver.state, len(sent.receipts)) == (2, ReceiverState.COMMITTED, 1)
+
+    with inject(address, fault, on=on) as injector:
+        run(work, address, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("on", ["bucket", "free", "staged"])
+@pytest.mark.parametrize("fault", Fault)
+def test_what_happens_to_one_receiver_calls_the_sync_off_for_all(on, fault):
+    address = f"inproc://{new_name()}"
+
+    async def work(sender, *receivers):
+        sent, *got = await exchange(sender, receivers, 1)
+        assert injector.has_struck
+        assert isinstance(sent, SyncAbortedError)
+        assert all(isinstance(outcome, Exception) for outcome in got), got
+        assert {receiver.version for receiver in receivers} == {None}
+        sent, *got = await exchange(sender, receivers, 1)
+        assert len(sent.receipts) == 2
+        for tensors in got:
+            assert_same(tensors, WEIGHTS)
+
+    with inject(address, fault, on=on, nth=1) as injector:
+        run(work, address, num_receivers=2, timeout_s=1.0)
+
+
+def test_a_corrupt_bucket_hands_nothing_out():
+    address = f"inproc://{new_name()}"
+
+    async def work(sender, receiver):
+        seen = []
+
+        async def consume():
+            async for name, _ in receiver.receive_weights():
+                seen.append(name)
+
+        sending = asyncio.ensure_future(sender.send_weights(WEIGHTS.items(), version=1))
+        error = await failure(DigestError, consume())
+        assert "bucket 3 of version 1" in str(error)
+        assert seen == ["t0", "t1", "t2"]
+        assert receiver.state is ReceiverState.POISONED
+        await failure(SyncAbortedError, sending)
+
+    with inject(address, Fault.FLIP, on="bucket", nth=3):
+        run(work, address)
+
+
+def test_the_receipt_is_the_digest_of_the_bucket_digests():
+    rl_csrc = pytest.importorskip("rl_csrc")
+
+    async def work(sender, receiver):
+        sent, _ = await exchange(sender, [receiver], 1)
+        assert sent.receipts[0].digest == tree_digest([rl_csrc.digest(tensor) for tensor in WEIGHTS.values()])
+
+    run(work)  # each tensor is one bucket here
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([], "yielded no tensor"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "'a' twice"),
+        ([("a", 3)], "must yield .str, torch.Tensor."),
+        ([(5, torch.ones(1))], "must yield .str, torch.Tensor."),
+        ([("a", torch.ones(2, device="meta"))], "on meta"),
+        ([("a", torch.eye(2).to_sparse())], "torch.sparse_coo"),
+        ([("a", torch.zeros(2, dtype=torch.uint8).view(torch.bits8))], "dtype torch.bits8"),
+    ],
+    ids=["empty", "twice", "no-tensor", "no-name", "meta", "sparse", "bits"],
+)
+def test_sources_that_are_refused(items, message):
+    async def work(sender, receiver):
+        receiving = asyncio.ensure_future(receive_all(receiver))
+        error = await failure(SyncAbortedError, sender.send_weights(items, version=1))
+        assert isinstance(error.__cause__, TensorError)
+        await failure(SyncAbortedError, receiving)
+        return str(error)
+
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(run(work))
+
+
+def test_a_name_is_taken_once_and_free_again_after_close():
+    address = f"inproc://{new_name()}"
+
+    async def work():
+        async with connect(address, role="send") as sender, connect(address, role="send") as second:
+            await sender.prepare()
+            await sender.prepare()
+            await failure(AddressError, second.prepare())
+        async with connect(address, role="send") as third:
+            await third.prepare()
+            await third.close()
+            await failure(UsageError, third.prepare())
+
+    asyncio.run(work())
+
+
+def test_each_end_does_its_own_half_only():
+    async def work(sender, receiver):
+        await failure(UsageError, receiver.send_weights([], version=1))
+        await failure(UsageError, receiver.connect(2))
+        await failure(UsageError, sender.connect(0))
+        with pytest.raises(UsageError):
+            receiver.send([], version=1)
+        with pytest.raises(UsageError):
+            sender.receive_weights()
+        with pytest.raises(UsageError):
+            sender.recv()
+
+    run(work)
+
+
+def test_a_sync_that_was_given_up_cannot_be_continued():
+    async def work(sender, receiver):
+        sending = asyncio.ensure_future(sender.send_weights(WEIGHTS.items(), version=1))
+        first = receiver.receive_weights()
+        await anext(first)
+        got = asyncio.ensure_future(receive_all(receiver))
+        error = await failure(SyncAbortedError, sending)
+        assert "began anew" in str(error)
+        await failure(UsageError, anext(first))
+        await sender.send_weights(WEIGHTS.items(), version=1)
+        assert_same(await got, WEIGHTS)
+        assert receiver.state is ReceiverState.COMMITTED
+
+    run(work)
+
+
+def test_the_sender_requires_as_many_receivers_as_it_connected():
+    async def work(sender, *receivers):
+        await receivers[1].close()
+        sent, got = await exchange(sender, receivers[:1], 1)
+        assert isinstance(sent, SyncAbortedError)
+        assert "of 2 receivers came" in str(sent)
+        assert isinstance(got, Exception)
+        receiving = asyncio.ensure_future(receive_all(receivers[0]))
+        await sender.connect(1)
+        await sender.send_weights(WEIGHTS.items(), version=1)
+        assert_same(await receiving, WEIGHTS)
+
+    run(work, num_receivers=2, timeout_s=1.0)
+
+
+def test_the_source_is_drained_by_one_thread():
+    threads = []
+
+    def source():
+        for item in WEIGHTS.items():
+            threads.append(threading.current_thread())
+            yield item
+
+    async def work(sender, receiver):
+        for version in (1, 2):
+            await asyncio.gather(sender.send_weights(source(), version=version), receive_all(receiver))
+
+    run(work)
+    assert len(threads) == 16
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_send_drains_the_source_in_the_calling_thread():
+    threads, address = set(), f"inproc://{new_name()}"
+
+    def source():
+        for item in WEIGHTS.items():
+            threads.add(threading.current_thread())
+            yield item
+
+    with connect(address, role="send") as sender, connect(address, role="receive") as receiver:
+        consumer = threading.Thread(target=lambda: list(receiver.recv()))
+        consumer.start()
+        sender.send(source(), version=1)
+        consumer.join()
+    assert threads == {threading.current_thread()}
+
+
+def test_closing_ends_a_call_that_waits():
+    async def work(sender, receiver):
+        waiting = asyncio.ensure_future(receive_all(receiver))
+        await asyncio.sleep(0.05)
+        await receiver.close()
+        await failure(SyncAbortedError, waiting)
+
+    run(work)
+
+
+def test_weights_that_require_grad_leave_no_graph():
+    async def work(sender, receiver):
+        layer = torch.nn.Linear(4, 4)
+        weights = ((name, parameter * 2) for name, parameter in layer.named_parameters())
+        got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(weights, version=1))
+        assert not any(tensor.requires_grad for tensor in got.values())
+        assert torch.equal(got["weight"], layer.weight * 2)
+
+    run(work)
+
+
+def test_samples_are_what_they_say():
+    weights = sample_weights()
+    assert not weights["transposed"].is_contiguous()
+    assert weights["embed.weight"].data_ptr() == weights["lm_head.weight"].data_ptr()
+    assert weights["complex"].is_conj()
