@@ -1,0 +1,258 @@
+"""The queue over shared memory, beside `ray.put` and safetensors, and beside a warm memcpy of the same bytes.
+
+text = 256 rows of {ragged int64, ragged float32}, 512-4096 values; images = 256 rows of 1 MB; scalars = 256 rows x 32.
+Client and server are one process here, as a controller that puts is; the bytes take the same way as between two.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+
+import rl_tq
+from rl_bench import Run, missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def main(run: Run) -> None:
+    num_rows = 32 if run.quick else 256
+    run.parameters(num_rows=num_rows, torch_threads=torch.get_num_threads())
+    torch.manual_seed(0)
+    payloads = {"text": text(num_rows), "images": images(num_rows), "scalars": scalars(num_rows)}
+    with rl_tq.serve("shm://") as queue, rl_tq.connect(queue.address) as peer, ray_store() as ray:
+        for name, data in payloads.items():
+            values(run, name, data, queue, peer, ray)
+        one_row(run, queue, peer)
+        control(run, queue, peer)
+
+
+# What is moved
+
+
+def text(num_rows: int) -> TensorDict:
+    lengths = torch.randint(512, 4097, (num_rows,))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(offsets[-1])
+    columns = {
+        "token_ids": torch.nested.nested_tensor_from_jagged(torch.randint(0, 151_936, (total,)), offsets),
+        "rollout_logprobs": torch.nested.nested_tensor_from_jagged(-torch.rand(total), offsets.clone()),
+    }
+    return TensorDict(columns, batch_size=[num_rows])
+
+
+def images(num_rows: int) -> TensorDict:
+    return TensorDict({"images": torch.randint(0, 256, (num_rows, 1 << 20), dtype=torch.uint8)}, batch_size=[num_rows])
+
+
+def scalars(num_rows: int) -> TensorDict:
+    return TensorDict({f"column_{i}": torch.rand(num_rows) for i in range(32)}, batch_size=[num_rows])
+
+
+def plain(data: TensorDict) -> dict[str, torch.Tensor]:
+    """Every column as ordinary tensors, for systems that know no others."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in data.items():
+        if value.is_nested:
+            found |= {f"{name}.values": value.values(), f"{name}.offsets": value.offsets()}
+        else:
+            found[name] = value
+    return found
+
+
+# The systems
+
+
+@contextmanager
+def ray_store() -> Iterator[Any]:
+    """Ray with zero-copy tensors, or the sentence that says why not."""
+    why_not = missing("ray")
+    if why_not:
+        yield why_not
+        return
+    os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"
+    import ray
+
+    ray.init(
+        num_cpus=1, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False, logging_level="ERROR"
+    )
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def values(
+    run: Run, name: str, data: TensorDict, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue, ray: Any
+) -> None:
+    """Put, get, and get into a buffer that is used again."""
+    tensors = plain(data)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    run.parameters(**{f"{name}_bytes": nbytes})
+    source = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
+    target = torch.empty_like(source)
+    safetensors = missing("safetensors")
+    refs: list[Any] = []
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = str(Path(folder) / "batch.safetensors")
+
+        def reset() -> None:
+            queue.clear("bench")
+            refs.clear()
+            target.fill_(0xAA)
+
+        run.compare(
+            f"put {name}",
+            {"rl-tq shm": lambda: queue.put(data, partition="bench")},
+            peers={
+                "ray.put": ray if isinstance(ray, str) else lambda: refs.append(ray.put(tensors)),
+                "safetensors /dev/shm": safetensors or (lambda: save(tensors, path)),
+            },
+            limit={"memcpy, warm": lambda: target.copy_(source)},
+            unit="GB/s" if nbytes > 1 << 20 else "us",
+            amount=nbytes / 1e9 if nbytes > 1 << 20 else None,
+            before=reset,
+            goal={"text": ">= 0.6 of limit", "images": ">= 0.65 of limit"}.get(name),
+            can_tell=not run.quick,
+        )
+        reset()
+        meta = queue.put(data, partition="bench")
+        ref = None if isinstance(ray, str) else ray.put(tensors)
+        getters: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+        if ref is not None:
+            getters["ray.get"] = lambda: ray.get(ref)
+        if not safetensors:
+            save(tensors, path)
+            getters["safetensors /dev/shm"] = lambda: load(path)
+        absent = {
+            other: why
+            for other, why in (("ray.get", ray), ("safetensors /dev/shm", safetensors))
+            if isinstance(why, str)
+        }
+        run.compare(
+            f"get {name}",
+            {"rl-tq shm": lambda: peer.get(meta)},
+            peers={**getters, **absent},
+            unit="ms",
+            goal="<= 0.25 ms" if name == "scalars" else "<= 0.8 ms",
+            can_tell=not run.quick,
+        )
+
+        def land(got: dict[str, torch.Tensor]) -> None:
+            start = 0
+            for tensor in got.values():
+                part = tensor.reshape(-1).view(torch.uint8)
+                target[start : start + len(part)].copy_(part)
+                start += len(part)
+
+        if nbytes > 1 << 20:
+            run.compare(
+                f"get {name} into a used buffer",
+                {"rl-tq shm": lambda: land(plain(peer.get(meta)))},
+                peers={**{other: lambda get=get: land(get()) for other, get in getters.items()}, **absent},
+                limit={"memcpy, warm": lambda: target.copy_(source)},
+                unit="GB/s",
+                amount=nbytes / 1e9,
+                before=lambda: target.fill_(0xAA),
+                goal=">= 0.8 of limit",
+                can_tell=not run.quick,
+            )
+        reset()
+
+
+def save(tensors: dict[str, torch.Tensor], path: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+
+
+def load(path: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+# The control path
+
+
+def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
+    """Put and get of one row of a few hundred tokens, and with 64 consumers parked on the same partition."""
+    row = {"token_ids": [torch.arange(300)], "rewards": torch.ones(1)}
+    repeats = 100 if run.quick else 500
+    alone = timed_rows(queue, peer, row, repeats)
+    run.record("one row put, p50", "rl-tq shm", alone[0], unit="ms", goal="<= 0.25 ms")
+    run.record("one row get, p50", "rl-tq shm", alone[1], unit="ms", goal="<= 0.15 ms")
+    with ThreadPoolExecutor(64) as pool, rl_tq.connect(queue.address) as others:
+        for i in range(64):
+            pool.submit(wait_in_vain, others, f"task-{i}")
+        while queue.stats()["waiters_elsewhere"].get("nowhere", 0) < 64:
+            time.sleep(0.01)
+        beside = timed_rows(queue, peer, row, repeats)
+        others.close()
+    run.record("one row put, p50, 64 parked waiters", "rl-tq shm", beside[0], unit="ms")
+    run.record("one row get, p50, 64 parked waiters", "rl-tq shm", beside[1], unit="ms")
+
+
+def wait_in_vain(client: rl_tq.TransferQueue, task: str) -> None:
+    try:
+        client.get_meta(partition="nowhere", columns=["a"], batch_size=1, task=task, timeout_s=600)
+    except rl_tq.ServerLostError:
+        return
+
+
+def timed_rows(
+    queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue, row: dict[str, Any], repeats: int
+) -> tuple[list[float], list[float]]:
+    puts: list[float] = []
+    gets: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        meta = queue.put(row, partition="rows")
+        middle = time.perf_counter()
+        peer.get(meta)
+        gets.append(1e3 * (time.perf_counter() - middle))
+        puts.append(1e3 * (middle - start))
+    queue.clear("rows")
+    return puts, gets
+
+
+def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
+    """Small publishes and claims, a claim out of many rows, and the arithmetic of references."""
+    row = {"a": torch.ones(1)}
+    pairs = 50 if run.quick else 200
+
+    def publish_and_claim() -> None:
+        for _ in range(pairs):
+            queue.put(row, partition="pairs")
+            peer.get_meta(partition="pairs", columns=["a"], batch_size=1, task="t")
+
+    run.compare(
+        "publish + claim", {"rl-tq shm": publish_and_claim}, unit="pairs/s", amount=pairs, goal=">= 10000 pairs/s",
+        before=lambda: queue.clear("pairs"),
+    )  # fmt: skip
+    many = 20_000 if run.quick else 200_000
+    for _ in range(many // 10_000):
+        queue.put({"a": torch.ones(10_000)}, partition="many")
+    claim: dict[str, Any] = {"partition": "many", "columns": ["a"], "batch_size": 256, "task": "t"}
+    run.compare(f"claim 256 of {many} rows", {"rl-tq shm": lambda: peer.get_meta(**claim)}, unit="ms", goal="<= 0.2 ms")
+    meta = peer.get_meta(**claim)
+    other = meta.reorder(range(255, -1, -1))
+    parts = meta.chunk(8)
+    for name, work in {
+        "reorder": lambda: meta.reorder(range(255, -1, -1)),
+        "union, other order": lambda: meta.union(other),
+        "chunk by 8": lambda: meta.chunk(8),
+        "concat of 8": lambda: rl_tq.BatchMeta.concat(parts),
+    }.items():
+        run.compare(f"256 rows: {name}", {"rl-tq": work}, unit="us", inner=20, goal="<= 50 us")
+    queue.clear("many")

@@ -1,0 +1,46 @@
+"""What a column is: its kind, dtype and the shape of one row. Light: the server's bookkeeping needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class ColumnKind(StrEnum):
+    """How the rows of a column are kept."""
+
+    DENSE = "dense"
+    """Every row has the same shape."""
+    RAGGED = "ragged"
+    """Rows differ in their first dimension."""
+    JSON = "json"
+    """Every row is one JSON document, in UTF-8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSchema:
+    """What all rows of one column in one partition have in common."""
+
+    kind: ColumnKind
+    """How its rows are kept."""
+    dtype: str
+    """`int64`, `bfloat16`, ...: torch's name. `utf8` for JSON."""
+    shape: tuple[int, ...]
+    """Shape of one row; of a ragged one, without its first dimension."""
+
+    def to_json(self) -> list[Any]:
+        """The three fields, in order, as JSON values."""
+        return [self.kind.value, self.dtype, list(self.shape)]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> ColumnSchema:
+        """The inverse of `to_json`."""
+        kind, dtype, shape = value
+        return cls(kind=ColumnKind(kind), dtype=dtype, shape=tuple(shape))
+
+    def __str__(self) -> str:
+        if self.kind is ColumnKind.JSON:
+            return "json"
+        sizes = ["*"] * (self.kind is ColumnKind.RAGGED) + [str(size) for size in self.shape]
+        return f"{self.kind.value} {self.dtype} [{', '.join(sizes)}]"

@@ -1,0 +1,45 @@
+"""The errors of rl-tq.
+
+TransferQueueError
+├── StorageError (ValueError)             no such storage, or it cannot be imported here
+├── AddressError (ValueError)             the URL is not understood
+├── SchemaError (ValueError)              a column's dtype, kind or row count disagrees with what the partition holds
+├── MissingDataError (LookupError)        rows or columns that were asked for are not there; lists them
+├── StaleReferenceError (LookupError)     a BatchMeta refers to rows that were cleared since
+├── WaitTimeoutError (TimeoutError)       nothing became ready before the deadline; says what is missing and who owes it
+└── ServerLostError (ConnectionError)     the queue's server closed or died; names it
+"""
+
+from __future__ import annotations
+
+
+class TransferQueueError(Exception):
+    """Base of every error that rl-tq raises on purpose."""
+
+
+class StorageError(TransferQueueError, ValueError):
+    """A storage is unknown, or is known and cannot be imported."""
+
+
+class AddressError(TransferQueueError, ValueError):
+    """A URL is not understood."""
+
+
+class SchemaError(TransferQueueError, ValueError):
+    """A column disagrees with what its partition already holds."""
+
+
+class MissingDataError(TransferQueueError, LookupError):
+    """Rows or columns that were asked for are not there."""
+
+
+class StaleReferenceError(TransferQueueError, LookupError):
+    """A reference points at rows that were cleared since."""
+
+
+class WaitTimeoutError(TransferQueueError, TimeoutError):
+    """Nothing became ready before the deadline."""
+
+
+class ServerLostError(TransferQueueError, ConnectionError):
+    """The queue's server went away."""

@@ -1,0 +1,1 @@
+"""The storages that come with rl-tq. Reach them through `rl_tq.serve` and `rl_tq.connect`."""

@@ -1,0 +1,67 @@
+import subprocess
+import sys
+
+import pytest
+
+import rl_tq
+from rl_tq._registry import GROUP
+
+
+def test_public_names():
+    assert sorted(rl_tq.__all__) == [
+        "AddressError", "BatchMeta", "MissingDataError", "RowMeta", "Sampler", "SchemaError", "ServerLostError",
+        "StaleReferenceError", "Storage", "StorageError", "TransferQueue", "TransferQueueError", "WaitTimeoutError",
+        "connect", "serve",
+    ]  # fmt: skip
+    assert all(hasattr(rl_tq, name) for name in rl_tq.__all__)
+
+
+def test_errors_are_what_they_specialise():
+    assert issubclass(rl_tq.WaitTimeoutError, TimeoutError)
+    assert issubclass(rl_tq.ServerLostError, ConnectionError)
+    assert issubclass(rl_tq.StaleReferenceError, LookupError)
+
+
+def test_importing_is_light():
+    code = "import rl_tq, sys; print([m for m in ('torch', 'tensordict', 'numpy', 'ray') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_unknown_storage_lists_what_is_there():
+    with pytest.raises(rl_tq.StorageError, match=r"no storage 'nixl'; installed are \['inproc', 'shm'\]"):
+        rl_tq.serve("nixl://x")
+
+
+def test_storage_that_cannot_be_imported_names_its_package(monkeypatch: pytest.MonkeyPatch):
+    from importlib.metadata import EntryPoint
+
+    broken = EntryPoint(name="far", value="no_such_module_of_ours", group=GROUP)
+    monkeypatch.setattr("rl_tq._registry.entry_points", lambda group: [broken])
+    with pytest.raises(rl_tq.StorageError, match=r"'far' cannot be imported.*pip install 'rl-tq\[far\]'") as caught:
+        rl_tq.connect("far://x")
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+@pytest.mark.parametrize("address", ["my-run", "://x", ""])
+def test_addresses_need_a_scheme(address: str):
+    with pytest.raises(rl_tq.AddressError, match="SCHEME://NAME"):
+        rl_tq.serve(address)
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm"])
+def test_names(scheme: str):
+    with pytest.raises(rl_tq.AddressError, match="names no queue"):
+        rl_tq.connect(f"{scheme}://")
+    with pytest.raises(rl_tq.ServerLostError, match=f"nobody serves {scheme}://tq-test-nobody"):
+        rl_tq.connect(f"{scheme}://tq-test-nobody")
+    with rl_tq.serve(f"{scheme}://tq-test-taken") as queue:
+        assert queue.address == f"{scheme}://tq-test-taken"
+        with pytest.raises(rl_tq.AddressError, match="tq-test-taken"):
+            rl_tq.serve(queue.address)
+    rl_tq.serve(f"{scheme}://tq-test-taken").close()
+
+
+def test_a_name_must_fit_into_a_socket_address():
+    with pytest.raises(rl_tq.AddressError, match="at most"):
+        rl_tq.serve("shm://" + "x" * 120)
