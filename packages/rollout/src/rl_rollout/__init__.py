@@ -1,0 +1,54 @@
+"""Served generation that RL can trust: token ids in, token ids out, a weight version on every token."""
+
+from rl_rollout._registry import connect_server, create_server, launch_server
+from rl_rollout.base import RolloutServer, WeightReceiver
+from rl_rollout.errors import (
+    BackendError,
+    ConfigError,
+    GenerationError,
+    ModelFolderError,
+    RequestError,
+    RequestTimeoutError,
+    RolloutError,
+    ServerLostError,
+    ServerStartError,
+    WeightUpdateError,
+)
+from rl_rollout.receiver import CkptReceiver
+from rl_rollout.router import Router
+from rl_rollout.types import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    ServerAddress,
+    ServerConfig,
+    TokenChunk,
+    TokenOutput,
+)
+
+__all__ = [
+    "BackendError",
+    "CkptReceiver",
+    "ConfigError",
+    "FinishReason",
+    "GenerateRequest",
+    "GenerationError",
+    "ModelFolderError",
+    "RequestError",
+    "RequestTimeoutError",
+    "RolloutError",
+    "RolloutServer",
+    "Router",
+    "SamplingParams",
+    "ServerAddress",
+    "ServerConfig",
+    "ServerLostError",
+    "ServerStartError",
+    "TokenChunk",
+    "TokenOutput",
+    "WeightReceiver",
+    "WeightUpdateError",
+    "connect_server",
+    "create_server",
+    "launch_server",
+]

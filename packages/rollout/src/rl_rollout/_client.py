@@ -1,0 +1,208 @@
+"""A `RolloutServer` over HTTP: the client of a server in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from rl_rollout import _wire
+from rl_rollout.base import RolloutServer
+from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
+from rl_rollout.types import ServerAddress
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from rl_rollout.base import PauseMode, WeightReceiver
+    from rl_rollout.types import GenerateRequest, TokenOutput
+
+CONNECT_TIMEOUT_S = 10.0
+"""Deadline of opening a connection, seconds."""
+GRACE_S = 5.0
+"""How much longer than the server's own deadline the client waits for the server to say so, seconds."""
+
+Pending = tuple["GenerateRequest", "asyncio.Future[TokenOutput]"]
+
+
+class HttpServer(RolloutServer):
+    """Talks to one server.
+
+    Requests that are made in the same turn of the event loop travel in one HTTP request, and their answers come back
+    in one stream as they end: a thousand short requests do not cost a thousand round trips.
+    """
+
+    def __init__(self, url: str, *, api_token: str | None = None, timeout_s: float = 120.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"server address {url!r} is not an http:// URL")
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._api_token = api_token
+        self._session: aiohttp.ClientSession | None = None
+        self._outbox: list[Pending] = []
+        self._in_flight: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> ServerAddress:
+        """See that the server answers. It has been started by somebody else."""
+        health = await self._call("GET", "/health")
+        return ServerAddress(url=self.url, model=health["model"], pid=health["pid"])
+
+    async def stop(self) -> None:
+        """Close the connections; the server goes on. Idempotent."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def health(self) -> dict[str, Any]:
+        """What the server tells of itself: status, weight version, numbers of requests."""
+        return await self._call("GET", "/health")
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[TokenOutput] = loop.create_future()
+        if not self._outbox:
+            loop.call_soon(self._flush)
+        self._outbox.append((request, future))
+        self._in_flight.add(request.request_id)
+        timeout_s = (request.timeout_s or self.timeout_s) + GRACE_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            if future.done() and not future.cancelled():
+                raise  # the server's own, which says more
+            self._spawn(self._abort_quietly(request.request_id))
+            raise RequestTimeoutError(
+                f"{self.url} did not answer request {request.request_id!r} within {timeout_s} s"
+            ) from error
+        except asyncio.CancelledError:
+            self._spawn(self._abort_quietly(request.request_id))
+            raise
+        finally:
+            self._in_flight.discard(request.request_id)
+
+    def _flush(self) -> None:
+        batch, self._outbox = self._outbox, []
+        live = [(request, future) for request, future in batch if not future.done()]
+        if live:
+            self._spawn(self._send_batch(live))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_batch(self, batch: Sequence[Pending]) -> None:
+        """Send requests and settle their futures. Whatever happens, every future is settled."""
+        waiting = {request.request_id: future for request, future in batch}
+        error: Exception = ServerLostError(f"{self.url} closed the connection before it answered")
+        try:
+            body = {"requests": [_wire.request_to_json(request) for request, _ in batch]}
+            async with self._open().post(f"{self.url}/generate_batch", data=json.dumps(body).encode()) as response:
+                if response.status != 200:
+                    raise await self._failure(response)
+                await self._read_lines(response, waiting)
+        except aiohttp.ClientError as cause:
+            error = self._lost(cause)
+        except Exception as cause:  # noqa: BLE001  it is every waiting caller's to see
+            error = cause
+        finally:
+            for future in waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    async def _read_lines(
+        self, response: aiohttp.ClientResponse, waiting: dict[str, asyncio.Future[TokenOutput]]
+    ) -> None:
+        rest = b""
+        async for chunk in response.content.iter_any():
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                future = waiting[message["request_id"]]
+                if future.done():
+                    continue  # its caller gave up
+                if "error" in message:
+                    future.set_exception(_wire.error_from_json(message["error"], self.url))
+                else:
+                    future.set_result(_wire.output_from_json(message))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `RolloutServer.abort`."""
+        await self._call("POST", "/abort", {"request_ids": None if request_ids is None else list(request_ids)})
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        """On behalf of a caller that has gone and has its own error."""
+        try:
+            await self.abort([request_id])
+        except RolloutError:
+            return
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutServer.pause`."""
+        await self._call("POST", "/pause", {"mode": mode})
+
+    async def resume(self) -> None:
+        """See `RolloutServer.resume`."""
+        await self._call("POST", "/resume")
+
+    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
+        """See `RolloutServer.update_weights`. The server's process opens its own receiver by `receive.address`."""
+        await self._call("POST", "/update_weights", {"address": receive.address, "version": version})
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `RolloutServer.sleep`."""
+        await self._call("POST", "/sleep", {"level": level})
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """See `RolloutServer.wake`."""
+        await self._call("POST", "/wake", {"tags": list(tags)})
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._api_token}"} if self._api_token else {}
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            )
+        return self._session
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s + GRACE_S),
+                self._open().request(method, self.url + path, json=body) as response,
+            ):
+                if response.status != 200:
+                    raise await self._failure(response)
+                return await response.json()
+        except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
+            message = f"{self.url}{path} did not answer within {self.timeout_s + GRACE_S} s"
+            raise RequestTimeoutError(message) from error
+        except aiohttp.ClientError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, cause: Exception) -> ServerLostError:
+        lost = ServerLostError(f"{self.url} is not there or closed the connection: {cause or type(cause).__name__}")
+        lost.__cause__ = cause
+        return lost
+
+    async def _failure(self, response: aiohttp.ClientResponse) -> RolloutError:
+        """The error that an answer tells."""
+        text = await response.text()
+        try:
+            return _wire.error_from_json(json.loads(text)["error"], self.url)
+        except (ValueError, KeyError, TypeError):
+            return RolloutError(f"{response.url} answered {response.status}: {text[:500]}")

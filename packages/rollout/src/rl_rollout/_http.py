@@ -1,0 +1,204 @@
+"""The HTTP endpoint of a server that lives in this process.
+
+`POST /generate` and `/generate_batch` take and give token ids; `/abort /pause /resume /update_weights /sleep /wake`
+are the methods of `RolloutServer`; `/health` and `/v1/models` tell what is served; `_openai.py` adds the OpenAI-
+compatible ones. An error is `{"error": {"type", "message", "code"}}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import socket
+import uuid
+from typing import TYPE_CHECKING, Any, cast
+
+from aiohttp import web
+
+from rl_rollout import _wire
+from rl_rollout._openai import OpenAIRoutes
+from rl_rollout.errors import RequestError, RolloutError, ServerStartError
+from rl_rollout.receiver import CkptReceiver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.types import GenerateRequest, ServerConfig
+
+MAX_BODY_BYTES = 2**28
+"""Largest request body."""
+
+_log = logging.getLogger(__name__)
+
+
+class Endpoint:
+    """Answers HTTP for one server. Knows the server by its abstract interface, and by `status()` where it has one."""
+
+    def __init__(self, server: RolloutServer, config: ServerConfig, *, model_name: str) -> None:
+        self._server = server
+        self._config = config
+        self._model_name = model_name
+        self._receivers: dict[str, CkptReceiver] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Bind, and return the base URL.
+
+        Raises:
+            ServerStartError: the port is taken, or the interface cannot be bound.
+        """
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/generate_batch", self._generate_batch),
+                web.post("/abort", self._abort),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.post("/update_weights", self._update_weights),
+                web.post("/sleep", self._sleep),
+                web.post("/wake", self._wake),
+                web.get("/health", self._health),
+                *OpenAIRoutes(self._server, self._config, model_name=self._model_name).routes(),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._config.host, self._config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self.stop()
+            raise ServerStartError(
+                f"port {self._config.port} of {self._config.host} cannot be bound ({error.strerror or error}); "
+                "choose another port, or 0 for a free one"
+            ) from error
+        port = self._runner.addresses[0][1]
+        host = self._config.host
+        if host in ("0.0.0.0", "::"):  # every interface: tell a name that others can reach
+            host = socket.gethostname()
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Close the port and the weight-transfer sessions. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        for receiver in self._receivers.values():
+            await receiver.close()
+        self._receivers.clear()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Ask for the token; turn errors into JSON."""
+        if self._config.api_token and request.path != "/health":
+            shown = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(shown.encode(), f"Bearer {self._config.api_token}".encode()):
+                message = "this server asks for a bearer token in the Authorization header"
+                return web.json_response({"error": {"type": "AuthorizationError", "message": message}}, status=401)
+        try:
+            return await handler(request)
+        except RolloutError as error:
+            return web.json_response(_wire.error_to_json(error), status=_wire.status_of(error))
+        except web.HTTPException as error:
+            body = {"error": {"type": "HttpError", "message": f"{request.method} {request.path}: {error.reason}"}}
+            return web.json_response(body, status=error.status)
+        except Exception as error:  # noqa: BLE001  logged, and told to the caller; the server stays up
+            _log.exception("%s %s failed", request.method, request.path)
+            return web.json_response(_wire.error_to_json(error), status=500)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        message = _wire.object_from_body(await request.read(), request.path)
+        output = await self._server.generate(_wire.request_from_json(message, uuid.uuid4().hex))
+        return web.json_response(_wire.output_to_json(output))
+
+    async def _generate_batch(self, request: web.Request) -> web.StreamResponse:
+        """`{"requests": [...]}` in; one JSON line per request out, as they end, each an output or an error."""
+        message = _wire.object_from_body(await request.read(), request.path)
+        _wire.check_fields(message, {"requests": (list,)}, "the batch")
+        done: asyncio.Queue[bytes] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._generate_line(each, done)) for each in message.get("requests", [])]
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        try:
+            await response.prepare(request)
+            num_left = len(tasks)
+            while num_left:
+                lines = [await done.get()]
+                while not done.empty():
+                    lines.append(done.get_nowait())
+                num_left -= len(lines)
+                await response.write(b"".join(lines))
+            await response.write_eof()
+        finally:
+            # A client that went away takes its requests with it.
+            for task in tasks:
+                task.cancel()
+        return response
+
+    async def _generate_line(self, message: Any, done: asyncio.Queue[bytes]) -> None:
+        request: GenerateRequest | None = None
+        try:
+            request = _wire.request_from_json(message, uuid.uuid4().hex)
+            answer = _wire.output_to_json(await self._server.generate(request))
+        except Exception as error:  # noqa: BLE001  it is this line's answer; the others go on
+            known_id = (
+                request.request_id if request else message.get("request_id") if isinstance(message, dict) else None
+            )
+            answer = {"request_id": known_id, **_wire.error_to_json(error)}
+        done.put_nowait(json.dumps(answer).encode() + b"\n")
+
+    async def _abort(self, request: web.Request) -> web.StreamResponse:
+        message = _wire.object_from_body(await request.read(), request.path)
+        _wire.check_fields(message, {"request_ids": (list, type(None))}, "abort")
+        ids = message.get("request_ids")
+        await self._server.abort(None if ids is None else _wire.check_strings(ids, "request_ids"))
+        return web.json_response({})
+
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        message = _wire.object_from_body(await request.read(), request.path)
+        _wire.check_fields(message, {"mode": (str,)}, "pause")
+        if message.get("mode") not in ("abort", "wait", "keep"):
+            raise RequestError(f"pause mode {message.get('mode')!r} is not one of abort, wait, keep")
+        await self._server.pause(cast("PauseMode", message["mode"]))
+        return web.json_response({})
+
+    async def _resume(self, request: web.Request) -> web.StreamResponse:
+        del request
+        await self._server.resume()
+        return web.json_response({})
+
+    async def _update_weights(self, request: web.Request) -> web.StreamResponse:
+        """`{"address", "version"}`: this process opens the receiving end, once per address."""
+        message = _wire.object_from_body(await request.read(), request.path)
+        _wire.check_fields(message, {"address": (str,), "version": (int,)}, "update_weights")
+        if set(message) != {"address", "version"}:
+            raise RequestError("update_weights needs the fields 'address' and 'version'")
+        address: str = message["address"]
+        if address not in self._receivers:
+            self._receivers[address] = CkptReceiver(address, timeout_s=self._config.timeout_s)
+        await self._server.update_weights(self._receivers[address], message["version"])
+        return web.json_response({"version": message["version"]})
+
+    async def _sleep(self, request: web.Request) -> web.StreamResponse:
+        message = _wire.object_from_body(await request.read(), request.path)
+        _wire.check_fields(message, {"level": (int,)}, "sleep")
+        await self._server.sleep(message.get("level", 1))
+        return web.json_response({})
+
+    async def _wake(self, request: web.Request) -> web.StreamResponse:
+        message = _wire.object_from_body(await request.read(), request.path)
+        _wire.check_fields(message, {"tags": (list,)}, "wake")
+        tags = message.get("tags")
+        await (self._server.wake() if tags is None else self._server.wake(_wire.check_strings(tags, "tags")))
+        return web.json_response({})
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        del request
+        status: Callable[[], dict[str, Any]] | None = getattr(self._server, "status", None)
+        return web.json_response(
+            status() if status else {"status": "ok", "model": self._model_name, "pid": os.getpid()}
+        )

@@ -1,0 +1,324 @@
+"""The OpenAI-compatible endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, whole or streamed.
+
+Beyond OpenAI's fields: `top_k`, `stop_token_ids`, `ignore_eos`, and `return_token_ids`, which adds `token_ids` to
+every choice and `prompt_token_ids`. With `n` above 1 and a seed, choice i is drawn with seed + i. A field that is not
+honoured is refused. Format: https://platform.openai.com/docs/api-reference
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from rl_rollout import _wire
+from rl_rollout._text import LazyTokenizer, TextStream
+from rl_rollout.errors import RequestError
+from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from rl_rollout.base import RolloutServer
+    from rl_rollout.types import ServerConfig
+
+_NUMBER = (int, float)
+_COMMON: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "max_tokens": (int,),
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": (int,),
+    "n": (int,),
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "stop": (str, list),
+    "stop_token_ids": (list,),
+    "ignore_eos": (bool,),
+    "return_token_ids": (bool,),
+    "seed": (int,),
+    "user": (str,),
+    "metadata": (dict,),
+}
+COMPLETION_TYPES = {**_COMMON, "prompt": (str, list), "logprobs": (int,)}
+CHAT_TYPES = {**_COMMON, "messages": (list,), "max_completion_tokens": (int,), "logprobs": (bool,)}
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+}
+"""Fields of OpenAI's that are accepted at the value that changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP request, read."""
+
+    is_chat: bool
+    prompts: tuple[tuple[int, ...], ...]
+    """P prompts, token ids."""
+    params: SamplingParams
+    num_choices: int
+    """Completions per prompt."""
+    is_streaming: bool
+    includes_usage: bool
+    """A last event of the stream tells token counts."""
+    stops: tuple[str, ...]
+    has_logprobs: bool
+    returns_token_ids: bool
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Part of one choice."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+
+
+class OpenAIRoutes:
+    """Translates between OpenAI's JSON and a `RolloutServer`."""
+
+    def __init__(self, server: RolloutServer, config: ServerConfig, *, model_name: str) -> None:
+        self._server = server
+        self._model_name = model_name
+        self._names = {model_name, config.model_path}
+        self._max_new_tokens = config.max_model_len
+        self._tokenizer = LazyTokenizer(config.model_path)
+        self._created = int(time.time())
+
+    def routes(self) -> list[web.RouteDef]:
+        """What to add to the application."""
+        return [
+            web.get("/v1/models", self._models),
+            web.post("/v1/completions", self._completions),
+            web.post("/v1/chat/completions", self._chat_completions),
+        ]
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        del request
+        model = {"id": self._model_name, "object": "model", "created": self._created, "owned_by": "rl-rollout"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        message = await self._read(request, COMPLETION_TYPES)
+        if "prompt" not in message:
+            raise RequestError("the request has no field 'prompt'")
+        prompt = message["prompt"]
+        is_many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        prompts = tuple(self._prompt(each) for each in (prompt if is_many else [prompt]))
+        return await self._answer(request, self._call(message, prompts, is_chat=False, default_tokens=16))
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        message = await self._read(request, CHAT_TYPES)
+        messages = message.get("messages")
+        if not messages or not all(isinstance(each, dict) and "role" in each for each in messages):
+            raise RequestError("the request needs 'messages': a list of objects with 'role' and 'content'")
+        prompt = self._tokenizer.encode_chat(messages)
+        return await self._answer(
+            request, self._call(message, (prompt,), is_chat=True, default_tokens=self._max_new_tokens)
+        )
+
+    # ---- reading
+
+    async def _read(self, request: web.Request, types: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+        found = _wire.object_from_body(await request.read(), request.path)
+        message = {name: value for name, value in found.items() if value is not None}
+        for name in NEUTRAL.keys() & message.keys():
+            if (value := message.pop(name)) not in NEUTRAL[name]:
+                raise RequestError(f"{name}={value!r} is not supported by this server; leave it out")
+        _wire.check_fields(message, types, "the request")
+        if message.get("model", self._model_name) not in self._names:
+            raise RequestError(f"model {message['model']!r} is not served here; this server has {self._model_name!r}")
+        return message
+
+    def _prompt(self, prompt: Any) -> tuple[int, ...]:
+        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else _wire.token_ids(prompt, "prompt")
+
+    def _call(
+        self, message: dict[str, Any], prompts: tuple[tuple[int, ...], ...], *, is_chat: bool, default_tokens: int
+    ) -> Call:
+        stop = message.get("stop", [])
+        stops = (stop,) if isinstance(stop, str) else tuple(_wire.check_strings(stop, "stop"))
+        if "" in stops:
+            raise RequestError("stop strings must not be empty")
+        num_choices = message.get("n", 1)
+        if num_choices < 1:
+            raise RequestError(f"n={num_choices} must be at least 1")
+        options = message.get("stream_options", {})
+        _wire.check_fields(options, {"include_usage": (bool,)}, "stream_options")
+        known = {
+            name: message[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed") if name in message
+        }
+        return Call(
+            is_chat=is_chat,
+            prompts=prompts,
+            params=SamplingParams(
+                max_new_tokens=message.get("max_completion_tokens", message.get("max_tokens", default_tokens)),
+                stop_token_ids=_wire.token_ids(message.get("stop_token_ids", []), "stop_token_ids"),
+                **known,
+            ),
+            num_choices=num_choices,
+            is_streaming=message.get("stream", False),
+            includes_usage=options.get("include_usage", False),
+            stops=stops,
+            has_logprobs=message.get("logprobs", False) is not False,
+            returns_token_ids=message.get("return_token_ids", False),
+        )
+
+    # ---- generating
+
+    async def _answer(self, request: web.Request, call: Call) -> web.StreamResponse:
+        if call.is_streaming:
+            return await self._stream(request, call)
+        num_choices = len(call.prompts) * call.num_choices
+        choices = await asyncio.gather(*(self._collect(call, index) for index in range(num_choices)))
+        body = self._envelope(call, [self._choice(call, index, each) for index, each in enumerate(choices)])
+        body["usage"] = _usage(call, sum(len(each.token_ids) for each in choices))
+        return web.json_response(body)
+
+    async def _collect(self, call: Call, index: int) -> Piece:
+        pieces = [piece async for piece in self._pieces(call, index)]
+        return Piece(
+            text="".join(piece.text for piece in pieces),
+            token_ids=tuple(i for piece in pieces for i in piece.token_ids),
+            logprobs=tuple(x for piece in pieces for x in piece.logprobs),
+            finish_reason=pieces[-1].finish_reason,
+        )
+
+    async def _pieces(self, call: Call, index: int) -> AsyncIterator[Piece]:
+        """One choice: in one piece if nobody looks in between, else token by token."""
+        request = self._request(call, index)
+        text = TextStream(self._tokenizer.get(), call.stops)
+        generate_stream = getattr(self._server, "generate_stream", None)
+        if generate_stream is None or not (call.is_streaming or call.stops):
+            output = await self._server.generate(request)
+            told = text.push(output.token_ids)
+            told += text.finish(drop_last=output.finish_reason is FinishReason.STOP)
+            reason = "stop" if text.is_stopped else str(output.finish_reason)
+            yield Piece(text=told, token_ids=output.token_ids, logprobs=output.logprobs, finish_reason=reason)
+            return
+        async for chunk in generate_stream(request):
+            told = text.push(chunk.token_ids) if chunk.token_ids else ""
+            reason = None
+            if chunk.finish_reason is not None:
+                told += text.finish(drop_last=chunk.finish_reason is FinishReason.STOP)
+                reason = str(chunk.finish_reason)
+            if text.is_stopped:
+                reason = "stop"
+            yield Piece(text=told, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=reason)
+            if text.is_stopped:
+                return
+
+    def _request(self, call: Call, index: int) -> GenerateRequest:
+        prompt_index, choice_index = divmod(index, call.num_choices)
+        params = call.params
+        if params.seed is not None:
+            params = replace(params, seed=params.seed + choice_index)
+        return GenerateRequest(
+            request_id=f"{call.id}-{index}", prompt_token_ids=call.prompts[prompt_index], sampling_params=params
+        )
+
+    async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
+        """Server-sent events: a chunk per piece of any choice, then `[DONE]`."""
+        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+        num_left = len(call.prompts) * call.num_choices
+        tasks = [asyncio.create_task(self._feed(call, index, queue)) for index in range(num_left)]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        num_tokens = 0
+        try:
+            index, piece = await queue.get()
+            if isinstance(piece, Exception):
+                raise piece  # before the first token it is an ordinary answer, with its status
+            await response.prepare(request)
+            while not isinstance(piece, Exception):
+                num_tokens += len(piece.token_ids)
+                await _send(response, self._envelope(call, [self._choice(call, index, piece)]))
+                num_left -= piece.finish_reason is not None
+                if not num_left:
+                    break
+                index, piece = await queue.get()
+            else:
+                await _send(response, _wire.error_to_json(piece))
+            if call.includes_usage:
+                await _send(response, {**self._envelope(call, []), "usage": _usage(call, num_tokens)})
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        finally:
+            for task in tasks:
+                task.cancel()
+        return response
+
+    async def _feed(self, call: Call, index: int, queue: asyncio.Queue[tuple[int, Piece | Exception]]) -> None:
+        try:
+            async for piece in self._pieces(call, index):
+                queue.put_nowait((index, piece))
+        except Exception as error:  # noqa: BLE001  it is the stream's to tell
+            queue.put_nowait((index, error))
+
+    # ---- writing
+
+    def _envelope(self, call: Call, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion" if call.is_chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{call.id}",
+            "object": f"{kind}.chunk" if call.is_chat and call.is_streaming else kind,
+            "created": call.created,
+            "model": self._model_name,
+            "choices": list(choices),
+        }
+
+    def _choice(self, call: Call, index: int, piece: Piece) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
+        if call.is_chat:
+            choice["delta" if call.is_streaming else "message"] = {"role": "assistant", "content": piece.text}
+        else:
+            choice["text"] = piece.text
+        if call.has_logprobs:
+            choice["logprobs"] = self._logprobs(call, piece)
+        if call.returns_token_ids:
+            choice["token_ids"] = piece.token_ids
+            choice["prompt_token_ids"] = call.prompts[index // call.num_choices]
+        return choice
+
+    def _logprobs(self, call: Call, piece: Piece) -> dict[str, Any]:
+        """Log-probs of the tokens that were drawn; there are no alternatives beside them."""
+        tokenizer = self._tokenizer.get()
+        tokens = [tokenizer.decode([i]) for i in piece.token_ids]
+        if not call.is_chat:
+            return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": []}
+        content = [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(tokens, piece.logprobs, strict=True)
+        ]
+        return {"content": content}
+
+
+def _usage(call: Call, num_completion_tokens: int) -> dict[str, int]:
+    num_prompt_tokens = sum(map(len, call.prompts))
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

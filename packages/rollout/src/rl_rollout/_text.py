@@ -1,0 +1,119 @@
+"""From token ids to text, piece by piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_rollout.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_UNFINISHED = "\ufffd"
+"""What a tokenizer gives for bytes that are no whole character yet."""
+
+
+class TextStream:
+    """The text of a completion while its tokens arrive.
+
+    Text that may still be taken back is held: the newest token (it may be a stop token, which is no part of the
+    text), an unfinished character, and what could be the beginning of a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._ids: list[int] = []
+        self._context = 0
+        """First token that is decoded with new ones: characters may depend on the tokens before them."""
+        self._read = 0
+        """Tokens whose text was taken."""
+        self._held = ""
+        self.is_stopped = False
+        """Whether a stop string was found; what follows it is dropped."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take new tokens; return the text that is certain by now."""
+        self._ids.extend(ids)
+        return self._emit(self._decode_to(len(self._ids) - 1), is_last=False)
+
+    def finish(self, *, drop_last: bool) -> str:
+        """Return the rest, without the last token's text if that was a stop token."""
+        end = len(self._ids) - 1 if drop_last else len(self._ids)
+        return self._emit(self._decode_to(end, is_last=True), is_last=True)
+
+    def _decode_to(self, end: int, *, is_last: bool = False) -> str:
+        if end <= self._read:
+            return ""
+        before = self._decode(self._context, self._read)
+        after = self._decode(self._context, end)
+        if after.endswith(_UNFINISHED) and not is_last:
+            return ""
+        self._context, self._read = self._read, end
+        return after[len(before) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
+
+    def _emit(self, new: str, *, is_last: bool) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + new
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.is_stopped, self._held = True, ""
+            return text[: min(found)]
+        num_held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - num_held
+        self._held = text[cut:]
+        return text[:cut]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class LazyTokenizer:
+    """The tokenizer of a model folder, loaded when text is first asked for."""
+
+    def __init__(self, model_path: str) -> None:
+        self._model_path = model_path
+        self._tokenizer: Any = None
+
+    def get(self) -> Any:
+        """A Hugging Face tokenizer.
+
+        Raises:
+            RequestError: the folder has none, so only token ids are served.
+        """
+        if self._tokenizer is None:
+            try:
+                from transformers import AutoTokenizer
+
+                self._tokenizer = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
+            except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
+                raise RequestError(
+                    f"model folder {self._model_path!r} has no tokenizer that can be loaded ({error}); "
+                    "text is not served here, use /generate with token ids"
+                ) from error
+        return self._tokenizer
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a plain prompt."""
+        return tuple(self.get().encode(text))
+
+    def encode_chat(self, messages: Sequence[Any]) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant writes.
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        tokenizer = self.get()
+        if not getattr(tokenizer, "chat_template", None):
+            raise RequestError("the tokenizer has no chat template; use /v1/completions")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja2's errors, and whatever a template raises
+            raise RequestError(f"the chat template refused the messages: {error}") from error
+        return tuple(tokenizer.encode(text, add_special_tokens=False))

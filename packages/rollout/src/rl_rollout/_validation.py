@@ -1,0 +1,57 @@
+"""What a request must hold before any engine sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rl_rollout.errors import RequestError
+
+if TYPE_CHECKING:
+    from rl_rollout.types import GenerateRequest, SamplingParams
+
+SEED_RANGE = 2**63
+"""Seeds lie in [-2**63, 2**63)."""
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Refuse a request that cannot be served.
+
+    Raises:
+        RequestError: says which value, and what is allowed.
+    """
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise RequestError(f"request {request.request_id!r}: the prompt is empty; give at least one token id")
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            f"request {request.request_id!r}: the prompt has {len(prompt)} tokens and the server holds {max_model_len} "
+            "for prompt and completion together; shorten the prompt or raise max_model_len"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        bad = next(i for i in prompt if not 0 <= i < vocab_size)
+        raise RequestError(
+            f"request {request.request_id!r}: token id {bad} is outside the vocabulary [0, {vocab_size})"
+        )
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise RequestError(f"request {request.request_id!r}: timeout_s={request.timeout_s} must be above 0")
+    check_sampling(request.request_id, request.sampling_params)
+
+
+def check_sampling(request_id: str, params: SamplingParams) -> None:
+    """Refuse sampling parameters out of range.
+
+    Raises:
+        RequestError: says which field, its value, and what is allowed.
+    """
+
+    def need(is_fine: bool, field: str, allowed: str) -> None:
+        if not is_fine:
+            raise RequestError(f"request {request_id!r}: {field}={getattr(params, field)!r} must be {allowed}")
+
+    need(params.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+    need(math.isfinite(params.temperature) and params.temperature >= 0, "temperature", "0 (greedy) or above")
+    need(0 < params.top_p <= 1, "top_p", "above 0 and at most 1")
+    need(params.top_k >= 0, "top_k", "0 (off) or above")
+    need(all(i >= 0 for i in params.stop_token_ids), "stop_token_ids", "token ids, 0 or above")
+    need(params.seed is None or -SEED_RANGE <= params.seed < SEED_RANGE, "seed", "None or a 64-bit integer")

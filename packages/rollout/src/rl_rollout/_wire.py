@@ -1,0 +1,181 @@
+"""The JSON that clients and servers exchange, and the values that it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, cast
+
+from rl_rollout import errors
+from rl_rollout.errors import RequestError, RolloutError
+from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SAMPLING_TYPES: dict[str, tuple[type, ...]] = {
+    "max_new_tokens": (int,),
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "stop_token_ids": (list,),
+    "ignore_eos": (bool,),
+    "seed": (int, type(None)),
+}
+"""JSON types of the sampling fields."""
+
+REQUEST_TYPES: dict[str, tuple[type, ...]] = {
+    "request_id": (str,),
+    "prompt_token_ids": (list,),
+    "sampling_params": (dict,),
+    "session_id": (str, type(None)),
+    "timeout_s": (int, float, type(None)),
+}
+"""JSON types of a request's fields."""
+
+STATUS_OF = {
+    errors.RequestError: 400,
+    errors.ConfigError: 400,
+    errors.ModelFolderError: 400,
+    errors.WeightUpdateError: 409,
+    errors.GenerationError: 500,
+    errors.ServerLostError: 503,
+    errors.RequestTimeoutError: 504,
+}
+"""HTTP status of each error; every other one is 500."""
+
+
+def object_from_body(body: bytes, path: str) -> dict[str, Any]:
+    """The body of a request as a JSON object; an empty body is an empty object.
+
+    Raises:
+        RequestError: it is not one.
+    """
+    try:
+        message = json.loads(body) if body else {}
+    except ValueError as error:
+        raise RequestError(f"the body of {path} is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise RequestError(f"the body of {path} must be a JSON object, not {type(message).__name__}")
+    return cast("dict[str, Any]", message)
+
+
+def check_fields(found: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], what: str) -> None:
+    """Refuse unknown fields and wrong types.
+
+    Raises:
+        RequestError: names the field, and the nearest known one.
+    """
+    for name, value in found.items():
+        if name not in types:
+            near = get_close_matches(name, types, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(types)}"
+            raise RequestError(f"{what} has an unknown field {name!r}; {hint}")
+        allowed = types[name]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            wanted = " or ".join("null" if each is type(None) else each.__name__ for each in allowed)
+            raise RequestError(f"{what}: field {name!r} is {type(value).__name__}, and must be {wanted}")
+
+
+def token_ids(found: Any, what: str) -> tuple[int, ...]:
+    """A list of token ids.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not isinstance(found, list) or not all(type(i) is int for i in found):
+        raise RequestError(f"{what} must be a list of token ids (integers)")
+    return tuple(found)
+
+
+def request_to_json(request: GenerateRequest) -> dict[str, Any]:
+    """Only what differs from the defaults is sent."""
+    params = {
+        field.name: getattr(request.sampling_params, field.name)
+        for field in dataclasses.fields(SamplingParams)
+        if getattr(request.sampling_params, field.name) != field.default
+    }
+    message = {
+        "request_id": request.request_id,
+        "prompt_token_ids": request.prompt_token_ids,
+        "sampling_params": params,
+        "session_id": request.session_id,
+        "timeout_s": request.timeout_s,
+    }
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def request_from_json(message: Any, default_id: str) -> GenerateRequest:
+    """Read one request.
+
+    Raises:
+        RequestError: unknown field, wrong type, or no prompt.
+    """
+    if not isinstance(message, dict):
+        raise RequestError(f"a request must be a JSON object, not {type(message).__name__}")
+    check_fields(message, REQUEST_TYPES, "the request")
+    if "prompt_token_ids" not in message:
+        raise RequestError("the request has no field 'prompt_token_ids'")
+    params = dict(message.get("sampling_params", {}))
+    check_fields(params, SAMPLING_TYPES, "sampling_params")
+    if "stop_token_ids" in params:
+        params["stop_token_ids"] = token_ids(params["stop_token_ids"], "stop_token_ids")
+    return GenerateRequest(
+        request_id=message.get("request_id", default_id),
+        prompt_token_ids=token_ids(message["prompt_token_ids"], "prompt_token_ids"),
+        sampling_params=SamplingParams(**params),
+        session_id=message.get("session_id"),
+        timeout_s=message.get("timeout_s"),
+    )
+
+
+def output_to_json(output: TokenOutput) -> dict[str, Any]:
+    """The fields of a `TokenOutput`."""
+    return {
+        "request_id": output.request_id,
+        "token_ids": output.token_ids,
+        "logprobs": output.logprobs,
+        "weight_versions": output.weight_versions,
+        "finish_reason": output.finish_reason,
+    }
+
+
+def output_from_json(message: Mapping[str, Any]) -> TokenOutput:
+    """The reverse of `output_to_json`."""
+    return TokenOutput(
+        request_id=message["request_id"],
+        token_ids=tuple(message["token_ids"]),
+        logprobs=tuple(message["logprobs"]),
+        weight_versions=tuple(message["weight_versions"]),
+        finish_reason=FinishReason(message["finish_reason"]),
+    )
+
+
+def error_to_json(error: BaseException) -> dict[str, Any]:
+    """`{"error": {...}}`, the shape that OpenAI's clients read too."""
+    return {"error": {"type": type(error).__name__, "message": str(error), "code": status_of(error)}}
+
+
+def error_from_json(message: Mapping[str, Any], peer: str) -> RolloutError:
+    """The error that a server reported, as the class that it has here."""
+    kind = getattr(errors, str(message.get("type")), None)
+    if not (isinstance(kind, type) and issubclass(kind, RolloutError)):
+        return RolloutError(f"{peer}: {message.get('type')}: {message.get('message')}")
+    return kind(str(message.get("message")))
+
+
+def status_of(error: BaseException) -> int:
+    """HTTP status that an error is answered with."""
+    return next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
+
+
+def check_strings(found: Any, what: str) -> list[str]:
+    """A list of strings.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise RequestError(f"{what} must be a list of strings")
+    return [str(each) for each in found]

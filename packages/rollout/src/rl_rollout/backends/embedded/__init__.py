@@ -1,0 +1,41 @@
+"""Our own continuous-batching engine over any Hugging Face causal language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_rollout.errors import ModelFolderError
+
+if TYPE_CHECKING:
+    from rl_rollout.base import RolloutServer
+    from rl_rollout.types import ServerConfig
+
+
+def check_model_folder(model_path: str) -> None:
+    """See that this looks like a Hugging Face model folder, before anything heavy is imported.
+
+    Raises:
+        ModelFolderError: no such folder, or no `config.json` in it.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise ModelFolderError(f"model folder {model_path!r} does not exist; give a folder in the Hugging Face layout")
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(f"model folder {model_path!r} has no config.json; is it a Hugging Face model folder?")
+
+
+def create_server(config: ServerConfig) -> RolloutServer:
+    """A server whose engine lives in this process, in a thread of its own."""
+    check_model_folder(config.model_path)
+    from rl_rollout.backends.embedded.server import EmbeddedServer  # imports transformers and aiohttp
+
+    return EmbeddedServer(config)
+
+
+def launch_server(config: ServerConfig) -> RolloutServer:
+    """A client whose `start` runs `rl-serve --backend embedded` as a process of its own."""
+    check_model_folder(config.model_path)
+    from rl_rollout._launch import LaunchedServer
+
+    return LaunchedServer("embedded", config)

@@ -1,0 +1,66 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_rollout.backends.embedded.table import RowValues
+from rl_rollout.types import FinishReason, TokenOutput
+
+if TYPE_CHECKING:
+    from rl_rollout.types import GenerateRequest
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """What the engine knows of a request beside its row of the table."""
+
+    request: GenerateRequest
+    is_streaming: bool
+    """Whether each token is handed out at once."""
+    limit: int
+    """Length at which it ends, tokens."""
+    seed: int
+    """Its own, or one of the server's stream."""
+    row: int = -1
+    """Its row in the batch; -1 while it waits."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether it asks for top-k or top-p."""
+        params = self.request.sampling_params
+        return params.top_k > 0 or params.top_p < 1
+
+    def row_values(self, stop_token_ids: tuple[int, ...]) -> RowValues:
+        """How it enters the table."""
+        params = self.request.sampling_params
+        return RowValues(
+            token_ids=self.request.prompt_token_ids,
+            limit=self.limit,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=self.seed,
+            stop_token_ids=stop_token_ids,
+        )
+
+    def output(
+        self, ids: list[int], logprobs: list[float], versions: list[int], length: int, reason: FinishReason
+    ) -> TokenOutput:
+        """Cut the completion out of its row's columns, of which the first `length` entries count."""
+        completion = slice(len(self.request.prompt_token_ids), length)
+        return TokenOutput(
+            request_id=self.request.request_id,
+            token_ids=tuple(ids[completion]),
+            logprobs=tuple(logprobs[completion]),
+            weight_versions=tuple(versions[completion]),
+            finish_reason=reason,
+        )
+
+
+def finish_reason(verdict: int) -> FinishReason | None:
+    """Of a row's verdict: 1 stop token, 2 limit reached, 4 logits not finite, added up. None for the last."""
+    if verdict >= 4:
+        return None
+    return FinishReason.STOP if verdict & 1 else FinishReason.LENGTH

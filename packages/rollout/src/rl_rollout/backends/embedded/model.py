@@ -1,0 +1,164 @@
+"""A Hugging Face causal language model, loaded to run on packed tokens over our own cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, ProbeBatch, register_attention
+from rl_rollout.errors import ConfigError, ModelFolderError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_rollout.backends.embedded.cache import LayerShape
+    from rl_rollout.types import ServerConfig
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose whole state is keys and values."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model and what the engine must know of it."""
+
+    module: Any
+    """The Hugging Face module, in eval mode."""
+    device: torch.device
+    """Where it is."""
+    dtype: torch.dtype
+    """Of weights, keys and values."""
+    vocab_size: int
+    """Rows of the input embedding."""
+    max_model_len: int
+    """Longest prompt plus completion, tokens."""
+    eos_token_ids: tuple[int, ...]
+    """Ids at which a request stops unless it ignores them."""
+    layer_shapes: dict[int, LayerShape]
+    """What each attention layer keeps."""
+
+    def decode(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """Logits [B, V] float32 of the token after each of `ids`."""
+        return self._run(ids[None], positions[None], batch, 0)[0].float()
+
+    def prefill(self, ids: Tensor, positions: Tensor, batch: Batch) -> None:
+        """Fill the cache; the logits of one token are computed because the interface asks for one at least."""
+        self._run(ids[None], positions[None], batch, 1)
+
+    def _run(self, input_ids: Tensor, position_ids: Tensor, batch: Batch, logits_to_keep: int) -> Tensor:
+        return self.module(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            rl_batch=batch,
+        ).logits
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `ServerConfig.device`.
+
+    Raises:
+        ConfigError: not a device, or none here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: there is no CUDA device here; use cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of `ServerConfig.dtype`.
+
+    Raises:
+        ConfigError: not one that is served.
+    """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not served; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_model(config: ServerConfig) -> ServedModel:
+    """Load a folder.
+
+    Raises:
+        ModelFolderError: it cannot be loaded, lacks weights, or its architecture keeps more than keys and values.
+        ConfigError: device or dtype cannot be had.
+    """
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    module = _load_module(config.model_path, dtype).to(device).eval()
+    _check_architecture(module, config.model_path)
+    register_attention()
+    module.set_attn_implementation(ATTENTION_NAME)
+    text_config = module.config.get_text_config()
+    model_limit = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
+    return ServedModel(
+        module=module,
+        device=device,
+        dtype=dtype,
+        vocab_size=module.get_input_embeddings().weight.shape[0],
+        max_model_len=min(config.max_model_len, model_limit),
+        eos_token_ids=_eos_token_ids(module),
+        layer_shapes=_probe(module, device, text_config.num_hidden_layers, config.model_path),
+    )
+
+
+def _load_module(path: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        module, info = load(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelFolderError(f"model folder {path!r} cannot be loaded: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelFolderError(
+            f"model folder {path!r} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]!r}"
+        )
+    return module
+
+
+def _check_architecture(module: Any, path: str) -> None:
+    name = type(module).__name__
+    others = set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - SERVED_LAYERS
+    if others:
+        raise ModelFolderError(
+            f"model folder {path!r}: {name} has layers of type {', '.join(sorted(others))}; "
+            f"the embedded backend serves {', '.join(sorted(SERVED_LAYERS))}"
+        )
+    if not getattr(module, "_supports_attention_backend", False):
+        raise ModelFolderError(f"model folder {path!r}: {name} does not use transformers' attention interface")
+
+
+def _eos_token_ids(module: Any) -> tuple[int, ...]:
+    for source in (getattr(module, "generation_config", None), module.config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
+
+
+@torch.inference_mode()
+def _probe(module: Any, device: torch.device, num_layers: int, path: str) -> dict[int, LayerShape]:
+    """Run one token through, to learn what each layer keeps and that every layer hands its batch over."""
+    probe = ProbeBatch()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    module(input_ids=zero, position_ids=zero, use_cache=False, rl_batch=probe)
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise ModelFolderError(
+            f"model folder {path!r}: {type(module).__name__} has {num_layers} layers and "
+            f"{len(probe.shapes)} of them asked for attention"
+        )
+    return probe.shapes

@@ -1,0 +1,300 @@
+"""The embedded backend as a `RolloutServer`: asyncio in front, the engine's thread behind, HTTP beside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rl_rollout._http import Endpoint
+from rl_rollout._validation import check_request
+from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.model import load_model
+from rl_rollout.backends.embedded.weights import WeightStore
+from rl_rollout.backends.embedded.worker import EngineThread
+from rl_rollout.base import RolloutServer
+from rl_rollout.errors import RequestError, RequestTimeoutError, ServerLostError, WeightUpdateError
+from rl_rollout.types import FinishReason, ServerAddress, TokenChunk, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from concurrent.futures import Future
+
+    from rl_rollout.backends.embedded.engine import Event
+    from rl_rollout.base import PauseMode, WeightReceiver
+    from rl_rollout.types import GenerateRequest, ServerConfig
+
+T = TypeVar("T")
+
+
+class EmbeddedServer(RolloutServer):
+    """Continuous batching in a thread of this process.
+
+    A request's tokens do not depend on when it is served or beside whom, given its seed. New weights are staged while
+    decoding goes on, and swapped in between two steps; keys and values of requests in flight are then computed anew.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self._name = Path(config.model_path).resolve().name
+        self._endpoint = Endpoint(self, config, model_name=self._name)
+        self._address: ServerAddress | None = None
+        self._is_stopped = False
+        self._outbox: list[tuple[GenerateRequest, bool]] = []
+        self._futures: dict[str, asyncio.Future[TokenOutput]] = {}
+        self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._update_lock = asyncio.Lock()
+        self._may_hold_weights = True
+
+    # ---- life
+
+    async def start(self) -> ServerAddress:
+        """Load the model, bind the endpoint, and return where it answers. Idempotent."""
+        if self._address is not None:
+            return self._address
+        if self._is_stopped:
+            raise ServerLostError("this server was stopped; create another")
+        self._loop = asyncio.get_running_loop()
+        self._thread = EngineThread(self._build, self._post, num_threads=self.config.num_threads)
+        self._engine = await asyncio.wrap_future(self._thread.start())
+        self._model = self._engine.model
+        try:
+            url = await self._endpoint.start()
+        except BaseException:
+            self._thread.stop(self.config.timeout_s)
+            raise
+        self._address = ServerAddress(url=url, model=self._name, pid=os.getpid())
+        return self._address
+
+    def _build(self) -> Engine:
+        model = load_model(self.config)
+        self._weights = WeightStore(model.module)
+        return Engine(model, self.config)
+
+    async def stop(self) -> None:
+        """End requests with `ServerLostError`, close the endpoint, free the model. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._address is None:
+            return
+        ended = await asyncio.to_thread(self._thread.stop, self.config.timeout_s)
+        await self._endpoint.stop()
+        if not ended:
+            raise RequestTimeoutError(f"the engine's thread did not end within {self.config.timeout_s} s")
+        self._weights.release()
+
+    # ---- requests
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        self._check(request)
+        future: asyncio.Future[TokenOutput] = self._loop.create_future()
+        self._futures[request.request_id] = future
+        self._submit(request, is_streaming=False)
+        try:
+            async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
+                return await future
+        except TimeoutError as error:
+            self._forget(request)
+            raise self._late(request) from error
+        except asyncio.CancelledError:
+            self._forget(request)
+            raise
+        finally:
+            del self._futures[request.request_id]
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Like `generate`, token by token. Leaving the iterator early aborts the request."""
+        self._check(request)
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._streams[request.request_id] = queue
+        self._submit(request, is_streaming=True)
+        is_over = False
+        try:
+            async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
+                while not is_over:
+                    event = await queue.get()
+                    is_over = not isinstance(event, TokenChunk)
+                    if isinstance(event, Exception):
+                        raise event
+                    yield event if isinstance(event, TokenChunk) else _last_chunk(event.finish_reason)
+        except TimeoutError as error:
+            raise self._late(request) from error
+        finally:
+            del self._streams[request.request_id]
+            if not is_over:
+                self._forget(request)
+
+    def _check(self, request: GenerateRequest) -> None:
+        if self._address is None or self._is_stopped:
+            raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
+        check_request(request, vocab_size=self._model.vocab_size, max_model_len=self._model.max_model_len)
+        if not self._engine.has_weights:
+            raise WeightUpdateError("the weights were released by sleep(level=2); wake the server and update them")
+        if request.request_id in self._futures or request.request_id in self._streams:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+
+    def _submit(self, request: GenerateRequest, *, is_streaming: bool) -> None:
+        """Hand over everything that came in one turn of the loop at once."""
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append((request, is_streaming))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._thread.call(lambda engine: engine.submit(batch))
+
+    def _forget(self, request: GenerateRequest) -> None:
+        self._flush()
+        self._thread.call(lambda engine: engine.abort([request.request_id]))
+
+    def _late(self, request: GenerateRequest) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"request {request.request_id!r} did not finish within {request.timeout_s or self.config.timeout_s} s on "
+            f"{self._address and self._address.url}"
+        )
+
+    def _post(self, events: list[tuple[str, Event]]) -> None:
+        """In the engine's thread: hand events to the loop in one call."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hand_out, events)
+
+    def _hand_out(self, events: list[tuple[str, Event]]) -> None:
+        for request_id, event in events:
+            stream, future = self._streams.get(request_id), self._futures.get(request_id)
+            if stream is not None:
+                stream.put_nowait(event)
+            elif future is not None and not future.done():
+                if isinstance(event, Exception):
+                    future.set_exception(event)
+                elif isinstance(event, TokenOutput):
+                    future.set_result(event)
+            # Neither: its caller gave up (deadline, cancelled), and there is nobody to tell.
+
+    # ---- control
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `RolloutServer.abort`."""
+        await self._command(lambda engine: engine.abort(request_ids))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutServer.pause`."""
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestError(f"pause mode {mode!r} is not one of abort, wait, keep")
+        await self._command(lambda engine: engine.pause(mode))
+        if mode == "wait":
+            await self._wait(self._thread.drained(), "finish the requests in flight; new ones are held")
+
+    async def resume(self) -> None:
+        """See `RolloutServer.resume`."""
+        await self._command(lambda engine: engine.resume())
+
+    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
+        """See `RolloutServer.update_weights`. Decoding goes on while tensors arrive."""
+        async with self._update_lock:
+            self._need_running()
+            try:
+                async with asyncio.timeout(self.config.timeout_s):
+                    await self._stage(receive, version)
+            except Exception as error:
+                why = f"{receive.address!r}: {str(error) or type(error).__name__}; {self._who_serves()}"
+                raise WeightUpdateError(f"version {version} was not installed from {why}") from error
+            await self._command(lambda engine: self._install(engine, version))
+
+    async def _stage(self, receive: WeightReceiver, version: int) -> None:
+        if not self._may_hold_weights:
+            raise WeightUpdateError("the server sleeps without weights; call wake(['weights']) first")
+        self._weights.begin()
+        iterator = receive.receive_weights()
+        try:
+            async for name, tensor in iterator:
+                self._check_version(receive, version)
+                self._weights.stage(name, tensor)
+        finally:
+            # The sender hears at once that this end stopped reading.
+            if (aclose := getattr(iterator, "aclose", None)) is not None:
+                await aclose()
+        self._check_version(receive, version)
+        self._weights.check_complete()
+
+    def _check_version(self, receive: WeightReceiver, version: int) -> None:
+        if receive.version not in (None, version):
+            raise WeightUpdateError(f"version {receive.version} arrived instead")
+
+    def _install(self, engine: Engine, version: int) -> None:
+        self._weights.swap()
+        engine.set_version(version)
+
+    def _who_serves(self) -> str:
+        if self._engine.has_weights:
+            return f"version {self._engine.weight_version} still serves"
+        return "the server has no weights and refuses requests until an update succeeds"
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `RolloutServer.sleep`. Requests in flight are frozen and go on after `wake`."""
+        if level not in (1, 2):
+            raise RequestError(f"sleep level {level!r} is not 1 (KV cache) or 2 (KV cache and weights)")
+        async with self._update_lock:
+            await self._command(lambda engine: self._fall_asleep(engine, level))
+
+    def _fall_asleep(self, engine: Engine, level: int) -> None:
+        engine.is_asleep = True
+        engine.drop_cache()
+        self._weights.release_staging()
+        if level == 2:
+            self._may_hold_weights = False
+            engine.has_weights = False
+            self._weights.release()
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """See `RolloutServer.wake`. Decoding starts again with the tag `kv_cache`, and with an update after level 2."""
+        unknown = sorted(set(tags) - {"weights", "kv_cache"})
+        if unknown or not tags:
+            raise RequestError(f"wake tags {list(tags)} must be some of weights, kv_cache")
+        await self._command(lambda engine: self._wake_up(engine, tags))
+
+    def _wake_up(self, engine: Engine, tags: Sequence[str]) -> None:
+        # Memory is taken when it is first needed: weights by the next update, the cache by the next step.
+        if "weights" in tags:
+            self._may_hold_weights = True
+        if "kv_cache" in tags:
+            engine.is_asleep = False
+
+    def status(self) -> dict[str, Any]:
+        """What `/health` tells: counts are of requests."""
+        engine = self._engine
+        return {
+            "status": "ok" if engine.has_weights else "no weights",
+            "model": self._name,
+            "pid": os.getpid(),
+            "weight_version": engine.weight_version,
+            "num_running": engine.num_running,
+            "num_waiting": engine.num_waiting,
+            "is_paused": engine.is_paused,
+            "is_asleep": engine.is_asleep,
+        }
+
+    def _need_running(self) -> None:
+        if self._address is None or self._is_stopped:
+            raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
+
+    async def _command(self, command: Callable[[Engine], T]) -> T:
+        """Run a command after what was submitted before it."""
+        self._need_running()
+        self._flush()
+        return await self._wait(self._thread.call(command), "take a command")
+
+    async def _wait(self, future: Future[T], what: str) -> T:
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            message = f"the engine of {self._name!r} (pid {os.getpid()}) did not {what}"
+            raise RequestTimeoutError(f"{message}, within {self.config.timeout_s} s") from error
+
+
+def _last_chunk(reason: FinishReason) -> TokenChunk:
+    return TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)

@@ -1,0 +1,130 @@
+"""The thread that runs the engine, and how an event loop talks to it.
+
+The event loop posts commands and whole batches of requests; the thread runs commands between steps and posts back
+everything that a step brought in one call. So neither side does work per request and token that the other has to wait
+for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from rl_rollout.errors import GenerationError, ServerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_rollout.backends.embedded.engine import Engine, Event
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Owns an engine: nobody else touches it while the thread runs.
+
+    Args:
+        build: Makes the engine, in the thread. What it raises, `start` raises.
+        deliver: Called in the thread with everything that happened since the last call.
+        num_threads: CPU threads of the model; 0 leaves torch's default.
+    """
+
+    def __init__(
+        self, build: Callable[[], Engine], deliver: Callable[[list[tuple[str, Event]]], None], *, num_threads: int
+    ) -> None:
+        self._build = build
+        self._deliver = deliver
+        self._num_threads = num_threads
+        self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._wakeup = threading.Condition()
+        self._is_stopping = False
+        self._drained: list[Future[None]] = []
+        self._thread = threading.Thread(target=self._run, name="rl-rollout-engine", daemon=True)
+        self._ready: Future[Engine] = Future()
+
+    def start(self) -> Future[Engine]:
+        """Build the engine in the thread; the future holds it, or why it could not be built."""
+        self._thread.start()
+        return self._ready
+
+    def call(self, command: Callable[[Engine], T]) -> Future[T]:
+        """Run `command` between two steps, in the order of the calls."""
+        future: Future[T] = Future()
+        with self._wakeup:
+            if self._is_stopping:
+                future.set_exception(ServerLostError("the embedded server has stopped"))
+                return future
+            self._commands.append((command, future))
+            self._wakeup.notify()
+        return future
+
+    def drained(self) -> Future[None]:
+        """Done when nothing is in flight but what came after a pause."""
+        future: Future[None] = Future()
+        self.call(lambda _: self._drained.append(future))
+        return future
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the running step. Returns whether the thread ended before the deadline."""
+        with self._wakeup:
+            self._is_stopping = True
+            self._wakeup.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        try:
+            engine = self._build()
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is start()'s to raise
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(engine)
+        while self._obey(engine):
+            self._step(engine)
+        engine.fail(ServerLostError("the embedded server was stopped while this request was in flight"))
+        self._deliver(engine.take_events())
+        for _, future in self._commands:
+            future.set_exception(ServerLostError("the embedded server was stopped"))
+
+    def _obey(self, engine: Engine) -> bool:
+        """Wait until there is something to do, run the commands, and say whether to go on."""
+        with self._wakeup:
+            while not (self._commands or self._is_stopping or engine.can_step):
+                self._wakeup.wait()
+            if self._is_stopping:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        for command, future in commands:
+            try:
+                future.set_result(command(engine))
+            except Exception as error:  # noqa: BLE001  it is the caller's to see
+                future.set_exception(error)
+        return True
+
+    def _step(self, engine: Engine) -> None:
+        if engine.can_step:
+            try:
+                engine.step()
+            except Exception as error:  # noqa: BLE001  logged, and told to every caller
+                # Out of memory, or a fault of the model: those in flight hear of it, and the next ones are served.
+                _log.exception("a decode step failed; every request in flight gets the error")
+                failure = GenerationError(f"a decode step failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                engine.fail(failure)
+        if events := engine.take_events():
+            self._deliver(events)
+        if self._drained and engine.is_drained:
+            for future in self._drained:
+                future.set_result(None)
+            self._drained.clear()

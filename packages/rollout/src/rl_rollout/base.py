@@ -1,0 +1,102 @@
+"""The interface of a rollout server: one replica of a served model, token ids in and token ids out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from torch import Tensor
+
+    from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class WeightReceiver(Protocol):
+    """Where new weights come from. rl-ckpt's receiving engine is one.
+
+    A server in another process cannot be handed an object, so its client passes `address` on and that process opens
+    its own receiver.
+    """
+
+    address: str
+    """URL of the weight-transfer session."""
+
+    @property
+    def version(self) -> int | None:
+        """Weight version that landed last or is landing."""
+        ...
+
+    def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """Yield Hugging Face names and full tensors; ends normally only if the sync was committed."""
+        ...
+
+
+class RolloutServer(ABC):
+    """One replica of a served model.
+
+    Life: `start`, then any number of `generate` calls at once, `update_weights` between or during them, `stop`. A
+    replica serves one weight version at a time, tells it for every token, and never serves a half-installed one:
+    after a failed update it either serves the old version or refuses with `WeightUpdateError` until an update
+    succeeds.
+
+    Called from one event loop. Servers also answer an OpenAI-compatible HTTP endpoint at their address.
+    """
+
+    @abstractmethod
+    async def start(self) -> ServerAddress:
+        """Load the model, bind the endpoint, and return where it answers.
+
+        Raises:
+            ServerStartError: it died or did not answer before the deadline; carries its last lines.
+            ModelFolderError: the model cannot be served.
+        """
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """Generate until stop, length or abort.
+
+        Raises:
+            RequestError: empty or too long prompt, or a sampling field out of range.
+            ServerLostError, RequestTimeoutError: see their names.
+        """
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (all when None). Their `generate` calls return what they have, with reason `abort`."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding. New requests wait for `resume`.
+
+        Requests in flight, queued ones included: `abort` ends them, `wait` lets them finish, `keep` freezes them.
+        """
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Decode again."""
+
+    @abstractmethod
+    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
+        """Install `version` and drop cached keys and values of the old one.
+
+        Requests in flight go on under the new weights. The replica need not be paused by the caller.
+
+        Raises:
+            WeightUpdateError: says whether the old version still serves.
+        """
+
+    @abstractmethod
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back so that a colocated engine can train: 1 frees the KV cache, 2 the weights as well."""
+
+    @abstractmethod
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take it again. After level 2 the replica refuses until `update_weights`."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End requests, close the endpoint, free everything. Idempotent."""

@@ -1,0 +1,110 @@
+"""`rl-serve MODEL`: serve a model folder from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import select
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from rl_rollout._launch import API_TOKEN_VARIABLE, READY
+from rl_rollout._registry import create_server
+from rl_rollout.errors import RolloutError
+from rl_rollout.types import ServerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def parse(argv: Sequence[str] | None) -> tuple[str, ServerConfig, bool]:
+    """Backend, config, and whether to end with standard input."""
+    default = ServerConfig(model_path="")
+    parser = argparse.ArgumentParser(
+        prog="rl-serve",
+        description="Serve a model: token ids in and out at /generate, OpenAI-compatible at /v1.",
+        epilog=f"A bearer token is read from the environment variable {API_TOKEN_VARIABLE}.",
+    )
+    parser.add_argument("model_path", metavar="MODEL", help="a Hugging Face model folder")
+    parser.add_argument("--backend", default="embedded", help="which engine serves it (default: %(default)s)")
+    parser.add_argument("--host", default=default.host, help="interface to bind (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
+    parser.add_argument(
+        "--max-model-len", type=int, default=default.max_model_len, help="prompt plus completion, tokens"
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests decoded at once")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of requests that bring none")
+    parser.add_argument(
+        "--timeout-s", type=float, default=default.timeout_s, help="deadline of requests that bring none"
+    )
+    parser.add_argument(
+        "--num-threads", type=int, default=default.num_threads, help="CPU threads; 0 is torch's default"
+    )
+    parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default=default.dtype, help="auto, float32, bfloat16, float16 (default: %(default)s)"
+    )
+    parser.add_argument("--kv-cache-bytes", type=int, default=0, help="most memory of keys and values; 0 chooses")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input is closed")
+    found = vars(parser.parse_args(argv))
+    backend, exits_with_stdin = found.pop("backend"), found.pop("exit_with_stdin")
+    return backend, ServerConfig(api_token=os.environ.get(API_TOKEN_VARIABLE), **found), exits_with_stdin
+
+
+async def serve(backend: str, config: ServerConfig, *, exits_with_stdin: bool) -> None:
+    """Serve until SIGINT, SIGTERM, or the end of standard input."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, over.set)
+    server = create_server(backend, config)
+    if exits_with_stdin:
+        watch_parent(lambda: loop.call_soon_threadsafe(over.set))
+    starting = asyncio.ensure_future(server.start())
+    ending = asyncio.ensure_future(over.wait())
+    await asyncio.wait((starting, ending), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        os._exit(1)  # the model is being loaded in a thread that cannot be interrupted
+    try:
+        address = starting.result()
+        print(READY + json.dumps({"url": address.url, "model": address.model, "pid": address.pid}), flush=True)
+        await ending
+    finally:
+        ending.cancel()
+        await server.stop()
+
+
+def watch_parent(on_gone: Callable[[], object], *, check_s: float = 1.0) -> None:
+    """Call `on_gone` when standard input ends, or when the parent is another one.
+
+    The launcher holds the other end open while it lives. The second check is
+    for a launcher that forked: its child holds the pipe too and may outlive it.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            is_readable, _, _ = select.select([sys.stdin], [], [], check_s)
+            if is_readable and not os.read(sys.stdin.fileno(), 4096):
+                break
+        on_gone()
+
+    threading.Thread(target=watch, name="rl-serve-parent", daemon=True).start()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns 2, with one sentence on standard error, for anything that the caller can mend."""
+    backend, config, exits_with_stdin = parse(argv)
+    try:
+        asyncio.run(serve(backend, config, exits_with_stdin=exits_with_stdin))
+    except RolloutError as error:
+        print(f"rl-serve: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The values that rl-rollout takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why generation of a request ended."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the last token of the output."""
+    LENGTH = "length"
+    """`max_new_tokens` or the context length was reached."""
+    ABORT = "abort"
+    """The request was aborted; the output holds what was generated until then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn. The returned log-probs are of exactly this distribution."""
+
+    max_new_tokens: int = 256
+    """At most this many tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy, whose log-probs are reported at temperature 1."""
+    top_p: float = 1.0
+    """Nucleus mass; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all. Applied after the temperature and before top_p."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence ids."""
+    seed: int | None = None
+    """Seeds this request alone: its tokens do not depend on its neighbours in the batch. None takes the next seed
+    of the server's stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Token ids in."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    prompt_token_ids: tuple[int, ...]
+    """At least one id."""
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    """How to sample."""
+    session_id: str | None = None
+    """Requests of one conversation share it; a router keeps them on one replica."""
+    timeout_s: float | None = None
+    """Deadline of this request, seconds, time in the queue included; None takes the server's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """Token ids out."""
+
+    request_id: str
+    """The request's id."""
+    token_ids: tuple[int, ...]
+    """C generated ids, the stop token included."""
+    logprobs: tuple[float, ...]
+    """C natural log-probs under the sampling distribution."""
+    weight_versions: tuple[int, ...]
+    """C weight versions, one for the weights that each token was sampled from."""
+    finish_reason: FinishReason
+    """Why it ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """A piece of an output that is streamed. The chunks of a request, put together, are its `TokenOutput`."""
+
+    token_ids: tuple[int, ...]
+    """C new ids."""
+    logprobs: tuple[float, ...]
+    """C log-probs."""
+    weight_versions: tuple[int, ...]
+    """C weight versions."""
+    finish_reason: FinishReason | None
+    """Set in the last chunk alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """Where a replica answers."""
+
+    url: str
+    """Base URL of its HTTP endpoint; `inproc:` for a server that lives in this process only."""
+    model: str
+    """Name of the served model."""
+    pid: int
+    """Process that serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What one replica is built from."""
+
+    model_path: str
+    """A Hugging Face model folder."""
+    max_model_len: int = 4096
+    """Longest prompt plus completion, tokens; the model's own limit where that is smaller."""
+    max_num_seqs: int = 256
+    """Requests decoded at the same time."""
+    seed: int = 0
+    """Seeds sampling of requests that bring no seed."""
+    host: str = "127.0.0.1"
+    """Interface that the HTTP endpoint binds."""
+    port: int = 0
+    """0 picks a free one."""
+    api_token: str | None = None
+    """Bearer token that HTTP callers must show; required when `host` is not loopback."""
+    timeout_s: float = 120.0
+    """Deadline of start-up, and of every request that brings none, seconds."""
+    num_threads: int = 0
+    """CPU threads of the model; 0 leaves torch's default. On a busy machine 1 is often the fastest."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto` takes a CUDA device where there is one."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16` or `float16`; `auto` is float32 on CPU and bfloat16 on CUDA."""
+    kv_cache_bytes: int = 0
+    """Most memory that keys and values may take, bytes; 0 allows a quarter of the machine's memory, or half of what is
+    free on a CUDA device."""

@@ -1,0 +1,168 @@
+"""Greedy decoding is token for token what transformers' own `generate` gives, whatever the batch does meanwhile."""
+
+import pytest
+import torch
+
+from rl_rollout import GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
+from rl_rollout.testing import write_tiny_model
+
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": {},
+    "llama": {},
+    # Every second layer looks back 8 tokens.
+    "qwen3-sliding": {
+        "family": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+MAX_NEW_TOKENS = 24
+
+
+def prompts():
+    lengths = [1, 2, 5, 13, 34, 13]
+    return [tuple(3 + (7 * i + 5 * length) % 45 for i in range(length)) for length in lengths]
+
+
+def expected(folder, some_prompts):
+    """What transformers gives, one prompt at a time: no padding, no batch."""
+    from transformers import AutoModelForCausalLM
+
+    # The attention of ours that allows nothing special: sdpa has no softcap and no sinks.
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return [
+            tuple(
+                model.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    do_sample=False,
+                )[0, len(prompt) :].tolist()
+            )
+            for prompt in some_prompts
+        ]
+
+
+def build(folder, **overrides):
+    from rl_rollout.backends.embedded.engine import Engine
+    from rl_rollout.backends.embedded.model import load_model
+
+    config = ServerConfig(model_path=str(folder), **overrides)
+    return Engine(load_model(config), config)
+
+
+def greedy(request_id, prompt, max_new_tokens=MAX_NEW_TOKENS, *, ignore_eos=False):
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
+    return GenerateRequest(request_id=str(request_id), prompt_token_ids=prompt, sampling_params=params), False
+
+
+def run_to_end(engine):
+    outputs = {}
+    while engine.can_step:
+        engine.step()
+        outputs.update(engine.take_events())
+    return outputs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_equals_transformers(name, tmp_path):
+    overrides = dict(FAMILIES[name])
+    folder = write_tiny_model(tmp_path / name, family=overrides.pop("family", name), **overrides)
+    engine = build(folder)
+    engine.submit(greedy(i, prompt) for i, prompt in enumerate(prompts()))
+    outputs = run_to_end(engine)
+    assert [outputs[str(i)].token_ids for i in range(len(prompts()))] == expected(folder, prompts())
+
+
+def test_greedy_equals_transformers_while_requests_join_and_leave(qwen3_folder):
+    # Three rows for six requests, and lengths that differ: rows are reused, moved, and the cache grows.
+    engine = build(qwen3_folder, max_num_seqs=3)
+    want = dict(zip(map(str, range(6)), expected(qwen3_folder, prompts()), strict=True))
+    outputs = {}
+    pending = [greedy(i, prompt, 4 + 4 * i) for i, prompt in enumerate(prompts())]
+    while pending or engine.can_step:
+        if pending:
+            engine.submit([pending.pop(0)])
+        engine.step()
+        outputs.update(engine.take_events())
+    for i in range(6):
+        assert outputs[str(i)].token_ids == want[str(i)][: 4 + 4 * i]
+
+
+def test_logprobs_are_those_of_a_forward_pass(qwen3_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(qwen3_folder).eval()
+    engine = build(qwen3_folder)
+    params = SamplingParams(max_new_tokens=30, temperature=0.7, seed=3, ignore_eos=True)
+    engine.submit(
+        (GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params), False)
+        for i, prompt in enumerate(prompts())
+    )
+    outputs = run_to_end(engine)
+    for i, prompt in enumerate(prompts()):
+        ids = outputs[str(i)].token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        want = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(outputs[str(i)].logprobs), want, atol=1e-4, rtol=0)
+
+
+def test_a_group_is_prefilled_once(qwen3_folder):
+    engine = build(qwen3_folder)
+    prefilled = []
+    real = type(engine.model).prefill
+
+    class Counting(type(engine.model)):
+        __slots__ = ()
+
+        def prefill(self, ids, positions, batch):
+            prefilled.extend(ids.tolist())
+            real(self, ids, positions, batch)
+
+    fields = {name: getattr(engine.model, name) for name in type(engine.model).__dataclass_fields__}
+    engine.model = Counting(**fields)
+    prompt = prompts()[4]
+    engine.submit(greedy(i, prompt, ignore_eos=True) for i in range(8))
+    engine.step()
+    engine.submit([greedy("late", prompt, ignore_eos=True)])  # while the group runs
+    outputs = run_to_end(engine)
+    assert prefilled == list(prompt[:-1])
+    alone = build(qwen3_folder)
+    alone.submit([greedy("alone", prompt, ignore_eos=True)])
+    assert len(outputs) == 9
+    assert {output.token_ids for output in outputs.values()} == {run_to_end(alone)["alone"].token_ids}
+
+
+def test_a_model_that_keeps_more_than_keys_and_values_is_refused(tmp_path):
+    overrides = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    folder = write_tiny_model(tmp_path / "model", family="qwen3_next", **overrides)
+    with pytest.raises(ModelFolderError, match="linear_attention"):
+        build(folder)

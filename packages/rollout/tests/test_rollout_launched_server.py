@@ -1,0 +1,186 @@
+"""The embedded server in a process of its own, through the HTTP client."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rl_ckpt
+from rl_rollout import (
+    CkptReceiver,
+    GenerateRequest,
+    ModelFolderError,
+    Router,
+    SamplingParams,
+    ServerConfig,
+    ServerLostError,
+    ServerStartError,
+    connect_server,
+    create_server,
+    launch_server,
+)
+from rl_rollout.cli import main
+from rl_rollout.testing import Served, ServerConformance
+
+TOKEN = "a-secret"
+START_S = 240.0
+"""Deadline of everything: a busy machine takes long to import what a server needs."""
+
+
+class Trainer:
+    """Sends from this process; the server's process receives."""
+
+    def __init__(self):
+        self.sender = rl_ckpt.connect(f"shm://rollout-test-{os.getpid()}", role="send", timeout_s=START_S)
+
+    async def update(self, served, weights, version):
+        failures = await asyncio.gather(
+            served.server.update_weights(CkptReceiver(self.sender.address), version),
+            self._send(weights, version),
+            return_exceptions=True,
+        )
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    async def _send(self, weights, version):
+        await self.sender.prepare()
+        await self.sender.connect()
+        await self.sender.send_weights(weights.items(), version=version)
+
+
+@pytest.fixture(scope="module")
+def served(qwen3_folder):
+    with asyncio.Runner() as runner:
+        trainer = Trainer()
+        config = config_of(qwen3_folder, api_token=TOKEN)
+        server = launch_server("embedded", config)
+        runner.run(server.start())
+        yield Served(
+            server=server, run=runner.run, model_path=str(qwen3_folder), update=trainer.update, api_token=TOKEN
+        )
+        runner.run(server.stop())
+        runner.run(trainer.sender.close())
+
+
+@pytest.mark.contract
+class TestLaunched(ServerConformance):
+    def test_the_token_is_not_on_the_command_line(self, served):
+        pid = served.run(served.server.start()).pid
+        assert TOKEN not in Path(f"/proc/{pid}/cmdline").read_text()
+
+    test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+def config_of(folder, **fields):
+    return ServerConfig(model_path=str(folder), num_threads=1, timeout_s=START_S, **fields)
+
+
+def launch(folder, **fields):
+    return launch_server("embedded", config_of(folder, **fields))
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_until(condition, timeout_s=START_S):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def request(request_id="r", **params):
+    params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
+    return GenerateRequest(request_id=request_id, prompt_token_ids=(5, 6), sampling_params=SamplingParams(**params))
+
+
+def test_a_folder_that_is_none_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(ModelFolderError, match="does not exist"):
+        launch(tmp_path / "missing")
+
+
+def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    server = launch(tmp_path)
+    with pytest.raises(ServerStartError, match=r"(?s)ended with code 2; its last lines:.*no-such-model"):
+        asyncio.run(server.start())
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(qwen3_folder):
+    async def scenario():
+        server = launch_server("embedded", ServerConfig(model_path=str(qwen3_folder), timeout_s=0.3))
+        with pytest.raises(ServerStartError, match=r"was not ready within 0\.3 s"):
+            await server.start()
+        return server
+
+    server = asyncio.run(scenario())
+    assert server._process.poll() is not None
+
+
+def test_it_ends_when_its_parent_is_killed(qwen3_folder):
+    code = f"""
+import asyncio
+from rl_rollout import ServerConfig, launch_server
+async def main():
+    server = launch_server("embedded", ServerConfig(model_path={str(qwen3_folder)!r}, timeout_s={START_S}))
+    address = await server.start()
+    print(address.pid, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_a_router_goes_on_without_a_replica_that_is_killed(qwen3_folder):
+    """One replica is killed while it holds requests: the other, in this process, answers them."""
+
+    async def scenario():
+        servers = [launch(qwen3_folder), create_server("embedded", config_of(qwen3_folder))]
+        router = Router(servers)
+        await router.start()
+        try:
+            whole = [output.token_ids for output in await generate(router)]
+            address = await servers[0].start()
+            other = connect_server(address)
+            await servers[0].pause("keep")
+            tasks = asyncio.create_task(generate(router))
+            await asyncio.sleep(0.2)
+            os.kill(address.pid, signal.SIGKILL)
+            again = [output.token_ids for output in await tasks]
+            with pytest.raises(ServerLostError):
+                await other.generate(request())
+            await other.stop()
+            return whole, again, [str(error) for error in router.lost]
+        finally:
+            await router.stop()
+
+    async def generate(router):
+        return await asyncio.gather(*(router.generate(request(f"r{i}", max_new_tokens=50)) for i in range(8)))
+
+    whole, again, lost = asyncio.run(scenario())
+    assert again == whole
+    assert len(lost) == 1
+    assert "ended with code -9" in lost[0]
+
+
+def test_rl_serve_tells_bad_input_in_one_line(tmp_path, capsys):
+    assert main([str(tmp_path / "missing"), "--port", "0"]) == 2
+    assert main([str(tmp_path), "--backend", "nope"]) == 2
+    missing, nope = capsys.readouterr().err.splitlines()
+    assert "does not exist" in missing
+    assert "installed here: " in nope
