@@ -1,0 +1,123 @@
+"""What an agent loop costs beyond the server's own time: per turn, and with thousands of sessions on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rl_agent import AgentRunner, create_loop, validate_output
+from rl_agent.testing import FakeTokenizer
+from rl_bench import Role, Run
+from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+NUM_PROMPT_CHARS = 200
+NUM_TOKENS = 256
+
+
+class Server:
+    """A server in memory that takes a known time."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        generator = random.Random(0)
+        self._delay_s = delay_s
+        self._ids = [tuple(generator.randrange(35, 125) for _ in range(NUM_TOKENS)) for _ in range(64)]
+        self._turn = itertools.count()
+        self._logprobs = tuple(-generator.random() for _ in range(NUM_TOKENS))
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s)
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=self._ids[next(self._turn) % 64],
+            logprobs=self._logprobs,
+            weight_versions=(0,) * NUM_TOKENS,
+            finish_reason=FinishReason.LENGTH,
+        )
+
+
+def make_rows(count: int) -> list[dict]:
+    generator = random.Random(1)
+    text = ["".join(chr(generator.randrange(35, 125)) for _ in range(NUM_PROMPT_CHARS)) for _ in range(64)]
+    return [{"prompt": [{"role": "user", "content": text[i % 64]}]} for i in range(count)]
+
+
+def main(run: Run) -> None:
+    num_sessions = 200 if run.quick else 2000
+    delay_s = 0.1 if run.quick else 1.0
+    run.parameters(
+        num_prompt_tokens=NUM_PROMPT_CHARS, num_tokens=NUM_TOKENS, num_sessions=num_sessions, server_delay_s=delay_s
+    )
+    with asyncio.Runner() as runner:
+        per_turn(run, runner)
+        many_sessions(run, runner, num_sessions, delay_s)
+
+
+def timed(runner: asyncio.Runner, work: Callable[[], Coroutine], num_turns: int) -> float:
+    """Milliseconds per turn."""
+    start = time.perf_counter()
+    runner.run(work())
+    return (time.perf_counter() - start) / num_turns * 1e3
+
+
+def per_turn(run: Run, runner: asyncio.Runner) -> None:
+    """One turn at a time against a server that takes no time: what is left is the loop's own."""
+    num_turns, server, tokenizer = 200, Server(), FakeTokenizer()
+    rows, loop = make_rows(num_turns), create_loop("single_turn", server, tokenizer)
+    agents = AgentRunner(lambda _: loop, max_concurrent=1)
+
+    async def bare() -> None:
+        for row in rows:
+            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)
+            answer = await server.generate(GenerateRequest(request_id="0", prompt_token_ids=tuple(ids)))
+            tokenizer.decode(answer.token_ids)
+
+    async def with_loop() -> None:
+        for row in rows:
+            await loop.run({}, **row)
+
+    async def with_runner() -> None:
+        async for _ in agents.run(rows, {}):
+            pass
+
+    works = {"bare": bare, "single_turn": with_loop, "AgentRunner": with_runner}
+    samples = run.collect({name: partial(timed, runner, work, num_turns) for name, work in works.items()})
+    for name in ("single_turn", "AgentRunner"):
+        beyond = [ours - bare for ours, bare in zip(samples[name], samples["bare"], strict=True)]
+        note = "beyond server, template and decode"
+        run.record("overhead per turn", name, beyond, unit="ms", goal="<= 0.5 ms", note=note)
+    output = runner.run(loop.run({}, **rows[0]))
+    run.compare(f"validate {NUM_TOKENS} tokens", {"rl-agent": lambda: validate_output(output)}, unit="us", inner=100)
+
+
+def many_sessions(run: Run, runner: asyncio.Runner, num_sessions: int, delay_s: float) -> None:
+    """All sessions at once against a server that takes a fixed time: how much later does each one end?"""
+    server, tokenizer = Server(delay_s), FakeTokenizer()
+    agents = AgentRunner(lambda name: create_loop(name, server, tokenizer), max_concurrent=num_sessions)
+
+    async def ours(count: int) -> list[float]:
+        return sorted([result.wall_s * 1e3 async for result in agents.run(make_rows(count), {})])
+
+    async def alone(count: int) -> list[float]:
+        async def one() -> float:
+            start = time.perf_counter()
+            await server.generate(GenerateRequest(request_id="0", prompt_token_ids=(1,)))
+            return (time.perf_counter() - start) * 1e3
+
+        return sorted(await asyncio.gather(*(one() for _ in range(count))))
+
+    for count in (1, num_sessions):
+        works = {"server alone": partial(alone, count), "rl-agent": partial(ours, count)}
+        samples = run.collect({name: partial(lambda work: runner.run(work()), work) for name, work in works.items()})
+        for quantile in (0.5, 0.99):
+            for name, latencies in samples.items():
+                figures = [latency[int(count * quantile)] for latency in latencies]
+                role = Role.OURS if name == "rl-agent" else Role.LIMIT
+                run.record(f"latency p{quantile * 100:g}, {count} sessions", name, figures, unit="ms", role=role)

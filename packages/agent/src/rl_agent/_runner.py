@@ -1,0 +1,186 @@
+"""Runs many rollouts at a time on one event loop. Every one of them ends as a value."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from rl_agent._concurrency import as_finished
+from rl_agent._validation import validate_output
+from rl_agent.errors import FailureError, OutputError, RowError
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
+from rl_rollout.errors import RolloutError, WeightUpdateError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+    from rl_agent.base import AgentLoop
+
+_RECOVERABLE = (FailureError, RowError, RolloutError, ConnectionError, TimeoutError)
+"""What a rollout may fail on. Anything else is a mistake in a program and surfaces."""
+
+_Outcome = tuple[AgentLoopOutput, ...] | Failure
+
+
+class AgentRunner:
+    """Runs every row of a batch `group_size` times, many rollouts at once, and yields each result as it finishes.
+
+    A rollout that fails is tried again up to `max_attempts` times where that can help; after that, or when its deadline
+    passes, it ends as a `Failure`, while the others go on. A failure is never a reward of zero. An error that is not a
+    failure of the rollout (a bug in a loop, an output that is not valid, an agent loop that is not installed, a
+    tokenizer without chat template) is raised from the iteration, and the rollouts still running are cancelled.
+
+    One event loop; an instance may run several batches at the same time, each with its own bound.
+
+    Args:
+        loop_factory: Makes the loop of a name, for example `lambda name: create_loop(name, server, tokenizer)`. Called
+            once per name.
+        default_loop: Runs the rows that have no `agent_name`.
+        max_concurrent: Rollouts running at the same time.
+        timeout_s: Deadline of one rollout with all its attempts, seconds.
+        max_attempts: How often a rollout is started at most.
+        retry_delay_s: Pause before the second attempt, seconds; doubles for each further one.
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+
+    def __init__(
+        self,
+        loop_factory: Callable[[str], AgentLoop],
+        *,
+        default_loop: str = "single_turn",
+        max_concurrent: int = 256,
+        timeout_s: float = 600.0,
+        max_attempts: int = 2,
+        retry_delay_s: float = 0.2,
+    ) -> None:
+        limits = {"max_concurrent": max_concurrent, "timeout_s": timeout_s, "max_attempts": max_attempts}
+        for name, value in limits.items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        self._loop_factory = loop_factory
+        self._default_loop = default_loop
+        self._max_concurrent = max_concurrent
+        self._timeout_s = timeout_s
+        self._max_attempts = max_attempts
+        self._retry_delay_s = retry_delay_s
+        self._loops: dict[str, AgentLoop] = {}
+
+    async def run(
+        self, rows: Sequence[Mapping[str, Any]], sampling_params: Mapping[str, Any], *, group_size: int = 1
+    ) -> AsyncGenerator[RolloutResult, None]:
+        """Yield `len(rows) * group_size` results in the order in which they finish.
+
+        Leaving the iteration early cancels what is running; close it at once with `contextlib.aclosing`.
+
+        Args:
+            rows: Dataset rows; `agent_name` chooses a row's loop.
+            sampling_params: Fields of `rl_rollout.types.SamplingParams`. A `seed` among them seeds the batch: every
+                rollout gets its own, derived from it and the rollout's place in the batch.
+            group_size: Rollouts per row.
+
+        Raises:
+            LoopError: a row's loop is not installed; raised before anything starts.
+            ValueError: `group_size` is not positive.
+        """
+        if group_size < 1:
+            raise ValueError(f"group_size is {group_size}; it must be positive")
+        loops = [self._loop_of(row) for row in rows]
+        rollouts = (
+            self._rollout(loops[i], rows[i], seeded(sampling_params, i, k), row_index=i, rollout_index=k)
+            for i in range(len(rows))
+            for k in range(group_size)
+        )
+        async with aclosing(as_finished(rollouts, self._max_concurrent)) as results:
+            async for result in results:
+                yield result
+
+    def _loop_of(self, row: Mapping[str, Any]) -> AgentLoop:
+        name = row.get("agent_name") or self._default_loop
+        if name not in self._loops:
+            self._loops[name] = self._loop_factory(name)
+        return self._loops[name]
+
+    async def _rollout(
+        self, loop: AgentLoop, row: Mapping[str, Any], params: dict[str, Any], *, row_index: int, rollout_index: int
+    ) -> RolloutResult:
+        start, num_attempts = time.perf_counter(), 0
+        outcome: _Outcome | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    num_attempts += 1
+                    outcome = await _attempt(loop, row, params)
+                    is_final = not isinstance(outcome, Failure) or not outcome.is_retryable
+                    if is_final or num_attempts == self._max_attempts:
+                        break
+                    await asyncio.sleep(self._retry_delay_s * 2 ** (num_attempts - 1))
+        except TimeoutError:  # the deadline's own: a loop's ends as a value in _attempt
+            outcome = _deadline_failure(self._timeout_s, num_attempts, outcome)
+        except Exception as error:
+            error.add_note(f"in rollout {rollout_index} of row {row_index}, agent loop {type(loop).__name__}")
+            raise
+        return RolloutResult(
+            row_index=row_index,
+            rollout_index=rollout_index,
+            outputs=outcome,
+            num_attempts=num_attempts,
+            wall_s=time.perf_counter() - start,
+        )
+
+
+def seeded(sampling_params: Mapping[str, Any], row_index: int, rollout_index: int) -> dict[str, Any]:
+    """The batch's sampling parameters with a seed of this rollout's own, where the batch is seeded.
+
+    One seed for all would make the rollouts of a group equal, token for token.
+    """
+    params = dict(sampling_params)
+    if params.get("seed") is not None:
+        key = f"{params['seed']}/{row_index}/{rollout_index}".encode()
+        params["seed"] = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest()) >> 1
+    return params
+
+
+def to_failure(error: Exception) -> Failure:
+    """What a rollout ends as when its loop raised one of the errors that a rollout may fail on."""
+    if isinstance(error, FailureError):
+        return error.failure
+    stage = "generate" if isinstance(error, RolloutError) else "loop"
+    is_retryable = True
+    if isinstance(error, ConnectionError):
+        kind = FailureKind.TRANSPORT
+    elif isinstance(error, TimeoutError):
+        kind = FailureKind.TIMEOUT
+    elif isinstance(error, RowError):
+        kind, stage, is_retryable = FailureKind.ENVIRONMENT, "row", False
+    else:
+        kind, is_retryable = FailureKind.GENERATION, isinstance(error, WeightUpdateError)
+    return Failure(kind=kind, stage=stage, message=str(error) or type(error).__name__, is_retryable=is_retryable)
+
+
+async def _attempt(loop: AgentLoop, row: Mapping[str, Any], params: dict[str, Any]) -> _Outcome:
+    """Run a loop once; its outputs, checked, or the failure it ended in."""
+    try:
+        given = await loop.run(dict(params), **row)
+    except _RECOVERABLE as error:
+        return to_failure(error)
+    outputs = (given,) if isinstance(given, AgentLoopOutput) else tuple(given)
+    if not outputs:
+        raise OutputError("the agent loop gave no trajectory; give one, or raise FailureError to fail the rollout")
+    for output in outputs:
+        validate_output(output)
+    return outputs
+
+
+def _deadline_failure(timeout_s: float, num_attempts: int, last: _Outcome | None) -> Failure:
+    before = f"; the attempt before failed: {last.message}" if isinstance(last, Failure) else ""
+    return Failure(
+        kind=FailureKind.TIMEOUT,
+        stage="rollout",
+        message=f"no result within {timeout_s:g} s, in attempt {num_attempts}{before}",
+        is_retryable=True,
+    )

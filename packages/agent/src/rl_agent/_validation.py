@@ -1,0 +1,84 @@
+"""What makes a trajectory trainable. Pure checks, nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rl_agent.errors import OutputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_agent.types import AgentLoopOutput
+
+FINISH_REASONS = ("stop", "length", "abort")
+_MAX_LOGPROB = 1e-3
+"""Rounding of a log-softmax over a large vocabulary may leave a log-prob this far above zero."""
+
+
+def validate_output(output: AgentLoopOutput) -> None:
+    """Check that a trajectory can be trained on.
+
+    One entry per completion token in every column; flags 0 or 1 with at least one 1; where the model wrote, a finite
+    log-prob that is not positive and a weight version from 0; elsewhere exactly 0.0 and -1; rewards finite, one per
+    turn where there are per-turn ones.
+
+    Raises:
+        OutputError: names the field, the position and the value.
+    """
+    _check_ids("prompt_token_ids", output.prompt_token_ids)
+    _check_ids("completion_token_ids", output.completion_token_ids)
+    for name in ("loss_mask", "rollout_logprobs", "weight_versions"):
+        if len(getattr(output, name)) != len(output.completion_token_ids):
+            num_tokens = len(output.completion_token_ids)
+            raise OutputError(f"{name} has {len(getattr(output, name))} entries for {num_tokens} completion tokens")
+    _check_mask(output)
+    _check_summary(output)
+
+
+def _check_ids(name: str, ids: Sequence[int]) -> None:
+    if not ids:
+        raise OutputError(f"{name} is empty; a trajectory needs at least one token there")
+    if min(ids) < 0:
+        raise _error(name, next(i for i, token in enumerate(ids) if token < 0), ids, "a token id is not negative")
+
+
+def _check_mask(output: AgentLoopOutput) -> None:
+    mask, logprobs, versions = output.loss_mask, output.rollout_logprobs, output.weight_versions
+    for i, (flag, logprob, version) in enumerate(zip(mask, logprobs, versions, strict=True)):
+        if flag == 1:
+            if not -math.inf < logprob <= _MAX_LOGPROB:
+                raise _error(
+                    "rollout_logprobs", i, logprobs, "the model wrote this token, so it is finite and at most 0"
+                )
+            if version < 0:
+                raise _error("weight_versions", i, versions, "the model wrote this token, so it is a version from 0 up")
+        elif flag != 0:
+            raise _error("loss_mask", i, mask, "a flag is 1 where the model wrote the token and 0 elsewhere")
+        elif logprob != 0:
+            raise _error("rollout_logprobs", i, logprobs, "the model did not write this token, so it is 0")
+        elif version != -1:
+            raise _error("weight_versions", i, versions, "the model did not write this token, so it is -1")
+    if 1 not in mask:
+        raise OutputError("loss_mask has no 1: the model wrote none of the completion, so there is nothing to train on")
+
+
+def _check_summary(output: AgentLoopOutput) -> None:
+    if output.finish_reason not in FINISH_REASONS:
+        raise OutputError(f"finish_reason is {output.finish_reason!r}; allowed are {', '.join(FINISH_REASONS)}")
+    if output.num_turns < 1:
+        raise OutputError(f"num_turns is {output.num_turns}; a trajectory holds at least one generation")
+    if output.reward is not None and not math.isfinite(output.reward):
+        raise OutputError(
+            f"reward is {output.reward}; give a finite number, None to have it graded later, or fail the rollout"
+        )
+    if output.turn_rewards and len(output.turn_rewards) != output.num_turns:
+        raise OutputError(f"turn_rewards has {len(output.turn_rewards)} entries for {output.num_turns} turns")
+    for i, reward in enumerate(output.turn_rewards):
+        if not math.isfinite(reward):
+            raise _error("turn_rewards", i, output.turn_rewards, "a reward is finite")
+
+
+def _error(name: str, index: int, values: Sequence[Any], rule: str) -> OutputError:
+    return OutputError(f"{name}[{index}] is {values[index]!r}; {rule}")

@@ -1,0 +1,42 @@
+"""The interface of an agent loop: a dataset row in, trainable tokens out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rl_agent.types import AgentLoopOutput, Tokenizer
+    from rl_rollout.types import GenerateRequest, TokenOutput
+
+
+class Generator(Protocol):
+    """Anything that generates: a rollout server, its client, or a router over many."""
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """Token ids in, token ids out."""
+        ...
+
+
+class AgentLoop(ABC):
+    """Turns one dataset row into one trajectory, or several.
+
+    The invariant: what the model emitted is never re-tokenised; context is only ever appended to. One instance runs
+    many rows at the same time on one event loop, so `run` keeps its state in local variables.
+    """
+
+    def __init__(self, server: Generator, tokenizer: Tokenizer) -> None:
+        self.server = server
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run one row.
+
+        Args:
+            sampling_params: Fields of `rl_rollout.types.SamplingParams`.
+            **kwargs: The dataset row: `prompt` (chat messages) and whatever else it carries.
+
+        Raises:
+            RowError: the row lacks a field that this loop needs.
+        """

@@ -1,0 +1,232 @@
+"""What a stranger needs to test an agent loop: a tokenizer and a server in memory, and the suite every loop must pass.
+
+A loop's own test file subclasses the suite; pytest finds the tests:
+
+    class TestMyLoop(AgentLoopConformance):
+        def make_loop(self, server, tokenizer):
+            return MyLoop(server, tokenizer)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from rl_agent._validation import validate_output
+from rl_agent.errors import RowError
+from rl_agent.types import AgentLoopOutput
+from rl_rollout.errors import ServerLostError
+from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_agent.base import AgentLoop, Generator
+    from rl_agent.types import Message, Tokenizer
+
+
+class FakeTokenizer:
+    """One token per character (its code point plus 3), and a ChatML-like template that is stable under appending.
+
+    Special ids: 0 `<|im_start|>`, 1 `<|im_end|>` (end of sequence), 2 padding.
+    """
+
+    eos_token_id = 1
+    """Ends an assistant's turn."""
+    _specials = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of the characters of `text`; special tokens are never read from text."""
+        return [ord(character) + 3 for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Characters of `token_ids`."""
+        return "".join(chr(i - 3) if i >= 3 else "" if skip_special_tokens else self._specials[i] for i in token_ids)
+
+    def apply_chat_template(
+        self, conversation: Sequence[Message], *, add_generation_prompt: bool = False, **kwargs: Any
+    ) -> list[int]:
+        """`<|im_start|>role`, a new line, `content<|im_end|>` and a new line for each message."""
+        ids: list[int] = []
+        for message in conversation:
+            ids += [0, *self.encode(f"{message['role']}\n{message['content']}"), 1, *self.encode("\n")]
+        return [*ids, 0, *self.encode("assistant\n")] if add_generation_prompt else ids
+
+
+class FakeGenerator:
+    """A server in memory that answers from a function.
+
+    Args:
+        reply: Gives the completion's ids for a request, or raises what the server should raise. The answer is cut at
+            the request's `max_new_tokens`. The default answers `ok` and the end of sequence.
+        delay_s: How long every generation takes, seconds.
+        weight_version: Of every token; may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[GenerateRequest], Sequence[int]] | None = None,
+        *,
+        delay_s: float = 0.0,
+        weight_version: int = 0,
+    ) -> None:
+        self._reply = reply or _say_ok
+        self._delay_s = delay_s
+        self.weight_version = weight_version
+        """Version of the tokens generated from now on."""
+        self.requests: list[GenerateRequest] = []
+        """Every request, in order of arrival."""
+        self.outputs: list[TokenOutput] = []
+        """Every answer, in the order given."""
+        self.num_running = 0
+        """Generations in flight."""
+        self.max_running = 0
+        """Most that were ever in flight."""
+        self.started = asyncio.Event()
+        """Set when the first generation starts."""
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """Answer after the delay. The log-prob of the i-th token is -(i + 1) / 64."""
+        self.requests.append(request)
+        self.started.set()
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            await asyncio.sleep(self._delay_s)
+            ids = tuple(self._reply(request))
+        finally:
+            self.num_running -= 1
+        limit = request.sampling_params.max_new_tokens
+        output = TokenOutput(
+            request_id=request.request_id,
+            token_ids=ids[:limit],
+            logprobs=tuple(-(i + 1) / 64 for i in range(len(ids[:limit]))),
+            weight_versions=(self.weight_version,) * len(ids[:limit]),
+            finish_reason=FinishReason.LENGTH if len(ids) > limit else FinishReason.STOP,
+        )
+        self.outputs.append(output)
+        return output
+
+
+def _say_ok(_: GenerateRequest) -> Sequence[int]:
+    return [*FakeTokenizer().encode("ok"), FakeTokenizer.eos_token_id]
+
+
+class AgentLoopConformance:
+    """What every agent loop must hold to, whatever it does between generations. Subclass it and say how to make one."""
+
+    sampling_params: dict[str, Any] = {"max_new_tokens": 64}  # noqa: RUF012 - a test class's constant
+    """Given to every run."""
+
+    def make_loop(self, server: Generator, tokenizer: Tokenizer) -> AgentLoop:
+        """The loop under test."""
+        raise NotImplementedError
+
+    def make_row(self, index: int) -> dict[str, Any]:
+        """A row that the loop can run; different for every index."""
+        return {"prompt": [{"role": "user", "content": f"question {index}"}]}
+
+    def reply(self, request: GenerateRequest) -> Sequence[int]:
+        """What the model says; the default repeats the end of its prompt, so that answers to different rows differ."""
+        return [*request.prompt_token_ids[-32:], FakeTokenizer.eos_token_id]
+
+    def test_outputs_are_valid(self) -> None:
+        """Every trajectory could be trained on."""
+        for output in self._run(FakeGenerator(self.reply))[0]:
+            validate_output(output)
+
+    def test_emitted_tokens_are_kept_and_context_is_only_appended_to(self) -> None:
+        """Each request's prompt is a prefix of a trajectory, followed there by exactly what the model answered."""
+        server = FakeGenerator(self.reply, weight_version=7)
+        outputs = self._run(server)[0]
+        assert server.outputs, "the loop generated nothing"
+        answers = {output.request_id: output for output in server.outputs}
+        for request in server.requests:
+            assert any(_holds(output, request, answers[request.request_id]) for output in outputs), (
+                f"no trajectory holds the answer {answers[request.request_id].token_ids} to {request.prompt_token_ids}"
+            )
+
+    def test_the_mask_marks_exactly_what_the_model_wrote(self) -> None:
+        """Over all trajectories of a session without branches, as many 1s as tokens were generated."""
+        server = FakeGenerator(self.reply)
+        outputs = self._run(server)[0]
+        num_generated = sum(len(output.token_ids) for output in server.outputs)
+        assert sum(sum(output.loss_mask) for output in outputs) == num_generated
+
+    def test_rows_run_at_the_same_time_do_not_mix(self) -> None:
+        """Thirty-two rows on one instance give what each gives alone."""
+        together = self._run(FakeGenerator(self.reply, delay_s=0.001), num_rows=32)
+        for index in (0, 13, 31):
+            alone = self._run(FakeGenerator(self.reply), first_row=index)[0]
+            assert [o.prompt_token_ids for o in together[index]] == [o.prompt_token_ids for o in alone]
+            assert [o.completion_token_ids for o in together[index]] == [o.completion_token_ids for o in alone]
+
+    def test_a_lost_server_is_not_swallowed(self) -> None:
+        """The server's error leaves the loop as it is, so that the runner can tell its kind."""
+
+        def lose(_: GenerateRequest) -> Sequence[int]:
+            raise ServerLostError("the fake server went away")
+
+        try:
+            self._run(FakeGenerator(lose))
+        except ServerLostError:
+            return
+        raise AssertionError("the loop returned although its server was lost")
+
+    def test_a_row_without_its_fields_is_refused(self) -> None:
+        """The error is a RowError, before anything is generated."""
+        server = FakeGenerator(self.reply)
+        loop = self.make_loop(server, FakeTokenizer())
+        try:
+            asyncio.run(_run(loop, dict(self.sampling_params), {}))
+        except RowError:
+            assert not server.requests, "the loop generated before it looked at its row"
+            return
+        raise AssertionError("the loop ran a row that has no field at all")
+
+    def test_cancellation_ends_it(self) -> None:
+        """A cancelled run ends, and leaves no generation in flight."""
+
+        async def cancel_it() -> int:
+            server = FakeGenerator(self.reply, delay_s=3600)
+            loop = self.make_loop(server, FakeTokenizer())
+            task = asyncio.create_task(_run(loop, dict(self.sampling_params), self.make_row(0)))
+            waiting = asyncio.create_task(server.started.wait())
+            await asyncio.wait([task, waiting], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert server.num_running, "the loop generated nothing within 10 s"
+            task.cancel()
+            await asyncio.wait([task], timeout=10)
+            assert task.cancelled(), "the loop was cancelled and went on"
+            return server.num_running
+
+        assert asyncio.run(cancel_it()) == 0
+
+    def _run(self, server: FakeGenerator, *, num_rows: int = 1, first_row: int = 0) -> list[list[AgentLoopOutput]]:
+        loop = self.make_loop(server, FakeTokenizer())
+        rows = [self.make_row(first_row + i) for i in range(num_rows)]
+
+        async def run_all() -> list[list[AgentLoopOutput]]:
+            return await asyncio.gather(*(_run(loop, dict(self.sampling_params), row) for row in rows))
+
+        return asyncio.run(run_all())
+
+
+async def _run(loop: AgentLoop, sampling_params: dict[str, Any], row: dict[str, Any]) -> list[AgentLoopOutput]:
+    given = await loop.run(sampling_params, **row)
+    return [given] if isinstance(given, AgentLoopOutput) else given
+
+
+def _holds(output: AgentLoopOutput, request: GenerateRequest, answer: TokenOutput) -> bool:
+    """Whether a trajectory reads the request's prompt and then the answer, marked as the model's, log-probs and all."""
+    ids = (*output.prompt_token_ids, *output.completion_token_ids)
+    start = len(request.prompt_token_ids)
+    end = start + len(answer.token_ids)
+    completion = slice(start - len(output.prompt_token_ids), end - len(output.prompt_token_ids))
+    return (
+        start >= len(output.prompt_token_ids)
+        and ids[:start] == request.prompt_token_ids
+        and ids[start:end] == answer.token_ids
+        and output.loss_mask[completion] == (1,) * len(answer.token_ids)
+        and output.rollout_logprobs[completion] == answer.logprobs
+        and output.weight_versions[completion] == answer.weight_versions
+    )

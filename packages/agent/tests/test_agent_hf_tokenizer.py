@@ -1,0 +1,56 @@
+"""The chat template of a real Hugging Face tokenizer, built here: one token per character."""
+
+import asyncio
+import string
+
+import pytest
+
+from rl_agent import RowError, TemplateError, create_loop, load_tokenizer
+from rl_agent.testing import FakeGenerator
+
+transformers = pytest.importorskip("transformers", reason="needs the extra rl-agent[hf]")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<u>{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    specials = ["<pad>", "<u>", "<a>", "<e>"]
+    vocab = {token: i for i, token in enumerate([*specials, *string.ascii_lowercase])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    core.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<e>", additional_special_tokens=["<u>", "<a>"]
+    )
+    tokenizer.chat_template = TEMPLATE
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def run(tokenizer, messages):
+    loop = create_loop("single_turn", FakeGenerator(lambda _: [4, 5, 6, 3]), tokenizer)
+    return asyncio.run(loop.run({}, prompt=messages))
+
+
+def test_the_prompt_is_what_the_template_renders(model_path):
+    output = run(load_tokenizer(model_path), [{"role": "user", "content": "cab"}])
+    assert output.prompt_token_ids == (1, 6, 4, 5, 3, 2)  # <u> c a b <e> <a>
+    assert output.text == "abc"
+
+
+def test_messages_that_the_template_refuses_are_a_row_error(model_path):
+    with pytest.raises(RowError, match="no tools here"):
+        run(load_tokenizer(model_path), [{"role": "tool", "content": "cab"}])
+
+
+def test_a_tokenizer_without_template_is_a_template_error(model_path):
+    tokenizer = load_tokenizer(model_path)
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="chat_template"):
+        run(tokenizer, [{"role": "user", "content": "cab"}])
