@@ -1,0 +1,61 @@
+"""The loss that the trainer injects into the model engine for a policy update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import rl_csrc
+from rl_csrc import METRIC_NAMES
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from rl_engine.types import ModelOutput
+    from rl_trainer.config import AlgorithmConfig
+
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce")
+"""Policy losses of rl-csrc; their formulas and papers are in `rl_csrc.policy_loss`."""
+
+_PER_TOKEN = ("log_ratio", "k3", "clipped_high", "clipped_low", "clipped_dual", "ratio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossFunction:
+    """An rl-engine loss function: policy loss, KL to the reference and entropy bonus, as shares of the global batch.
+
+    Reads the columns `old_logprobs`, `advantages`, `loss_mask`, and `ref_logprobs` where the KL coefficient is
+    positive.
+    """
+
+    config: AlgorithmConfig
+    """Loss, clipping, aggregation and coefficients."""
+
+    def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss share and metric shares of one micro-batch."""
+        config = self.config
+        has_reference = config.kl_coef > 0
+        result = rl_csrc.policy_loss(
+            output.logprobs,
+            rows["old_logprobs"].values(),
+            rows["advantages"].values(),
+            rows["loss_mask"].values(),
+            output.cu_seqlens,
+            loss=config.loss,  # pyright: ignore[reportArgumentType] - checked against POLICY_LOSSES before anything starts
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            clip_dual=config.clip_dual or None,
+            kl=config.kl_estimator if has_reference else "none",
+            kl_coef=config.kl_coef,
+            ref_logprobs=rows["ref_logprobs"].values() if has_reference else None,
+            entropy=output.entropy,
+            entropy_coef=config.entropy_coef,
+            aggregation=config.aggregation,
+            num_tokens=output.counts.tokens,
+            num_sequences=output.counts.sequences,
+        )
+        sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
+        metrics = {"policy_loss": sums["policy_loss"], "kl": sums["kl_loss"], "entropy": sums["entropy"]}
+        metrics |= {name: sums[name] / output.counts.tokens for name in _PER_TOKEN}
+        return result.loss, metrics

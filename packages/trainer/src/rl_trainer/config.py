@@ -1,0 +1,294 @@
+"""The configuration of a training run: one tree of dataclasses, filled from a recipe file and `key=value` overrides.
+
+YAML and strings exist only here; everything behind gets typed values. A key that no component owns is an error that
+names the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+from rl_trainer.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """A small character-level model, made on the spot and taught a little by supervision before RL takes over."""
+
+    hidden_size: Positive = 224
+    """Width."""
+    num_layers: Positive = 2
+    """Transformer layers."""
+    steps: Positive = 400
+    """Supervised optimizer steps at most."""
+    batch_size: Positive = 256
+    """Rows per step."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    target_loss: float = 0.0
+    """Stop once the smoothed token loss is below this; 0 runs all steps."""
+    num_rows: Positive = 20000
+    """Problems in the supervised file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The policy to train."""
+
+    path: str | None = None
+    """A Hugging Face model folder. None builds one from `warmup`."""
+    warmup: WarmupConfig | None = None
+    """How to build the small model; only with `path` unset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    format: Literal["rows", "gsm8k", "reasoning_gym"] = "rows"
+    """`rows`: the dataset format (JSONL or parquet); `gsm8k`: question/answer lines; `reasoning_gym`: procedural."""
+    path: str | None = None
+    """File to train on, or a folder with train.* and test.*; unused by reasoning_gym."""
+    eval_path: str | None = None
+    """Held-out file; None takes test.* of the folder, or else the last `eval_size` rows of the file."""
+    eval_size: Positive = 256
+    """Held-out rows."""
+    task: str = "chain_sum"
+    """Name of the reasoning_gym task."""
+    task_config: Mapping[str, Any] = field(default_factory=dict)
+    """Its parameters."""
+    num_rows: Positive = 50000
+    """Rows to draw from reasoning_gym."""
+    prompt_template: str = "{question}"
+    """How a prompt is made of `{question}` and the task's metadata; reasoning_gym and gsm8k only."""
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are left out, and counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """How many of what: prompts, completions, tokens."""
+
+    batch_size: Positive = 64
+    """Prompts per training step."""
+    group_size: Positive = 8
+    """Completions per prompt."""
+    mini_batch_size: Positive = 64
+    """Prompts per optimizer step."""
+    max_tokens_per_gpu: Positive = 16384
+    """Tokens per micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """The model engine that trains."""
+
+    backend: str = "fsdp"
+    """Name of an installed rl-engine backend."""
+    world_size: Positive = 1
+    """Processes (one GPU each where there are GPUs)."""
+    lr: float = 1e-6
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW moment decays."""
+    weight_decay: float = 0.01
+    """AdamW decoupled decay."""
+    max_grad_norm: float = 1.0
+    """Gradient norm is clipped to this."""
+    lr_warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: `cosine` falls to nothing at the end of the run."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters and activations."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Of matrix products inside float32; medium computes them in bfloat16 where the processor is faster so."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    """The rollout engine that generates."""
+
+    backend: str = "embedded"
+    """Name of an installed rl-rollout backend."""
+    num_replicas: Positive = 1
+    """Servers, each a process of its own."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; the trainer's log-probs use the same."""
+    eval_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature on held-out rows; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass."""
+    max_new_tokens: Positive = 256
+    """Longest completion, tokens."""
+    max_num_seqs: Positive = 256
+    """Requests that one server decodes at a time."""
+    max_model_len: Positive = 4096
+    """Longest prompt plus completion, tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSection:
+    """The agent loops that turn rows into trajectories."""
+
+    loop: str = "single_turn"
+    """Name of an installed rl-agent loop, for rows that name none."""
+    num_workers: Positive = 1
+    """Processes that run loops and score them."""
+    max_concurrent: Positive = 2048
+    """Rollouts in flight per process."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of one rollout, seconds."""
+    max_attempts: Positive = 3
+    """Attempts at a rollout whose failure may be transient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """What is optimised."""
+
+    advantage: str = "grpo"
+    """Registered advantage estimator."""
+    loss: str = "ppo"
+    """Registered policy loss."""
+    clip_low: float = 0.2
+    """Importance ratio is clipped at 1 - clip_low."""
+    clip_high: float = 0.2
+    """Importance ratio is clipped at 1 + clip_high."""
+    clip_dual: float = 3.0
+    """Bound on the ratio for negative advantages; 0 turns it off."""
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """How token losses become one number."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty against the frozen start policy, in the loss; 0 starts no reference."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Estimator of that KL."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """`recompute`: by the engine before the update; `rollout`: take the sampler's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    name: str = "run"
+    """Shown in reports and in the default output folder."""
+    seed: int = 0
+    """Seeds data order, sampling and initialisation."""
+    steps: Positive = 100
+    """Training steps."""
+    output_dir: str | None = None
+    """Where everything is written; None makes `outputs/<name>-<date>-<time>`."""
+    runtime: Literal["ray", "inline"] = "ray"
+    """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
+    eval_every: NonNegative = 10
+    """Steps between evaluations on held-out rows; 0 evaluates only first and last."""
+    save_every: NonNegative = 0
+    """Steps between checkpoints; 0 saves only the last."""
+    resume_from: str | None = None
+    """A `checkpoint-N` folder of an earlier run with the same configuration; training goes on after its step."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of any single call to a worker, seconds."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    engine: EngineSection = field(default_factory=EngineSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    agent: AgentSection = field(default_factory=AgentSection)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    weights_transport: str = "shm"
+    """Name of an installed rl-ckpt backend."""
+    queue_storage: str = "shm"
+    """Name of an installed rl-tq storage."""
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe (a shipped name or a YAML file) and apply `key=value` overrides.
+
+    Raises:
+        ConfigError: no such recipe, an unknown key (names the nearest), or a value of the wrong type or range.
+    """
+    tree = _read_recipe(recipe)
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+        _set(tree, key.strip(), yaml.safe_load(value))
+    _reject_unknown(tree, Config, "")
+    try:
+        return TypeAdapter(Config).validate_python(tree)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        raise ConfigError(f"the configuration cannot be used: {problems}") from error
+
+
+def _read_recipe(recipe: str) -> dict[str, Any]:
+    path = Path(recipe)
+    if path.suffix not in {".yaml", ".yml"}:
+        path = RECIPES / f"{recipe}.yaml"
+    if not path.is_file():
+        shipped = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+        raise ConfigError(
+            f"there is no recipe {recipe!r}: give one of {', '.join(shipped)}, or the path of a .yaml file"
+        )
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of configuration keys")
+    return tree
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = tree.get(parent)
+        if child is None:
+            child = tree[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {key!r}: {parent!r} is a value, not a section")
+        tree = child
+    tree[last] = value
+
+
+def _reject_unknown(tree: Mapping[str, Any], cls: type, prefix: str) -> None:
+    known = {f.name for f in fields(cls)}
+    for key, value in tree.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), _all_keys(Config, ""), n=1, cutoff=0.0)
+            nested = difflib.get_close_matches(f"{prefix}{key}", _all_keys(Config, ""), n=1, cutoff=0.5)
+            raise ConfigError(f"unknown configuration key {prefix}{key!s}; the nearest one is {(nested or near)[0]}")
+        section = _section_of(cls, key)
+        if section is not None and isinstance(value, Mapping):
+            _reject_unknown(value, section, f"{prefix}{key}.")
+
+
+def _section_of(cls: type, key: str) -> type | None:
+    hint = get_type_hints(cls)[key]
+    return next((t for t in (hint, *getattr(hint, "__args__", ())) if is_dataclass(t) and isinstance(t, type)), None)
+
+
+def _all_keys(cls: type, prefix: str) -> list[str]:
+    keys: list[str] = []
+    for f in fields(cls):
+        section = _section_of(cls, f.name)
+        keys.append(prefix + f.name)
+        if section is not None:
+            keys += _all_keys(section, f"{prefix}{f.name}.")
+    return keys

@@ -1,0 +1,79 @@
+"""What one step measured, and the clock that attributes its time to phases."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One training step as the controller saw it."""
+
+    step: int
+    """1-based; 0 is the evaluation before training."""
+    reward: float | None
+    """Mean reward of the step's completions."""
+    accuracy: float | None
+    """Mean reward on held-out rows after the step, where it was evaluated."""
+    num_tokens: int
+    """Completion tokens generated."""
+    num_truncated: int
+    """Completions that hit the length limit."""
+    failures: Mapping[str, int]
+    """Failed rollouts per kind."""
+    metrics: Mapping[str, float]
+    """Loss, KL, clip fractions, gradient norm, learning rate."""
+    phase_s: Mapping[str, float]
+    """Seconds per phase."""
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.phase_s.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens over the step's time without evaluation."""
+        busy = self.wall_s - self.phase_s.get("eval", 0.0)
+        return self.num_tokens / busy if busy > 0 else 0.0
+
+    @classmethod
+    def of_evaluation(cls, step: int, accuracy: float, phase_s: Mapping[str, float]) -> StepRecord:
+        """A record that holds nothing but an evaluation."""
+        return cls(
+            step=step,
+            reward=None,
+            accuracy=accuracy,
+            num_tokens=0,
+            num_truncated=0,
+            failures={},
+            metrics={},
+            phase_s=phase_s,
+        )
+
+
+@dataclass(slots=True)
+class PhaseTimer:
+    """Adds up wall time per named phase."""
+
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Attribute the body's time to `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call, per phase."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds

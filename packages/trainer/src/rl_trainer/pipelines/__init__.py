@@ -1,0 +1,1 @@
+"""The training pipelines, one readable file each."""

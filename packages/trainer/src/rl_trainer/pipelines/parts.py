@@ -1,0 +1,269 @@
+"""The parts of a job, placed: what every pipeline is composed of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import rl_tq
+from rl_engine.types import EngineConfig, MatmulPrecision, OptimizerConfig, Precision
+from rl_rollout.types import ServerConfig
+from rl_trainer.base import ResourcePool
+from rl_trainer.errors import RolloutFailedError, StaleWeightsError
+from rl_trainer.workers.agent import AgentWorker, Job
+from rl_trainer.workers.engine import EngineWorker
+from rl_trainer.workers.services import QueueWorker, RolloutWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rl_ckpt.types import SyncReport
+    from rl_tq.base import TransferQueue
+    from rl_tq.types import BatchMeta
+    from rl_trainer.base import Runtime
+    from rl_trainer.config import Config
+    from rl_trainer.data import PromptOrder, Row
+
+_REFILL_ATTEMPTS = 3
+"""A batch that lost groups to failures is refilled with fresh prompts this often before the run gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A full batch of rollouts and what it cost."""
+
+    batch: BatchMeta
+    """batch_size x group_size rows."""
+    failures: dict[str, int]
+    """Failed rollouts per kind; their prompts were replaced by others."""
+
+
+class RolloutManager:
+    """Turns prompts into a batch: splits them over the agent workers, and replaces groups that failed."""
+
+    def __init__(self, agents: AgentWorker, rows: Sequence[Row], order: PromptOrder, config: Config) -> None:
+        self._agents, self._rows, self._order, self._config = agents, rows, order, config
+        self._num_groups = 0
+
+    def generate_sequences(self, partition: str, step: int) -> Generated:
+        """Roll out `batch_size` fresh prompts.
+
+        Raises:
+            RolloutFailedError: groups still failed after refilling; carries the counts.
+        """
+        batches: list[BatchMeta] = []
+        failures: dict[str, int] = {}
+        missing, reason = self._config.batch.batch_size, ""
+        for attempt in range(_REFILL_ATTEMPTS):
+            jobs = [self._job(index) for index in self._order.take(missing)]
+            sampling = self._sampling(temperature=self._config.rollout.temperature, salt=f"{step}/{attempt}")
+            for report in self._agents.generate(jobs, sampling, partition, self._config.batch.group_size):
+                batches += [report.batch] if report.batch is not None else []
+                missing -= len(report.complete_groups)
+                reason = report.last_failure or reason
+                for kind, count in report.failures.items():
+                    failures[kind] = failures.get(kind, 0) + count
+            if missing == 0:
+                return Generated(batch=type(batches[0]).concat(batches), failures=failures)
+        raise RolloutFailedError(
+            f"step {step}: {missing} of {self._config.batch.batch_size} groups failed in each of {_REFILL_ATTEMPTS} "
+            "attempts "
+            f"({failures}); the last failure: {reason}"
+        )
+
+    def evaluate(self, rows: Sequence[Row]) -> float:
+        """Mean reward of one completion per held-out row, at `rollout.eval_temperature`.
+
+        Raises:
+            RolloutFailedError: more than one in ten failed, so the mean would say little.
+        """
+        sampling = self._sampling(temperature=self._config.rollout.eval_temperature, salt="eval")
+        reports = self._agents.evaluate(list(rows), sampling)
+        rewards = [reward for report in reports for reward in report.rewards]
+        num_failed = sum(report.num_failed for report in reports)
+        if num_failed * 10 > len(rows):
+            raise RolloutFailedError(f"{num_failed} of {len(rows)} evaluation rollouts failed")
+        return sum(rewards) / len(rewards)
+
+    def _job(self, index: int) -> Job:
+        self._num_groups += 1
+        return Job(row=self._rows[index], group_id=self._num_groups)
+
+    def _sampling(self, *, temperature: float, salt: str) -> dict[str, Any]:
+        rollout = self._config.rollout
+        return {
+            "temperature": temperature,
+            "top_p": rollout.top_p,
+            "max_new_tokens": rollout.max_new_tokens,
+            "seed": hash_seed(f"{self._config.seed}/{salt}"),
+        }
+
+
+def hash_seed(text: str) -> int:
+    """A 31-bit seed that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
+
+
+class WeightSync:
+    """Moves the actor's weights to every server. The controller sees only the report."""
+
+    def __init__(self, actor: EngineWorker, servers: RolloutWorker, num_replicas: int) -> None:
+        self._actor, self._servers, self._num_replicas = actor, servers, num_replicas
+
+    def sync(self, version: int) -> SyncReport:
+        """Send and install `version`; returns when every server serves it.
+
+        If either side fails, both errors are told.
+        """
+        with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
+            sent = threads.submit(self._actor.send_weights, version, self._num_replicas)
+            installed = threads.submit(self._servers.update_weights, version)
+            errors = [error for error in (sent.exception(), installed.exception()) if error is not None]
+        if len(errors) == 2:
+            errors[0].add_note(f"the receiving side: {errors[1]}")
+        if errors:
+            raise errors[0]
+        report = sent.result()
+        assert report is not None, "rank 0 of the actor sends"
+        if report.lost:
+            raise StaleWeightsError(
+                f"weights version {version} was committed, but {', '.join(report.lost)} did not confirm it"
+            )
+        return report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything a pipeline drives."""
+
+    actor: EngineWorker
+    """The policy being trained."""
+    reference: EngineWorker | None
+    """The frozen start policy; None without a KL penalty."""
+    rollout_manager: RolloutManager
+    """Generation."""
+    weights: WeightSync
+    """Actor to servers."""
+    queue: TransferQueue
+    """The controller's client: references only."""
+
+
+def resource_pools(config: Config) -> list[ResourcePool]:
+    """The pools of a job: one for engines, one for servers, one for agent loops, one for the queue."""
+    has_gpu = _num_gpus() > 0
+    return [
+        ResourcePool(name="engine", num_workers=config.engine.world_size, num_gpus=1.0 if has_gpu else 0.0),
+        ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=1.0 if has_gpu else 0.0),
+        ResourcePool(name="agent", num_workers=config.agent.num_workers),
+        ResourcePool(name="queue", num_workers=1),
+    ]
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def place(config: Config, runtime: Runtime, model_path: Path, rows: Sequence[Row], order: PromptOrder) -> Parts:
+    """Start every worker of a job."""
+    job = f"{config.name}-{os.getpid()}"
+    weights_address = f"{config.weights_transport}://{job}-weights"
+    is_own_process = config.runtime != "inline"
+    runtime.start(resource_pools(config))
+    queue_address = runtime.create_group(
+        QueueWorker, "queue", address=f"{config.queue_storage}://{job}-queue"
+    ).address()
+    with ThreadPoolExecutor(2, thread_name_prefix="place") as threads:  # processes start side by side
+        servers = threads.submit(
+            runtime.create_group,
+            RolloutWorker,
+            "rollout",
+            backend=config.rollout.backend,
+            config=server_config(config, model_path),
+            weights_address=weights_address,
+            is_own_process=is_own_process,
+            timeout_s=config.timeout_s,
+        )
+        actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
+        reference = (
+            create_engine(config, runtime, model_path, queue_address, None, is_trained=False)
+            if config.algorithm.kl_coef > 0
+            else None
+        )
+        rollout = servers.result()
+    agents = runtime.create_group(
+        AgentWorker,
+        "agent",
+        config=config.agent,
+        model_path=str(model_path),
+        servers=rollout.addresses(),
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )
+    return Parts(
+        actor=actor,
+        reference=reference,
+        rollout_manager=RolloutManager(agents, rows, order, config),
+        weights=WeightSync(actor, rollout, config.rollout.num_replicas),
+        queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
+    )
+
+
+def create_engine(
+    config: Config,
+    runtime: Runtime,
+    model_path: Path,
+    queue_address: str,
+    weights_address: str | None,
+    *,
+    is_trained: bool,
+) -> EngineWorker:
+    """Place the actor or the reference on the engine pool."""
+    section = config.engine
+    num_updates = config.batch.batch_size // config.batch.mini_batch_size
+    optimizer = OptimizerConfig(
+        lr=section.lr,
+        betas=section.betas,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        warmup_steps=section.lr_warmup_steps,
+        total_steps=config.steps * num_updates if section.lr_schedule == "cosine" else None,
+    )
+    engine_config = EngineConfig(
+        model_path=str(model_path),
+        optimizer=optimizer if is_trained else None,
+        precision=Precision(section.precision),
+        matmul_precision=MatmulPrecision(section.matmul_precision),
+        max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
+        temperature=config.rollout.temperature,
+        entropy=is_trained and config.algorithm.entropy_coef > 0,
+        activation_checkpointing=section.activation_checkpointing,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )
+    return runtime.create_group(
+        EngineWorker,
+        "engine",
+        backend=section.backend,
+        config=engine_config,
+        algorithm=config.algorithm,
+        queue_address=queue_address,
+        weights_address=weights_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def server_config(config: Config, model_path: Path) -> ServerConfig:
+    """What one rollout server is built from."""
+    return ServerConfig(
+        model_path=str(model_path),
+        max_model_len=config.rollout.max_model_len,
+        max_num_seqs=config.rollout.max_num_seqs,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )

@@ -1,0 +1,124 @@
+"""Everything that can be known to fail before the first process is started, checked in one place."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+
+from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.rewards import resolve_reward
+
+if TYPE_CHECKING:
+    from rl_trainer.config import Config
+    from rl_trainer.data import Row
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check(config: Config, rows: list[Row]) -> None:
+    """Check backends, model folder, output folder and reward rules.
+
+    Raises:
+        InputError: the first thing that cannot work, in one sentence.
+    """
+    for group, name, key in (
+        ("rl_engine.backends", config.engine.backend, "engine.backend"),
+        ("rl_rollout.backends", config.rollout.backend, "rollout.backend"),
+        ("rl_ckpt.backends", config.weights_transport, "weights_transport"),
+        ("rl_tq.storage", config.queue_storage, "queue_storage"),
+        ("rl_agent.loops", config.agent.loop, "agent.loop"),
+    ):
+        check_installed(group, name, key)
+    check_model(config)
+    for source in {row["data_source"] for row in rows}:
+        resolve_reward(source)
+    check_resume(config)
+    if config.output_dir is not None and (Path(config.output_dir) / "summary.json").exists():
+        raise InputError(
+            f"output_dir={config.output_dir} already holds a finished run; choose another, so that nothing is "
+            "overwritten"
+        )
+
+
+def check_resume(config: Config) -> None:
+    """Check that the checkpoint to resume from is complete and has steps left."""
+    if config.resume_from is None:
+        return
+    state = Path(config.resume_from) / "trainer_state.json"
+    if not state.is_file():
+        raise InputError(
+            f"resume_from={config.resume_from} is not a complete checkpoint folder: it has no {state.name}"
+        )
+    if (step := json.loads(state.read_text())["step"]) >= config.steps:
+        raise InputError(
+            f"resume_from={config.resume_from} is at step {step} already, and steps={config.steps}; raise steps"
+        )
+    if config.model.path is None:
+        raise InputError(
+            "resume_from needs model.path: the folder that the first run started from (its output_dir/model)"
+        )
+
+
+def check_installed(group: str, name: str, key: str) -> None:
+    """Check that an entry point exists and that the packages of its extra are installed, importing none of them.
+
+    Raises:
+        ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
+    """
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        raise ConfigError(f"{key}={name!r} is not installed; installed are {', '.join(sorted(found)) or 'none'}")
+    missing = _missing_requirements(found[name])
+    if missing:
+        dist = found[name].dist
+        assert dist is not None, "entry points of installed packages know their distribution"
+        raise ConfigError(f"{key}={name} needs {', '.join(missing)}: pip install '{dist.name}[{name}]'")
+
+
+def _missing_requirements(point: EntryPoint) -> list[str]:
+    if point.dist is None:
+        return []
+    requirements = [Requirement(text) for text in point.dist.requires or []]
+    of_extra = [
+        r
+        for r in requirements
+        if r.marker is not None and r.marker.evaluate({"extra": point.name}) and not r.marker.evaluate({"extra": ""})
+    ]
+    return [r.name for r in of_extra if not _is_installed(r.name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def check_model(config: Config) -> None:
+    """Check that the policy is a folder with a config and a tokenizer, or that there is a recipe to make one."""
+    if config.model.path is None:
+        if config.model.warmup is None:
+            raise ConfigError("model.path is not set: give a Hugging Face model folder")
+        return
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise InputError(f"model.path={folder} is not a folder; download the model first, and give the folder")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model.path={folder} has no config.json, so it is not a Hugging Face model folder")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(
+            f"model.path={folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer "
+            "files into it"
+        )
+    longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest is not None and wanted > longest:
+        raise InputError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {wanted}, but the model in {folder} has a context of "
+            f"{longest} tokens"
+        )

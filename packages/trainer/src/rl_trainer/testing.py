@@ -1,0 +1,156 @@
+"""For tests and benchmarks: a job whose workers do nothing, and the suite that every runtime must pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from rl_ckpt.types import SyncReport
+from rl_tq.types import BatchMeta
+from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
+from rl_trainer.errors import PlacementError
+from rl_trainer.pipelines.parts import Generated, Parts
+from rl_trainer.workers.engine import UpdateReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_trainer.base import Runtime
+    from rl_trainer.config import Config
+    from rl_trainer.data import Row
+
+
+class FakeJob:
+    """Stands for every part of a job: answers at once with references of the right size, and writes down the calls.
+
+    Args:
+        config: Sizes of the batches.
+        accuracy: What every evaluation gives.
+        lag: Weight versions that the generated tokens are behind; 0 is on-policy.
+    """
+
+    def __init__(self, config: Config, *, accuracy: float = 0.5, lag: int = 0) -> None:
+        self._config, self._accuracy, self._lag = config, accuracy, lag
+        self._version = 0
+        self.calls: list[str] = []
+
+    def parts(self) -> Parts:
+        """The fake as a pipeline's parts."""
+        fake = cast("Any", self)
+        reference = fake if self._config.algorithm.kl_coef > 0 else None
+        return Parts(actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake)
+
+    def generate_sequences(self, partition: str, step: int) -> Generated:
+        """A full batch of references."""
+        self.calls.append(f"generate {step}")
+        version = self._version - self._lag
+        num_groups, group_size = self._config.batch.batch_size, self._config.batch.group_size
+        common = {
+            "weight_version_min": version,
+            "weight_version_max": version,
+            "finish_reason": "stop",
+            "num_tokens": 4,
+        }
+        batch = BatchMeta(
+            partition=partition,
+            sample_ids=tuple(f"{step}-{i}" for i in range(num_groups * group_size)),
+            columns=("prompt_token_ids", "completion_token_ids"),
+            tags=tuple(
+                {**common, "group_id": i // group_size, "reward": float(i % 2)} for i in range(num_groups * group_size)
+            ),
+        )
+        return Generated(batch=batch, failures={})
+
+    def evaluate(self, rows: Sequence[Row]) -> float:
+        """The accuracy that was asked for."""
+        self.calls.append(f"evaluate {len(rows)}")
+        return self._accuracy
+
+    def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
+        """The batch with one more column."""
+        self.calls.append(column)
+        return BatchMeta(partition=batch.partition, sample_ids=batch.sample_ids, columns=(column,))
+
+    def compute_advantage(self, batch: BatchMeta) -> BatchMeta:
+        """The batch with one more column."""
+        self.calls.append("advantage")
+        return BatchMeta(partition=batch.partition, sample_ids=batch.sample_ids, columns=("advantages",))
+
+    def update_actor(self, batch: BatchMeta) -> UpdateReport:
+        """An update that changed nothing."""
+        self.calls.append(f"update {len(batch)}")
+        return UpdateReport(metrics={"policy_loss": 0.0, "kl": 0.0}, grad_norm=1.0, lr=1e-3)
+
+    def sync(self, version: int) -> SyncReport:
+        """A sync of nothing."""
+        self.calls.append(f"sync {version}")
+        self._version = version
+        return SyncReport(
+            version=version, num_tensors=0, num_bytes=0, export_s=0.0, pack_s=0.0, wire_s=0.0, verify_s=0.0, wall_s=0.0
+        )
+
+    def clear(self, partition: str) -> None:
+        """Forget nothing."""
+        self.calls.append(f"clear {partition}")
+
+
+class _Probe:
+    """The worker that `RuntimeConformance` places."""
+
+    def __init__(self, context: WorkerContext, *, offset: int, closed: str) -> None:
+        self._context, self._offset, self._closed = context, offset, closed
+
+    @register(Dispatch.SPLIT)
+    def shift(self, numbers: list[int], by: int) -> list[int]:
+        """Each number plus `by` and the offset."""
+        return [n + by + self._offset for n in numbers]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def remember(self, value: int) -> None:
+        """Set the offset on every rank."""
+        self._offset = value
+
+    @register(Dispatch.GATHER)
+    def ranks(self) -> list[int]:
+        """Every rank."""
+        return [self._context.rank]
+
+    @register(Dispatch.RANK_ZERO)
+    def fail(self) -> None:
+        """Raise."""
+        raise LookupError("no such thing")
+
+    def close(self) -> None:
+        """Leave a trace."""
+        Path(self._closed).touch()
+
+
+class RuntimeConformance(ABC):
+    """What every `Runtime` must do. Subclass it in a test module and say how one is made."""
+
+    num_workers = 1
+    """Processes of the pool that the suite asks for."""
+
+    @abstractmethod
+    def make_runtime(self) -> Runtime:
+        """A runtime that was not started."""
+
+    def test_a_group_has_the_worker_s_methods_and_closes_at_the_end(self, tmp_path: Path) -> None:
+        """Calls reach all ranks, answers come back in rank order, and `close` runs."""
+        closed = tmp_path / "closed"
+        with self.make_runtime() as runtime:
+            runtime.start([ResourcePool(name="pool", num_workers=self.num_workers, num_cpus=0.5)])
+            group = runtime.create_group(_Probe, "pool", offset=1, closed=str(closed))
+            assert group.ranks() == list(range(self.num_workers))
+            assert group.shift([1, 2, 3, 4, 5], by=10) == [12, 13, 14, 15, 16]
+            group.remember(100)
+            assert group.shift([1, 2, 3], by=0) == [101, 102, 103]
+            with pytest.raises(LookupError, match="no such thing"):
+                group.fail()
+            with pytest.raises(PlacementError, match=r"there is no pool 'elsewhere'; there are \['pool'\]"):
+                runtime.create_group(_Probe, "elsewhere", offset=0, closed="")
+            assert not closed.exists()
+        assert closed.exists()

@@ -1,0 +1,151 @@
+"""Makes the small model that the quickstart trains: a tiny Qwen3, a character-level tokenizer, some supervision.
+
+The result is an ordinary Hugging Face folder, loaded by the same code as any other. The supervised part is `rl-sft`,
+rl-engine's own command, in a process of its own; nothing here knows how a model is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.errors import InputError, TrainerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rl_trainer.config import WarmupConfig
+    from rl_trainer.data import Row
+
+_SPECIAL = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
+_CHARACTERS = ("\n", *map(chr, range(32, 127)))
+_CONTEXT = 2048
+_LOG_EVERY = (
+    5  # the loss is compared with its target over so many steps: often, because it falls fast once the rule is found
+)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_small_model(
+    folder: Path,
+    config: WarmupConfig,
+    rows: Sequence[Row],
+    *,
+    seed: int,
+    timeout_s: float,
+    on_line: Callable[[str], None],
+) -> Path:
+    """Build the model under `folder` and teach it a little; returns the model's folder.
+
+    Args:
+        folder: Working folder; gets `untrained/`, `sft.jsonl` and `model/`.
+        config: Size and training of the model.
+        rows: Training rows whose ground truths are the completions to imitate.
+        seed: Seeds initialisation and data order.
+        timeout_s: Deadline of the supervised training, seconds.
+        on_line: Gets each line that `rl-sft` prints.
+
+    Raises:
+        TrainerError: `rl-sft` failed; carries its last lines.
+    """
+    untrained, data, model = folder / "untrained", folder / "sft.jsonl", folder / "model"
+    write_tokenizer(untrained)
+    write_config(untrained, config)
+    with data.open("w") as file:
+        for row in rows[: config.num_rows]:
+            file.write(
+                json.dumps({"prompt": row["prompt"], "completion": str(row["reward_model"]["ground_truth"])}) + "\n"
+            )
+    settings = {
+        "model.path": untrained,
+        "init": "random",
+        "data.path": data,
+        "output_dir": model,
+        "steps": config.steps,
+        "batch_size": config.batch_size,
+        "lr": config.lr,
+        "seed": seed,
+        "target_loss": config.target_loss,
+        "log_every": _LOG_EVERY,
+    }
+    _run([sys.executable, "-m", "rl_engine.cli", *(f"{k}={v}" for k, v in settings.items())], timeout_s, on_line)
+    return model
+
+
+def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None]) -> None:
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None, "stdout is a pipe"
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            on_line(lines[-1])
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            raise TrainerError(f"rl-sft did not finish within {timeout_s:.0f} s") from error
+    if code != 0:
+        raise TrainerError("rl-sft failed; its last lines:\n" + "\n".join(lines[-20:]))
+
+
+def write_config(folder: Path, config: WarmupConfig) -> None:
+    """Write the `config.json` of a small Qwen3."""
+    num_heads = 4
+    values: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(_SPECIAL) + len(_CHARACTERS),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 3 * config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2,
+        "head_dim": config.hidden_size // num_heads,
+        "max_position_embeddings": _CONTEXT,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with one token per printable ASCII character, and a chat template.
+
+    Raises:
+        InputError: the `tokenizers` package is not installed (pip line).
+    """
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise InputError(
+            "the quickstart's model needs tokenizers: pip install 'rl-post-trainer[quickstart]'"
+        ) from error
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _CONTEXT,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")

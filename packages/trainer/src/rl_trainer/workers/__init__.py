@@ -1,0 +1,1 @@
+"""The worker classes that the pipelines place: engine, rollout server, agent loops, sample queue."""

@@ -1,0 +1,72 @@
+"""The small workers around the engine: the queue's host, and the keeper of one rollout server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import rl_ckpt
+import rl_rollout
+from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.workers._loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from rl_rollout.types import ServerAddress, ServerConfig
+
+
+class QueueWorker:
+    """Hosts the sample queue, so that the controller's process holds no tensor."""
+
+    def __init__(self, context: WorkerContext, *, address: str) -> None:
+        del context
+        import rl_tq
+
+        self._queue = rl_tq.serve(address)
+
+    @register(Dispatch.RANK_ZERO)
+    def address(self) -> str:
+        """URL that clients connect to."""
+        return self._queue.address
+
+    def close(self) -> None:
+        """Free every row."""
+        self._queue.close()
+
+
+class RolloutWorker:
+    """Keeps one replica of a rollout server: starts it, hands it new weights, ends it."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        backend: str,
+        config: ServerConfig,
+        weights_address: str,
+        is_own_process: bool,
+        timeout_s: float,
+    ) -> None:
+        del context
+        make = rl_rollout.launch_server if is_own_process else rl_rollout.create_server
+        self._timeout_s = timeout_s
+        self._loop = LoopThread("rollout")
+        self._server = make(backend, config)
+        self._address = self._loop.run(self._server.start(), timeout_s)
+        self._receiver = rl_ckpt.connect(weights_address, role="receive", timeout_s=timeout_s)
+
+    @register(Dispatch.GATHER)
+    def addresses(self) -> list[ServerAddress]:
+        """Where the replicas answer."""
+        return [self._address]
+
+    @register(Dispatch.GATHER)
+    def update_weights(self, version: int) -> list[int]:
+        """Install a version that is being sent."""
+        self._loop.run(self._server.update_weights(self._receiver, version), self._timeout_s)
+        return [version]
+
+    def close(self) -> None:
+        """End the server's process."""
+        try:
+            self._loop.run(self._server.stop(), 30.0)
+        finally:
+            self._loop.close()

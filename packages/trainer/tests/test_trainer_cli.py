@@ -1,0 +1,121 @@
+"""Bad input ends with one sentence and exit code 2 before anything is started."""
+
+import json
+
+import pytest
+
+from rl_trainer import cli
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("rl_trainer.job._train", refuse)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text((json.dumps({"question": "q", "answer": "#### 1"}) + "\n") * 300)
+    return path
+
+
+def refused(capsys, *argv):
+    assert cli.main([str(a) for a in argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rl-train: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_unknown_key(capsys):
+    assert "unknown configuration key batch.batchsize; the nearest one is batch.batch_size" in refused(
+        capsys, "quickstart", "batch.batchsize=3"
+    )
+
+
+def test_missing_file(capsys, model):
+    assert "there is no file nowhere.jsonl" in refused(
+        capsys, "gsm8k", "data.path=nowhere.jsonl", f"model.path={model}"
+    )
+
+
+def test_bad_row(capsys, model, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n')
+    assert "row 2 has no text field 'answer'" in refused(capsys, "gsm8k", f"data.path={path}", f"model.path={model}")
+
+
+def test_model_without_tokenizer(capsys, model, data):
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer (tokenizer.json" in refused(capsys, "gsm8k", f"data.path={data}", f"model.path={model}")
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("config.json", "has no config.json"), (None, "is not a folder")],
+)
+def test_model_folder_that_is_none(capsys, model, data, missing, words):
+    path = model / "deeper"
+    if missing:
+        path = model
+        (model / missing).unlink()
+    assert words in refused(capsys, "gsm8k", f"data.path={data}", f"model.path={path}")
+
+
+def test_no_model_at_all(capsys, data):
+    assert "model.path is not set" in refused(capsys, "gsm8k", f"data.path={data}")
+
+
+def test_context_too_short(capsys, model, data):
+    (model / "config.json").write_text('{"max_position_embeddings": 100}')
+    assert "has a context of 100 tokens" in refused(capsys, "gsm8k", f"data.path={data}", f"model.path={model}")
+
+
+def test_plan_that_does_not_divide(capsys):
+    assert "cannot be cut into mini-batches" in refused(capsys, "quickstart", "batch.mini_batch_size=7")
+
+
+@pytest.mark.parametrize(
+    "key", ["engine.backend", "rollout.backend", "weights_transport", "queue_storage", "agent.loop"]
+)
+def test_backend_that_is_not_installed(capsys, key):
+    error = refused(capsys, "quickstart", f"{key}=nonesuch", "data.num_rows=2000", "data.eval_size=16")
+    assert f"{key}='nonesuch' is not installed; installed are" in error
+
+
+def test_backend_whose_extra_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr("rl_trainer.preflight._is_installed", lambda name: name != "safetensors")
+    error = refused(capsys, "quickstart", "data.num_rows=2000", "data.eval_size=16")
+    assert "engine.backend=fsdp needs safetensors: pip install 'rl-engine[fsdp]'" in error
+
+
+def test_output_that_would_be_overwritten(capsys, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    error = refused(capsys, "quickstart", f"output_dir={tmp_path}", "data.num_rows=2000", "data.eval_size=16")
+    assert "already holds a finished run" in error
+
+
+def test_resume_from_an_incomplete_checkpoint(capsys, tmp_path):
+    error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.num_rows=2000", "data.eval_size=16")
+    assert "is not a complete checkpoint folder" in error
+
+
+def test_print_config_round_trips(capsys, tmp_path):
+    from rl_trainer import load_config
+
+    assert cli.main(["quickstart", "seed=4", "--print-config"]) == 0
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert load_config(str(path)) == load_config("quickstart", ["seed=4"])

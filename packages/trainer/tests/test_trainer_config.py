@@ -1,0 +1,65 @@
+import pytest
+
+from rl_trainer.config import RECIPES, load_config
+from rl_trainer.errors import ConfigError
+from rl_trainer.plan import make_plan
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_loads_and_divides(recipe):
+    plan = make_plan(load_config(recipe))
+    assert plan.optimizer_steps * plan.completions_per_optimizer_step == plan.completions
+
+
+def test_overrides_reach_nested_keys_with_their_types():
+    config = load_config(
+        "quickstart", ["seed=3", "engine.lr=1e-4", "batch.group_size=4", "data.task_config={min_terms: 3}"]
+    )
+    assert (config.seed, config.engine.lr, config.batch.group_size) == (3, 1e-4, 4)
+    assert config.data.task_config == {"min_terms": 3}
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("engine.learning_rate=1", "engine"),
+        ("stepz=3", "steps"),
+        ("batch.groupsize=3", "batch.group_size"),
+        ("model.warmup.hiden_size=3", "model.warmup.hidden_size"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override, nearest):
+    with pytest.raises(
+        ConfigError, match=f"unknown configuration key {override.split('=')[0]}; the nearest one is {nearest}"
+    ):
+        load_config("quickstart", [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps=many", "steps: .*got 'many'"),
+        ("steps=0", "greater than 0, got 0"),
+        ("runtime=slurm", "'ray' or 'inline', got 'slurm'"),
+        ("rollout.temperature=0", "greater than 0"),
+        ("steps", "not of the form key=value"),
+        ("steps.more=1", "is a value, not a section"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_was_seen(override, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config("quickstart", [override])
+
+
+def test_an_unknown_recipe_lists_the_shipped_ones():
+    with pytest.raises(ConfigError, match="no recipe 'quikstart': give one of gsm8k, quickstart"):
+        load_config("quikstart")
+
+
+def test_a_recipe_file_of_ones_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nmodel: {path: /m}\n")
+    assert load_config(str(path), ["steps=7"]).steps == 7
+    path.write_text("- not a mapping\n")
+    with pytest.raises(ConfigError, match="must hold a mapping"):
+        load_config(str(path))

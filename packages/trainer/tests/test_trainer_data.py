@@ -1,0 +1,122 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_trainer.config import DataConfig
+from rl_trainer.data import PromptOrder, load_datasets
+from rl_trainer.errors import DataError
+
+ROW = {
+    "prompt": [{"role": "user", "content": "2+2="}],
+    "data_source": "mine",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {},
+}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_the_last_rows_of_a_single_file_are_held_out(tmp_path):
+    rows = [{**ROW, "extra_info": {"n": n}} for n in range(10)]
+    data = load_datasets(DataConfig(path=write(tmp_path / "all.jsonl", rows), eval_size=3), seed=0)
+    assert [r["extra_info"]["n"] for r in data.train] == list(range(7))
+    assert [r["extra_info"]["n"] for r in data.eval] == [7, 8, 9]
+
+
+def test_a_folder_has_its_own_test_file_and_parquet_reads_like_jsonl(tmp_path):
+    write(tmp_path / "train.jsonl", [ROW] * 4)
+    parquet.write_table(pa.Table.from_pylist([{**ROW, "extra_info": {"n": 1}}]), tmp_path / "test.parquet")
+    data = load_datasets(DataConfig(path=str(tmp_path)), seed=0)
+    assert len(data.train) == 4
+    assert data.eval == [{**ROW, "extra_info": {"n": 1}}]
+
+
+def test_gsm8k_lines_are_read_as_they_are(tmp_path):
+    line = {"question": "How many?", "answer": "Twice 600 is <<2*600=1200>>1,200.\n#### 1,200"}
+    path = write(tmp_path / "train.jsonl", [line] * 3)
+    row = load_datasets(DataConfig(format="gsm8k", path=path, eval_size=1), seed=0).train[0]
+    assert row["reward_model"]["ground_truth"] == "1200"
+    assert row["prompt"][0]["content"].startswith("How many?\n")
+    assert row["data_source"] == "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "words"),
+    [
+        ([ROW, {"data_source": "x", "reward_model": {}}], {}, "row 2 has no field 'prompt'"),
+        ([{**ROW, "prompt": "text"}], {}, "row 1: 'prompt' must be a non-empty list of messages"),
+        (
+            [{**ROW, "reward_model": {"style": "rule"}}],
+            {},
+            "row 1: 'reward_model' must be an object with 'ground_truth'",
+        ),
+        ([{"question": "q", "answer": "a"}], {"format": "gsm8k"}, "row 1: the answer has no line '#### <number>'"),
+        ([{"question": "q"}], {"format": "gsm8k"}, "row 1 has no text field 'answer'"),
+        ([ROW] * 3, {"eval_size": 3}, "too few to hold out data.eval_size=3"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_number(tmp_path, rows, config, words):
+    with pytest.raises(DataError, match=words):
+        load_datasets(DataConfig(path=write(tmp_path / "d.jsonl", rows), **{"eval_size": 1, **config}), seed=0)
+
+
+def test_missing_files_and_broken_json(tmp_path):
+    with pytest.raises(DataError, match="there is no file .*nowhere.jsonl"):
+        load_datasets(DataConfig(path=str(tmp_path / "nowhere.jsonl")), seed=0)
+    with pytest.raises(DataError, match=r"has no train.jsonl or train.parquet"):
+        load_datasets(DataConfig(path=str(tmp_path)), seed=0)
+    (tmp_path / "bad.jsonl").write_text(json.dumps(ROW) + "\n{oops\n")
+    with pytest.raises(DataError, match="row 2 is not JSON"):
+        load_datasets(DataConfig(path=str(tmp_path / "bad.jsonl")), seed=0)
+    with pytest.raises(DataError, match="needs data.path"):
+        load_datasets(DataConfig(), seed=0)
+
+
+def test_reasoning_gym_holds_out_problems_that_are_never_trained_on():
+    config = DataConfig(
+        format="reasoning_gym",
+        task="basic_arithmetic",
+        task_config={
+            "min_terms": 2,
+            "max_terms": 2,
+            "min_digits": 1,
+            "max_digits": 1,
+            "operators": ["+"],
+            "allow_negation": False,
+        },
+        prompt_template="{expression} =",
+        num_rows=300,
+        eval_size=20,
+    )
+    data = load_datasets(config, seed=1)
+    train, held_out = ({r["prompt"][0]["content"] for r in rows} for rows in (data.train, data.eval))
+    assert len(held_out) == 20
+    assert not train & held_out
+    first = data.train[0]
+    assert str(eval(first["prompt"][0]["content"].removesuffix(" ="))) == first["reward_model"]["ground_truth"]
+    assert load_datasets(config, seed=1) == data
+    assert load_datasets(config, seed=2) != data
+
+
+def test_a_wrong_reasoning_gym_task_or_template_is_told():
+    with pytest.raises(DataError, match="cannot make task 'no_such_task'"):
+        load_datasets(DataConfig(format="reasoning_gym", task="no_such_task"), seed=0)
+    with pytest.raises(DataError, match=r"prompt_template names 'nothing', but task 'chain_sum' has \["):
+        load_datasets(DataConfig(format="reasoning_gym", prompt_template="{nothing}"), seed=0)
+
+
+@given(st.integers(1, 30), st.integers(0, 100), st.lists(st.integers(1, 20), min_size=1, max_size=8))
+def test_order_uses_every_row_once_per_epoch_and_resumes_anywhere(num_rows, seed, counts):
+    whole = PromptOrder(num_rows=num_rows, seed=seed)
+    taken = [index for count in counts for index in whole.take(count)]
+    for at in range(0, len(taken) - num_rows + 1, num_rows):
+        assert sorted(taken[at : at + num_rows]) == list(range(num_rows))
+    resumed = PromptOrder(num_rows=num_rows, seed=seed, position=counts[0])
+    assert resumed.take(sum(counts[1:])) == taken[counts[0] :]

@@ -1,0 +1,97 @@
+"""Whole jobs in processes of their own, with every real part and a tiny model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_trainer.config import WarmupConfig, load_config
+from rl_trainer.data import load_datasets
+from rl_trainer.warmup import make_small_model
+
+SMALL = [
+    "data.num_rows=2000",
+    "data.eval_size=16",
+    "batch.batch_size=4",
+    "batch.mini_batch_size=2",
+    "batch.group_size=4",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    rows = load_datasets(load_config("quickstart", SMALL).data, seed=0).train
+    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
+    return make_small_model(
+        tmp_path_factory.mktemp("small"), warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None
+    )
+
+
+def start(model, output_dir, *overrides):
+    command = [
+        sys.executable,
+        "-m",
+        "rl_trainer.cli",
+        "quickstart",
+        *SMALL,
+        f"model.path={model}",
+        f"output_dir={output_dir}",
+        *overrides,
+    ]
+    with Path(f"{output_dir}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def losses(output_dir):
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["metrics"]["policy_loss"] for r in records if r["metrics"]}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, tmp_path):
+    common = ["runtime=inline", "algorithm.kl_coef=0.01", "algorithm.old_logprobs=recompute", "eval_every=0"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert start(model, whole, *common, "steps=4", "save_every=2").wait(200) == 0
+    assert start(model, resumed, *common, "steps=4", f"resume_from={whole / 'checkpoint-2'}").wait(200) == 0
+    expected = losses(whole)
+    assert sorted(expected) == [1, 2, 3, 4]
+    assert losses(resumed) == {3: expected[3], 4: expected[4]}
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly_and_leaves_nothing(model, tmp_path):
+    before = set(Path("/dev/shm").iterdir())
+    output_dir = tmp_path / "out"
+    process = start(model, output_dir, "steps=100000", "eval_every=0")
+    deadline = time.monotonic() + 200
+    while not (output_dir / "metrics.jsonl").exists() or len(losses(output_dir)) < 2:
+        assert process.poll() is None, (tmp_path / "out.log").read_text()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(100) == 130
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert (Path(summary["checkpoint"]) / "model" / "config.json").exists()
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not [
+        p
+        for p in Path("/proc").glob("[0-9]*")
+        if str(output_dir).encode() in read(p / "cmdline") or model_served(p, model)
+    ]
+
+
+def model_served(process, model):
+    return b"rl_rollout" in read(process / "cmdline") and str(model).encode() in read(process / "cmdline")
+
+
+def read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,129 @@
+"""Worker groups on both runtimes; the Ray ones are real Ray processes."""
+
+import os
+import time
+
+import pytest
+
+from rl_tq.types import BatchMeta
+from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, join, register, spread
+from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
+from rl_trainer.runtime import create_runtime
+from rl_trainer.testing import RuntimeConformance
+
+
+class Counter:
+    def __init__(self, context: WorkerContext, *, start: int) -> None:
+        self.context, self.value, self.is_closed = context, start, False
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    @register(Dispatch.SPLIT)
+    def squares(self, numbers: list[int], offset: int) -> list[int]:
+        return [n * n + offset + 100 * self.context.rank for n in numbers]
+
+    @register(Dispatch.GATHER)
+    def processes(self) -> list[int]:
+        return [os.getpid()]
+
+    @register(Dispatch.RANK_ZERO)
+    def fail(self, kind: str) -> None:
+        if kind == "error":
+            raise ValueError("seven is not allowed")
+        if kind == "die":
+            os._exit(3)
+        time.sleep(30)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def meta(count):
+    return BatchMeta(partition="p", sample_ids=tuple(f"s{i}" for i in range(count)), columns=("c",))
+
+
+def test_spread_cuts_what_can_be_cut():
+    assert spread(Dispatch.SPLIT, 3, ([1, 2, 3, 4, 5, 6, 7], "x")) == [([1, 2, 3], "x"), ([4, 5], "x"), ([6, 7], "x")]
+    parts = [args[0] for args in spread(Dispatch.SPLIT, 2, (meta(5),))]
+    assert [len(p) for p in parts] == [3, 2]
+    assert join(Dispatch.SPLIT, parts).sample_ids == meta(5).sample_ids
+    assert spread(Dispatch.RANK_ZERO, 2, (1,)) == [(1,), None]
+    assert spread(Dispatch.ONE_TO_ALL, 2, (1,)) == [(1,), (1,)]
+    with pytest.raises(TypeError, match="answers of type int cannot be joined"):
+        join(Dispatch.SPLIT, [1, 2])
+
+
+class TestInline(RuntimeConformance):
+    def make_runtime(self):
+        return create_runtime("inline")
+
+
+def test_inline_refuses_several_ranks():
+    with create_runtime("inline") as runtime, pytest.raises(PlacementError, match="pool 'pool' asks for 2"):
+        runtime.start([ResourcePool(name="pool", num_workers=2)])
+
+
+class TestRay(RuntimeConformance):
+    num_workers = 2
+
+    def make_runtime(self):
+        return create_runtime("ray", timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def ray_runtime():
+    with create_runtime("ray", timeout_s=60.0) as runtime:
+        runtime.start(
+            [
+                ResourcePool(name="two", num_workers=2, num_cpus=0.5),
+                ResourcePool(name="one", num_workers=1, num_cpus=0.5),
+            ]
+        )
+        yield runtime
+
+
+def test_ray_groups_share_the_processes_of_their_pool(ray_runtime):
+    first = ray_runtime.create_group(Counter, "two", start=1)
+    second = ray_runtime.create_group(Counter, "two", start=100)
+    assert first.processes() == second.processes()
+    assert len(set(first.processes())) == 2
+    assert os.getpid() not in first.processes()
+    assert first.add(1) == 2
+    assert second.add(1) == 101
+
+
+def test_ray_splits_and_joins_in_rank_order(ray_runtime):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    assert group.squares([1, 2, 3], 0) == [1, 4, 109]
+
+
+def test_ray_gives_the_worker_s_own_error_type(ray_runtime):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    with pytest.raises(ValueError, match="seven is not allowed"):
+        group.fail("error")
+
+
+def test_ray_ends_a_wait_at_its_deadline_and_names_the_rank(ray_runtime, monkeypatch):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    monkeypatch.setattr(ray_runtime, "_timeout_s", 1.0)
+    with pytest.raises(
+        WorkerTimeoutError, match=r"rank \[0\] of pool 'two' did not finish Counter-\d+.fail within 1 s"
+    ):
+        group.fail("hang")
+
+
+def test_ray_tells_of_a_dead_worker_at_once(ray_runtime):
+    group = ray_runtime.create_group(Counter, "one", start=0)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="a worker of pool 'one' died during Counter-\\d+.fail"):
+        group.fail("die")
+    assert time.monotonic() - start < 30
+
+
+def test_ray_says_what_does_not_fit(ray_runtime, monkeypatch):
+    monkeypatch.setattr("rl_trainer.runtime.ray._PLACEMENT_TIMEOUT_S", 1.0)
+    with pytest.raises(PlacementError, match=r"pool 'huge' asks for 1 x \{'CPU': 10000"):
+        ray_runtime._reserve(ResourcePool(name="huge", num_workers=1, num_cpus=10_000))
