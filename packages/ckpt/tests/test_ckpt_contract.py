@@ -1,10 +1,18 @@
-"""Both backends against the conformance suites."""
+"""Every backend against the conformance suites."""
 
+import socket
 import sys
 
 import pytest
 
 from rl_ckpt.testing import CheckpointEngineSuite, ProcessSuite, new_name
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 @pytest.mark.contract
@@ -14,7 +22,22 @@ class TestInproc(CheckpointEngineSuite):
 
 
 @pytest.mark.contract
-@pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
+@on_linux
 class TestShm(CheckpointEngineSuite, ProcessSuite):
     def new_address(self):
         return f"shm://{new_name()}"
+
+
+@pytest.mark.contract
+@on_linux
+class TestUds(CheckpointEngineSuite, ProcessSuite):
+    def new_address(self):
+        return f"uds://{new_name()}"
+
+
+@pytest.mark.contract
+class TestTcp(CheckpointEngineSuite, ProcessSuite):
+    token = "known to both"
+
+    def new_address(self):
+        return f"tcp://127.0.0.1:{free_port()}?streams=3"

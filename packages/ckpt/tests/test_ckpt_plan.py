@@ -13,9 +13,9 @@ def place_all(sizes, bucket_bytes):
     """(tensor, bucket, tensor_offset, bucket_offset, num_bytes) of every span."""
     plan = BucketPlan(bucket_bytes)
     return [
-        (span.tensor, bucket, span.tensor_offset, span.bucket_offset, span.num_bytes)
+        (tensor, piece.bucket, piece.offset, piece.bucket_offset, piece.num_bytes)
         for tensor, size in enumerate(sizes)
-        for bucket, span in plan.place(tensor, size)
+        for piece in plan.place(size)
     ]
 
 
@@ -48,6 +48,14 @@ def test_a_tensor_of_exactly_two_buckets():
 
 def test_empty_tensors_have_one_empty_span_and_take_no_space():
     assert place_all([0, 1024, 0], 1024) == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 1024), (2, 0, 0, 1024, 0)]
+
+
+def test_a_closed_bucket_takes_nothing_more():
+    plan = BucketPlan(1024)
+    plan.close()
+    assert [piece.bucket for piece in plan.place(100)] == [0]
+    plan.close()
+    assert [piece.bucket for piece in plan.place(100)] == [1]
 
 
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8).map(lambda n: n * 256))

@@ -13,6 +13,7 @@ from rl_ckpt import _registry, errors
 def test_public_names():
     assert sorted(rl_ckpt.__all__) == [
         "AddressError",
+        "AttestationError",
         "BackendError",
         "CheckpointEngine",
         "CkptError",
@@ -32,6 +33,7 @@ def test_public_names():
         "UsageError",
         "VersionError",
         "connect",
+        "tree_digest",
     ]
     assert all(hasattr(rl_ckpt, name) for name in rl_ckpt.__all__)
 
@@ -57,6 +59,31 @@ def test_a_url_without_scheme_or_name(url):
         rl_ckpt.connect(url, role="send")
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("shm://x?streams=2", "options of this backend: none"),
+        ("uds://x?stream=2", "has an option 'stream'; options of this backend: streams"),
+        ("uds://x?streams=2&streams=3", "twice"),
+        ("uds://x?streams", "name=value"),
+        ("uds://x?streams=0", "allowed are 1 to 64"),
+        ("tcp://localhost", "tcp://host:port"),
+        ("tcp://localhost:99999", "tcp://host:port"),
+    ],
+)
+def test_options_of_a_url_are_taken_or_refused(url, message):
+    with pytest.raises(rl_ckpt.AddressError, match=message):
+        rl_ckpt.connect(url, role="send")
+
+
+def test_tcp_wants_a_token_and_the_others_want_none(monkeypatch):
+    monkeypatch.delenv("RL_CKPT_TOKEN", raising=False)
+    with pytest.raises(rl_ckpt.AddressError, match="needs a token"):
+        rl_ckpt.connect("tcp://localhost:1", role="send")
+    with pytest.raises(rl_ckpt.AddressError, match="takes no token"):
+        rl_ckpt.connect("inproc://x", role="send", token="secret")
+
+
 @pytest.mark.parametrize("url", ["shm://a/b", "inproc://a b", "shm://" + "x" * 65])
 def test_a_name_with_other_characters(url):
     with pytest.raises(rl_ckpt.AddressError, match="allowed are 1 to 64 of A-Z"):
@@ -71,15 +98,16 @@ def test_a_name_with_other_characters(url):
         ("timeout_s", float("inf"), "positive number of seconds"),
         ("bucket_bytes", 1000, "multiple of 256"),
         ("bucket_bytes", 0, "multiple of 256"),
+        ("delta", True, "is for the sender"),
     ],
 )
 def test_options_out_of_range_name_what_is_allowed(option, value, allowed):
     with pytest.raises(rl_ckpt.AddressError, match=allowed):
-        rl_ckpt.connect("inproc://x", **({"role": "send"} | {option: value}))
+        rl_ckpt.connect("inproc://x", **({"role": "receive"} | {option: value}))
 
 
 def test_an_unknown_backend_lists_what_is_installed():
-    with pytest.raises(rl_ckpt.BackendError, match="no backend 'smh' is installed.*inproc, shm"):
+    with pytest.raises(rl_ckpt.BackendError, match="no backend 'smh' is installed.*inproc, shm, tcp, uds"):
         rl_ckpt.connect("smh://x", role="send")
 
 

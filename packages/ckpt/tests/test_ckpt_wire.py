@@ -24,16 +24,18 @@ from rl_ckpt._wire import (
     Free,
     Hello,
     Manifest,
+    Proof,
     Ready,
     Seal,
     Session,
     Staged,
+    Stream,
     decode,
     encode,
 )
 
-u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-span = st.builds(Span, tensor=u32, tensor_offset=u64, bucket_offset=u64, num_bytes=u64)
+u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+span = st.builds(Span, u32, u32, u64, u64, u64, u64, u64)
 spec = st.builds(
     TensorSpec,
     name=st.text(max_size=20).filter(lambda s: s.isprintable()),
@@ -41,15 +43,17 @@ spec = st.builds(
     shape=st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
 )
 message = st.one_of(
-    st.builds(Hello, st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1), u32),
-    st.builds(Session, u64, u32),
-    st.just(Ready()),
-    st.builds(Begin, u64),
+    st.builds(Hello, u16, u16, u32, st.binary(min_size=16, max_size=16)),
+    st.builds(Proof, st.binary(min_size=32, max_size=32)),
+    st.builds(Session, u64, u32, u32, u64),
+    st.builds(Stream, u64, u32, u32),
+    st.builds(Ready, u64, u32),
+    st.builds(Begin, u64, u64),
     st.builds(Manifest, u32, st.lists(spec, max_size=5).map(tuple)),
-    st.builds(Bucket, u32, u32, u64, u64, st.lists(span, max_size=5).map(tuple)),
+    st.builds(Bucket, u32, u32, u64, st.lists(span, max_size=5).map(tuple)),
     st.builds(Free, u32),
     st.builds(Seal, u32, u32, u64, u64),
-    st.builds(Staged, u64, u64, u32),
+    st.builds(Staged, u64, u64, u32, u32, u64, u32, u32),
     st.builds(Commit, u64),
     st.builds(Committed, u64),
     st.builds(Abort, st.sampled_from(AbortReason), st.text(max_size=30)),
@@ -57,11 +61,11 @@ message = st.one_of(
 
 
 def test_a_message_written_out_by_hand():
-    head = b"RLCK" + bytes([4, 0, 0, 0, 8, 0, 0, 0, 7, 0, 0, 0])
-    body = bytes([0x05, 0x01, 0, 0, 0, 0, 0, 0])
+    head = b"RLCK" + bytes([4, 0, 0, 0, 16, 0, 0, 0, 7, 0, 0, 0])
+    body = bytes([0x05, 0x01, 0, 0, 0, 0, 0, 0]) + bytes([0x04, 0x01, 0, 0, 0, 0, 0, 0])
     data = head + struct.pack("<I", zlib.crc32(head + body)) + body
-    assert encode(Begin(0x105), 7) == data
-    assert Decoder().feed(data) == [(7, Begin(0x105))]
+    assert encode(Begin(0x105, 0x104), 7) == data
+    assert Decoder().feed(data) == [(7, Begin(0x105, 0x104))]
 
 
 def test_a_manifest_written_out_by_hand():
@@ -100,7 +104,7 @@ def test_a_flipped_bit_is_never_taken_for_a_message(message, data):
         assert Decoder().feed(bytes(raw)) == []  # a length that grew: the rest is waited for
 
 
-@given(st.integers(1, 12), st.binary(max_size=200))
+@given(st.integers(1, 14), st.binary(max_size=200))
 def test_any_body_is_read_or_refused(kind, body):
     with contextlib.suppress(ProtocolError):
         decode(kind, body)

@@ -1,9 +1,11 @@
 """Weights from a trainer to its inference servers: versioned, verified, at the speed of the hardware."""
 
+from rl_ckpt._attest import tree_digest
 from rl_ckpt._registry import DEFAULT_BUCKET_BYTES, connect
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AddressError,
+    AttestationError,
     BackendError,
     CkptError,
     DigestError,
@@ -20,6 +22,7 @@ from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig,
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "AddressError",
+    "AttestationError",
     "BackendError",
     "CheckpointEngine",
     "CkptError",
@@ -38,4 +41,5 @@ __all__ = [
     "UsageError",
     "VersionError",
     "connect",
+    "tree_digest",
 ]

@@ -8,8 +8,9 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from rl_ckpt._fork import close_in_children
 from rl_ckpt._wire import Decoder, Message, encode
-from rl_ckpt.errors import PeerLostError, PeerTimeoutError, SyncAbortedError
+from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ class Waker:
     """Ends the waits of another thread: they raise `SyncAbortedError`."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
+        self._reader, self._writer = map(close_in_children, socket.socketpair())
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._reason: str | None = None
@@ -95,19 +96,37 @@ def wait_for(
 class Link:
     """A connected stream socket that carries the messages of WIRE.md. Owns the socket."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, *, place: str = "") -> None:
         connection.setblocking(False)
         self.peer = peer
+        """Name of the other end, for messages."""
+        self.place = place
+        """Where it is, if the kernel does not know who it is: its process id then comes with its greeting."""
         self.is_closed = False
         """Whether the peer has closed its end. What it sent before has been returned by `receive`."""
         self.descriptors: list[int] = []
         """File descriptors that came with messages; whoever takes one out owns it."""
-        self._socket = connection
+        self._socket = close_in_children(connection)
         self._decoder = Decoder()
 
     def fileno(self) -> int:
         """Becomes readable when the peer sent something or is gone."""
         return self._socket.fileno()
+
+    def introduce(self, role: str, pid: int) -> None:
+        """Take the name that the peer's greeting gave it, if the kernel told none."""
+        if self.place:
+            self.peer = f"{role} pid {pid} at {self.place}"
+
+    def detach(self) -> socket.socket:
+        """Give the socket away; the link must not be used any more.
+
+        Raises:
+            ProtocolError: the peer has already sent more than whole messages.
+        """
+        if not self._decoder.is_empty:
+            raise ProtocolError(f"{self.peer} sent more than a greeting on a connection for payload")
+        return self._socket
 
     def send(
         self, message: Message, sync: int, *, waker: Waker, deadline: Deadline, descriptors: Sequence[int] = ()

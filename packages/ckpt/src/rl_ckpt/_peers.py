@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt._link import Deadline, Link, Waker, wait_for
+from rl_ckpt._outbox import Outbox
+from rl_ckpt._proof import is_proof, proof_of
 from rl_ckpt._wire import (
+    NO_VERSION,
+    NONCE_BYTES,
     WIRE_VERSION,
     Abort,
     AbortReason,
@@ -15,9 +21,11 @@ from rl_ckpt._wire import (
     Hello,
     HelloRole,
     Message,
+    Proof,
     Ready,
     Session,
     Staged,
+    Stream,
 )
 from rl_ckpt.errors import (
     CkptError,
@@ -30,6 +38,8 @@ from rl_ckpt.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from rl_ckpt._transport import SendTransport
 
@@ -47,10 +57,22 @@ class Peer:
     """One receiver, and what it has said about the sync that it takes part in."""
 
     link: Link
-    is_greeted: bool = False
-    """Whether the greetings are exchanged."""
+    deadline: Deadline
+    """Until when it must have introduced itself."""
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    """What it must prove its knowledge of the token over."""
+    ticket: int = field(default_factory=lambda: secrets.randbits(64))
+    """By which its streams are known."""
+    outbox: Outbox = field(default_factory=Outbox)
+    """Its streams."""
+    hello: Hello | None = None
+    """Its greeting."""
     waiting: int = 0
     """Its number of the sync that its consumer waits for; 0 when there is no consumer."""
+    held: int = NO_VERSION
+    """Version that the tensors it receives into hold."""
+    opened: int = 0
+    """Generation of its streams that it will read."""
     sync: int = 0
     """Its number of the sync that it takes part in; 0 for none."""
     num_declared: int = 0
@@ -63,6 +85,8 @@ class Peer:
     """Whether it confirmed the commit."""
     error: CkptError | None = None
     """Why it can take no further part in this sync."""
+    is_gone: bool = False
+    """Whether its connection is closed."""
 
     @property
     def name(self) -> str:
@@ -85,16 +109,27 @@ class Peers:
     timeout_s: float
     pid: int
     all: list[Peer] = field(default_factory=list[Peer])
+    """Who is in the session."""
+    strangers: list[Peer] = field(default_factory=list[Peer])
+    """Who has connected and not introduced itself. Nobody waits for them."""
 
     def pump(self, deadline: Deadline) -> bool:
-        """Wait for news of any receiver and take it in. False when the deadline has passed without."""
-        by_descriptor = {peer.link.fileno(): peer for peer in self.all}
-        ready = wait_for(self.waker, deadline, readable=[self.transport.fileno(), *by_descriptor])
+        """Wait for news of any receiver and take it in; write what can be written. False when the deadline passed."""
+        self._forget_strangers()
+        known = [*self.all, *self.strangers]
+        by_descriptor = {peer.link.fileno(): peer for peer in known}
+        streams = {descriptor: peer for peer in known for descriptor in peer.outbox.blocked()}
+        ready = wait_for(
+            self.waker, deadline, readable=[self.transport.fileno(), *by_descriptor], writable=list(streams)
+        )
         for descriptor in ready:
-            if descriptor in by_descriptor:
-                self._take_in(by_descriptor[descriptor])
-            else:
+            peer = streams.get(descriptor) or by_descriptor.get(descriptor)
+            if peer is None:
                 self._accept()
+            elif peer.error is None and descriptor in streams:
+                self._flush(peer)
+            elif not peer.is_gone:
+                self._take_in(peer)
         return bool(ready)
 
     def poll(self) -> None:
@@ -103,14 +138,14 @@ class Peers:
             pass
 
     def wait_for_count(self, num_peers: int) -> None:
-        """Wait until `num_peers` receivers are in the session.
+        """Wait until `num_peers` receivers have come. Who has greeted counts: its proof may wait for its first sync.
 
         Raises:
             PeerTimeoutError: they were fewer.
         """
         self.poll()
         deadline = Deadline(self.timeout_s)
-        while late := self._missing(num_peers):
+        while late := self._missing(num_peers - sum(peer.hello is not None for peer in self.strangers), num_peers):
             if not self.pump(deadline):
                 raise PeerTimeoutError(f"{late} within {self.timeout_s:g} s")
 
@@ -122,9 +157,9 @@ class Peers:
         """
         self.poll()
         deadline = Deadline(self.timeout_s)
-        while late := self._missing(num_peers) or self._idle():
+        while late := self._missing(num_peers, num_peers) or self._idle():
             if not self.pump(deadline):
-                for peer in [peer for peer in self.all if not peer.waiting]:
+                for peer in [peer for peer in self.all if not self._is_ready(peer)]:
                     self.drop(peer)
                 raise PeerTimeoutError(f"{late} within {self.timeout_s:g} s")
         return list(self.all)
@@ -155,46 +190,74 @@ class Peers:
         """Send to one receiver; what goes wrong becomes its `error`."""
         if peer.error is not None:
             return
-        sync = 0 if isinstance(message, Hello | Session) else peer.sync
+        sync = 0 if isinstance(message, Hello | Proof | Session) else peer.sync
         try:
             peer.link.send(message, sync, waker=self.waker, deadline=Deadline(self.timeout_s), descriptors=descriptors)
         except PeerTimeoutError as error:
             self.drop(peer, error)
         except PeerLostError as error:
-            self._take_in(peer)  # it may have said why
+            if not peer.is_gone:
+                self._take_in(peer)  # it may have said why
             self.drop(peer, error)
+
+    def put(self, peer: Peer, sequence: int, contents: Sequence[Tensor]) -> None:
+        """Begin to write the payload of a bucket to one receiver's streams."""
+        if peer.error is None:
+            peer.outbox.put(sequence, contents)
+            self._flush(peer)
 
     def abort(self, peers: Sequence[Peer], reason: AbortReason, text: str) -> None:
         """Tell those that can still hear it, without waiting, that the sync is off."""
         for peer in peers:
             if peer.error is None and not peer.link.try_send(Abort(reason, text), peer.sync):
                 self.drop(peer)
+            peer.outbox.close()
             peer.sync = 0
 
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:
         """Take a receiver out of the session; when it wants to, it comes back by itself."""
         peer.error = peer.error or error or PeerLostError(f"{peer.name} was dropped from the session")
+        peer.outbox.close()
         peer.link.close()
-        if peer in self.all:
-            self.all.remove(peer)
+        peer.is_gone = True
+        for group in (self.all, self.strangers):
+            with suppress(ValueError):
+                group.remove(peer)
 
     def close(self) -> None:
         """Close every connection."""
-        for peer in list(self.all):
+        for peer in [*self.all, *self.strangers]:
             self.drop(peer)
 
-    def _missing(self, num_peers: int) -> str:
-        greeted = sum(peer.is_greeted for peer in self.all)
-        came = f"{greeted} of {num_peers} receivers came to {self.transport.address}"
-        return came if greeted < num_peers else ""
+    def _missing(self, needed: int, num_peers: int) -> str:
+        if len(self.all) >= needed:
+            return ""
+        came = f"{len(self.all)} of {num_peers} receivers came to {self.transport.address}"
+        silent = ", ".join(peer.name for peer in self.strangers if peer.hello is not None)
+        return f"{came}, and {silent} did not call receive_weights" if silent else came
+
+    def _is_ready(self, peer: Peer) -> bool:
+        return peer.waiting > 0 and peer.outbox.is_open(self.session.num_streams, peer.opened)
 
     def _idle(self) -> str:
-        idle = ", ".join(peer.name for peer in self.all if not peer.waiting)
+        idle = ", ".join(peer.name for peer in self.all if not self._is_ready(peer))
         return f"{idle} did not call receive_weights" if idle else ""
 
     def _accept(self) -> None:
         while (link := self.transport.accept()) is not None:
-            self.all.append(Peer(link))
+            self.strangers.append(Peer(link, Deadline(self.timeout_s)))
+
+    def _forget_strangers(self) -> None:
+        for peer in [peer for peer in self.strangers if not peer.deadline.remaining_s()]:
+            self.drop(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        try:
+            peer.outbox.flush()
+        except ConnectionError:
+            error = PeerLostError(f"{peer.name} closed the connection for payload")
+            self._take_in(peer)  # it may have said why
+            self.drop(peer, error)
 
     def _take_in(self, peer: Peer) -> None:
         try:
@@ -207,12 +270,10 @@ class Peers:
             self.drop(peer, PeerLostError(f"{peer.name} went away"))
 
     def _handle(self, peer: Peer, sync: int, message: Message) -> None:
-        if isinstance(message, Hello):
-            self._greet(peer, message)
-        elif not peer.is_greeted:
-            raise ProtocolError(f"it sent {type(message).__name__} before Hello")
+        if peer in self.strangers:
+            self._get_to_know(peer, message)
         elif isinstance(message, Ready):
-            peer.waiting = sync
+            peer.waiting, peer.held, peer.opened = sync, message.held, message.opened
         elif isinstance(message, Abort) and sync == peer.waiting:
             peer.waiting = 0
         elif sync != peer.sync:
@@ -230,12 +291,44 @@ class Peers:
         else:
             raise ProtocolError(f"it sent {type(message).__name__}, which only a sender may")
 
+    def _get_to_know(self, peer: Peer, message: Message) -> None:
+        """Hello, then Proof where there is a token, and it is in the session; Stream, and it is part of another."""
+        token = self.transport.token
+        if isinstance(message, Hello) and peer.hello is None:
+            self._greet(peer, message)
+            if token is None:
+                self._let_in(peer)
+        elif isinstance(message, Proof) and peer.hello is not None and token is not None:
+            if not is_proof(message.mac, token, "receiver", peer.hello.nonce, peer.nonce):
+                raise ProtocolError("its token is not that of this session")
+            self._let_in(peer)
+        elif isinstance(message, Stream) and peer.hello is None:
+            self._attach(peer, message)
+        else:
+            raise ProtocolError(f"it sent {type(message).__name__} before it was in the session")
+
     def _greet(self, peer: Peer, hello: Hello) -> None:
-        self.send(peer, Hello(WIRE_VERSION, HelloRole.SENDER, self.pid))
+        peer.link.introduce("receiver", hello.pid)
+        peer.hello = hello
+        self.send(peer, Hello(WIRE_VERSION, HelloRole.SENDER, self.pid, peer.nonce))
         if hello.wire_version != WIRE_VERSION or hello.role != HelloRole.RECEIVER:
             raise ProtocolError(
                 f"it speaks version {hello.wire_version} of the wire format in role {hello.role}; "
                 f"this end speaks version {WIRE_VERSION} and wants role {HelloRole.RECEIVER.value}"
             )
-        self.send(peer, self.session, self.transport.descriptors())
-        peer.is_greeted = True
+        if self.transport.token is not None:
+            self.send(peer, Proof(proof_of(self.transport.token, "sender", hello.nonce, peer.nonce)))
+
+    def _let_in(self, peer: Peer) -> None:
+        self.send(peer, replace(self.session, ticket=peer.ticket), self.transport.descriptors())
+        if peer.error is None:
+            self.strangers.remove(peer)
+            self.all.append(peer)
+
+    def _attach(self, peer: Peer, stream: Stream) -> None:
+        """Hand the connection over to the receiver that holds the ticket."""
+        owner = next((known for known in self.all if known.ticket == stream.ticket), None)
+        if owner is None or stream.index >= self.session.num_streams:
+            raise ProtocolError(f"it offered {stream}, which belongs to no receiver of this session")
+        self.strangers.remove(peer)
+        owner.outbox.attach(stream.index, stream.opened, peer.link.detach())

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 ALIGNMENT_BYTES = 256
 """Every tensor starts at a multiple of this in its bucket."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec(IntEnum):
+    """How the bytes of a span stand for a tensor."""
+
+    RAW = 0
+    """They are its elements."""
+    DELTA = 1
+    """They say which elements differ from the base version, and what they are now; see `_delta`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
-    """One contiguous piece of one tensor in one bucket."""
+    """One contiguous piece of one tensor's content in one bucket. Fields in the order of WIRE.md."""
 
     tensor: int
     """Index of the tensor in the session's manifest."""
-    tensor_offset: int
-    """Where the piece starts in the tensor, bytes."""
+    codec: int
+    """A `Codec`: what the content is."""
+    offset: int
+    """Where the piece starts in the content, bytes."""
     bucket_offset: int
     """Where it starts in the bucket, bytes; a multiple of 256."""
     num_bytes: int
     """Length of the piece; 0 for a tensor without elements."""
+    total_bytes: int
+    """Length of the whole content."""
+    digest: int
+    """Of the piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where the plan puts a run of bytes."""
+
+    bucket: int
+    """Number of the bucket, from 0."""
+    offset: int
+    """Where the piece starts in the content, bytes."""
+    bucket_offset: int
+    """Where it starts in the bucket, bytes; a multiple of 256."""
+    num_bytes: int
+    """Length of the piece; 0 for content without bytes."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -42,23 +72,24 @@ class BucketPlan:
     offset: int = 0
     """First free byte in it, aligned."""
 
-    def place(self, tensor: int, num_bytes: int) -> list[tuple[int, Span]]:
-        """Return `(bucket, span)` for each piece of the next tensor, in order."""
-        if num_bytes > self.bucket_bytes - self.offset and self.offset > 0:
-            self._next_bucket()
-        placed: list[tuple[int, Span]] = []
+    def place(self, num_bytes: int) -> list[Piece]:
+        """Return the pieces of the next content, in order."""
+        if num_bytes > self.bucket_bytes - self.offset:
+            self.close()
+        placed: list[Piece] = []
         start = 0
         while True:
             if self.offset == self.bucket_bytes and start < num_bytes:
-                self._next_bucket()
+                self.close()
             length = min(num_bytes - start, self.bucket_bytes - self.offset)
-            span = Span(tensor=tensor, tensor_offset=start, bucket_offset=self.offset, num_bytes=length)
-            placed.append((self.bucket, span))
+            placed.append(Piece(self.bucket, start, self.offset, length))
             self.offset += aligned(length)
             start += length
             if start == num_bytes:
                 return placed
 
-    def _next_bucket(self) -> None:
-        self.bucket += 1
-        self.offset = 0
+    def close(self) -> None:
+        """Put nothing more into a bucket that holds something already."""
+        if self.offset > 0:
+            self.bucket += 1
+            self.offset = 0

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-
-import rl_csrc
+from rl_ckpt._digest import tree_digest
+from rl_ckpt._inlet import Inlet
+from rl_ckpt._landing import Landing, Scratch, is_base
 from rl_ckpt._link import Deadline, Link, wait_for
-from rl_ckpt._plan import ALIGNMENT_BYTES
-from rl_ckpt._sync import tree_digest
-from rl_ckpt._tensors import TensorSpec, from_bytes
+from rl_ckpt._proof import is_proof, proof_of
+from rl_ckpt._tensors import TensorSpec
 from rl_ckpt._wire import (
+    NO_VERSION,
+    NONCE_BYTES,
     WIRE_VERSION,
     Abort,
     AbortReason,
@@ -28,6 +30,7 @@ from rl_ckpt._wire import (
     HelloRole,
     Manifest,
     Message,
+    Proof,
     Ready,
     Seal,
     Session,
@@ -36,21 +39,22 @@ from rl_ckpt._wire import (
 from rl_ckpt._worker import Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
+    AddressError,
     DigestError,
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
     SyncAbortedError,
+    TensorError,
     UsageError,
 )
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
-    from rl_ckpt._plan import Span
     from rl_ckpt._transport import ReceiveTransport
     from rl_ckpt.types import SessionConfig, SyncReport
 
@@ -69,36 +73,16 @@ class Line:
     link: Link
     inbox: deque[tuple[int, Message]] = field(default_factory=deque[tuple[int, Message]])
     """`(sync, message)` that arrived and was not looked at."""
-    slots: list[Tensor] = field(default_factory=list[torch.Tensor])
-    """The sender's ring; empty until it was shared."""
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    """What the sender must prove its knowledge of the token over."""
+    session: Session | None = None
+    """What the sender said of it; None before."""
+    inlet: Inlet | None = None
+    """Where its buckets come from; None before that is known."""
     specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
     """The manifest so far."""
     sync: int = 0
     """Number of the sync that was asked for last."""
-
-
-@dataclass(slots=True, eq=False)
-class Landing:
-    """What has landed of one sync."""
-
-    line: Line
-    """Where it comes from."""
-    version: int
-    """What it will be."""
-    previous: ReceiverState
-    """State to go back to as long as nothing is handed out."""
-    digests: list[int] = field(default_factory=list[int])
-    """Of the buckets, computed from what landed."""
-    num_tensors: int = 0
-    """Tensors handed out."""
-    num_bytes: int = 0
-    """Payload so far, bytes."""
-    partial: int = -1
-    """Index of a tensor that goes on in the next bucket; -1 for none."""
-    partial_bytes: int = 0
-    """Bytes of it that are here."""
-    is_over: bool = False
-    """Whether it was committed or given up."""
 
 
 class Receiver(CheckpointEngine):
@@ -111,9 +95,18 @@ class Receiver(CheckpointEngine):
         self._worker = Worker(f"the receiver of {config.address}")
         self._line: Line | None = None
         self._landing: Landing | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = Scratch()
         self._state = ReceiverState.IDLE
         self._version: int | None = None
+        self._digest: int | None = None
+        self._held: Callable[[], Mapping[str, Tensor]] | None = None
+        self._base: Mapping[str, Tensor] | None = None
+        """What the last committed sync was received into, if it was, and differences can be applied to it."""
+
+    @property
+    def digest(self) -> int | None:
+        """Tree digest of the last committed sync."""
+        return self._digest
 
     @property
     def version(self) -> int | None:
@@ -138,38 +131,60 @@ class Receiver(CheckpointEngine):
         await self._worker.run(lambda: self._dial(Deadline(self._config.timeout_s)))
 
     async def send_weights(
-        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]], *, version: int
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_peers: int | None = None,
     ) -> SyncReport:
         """Raise `UsageError`: not for this end."""
         raise UsageError(f"this is a receiving end of {self.address}; open one with role='send' to send")
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> SyncReport:
+    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
         """Raise `UsageError`: not for this end."""
         raise UsageError(f"this is a receiving end of {self.address}; open one with role='send' to send")
 
-    async def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+        """Look into the engine before every vote. See `CheckpointEngine`."""
+        self._held = held
+
+    async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield tensors as they land. See `CheckpointEngine`."""
-        try:
-            landing = await self._worker.run(self._begin)
-        except asyncio.CancelledError:
-            if self._landing is not None:  # it began in the very moment of the cancellation
-                self._give_up(self._landing, AbortReason.FAILED, "it was cancelled")
-            raise
+        landing = await self._begin_async(None)
         try:
             while (tensors := await self._worker.run(self._next_step(landing))) is not None:
-                for item in tensors:
-                    yield item
+                for name, tensor in tensors:
+                    yield name, tensor.clone() if clone else tensor
         finally:
             self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
 
-    def recv(self) -> Iterator[tuple[str, Tensor]]:
-        """Synchronous twin of `receive_weights`: does everything in the calling thread."""
-        landing = self._worker.call(self._begin)
+    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+        """Land tensors where they belong. See `CheckpointEngine`."""
+        landing = await self._begin_async(targets)
         try:
-            while (tensors := self._worker.call(self._next_step(landing))) is not None:
-                yield from tensors
+            await self._worker.run(lambda: self._take_all(landing, strict))
         finally:
             self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+        return landing.version
+
+    def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Synchronous twin of `receive_weights`: does everything in the calling thread."""
+        landing = self._worker.call(lambda: self._begin(None))
+        try:
+            while (tensors := self._worker.call(self._next_step(landing))) is not None:
+                for name, tensor in tensors:
+                    yield name, tensor.clone() if clone else tensor
+        finally:
+            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+
+    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+        """Synchronous twin of `receive_into`: does everything in the calling thread."""
+        landing = self._worker.call(lambda: self._begin(targets))
+        try:
+            self._worker.call(lambda: self._take_all(landing, strict))
+        finally:
+            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+        return landing.version
 
     async def close(self) -> None:
         """Leave the session. Idempotent."""
@@ -180,15 +195,26 @@ class Receiver(CheckpointEngine):
             self._give_up(self._landing, AbortReason.FAILED, "it was closed")
         self._hang_up()
 
-    def _begin(self) -> Landing:
+    async def _begin_async(self, targets: Mapping[str, Tensor] | None) -> Landing:
+        try:
+            return await self._worker.run(lambda: self._begin(targets))
+        except asyncio.CancelledError:
+            if self._landing is not None:  # it began in the very moment of the cancellation
+                self._give_up(self._landing, AbortReason.FAILED, "it was cancelled")
+            raise
+
+    def _begin(self, targets: Mapping[str, Tensor] | None) -> Landing:
         """Ask for the next sync and wait until it starts."""
         if self._landing is not None:
             self._give_up(self._landing, AbortReason.FAILED, "its consumer began anew")
+        held = NO_VERSION
+        if targets is not None and targets is self._base and self._state is ReceiverState.COMMITTED:
+            held = NO_VERSION if self._version is None else self._version
         deadline = Deadline(self._config.timeout_s)
         while True:
             try:
                 line = self._dial(deadline)
-                begin = self._ask(line, deadline)
+                begin = self._ask(line, held, deadline)
             except PeerLostError as error:
                 self._hang_up()  # it died before this sync began: wait for its successor
                 if not self._pause(deadline):
@@ -198,9 +224,21 @@ class Receiver(CheckpointEngine):
                 self._hang_up()
                 raise
             else:
-                self._landing = Landing(line, begin.version, self._state)
-                self._state = ReceiverState.PREPARING
-                return self._landing
+                return self._land_on(line, begin, targets)
+
+    def _land_on(self, line: Line, begin: Begin, targets: Mapping[str, Tensor] | None) -> Landing:
+        self._landing = Landing(
+            version=begin.version,
+            previous=self._state,
+            sender=line.link.peer,
+            bucket_bytes=line.session.bucket_bytes if line.session is not None else 0,
+            specs=line.specs,
+            scratch=self._scratch,
+            has_base=begin.base != NO_VERSION,
+            targets=targets,
+        )
+        self._state = ReceiverState.PREPARING
+        return self._landing
 
     def _dial(self, deadline: Deadline) -> Line:
         """The connection, a new one if there is none."""
@@ -208,7 +246,8 @@ class Receiver(CheckpointEngine):
             link = self._transport.dial()
             if link is not None:
                 self._line = Line(link)
-                self._post(self._line, Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid()), deadline)
+                hello = Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid(), self._line.nonce)
+                self._post(self._line, hello, deadline)
             elif not self._pause(deadline):
                 raise PeerTimeoutError(f"no sender came to {self.address} within {deadline.timeout_s:g} s")
         return self._line
@@ -218,119 +257,118 @@ class Receiver(CheckpointEngine):
         wait_for(self._worker.waker, Deadline(min(DIAL_AGAIN_S, deadline.remaining_s())))
         return deadline.remaining_s() > 0
 
-    def _ask(self, line: Line, deadline: Deadline) -> Begin:
-        if not line.slots:
-            self._join(line, deadline)
+    def _ask(self, line: Line, held: int, deadline: Deadline) -> Begin:
+        inlet = line.inlet or self._join(line, deadline)
         line.inbox.clear()  # what is left of a sync that was given up
         line.sync += 1
-        self._post(line, Ready(), deadline)
+        try:
+            inlet.open(line.sync, self._config.timeout_s)
+        except OSError as error:
+            raise PeerLostError(f"{line.link.peer} took no connection for payload: {error}") from error
+        self._post(line, Ready(held, inlet.opened), deadline)
         message = self._next(line, deadline, "began no sync")
-        if isinstance(message, Begin):
+        if isinstance(message, Begin) and message.base in {held, NO_VERSION}:
             return message
-        raise ProtocolError(f"{line.link.peer} sent {type(message).__name__} where a sync should begin")
+        raise ProtocolError(f"{line.link.peer} sent {message} where a sync should begin; version {held} is held here")
 
-    def _join(self, line: Line, deadline: Deadline) -> None:
+    def _join(self, line: Line, deadline: Deadline) -> Inlet:
         hello = self._next(line, deadline, "did not answer the greeting")
         if not isinstance(hello, Hello) or (hello.wire_version, hello.role) != (WIRE_VERSION, HelloRole.SENDER):
             raise ProtocolError(
                 f"{line.link.peer} answered {hello}; this end speaks version {WIRE_VERSION} to a sender"
             )
-        session = self._next(line, deadline, "did not share its ring")
+        line.link.introduce("sender", hello.pid)
+        if self._transport.token is not None:
+            self._authenticate(line, self._transport.token, hello.nonce, deadline)
+        session = self._next(line, deadline, "did not share its session")
         if not isinstance(session, Session):
-            raise ProtocolError(f"{line.link.peer} sent {type(session).__name__} where it should share its ring")
-        line.slots = self._transport.map_slots(session, line.link)
+            raise ProtocolError(f"{line.link.peer} sent {type(session).__name__} where it should share its session")
+        slots = self._transport.map_slots(session, line.link)
+        line.session = session
+        line.inlet = Inlet(
+            self._transport,
+            session,
+            slots,
+            wait=lambda descriptor: self._await_payload(line, descriptor),
+            end=lambda: self._await_end(line),
+        )
+        return line.inlet
+
+    def _authenticate(self, line: Line, token: bytes, nonce: bytes, deadline: Deadline) -> None:
+        proof = self._next(line, deadline, "did not prove that it knows the token")
+        if not isinstance(proof, Proof) or not is_proof(proof.mac, token, "sender", line.nonce, nonce):
+            raise AddressError(
+                f"{line.link.peer} of {self.address} has another token than this end; give the same to both"
+            )
+        self._post(line, Proof(proof_of(token, "receiver", line.nonce, nonce)), deadline)
 
     def _next_step(self, landing: Landing) -> Callable[[], list[tuple[str, Tensor]] | None]:
         if landing.is_over:
             raise UsageError(f"this sync of {self.address} was given up; call receive_weights again for the next")
-        return lambda: self._advance(landing)
+        return lambda: self._advance(landing, strict=False)
 
-    def _advance(self, landing: Landing) -> list[tuple[str, Tensor]] | None:
+    def _take_all(self, landing: Landing, strict: bool) -> None:
+        while self._advance(landing, strict) is not None:
+            pass
+
+    def _advance(self, landing: Landing, strict: bool) -> list[tuple[str, Tensor]] | None:
         """Free the bucket handed out last; the tensors of the next one, or None after the commit."""
+        line = self._line_of(landing)
         try:
-            if landing.digests:
-                self._say(landing, Free(len(landing.digests) - 1))
+            if landing.num_buckets:
+                self._say(line, Free(landing.num_buckets - 1))
             while True:
-                message = self._hear(landing, "sent nothing more")
-                if isinstance(message, Bucket):
-                    if tensors := self._land(landing, message):
-                        landing.num_tensors += len(tensors)
+                message = self._hear(line, "sent nothing more")
+                if isinstance(message, Bucket) and line.inlet is not None:
+                    if tensors := landing.land(message, line.inlet):
                         return tensors
-                    self._say(landing, Free(message.sequence))
+                    self._say(line, Free(message.sequence))
                 elif isinstance(message, Seal):
-                    self._finish(landing, message)
+                    self._finish(line, landing, message, strict)
                     return None
                 else:
-                    raise ProtocolError(f"{landing.line.link.peer} sent {type(message).__name__} inside a sync")
+                    raise ProtocolError(f"{line.link.peer} sent {type(message).__name__} inside a sync")
         except BaseException as error:
             self._give_up(landing, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
             raise
 
-    def _land(self, landing: Landing, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        """Verify a bucket and return the tensors that are whole with it."""
-        peer, slots = landing.line.link.peer, landing.line.slots
-        sequence = len(landing.digests)
-        if (bucket.sequence, bucket.slot) != (sequence, sequence % len(slots)):
-            raise ProtocolError(f"{peer} sent bucket {bucket.sequence} in slot {bucket.slot}; {sequence} is due")
-        if bucket.used_bytes > slots[bucket.slot].numel():
-            raise ProtocolError(f"{peer} says that a bucket has {bucket.used_bytes} bytes of {slots[0].numel()}")
-        raw = slots[bucket.slot][: bucket.used_bytes]
-        digest = rl_csrc.digest(raw)
-        if digest != bucket.digest and self._transport.refresh(bucket.slot):
-            digest = rl_csrc.digest(raw)
-        if digest != bucket.digest:
-            raise DigestError(
-                f"bucket {sequence} of version {landing.version} landed with digest {digest:#018x}; "
-                f"{peer} sent {bucket.digest:#018x}. None of its tensors is handed out"
-            )
-        landing.digests.append(digest)
-        whole = [self._assemble(landing, span, raw) for span in bucket.spans]
-        return [item for item in whole if item is not None]
+    def _line_of(self, landing: Landing) -> Line:
+        if self._line is None or landing.is_over:
+            raise UsageError(f"this sync of {self.address} was given up; call receive_weights again for the next")
+        return self._line
 
-    def _assemble(self, landing: Landing, span: Span, raw: Tensor) -> tuple[str, Tensor] | None:
-        """The tensor that a span completes. One that came in several buckets is put together in the scratch memory."""
-        specs, peer = landing.line.specs, landing.line.link.peer
-        if span.tensor >= len(specs):
-            raise ProtocolError(f"{peer} sent tensor {span.tensor}; it has declared {len(specs)}")
-        spec = specs[span.tensor]
-        end, reached = span.bucket_offset + span.num_bytes, span.tensor_offset + span.num_bytes
-        is_whole, is_due = span.num_bytes == spec.num_bytes, span.tensor_offset == landing.partial_bytes
-        if (
-            (landing.partial >= 0 and span.tensor != landing.partial)
-            or not is_due
-            or end > raw.numel()
-            or reached > spec.num_bytes
-            or span.bucket_offset % ALIGNMENT_BYTES
-            or not (is_whole or (span.num_bytes > 0 and span.bucket_offset == 0))
-        ):
-            raise ProtocolError(f"{peer} sent {span} of {spec}, which does not fit after what came before")
-        landing.num_bytes += span.num_bytes
-        is_done = reached == spec.num_bytes
-        landing.partial, landing.partial_bytes = (-1, 0) if is_done else (span.tensor, reached)
-        piece = raw[span.bucket_offset : end]
-        if not is_whole:
-            if self._scratch.numel() < spec.num_bytes:
-                self._scratch = torch.empty(spec.num_bytes, dtype=torch.uint8)
-            self._scratch[span.tensor_offset : reached].copy_(piece)
-            piece = self._scratch[: spec.num_bytes]
-        return (spec.name, from_bytes(piece, spec)) if is_done else None
-
-    def _finish(self, landing: Landing, seal: Seal) -> None:
+    def _finish(self, line: Line, landing: Landing, seal: Seal, strict: bool) -> None:
         """Vote, and wait for the verdict."""
-        digest = tree_digest(landing.digests)
-        landed = (len(landing.digests), landing.num_tensors, landing.num_bytes, digest)
-        if landed != (seal.num_buckets, seal.num_tensors, seal.num_bytes, seal.digest) or landing.partial >= 0:
-            raise ProtocolError(
-                f"{landing.line.link.peer} sent {seal}; (buckets, tensors, bytes, digest) here {landed}"
+        digest = landing.digest
+        landed = (landing.num_buckets, len(landing.digests), landing.num_bytes, digest)
+        if landed != (seal.num_buckets, seal.num_tensors, seal.num_bytes, seal.digest) or not landing.is_whole():
+            raise DigestError(f"{line.link.peer} sent {seal}; (buckets, tensors, bytes, digest) here {landed}")
+        if strict and (missing := landing.missing()):
+            raise TensorError(
+                f"{len(missing)} tensors were to be received into and did not come, {missing[0]!r} the first; "
+                "strict=False allows that"
             )
+        vote = self._attest(landing, Staged(landing.version, digest, len(landing.digests)))
         self._state = ReceiverState.STAGED
-        self._say(landing, Staged(landing.version, digest, landing.num_tensors))
-        verdict = self._hear(landing, "gave no verdict")
+        self._say(line, vote)
+        verdict = self._hear(line, "gave no verdict")
         if verdict != Commit(landing.version):
-            raise ProtocolError(f"{landing.line.link.peer} sent {verdict} where a verdict on {landing.version} is due")
+            raise ProtocolError(f"{line.link.peer} sent {verdict} where a verdict on {landing.version} is due")
         landing.is_over, self._landing = True, None
-        self._version, self._state = landing.version, ReceiverState.COMMITTED
-        landing.line.link.try_send(Committed(landing.version), landing.line.sync)
+        self._version, self._digest, self._state = landing.version, digest, ReceiverState.COMMITTED
+        self._base = landing.targets if landing.targets is not None and is_base(landing.targets) else None
+        line.link.try_send(Committed(landing.version), line.sync)
+
+    def _attest(self, landing: Landing, vote: Staged) -> Staged:
+        """The vote, with what the engine holds."""
+        if self._held is None:
+            return vote
+        held = self._held()
+        sent = {spec.name for spec in landing.digests}
+        bound = {name: tensor for name, tensor in held.items() if name in sent}
+        return replace(
+            vote, is_attested=1, held_digest=tree_digest(bound), num_bound=len(bound), num_expected=len(held)
+        )
 
     def _give_up(self, landing: Landing, reason: AbortReason, text: str) -> None:
         """Leave a sync that is not over. Tells the sender without waiting; never raises."""
@@ -339,8 +377,8 @@ class Receiver(CheckpointEngine):
         landing.is_over = True
         if self._landing is landing:
             self._landing = None
-            self._state = ReceiverState.POISONED if landing.num_tensors else landing.previous
-        if landing.line is self._line:
+            self._base = None
+            self._state = ReceiverState.POISONED if landing.is_touched else landing.previous
             self._leave(reason, text)
 
     def _leave(self, reason: AbortReason, text: str) -> None:
@@ -348,24 +386,29 @@ class Receiver(CheckpointEngine):
         line = self._line
         if line is None:
             return
+        if line.inlet is not None:
+            line.inlet.close()
         is_told = not line.link.is_closed and line.link.try_send(Abort(reason, text), line.sync)
         if not is_told or reason is AbortReason.PROTOCOL:
             self._hang_up()
 
     def _hang_up(self) -> None:
         if self._line is not None:
+            if self._line.inlet is not None:
+                self._line.inlet.close()
+                self._line.inlet = None  # it refers back to the line: the ring would stay mapped until a collection
             self._line.link.close()
             self._line = None
             self._transport.release()
 
-    def _say(self, landing: Landing, message: Message) -> None:
-        self._post(landing.line, message, Deadline(self._config.timeout_s))
+    def _say(self, line: Line, message: Message) -> None:
+        self._post(line, message, Deadline(self._config.timeout_s))
 
-    def _hear(self, landing: Landing, failing: str) -> Message:
-        return self._next(landing.line, Deadline(self._config.timeout_s), failing)
+    def _hear(self, line: Line, failing: str) -> Message:
+        return self._next(line, Deadline(self._config.timeout_s), failing)
 
     def _post(self, line: Line, message: Message, deadline: Deadline) -> None:
-        sync = 0 if isinstance(message, Hello) else line.sync
+        sync = 0 if isinstance(message, Hello | Proof) else line.sync
         line.link.send(message, sync, waker=self._worker.waker, deadline=deadline)
 
     def _next(self, line: Line, deadline: Deadline, failing: str) -> Message:
@@ -374,23 +417,44 @@ class Receiver(CheckpointEngine):
         Raises:
             PeerTimeoutError, PeerLostError, ProtocolError, SyncAbortedError: see their names.
         """
-        peer = line.link.peer
         while True:
             self._read(line)
-            for sync, message in line.inbox:
-                if isinstance(message, Abort) and sync == line.sync:
-                    line.inbox.clear()
-                    raise SyncAbortedError(f"{peer} called the sync off: {message.text}")
             has_verdict = any(isinstance(message, Commit) for _, message in line.inbox)
             if line.link.is_closed and not has_verdict:
-                raise PeerLostError(f"{peer} went away")
+                raise PeerLostError(f"{line.link.peer} went away")
             if line.inbox:
                 return line.inbox.popleft()[1]
             if not wait_for(self._worker.waker, deadline, readable=[line.link.fileno()]):
-                raise PeerTimeoutError(f"{peer} {failing} within {deadline.timeout_s:g} s")
+                raise PeerTimeoutError(f"{line.link.peer} {failing} within {deadline.timeout_s:g} s")
+
+    def _await_payload(self, line: Line, descriptor: int) -> None:
+        """Wait until a stream has more, and hear meanwhile if the sync is off."""
+        deadline = Deadline(self._config.timeout_s)
+        while True:
+            self._read(line)
+            if line.link.is_closed:
+                raise PeerLostError(f"{line.link.peer} went away")
+            ready = wait_for(self._worker.waker, deadline, readable=[descriptor, line.link.fileno()])
+            if descriptor in ready:
+                return
+            if not ready:
+                raise PeerTimeoutError(f"{line.link.peer} sent no more payload within {deadline.timeout_s:g} s")
+
+    def _await_end(self, line: Line) -> None:
+        """Hear why the sender has closed a stream."""
+        deadline = Deadline(self._config.timeout_s)
+        while not line.link.is_closed:
+            self._read(line)
+            if not wait_for(self._worker.waker, deadline, readable=[line.link.fileno()]):
+                break
+        raise PeerLostError(f"{line.link.peer} closed a connection for payload")
 
     def _read(self, line: Line) -> None:
-        """Take in what is here. Manifests count whatever sync they came in; all else of an earlier one is stale."""
+        """Take in what is here. Manifests count whatever sync they came in; all else of an earlier one is stale.
+
+        Raises:
+            SyncAbortedError: the sender has called off the sync that was asked for last.
+        """
         try:
             messages = line.link.receive()
         except ProtocolError as error:
@@ -402,3 +466,7 @@ class Receiver(CheckpointEngine):
                 line.specs += message.specs
             elif sync in {0, line.sync}:
                 line.inbox.append((sync, message))
+        for sync, message in line.inbox:
+            if isinstance(message, Abort) and sync == line.sync:
+                line.inbox.clear()
+                raise SyncAbortedError(f"{line.link.peer} called the sync off: {message.text}")

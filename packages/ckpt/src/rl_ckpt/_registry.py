@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Literal, Protocol, cast
+from urllib.parse import parse_qsl
 
 from rl_ckpt.errors import AddressError, BackendError
 from rl_ckpt.types import Role, SessionConfig
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from rl_ckpt.base import CheckpointEngine
 
 GROUP = "rl_ckpt.backends"
-DEFAULT_BUCKET_BYTES = 16 << 20
+DEFAULT_BUCKET_BYTES = 8 << 20
 BUCKET_UNIT_BYTES = 256
 
 
@@ -31,22 +32,29 @@ def connect(
     role: Role | Literal["send", "receive"],
     timeout_s: float = 60.0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    delta: bool = False,
+    token: str | None = None,
 ) -> CheckpointEngine:
     """Open one end of a weight-transfer session. Nothing is allocated and no peer is called before `prepare`.
 
     Args:
-        url: `scheme://name`, the same for both ends. The scheme names an installed backend: `shm` moves between
-            processes of one Linux machine, `inproc` inside one process.
+        url: `scheme://name`, the same for both ends. The scheme names an installed backend: `shm` and `uds` move
+            between processes of one Linux machine, `tcp` between machines, `inproc` inside one process. Options of a
+            backend follow a `?`.
         role: `send` for the trainer (one per session), `receive` for every server.
         timeout_s: Longest wait for a peer, seconds; every single wait has this much.
         bucket_bytes: Size of one transfer bucket, a multiple of 256. Chosen by the sender; a tensor that is larger is
-            split, at the price of one more copy on the receiving side.
+            split, at the price of one more copy for a receiver that iterates.
+        delta: Let a sender keep a copy of the weights on the CPU, and send bit-exact differences to receivers that use
+            `receive_into` and hold the version before. Whoever does not is sent everything.
+        token: Secret that both ends must know, for `tcp`; the variable RL_CKPT_TOKEN if it is not given.
 
     Raises:
         AddressError: the URL or an option is not understood.
         BackendError: no backend of that scheme is installed, or it cannot be imported here.
     """
-    scheme, separator, name = url.partition("://")
+    scheme, separator, rest = url.partition("://")
+    name, _, query = rest.partition("?")
     if not (separator and scheme and name):
         raise AddressError(f"the URL is {url!r}; write scheme://name, for example shm://policy")
     if role not in tuple(Role):
@@ -58,7 +66,22 @@ def connect(
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in installed:
         raise BackendError(f"no backend {scheme!r} is installed for {url!r}; there are: {', '.join(sorted(installed))}")
-    config = SessionConfig(address=url, name=name, role=Role(role), timeout_s=timeout_s, bucket_bytes=bucket_bytes)
+    if delta and role != Role.SEND:
+        raise AddressError("delta=True is for the sender; a receiver takes differences whenever it uses receive_into")
+    try:
+        options = tuple(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError as error:
+        raise AddressError(f"the URL is {url!r}; write options as ?name=value&name=value") from error
+    config = SessionConfig(
+        address=url,
+        name=name,
+        role=Role(role),
+        timeout_s=timeout_s,
+        bucket_bytes=bucket_bytes,
+        delta=delta,
+        token=token,
+        options=options,
+    )
     return _load(installed[scheme]).open_session(config)
 
 

@@ -6,12 +6,14 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, cast
 
+from rl_ckpt._delta import Snapshot
 from rl_ckpt._peers import Peers
 from rl_ckpt._sync import Clock, Schema, Source, Sync
 from rl_ckpt._wire import AbortReason, Session
 from rl_ckpt._worker import AsyncSource, Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
+    AttestationError,
     DigestError,
     PeerLostError,
     PeerTimeoutError,
@@ -23,7 +25,7 @@ from rl_ckpt.errors import (
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 NUM_SLOTS = 4
 MAX_VERSION = 2**63 - 1
 _REASONS: dict[type[BaseException], AbortReason] = {
+    AttestationError: AbortReason.DIGEST,
     DigestError: AbortReason.DIGEST,
     ProtocolError: AbortReason.PROTOCOL,
     PeerTimeoutError: AbortReason.TIMEOUT,
@@ -49,10 +52,17 @@ class Sender(CheckpointEngine):
         self._transport = transport
         self._worker = Worker(f"the sender of {config.address}")
         self._schema = Schema()
+        self._snapshot = Snapshot() if config.delta else None
         self._peers: Peers | None = None
         self._slots: list[Tensor] = []
         self._num_peers = 1
         self._version: int | None = None
+        self._digest: int | None = None
+
+    @property
+    def digest(self) -> int | None:
+        """Tree digest of the last committed sync."""
+        return self._digest
 
     @property
     def version(self) -> int | None:
@@ -71,32 +81,51 @@ class Sender(CheckpointEngine):
 
     async def connect(self, num_peers: int = 1) -> None:
         """Wait until `num_peers` receivers are in the session, and require as many in every later sync."""
-        if num_peers < 1:
-            raise UsageError(f"num_peers is {num_peers}; a session needs at least one receiver")
-        self._num_peers = num_peers
+        self._require(num_peers)
         await self._worker.run(lambda: self._open().wait_for_count(num_peers))
 
     async def send_weights(
-        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]], *, version: int
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_peers: int | None = None,
     ) -> SyncReport:
         """Send, verify and commit. See `CheckpointEngine`."""
+        self._require(num_peers)
         if not hasattr(weights, "__aiter__"):
             source = cast("Iterable[tuple[str, Tensor]]", weights)
             return await self._worker.run(lambda: self._sync(source, version))
         bridge = AsyncSource(cast("AsyncIterable[tuple[str, Tensor]]", weights), asyncio.get_running_loop())
         return await self._worker.run(lambda: self._sync(bridge, version), on_cancel=bridge.cancel)
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> SyncReport:
+    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
         """Synchronous twin of `send_weights`: does everything in the calling thread."""
+        self._require(num_peers)
         return self._worker.call(lambda: self._sync(weights, version))
 
-    def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+    def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Raise `UsageError`: not for this end."""
-        raise UsageError(f"this is the sending end of {self.address}; open one with role='receive' to receive")
+        raise self._not_mine()
 
-    def recv(self) -> Iterator[tuple[str, Tensor]]:
+    def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Raise `UsageError`: not for this end."""
-        raise UsageError(f"this is the sending end of {self.address}; open one with role='receive' to receive")
+        raise self._not_mine()
+
+    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+        """Raise `UsageError`: not for this end."""
+        raise self._not_mine()
+
+    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+        """Raise `UsageError`: not for this end."""
+        raise self._not_mine()
+
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+        """Raise `UsageError`: not for this end."""
+        raise self._not_mine()
+
+    def _not_mine(self) -> UsageError:
+        return UsageError(f"this is the sending end of {self.address}; open one with role='receive' to receive")
 
     async def close(self) -> None:
         """Leave the session and free the ring. Idempotent."""
@@ -108,13 +137,19 @@ class Sender(CheckpointEngine):
         self._slots = []
         self._transport.close()
 
+    def _require(self, num_peers: int | None) -> None:
+        if num_peers is not None and num_peers < 1:
+            raise UsageError(f"num_peers is {num_peers}; a session needs at least one receiver")
+        self._num_peers = num_peers or self._num_peers
+
     def _open(self) -> Peers:
         if self._peers is None:
             bucket_bytes = self._config.bucket_bytes
             self._slots = self._transport.open(NUM_SLOTS, bucket_bytes)
+            self.address = self._transport.address
             self._peers = Peers(
                 transport=self._transport,
-                session=Session(bucket_bytes, NUM_SLOTS),
+                session=Session(bucket_bytes, NUM_SLOTS, self._transport.num_streams),
                 waker=self._worker.waker,
                 timeout_s=self._config.timeout_s,
                 pid=os.getpid(),
@@ -150,12 +185,15 @@ class Sender(CheckpointEngine):
                 participants=participants,
                 slots=self._slots,
                 schema=self._schema,
+                snapshot=self._snapshot,
                 clock=clock,
             )
             sync.stream(source)
             sync.stage()
             self._version = version
-            return sync.commit()
+            report = sync.commit()
+            self._digest = report.digest
+            return report
         except BaseException as error:
             peers.abort(participants, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
             raise

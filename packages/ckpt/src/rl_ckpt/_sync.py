@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import rl_csrc
+import torch
+
+from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, pack_leaves
 from rl_ckpt._link import Deadline
-from rl_ckpt._plan import BucketPlan, Span, aligned
+from rl_ckpt._plan import BucketPlan, Codec, Span, aligned
 from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
-from rl_ckpt._wire import Begin, Bucket, Commit, Manifest, Seal
-from rl_ckpt.errors import DigestError, SyncAbortedError, TensorError
+from rl_ckpt._wire import NO_VERSION, Begin, Bucket, Commit, Manifest, Seal
+from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.types import Receipt, SyncReport
 
 if TYPE_CHECKING:
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._delta import Snapshot
     from rl_ckpt._peers import Peer, Peers
+    from rl_ckpt._wire import Staged
 
 MANIFEST_CHUNK = 4096
 """Most tensors in one Manifest message."""
-
-
-def tree_digest(bucket_digests: Sequence[int]) -> int:
-    """64-bit digest over the digests of the buckets of one sync, in order."""
-    return rl_csrc.digest(struct.pack(f"<{len(bucket_digests)}Q", *bucket_digests))
+MAX_SPANS = 1 << 16
+"""Most pieces in one Bucket message."""
+DIRECT_BYTES = 1 << 20
+"""From this size on, streams are written straight from the source's tensor."""
+_FILLING = torch.zeros(256, dtype=torch.uint8)
 
 
 @dataclass(slots=True)
@@ -108,6 +111,7 @@ class Sync:
         participants: Sequence[Peer],
         slots: Sequence[Tensor],
         schema: Schema,
+        snapshot: Snapshot | None,
         clock: Clock,
     ) -> None:
         self._version = version
@@ -115,17 +119,26 @@ class Sync:
         self._participants = participants
         self._slots = slots
         self._schema = schema
+        self._snapshot = snapshot
         self._clock = clock
+        self._has_streams = peers.session.num_streams > 0
         self._plan = BucketPlan(peers.session.bucket_bytes)
+        self._num_buckets = 0
         self._spans: list[Span] = []
-        self._digests: list[int] = []
+        self._direct: dict[int, Tensor] = {}
+        """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
+        self._digests: dict[TensorSpec, int] = {}
         self._names: set[str] = set()
         self._num_bytes = 0
+        self._num_wire_bytes = 0
+        self._num_deltas = 0
+        self._digest = 0
 
     def stream(self, source: Source) -> None:
         """Send every tensor of the source, bucket by bucket."""
+        base = self._choose_base()
         for peer in self._participants:
-            self._peers.send(peer, Begin(self._version))
+            self._peers.send(peer, Begin(self._version, NO_VERSION if base is None else base))
         for name, tensor in source:
             self._pack(spec_of(name, tensor), tensor)
         if not self._names:
@@ -134,45 +147,76 @@ class Sync:
 
     def stage(self) -> None:
         """Wait until every receiver holds all of it, and compare what each attests."""
-        digest = tree_digest(self._digests)
+        with self._clock("verify_s"):
+            self._digest = model_digest(self._digests.items())
+        seal = Seal(self._num_buckets, len(self._names), self._num_bytes, self._digest)
         for peer in self._participants:
-            self._peers.send(peer, Seal(len(self._digests), len(self._names), self._num_bytes, digest))
+            self._peers.send(peer, seal)
         self._wait(lambda peer: peer.staged is not None, "take every tensor")
         for peer in self._participants:
-            staged = peer.staged
-            if staged is None or (staged.version, staged.digest, staged.num_tensors) != (
-                self._version,
-                digest,
-                len(self._names),
-            ):
-                raise DigestError(
-                    f"{peer.name} attests {staged}; sent were {len(self._names)} tensors with digest {digest}"
-                )
+            if peer.staged is not None:
+                self._examine(peer.name, peer.staged)
 
     def commit(self) -> SyncReport:
         """Tell every receiver, without waiting, that the version is in force; then wait for their confirmations."""
         for peer in self._participants:
             if peer.error is None and not peer.link.try_send(Commit(self._version), peer.sync):
                 self._peers.drop(peer)
+        if self._snapshot is not None:
+            self._snapshot.version = self._version
         with self._clock("wire_s"):
             self._confirm()
         clock = self._clock
-        digest = tree_digest(self._digests)
         return SyncReport(
             version=self._version,
+            digest=self._digest,
             num_tensors=len(self._names),
             num_bytes=self._num_bytes,
+            num_wire_bytes=self._num_wire_bytes,
+            num_deltas=self._num_deltas,
             export_s=clock.export_s,
             pack_s=clock.pack_s,
             wire_s=clock.wire_s,
             verify_s=clock.verify_s,
             wall_s=time.perf_counter() - clock.started,
             receipts=tuple(
-                Receipt(peer=peer.name, version=self._version, digest=digest, num_tensors=len(self._names))
-                for peer in self._participants
-                if peer.is_committed
+                self._receipt(peer, peer.staged) for peer in self._participants if peer.is_committed and peer.staged
             ),
             lost=tuple(peer.name for peer in self._participants if not peer.is_committed),
+        )
+
+    def _choose_base(self) -> int | None:
+        """The version that differences are told from, if all who take part hold it; the snapshot is open from now."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            return None
+        base, snapshot.version = snapshot.version, None
+        if base is None or any(peer.held != base for peer in self._participants):
+            snapshot.clear()
+            return None
+        return base
+
+    def _examine(self, name: str, staged: Staged) -> None:
+        """Compare a vote with what was sent."""
+        if (staged.version, staged.digest, staged.num_tensors) != (self._version, self._digest, len(self._names)):
+            raise DigestError(
+                f"{name} attests {staged}; sent were {len(self._names)} tensors with digest {self._digest:#018x}"
+            )
+        if staged.is_attested and (staged.held_digest, staged.num_bound) != (self._digest, len(self._names)):
+            raise AttestationError(
+                f"{name} was sent {len(self._names)} tensors with digest {self._digest:#018x}; its engine holds "
+                f"{staged.num_bound} of them, with digest {staged.held_digest:#018x}: its loader lost or changed some"
+            )
+
+    def _receipt(self, peer: Peer, staged: Staged) -> Receipt:
+        return Receipt(
+            peer=peer.name,
+            version=staged.version,
+            digest=staged.digest,
+            num_tensors=staged.num_tensors,
+            is_attested=bool(staged.is_attested),
+            num_bound=staged.num_bound,
+            num_expected=staged.num_expected,
         )
 
     def _pack(self, spec: TensorSpec, tensor: Tensor) -> None:
@@ -182,37 +226,74 @@ class Sync:
         self._num_bytes += spec.num_bytes
         with self._clock("pack_s"):
             raw = as_bytes(tensor)
-        for bucket, span in self._plan.place(self._schema.index(spec), spec.num_bytes):
-            if bucket > len(self._digests):
+            difference = self._snapshot.advance(spec, raw) if self._snapshot is not None else None
+        if difference is None or difference.numel() >= spec.num_bytes:
+            self._digests[spec] = self._place(spec, raw, Codec.RAW)
+        else:
+            self._num_deltas += 1
+            self._place(spec, difference, Codec.DELTA)
+            with self._clock("verify_s"):
+                self._digests[spec] = combine(leaves_of(raw))
+
+    def _place(self, spec: TensorSpec, raw: Tensor, codec: Codec) -> int:
+        """Put the content of a tensor into buckets; return its digest."""
+        index, total = self._schema.index(spec), raw.numel()
+        is_direct = self._has_streams and total >= DIRECT_BYTES and raw.device.type == "cpu"
+        leaves: list[int] = []
+        if len(self._spans) == MAX_SPANS:
+            self._plan.close()
+        for piece in self._plan.place(total):
+            if piece.bucket > self._num_buckets:
                 self._publish()
             if not self._spans:
-                self._wait_for_slot(bucket)
-            with self._clock("pack_s"):
-                self._copy(raw, span, self._slots[bucket % len(self._slots)])
+                self._wait_for_slot(piece.bucket)
+            part = raw[piece.offset : piece.offset + piece.num_bytes]
+            if is_direct:
+                self._direct[len(self._spans)] = part
+            with self._clock("verify_s" if is_direct else "pack_s"):
+                slot = self._slots[piece.bucket % len(self._slots)]
+                into = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
+                found = leaves_of(part) if is_direct else pack_leaves(part, into)
+            digest = combine(found)
+            leaves += found
+            span = Span(index, codec, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
             self._spans.append(span)
-
-    @staticmethod
-    def _copy(raw: Tensor, span: Span, slot: Tensor) -> None:
-        """Copy a piece and clear the gap behind it, so that equal weights always have equal digests."""
-        end = span.bucket_offset + span.num_bytes
-        slot[span.bucket_offset : end].copy_(raw[span.tensor_offset : span.tensor_offset + span.num_bytes])
-        slot[end : aligned(end)].zero_()
+        if is_direct:  # the tensor may change as soon as the source is asked for the next one
+            self._publish()
+            self._plan.close()
+            self._wait(lambda peer: peer.outbox.is_empty, f"take the bytes of {spec.name!r}")
+        is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
+        return combine(leaves if is_cut_into_leaves else leaves_of(raw))
 
     def _publish(self) -> None:
-        """Digest the bucket that is filled and announce it, after the tensors that a receiver does not know yet."""
-        sequence = len(self._digests)
-        last = self._spans[-1]
-        used_bytes = aligned(last.bucket_offset + last.num_bytes)
-        slot = sequence % len(self._slots)
-        with self._clock("verify_s"):
-            digest = rl_csrc.digest(self._slots[slot][:used_bytes])
-        bucket = Bucket(sequence, slot, used_bytes, digest, tuple(self._spans))
+        """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""
+        if not self._spans:
+            return
+        sequence, slot, last = self._num_buckets, self._num_buckets % len(self._slots), self._spans[-1]
+        bucket = Bucket(sequence, slot, aligned(last.bucket_offset + last.num_bytes), tuple(self._spans))
+        payload = self._payload(self._slots[slot]) if self._has_streams else []
         with self._clock("wire_s"):
             for peer in self._participants:
                 self._declare(peer)
                 self._peers.send(peer, bucket)
-        self._digests.append(digest)
+                if self._has_streams:
+                    self._peers.put(peer, sequence, payload)
+        self._num_wire_bytes += bucket.used_bytes
+        self._num_buckets += 1
         self._spans = []
+        self._direct = {}
+
+    def _payload(self, slot: Tensor) -> list[Tensor]:
+        """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
+        contents: list[Tensor] = []
+        packed = 0
+        for i, span in enumerate(self._spans):
+            if i in self._direct:
+                end = span.bucket_offset + span.num_bytes
+                contents += [slot[packed : span.bucket_offset], self._direct[i], _FILLING[: aligned(end) - end]]
+                packed = aligned(end)
+        last = self._spans[-1]
+        return [*contents, slot[packed : aligned(last.bucket_offset + last.num_bytes)]]
 
     def _declare(self, peer: Peer) -> None:
         specs = self._schema.specs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -65,3 +66,8 @@ def from_bytes(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def buffer_tensor(buffer: Any, *, offset: int, num_bytes: int) -> torch.Tensor:
     """uint8 [num_bytes] over a writable buffer, which it keeps alive."""
     return torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=num_bytes)
+
+
+def memory_of(raw: torch.Tensor) -> memoryview:
+    """The memory of uint8 [num_bytes], contiguous, on the CPU, as a writable buffer. It does not keep `raw` alive."""
+    return memoryview((ctypes.c_uint8 * raw.numel()).from_address(raw.data_ptr())).cast("B")

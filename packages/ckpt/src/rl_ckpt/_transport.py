@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rl_ckpt.errors import AddressError
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from torch import Tensor
@@ -21,17 +22,36 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def checked_name(config: SessionConfig) -> str:
-    """The name of a session that lives on one machine.
+def checked_name(config: SessionConfig, *allowed: str) -> dict[str, str]:
+    """The options of a session that lives on one machine, after a look at its name.
 
     Raises:
-        AddressError: it has other characters than letters, digits, dot, dash and underscore, or more than 64.
+        AddressError: the name has other characters than letters, digits, dot, dash and underscore, or more than 64; an
+            option is not among the allowed ones; or there is a token.
     """
     if not _NAME.fullmatch(config.name):
         raise AddressError(
             f"the name in {config.address!r} is {config.name!r}; allowed are 1 to 64 of A-Z a-z 0-9 . _ -"
         )
-    return config.name
+    if config.token is not None:
+        raise AddressError(f"{config.address} takes no token: the kernel says who is at the other end")
+    return checked_options(config, *allowed)
+
+
+def checked_options(config: SessionConfig, *allowed: str) -> dict[str, str]:
+    """What stood behind `?` in the URL.
+
+    Raises:
+        AddressError: an option is not among those that the backend has, or is given twice.
+    """
+    options = dict(config.options)
+    for name, _ in config.options:
+        if name not in allowed:
+            known = ", ".join(allowed) or "none"
+            raise AddressError(f"{config.address!r} has an option {name!r}; options of this backend: {known}")
+    if len(options) < len(config.options):
+        raise AddressError(f"{config.address!r} gives an option twice")
+    return options
 
 
 class SendTransport(ABC):
@@ -39,6 +59,10 @@ class SendTransport(ABC):
 
     address: str
     """URL under which it is found."""
+    num_streams: int = 0
+    """Connections per receiver that payload is written to; 0 where receivers see the ring itself."""
+    token: bytes | None = None
+    """Secret that receivers must know; None where the kernel vouches for them."""
 
     @abstractmethod
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
@@ -56,9 +80,9 @@ class SendTransport(ABC):
     def accept(self) -> Link | None:
         """The next receiver that dialled, without waiting."""
 
-    @abstractmethod
     def descriptors(self) -> Sequence[int]:
         """File descriptors that go with the `Session` message."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:
@@ -67,6 +91,9 @@ class SendTransport(ABC):
 
 class ReceiveTransport(ABC):
     """A receiver's side: how to reach the sender, and how to see its ring."""
+
+    token: bytes | None = None
+    """Secret that the sender must know; None where the kernel vouches for it."""
 
     @abstractmethod
     def dial(self) -> Link | None:
@@ -80,9 +107,19 @@ class ReceiveTransport(ABC):
     def map_slots(self, session: Session, link: Link) -> list[Tensor]:
         """The sender's slots, uint8 [bucket_bytes] each. Takes the descriptors it needs out of `link`.
 
+        With streams: memory of this process for one bucket at a time, as many slots as the transport likes.
+
         Raises:
             ProtocolError: what came with the session is not a ring of this size.
         """
+
+    def dial_stream(self) -> socket.socket:
+        """Connect once more to the sender, for payload. Only for sessions with streams.
+
+        Raises:
+            ConnectionError: the sender is gone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no streams")
 
     def release(self) -> None:  # noqa: B027  # most transports have nothing to do here
         """Let go of the slots; the connection they came with is closed. Idempotent."""

@@ -17,17 +17,21 @@ from rl_ckpt.errors import ProtocolError
 from rl_csrc.frames import DTYPES
 
 MAGIC = b"RLCK"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_BODY_BYTES = 1 << 26
 MAX_NDIM = 64
+NO_VERSION = 2**64 - 1
+"""Stands for "none" where a version is expected."""
+NONCE_BYTES = 16
+PROOF_BYTES = 32
 
 _HEADER = struct.Struct("<4sHHIII")
 _CHECKED_BYTES = 16
 """Bytes of the header that its last field, the CRC, covers before the body."""
 _MANIFEST = struct.Struct("<II")
 _SPEC = struct.Struct("<BBHI")
-_BUCKET = struct.Struct("<IIQQII")
-_SPAN = struct.Struct("<IIQQQ")
+_BUCKET = struct.Struct("<IIQII")
+_SPAN = struct.Struct("<IIQQQQQ")
 _ABORT = struct.Struct("<HH")
 
 
@@ -60,26 +64,49 @@ class Hello:
     wire_version: int
     role: int
     pid: int
+    nonce: bytes = bytes(NONCE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Either way, where the session has a token: that this end knows it."""
+
+    mac: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Sender to receiver: the ring. On a UNIX socket its memory comes with this message."""
+    """Sender to receiver: the ring, or the streams that take its place. A shared ring's memory comes with it."""
 
     bucket_bytes: int
     num_slots: int
+    num_streams: int = 0
+    ticket: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Receiver to sender, alone on a connection of its own: payload of the session with this ticket goes here."""
+
+    ticket: int
+    index: int
+    opened: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Receiver to sender: a consumer waits for the next sync, under this header's sync number."""
 
+    held: int = NO_VERSION
+    opened: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Sender to receiver: the sync starts."""
+    """Sender to receiver: the sync starts; if some tensors are differences, then from version `base`."""
 
     version: int
+    base: int = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +124,6 @@ class Bucket:
     sequence: int
     slot: int
     used_bytes: int
-    digest: int
     spans: tuple[Span, ...]
 
 
@@ -125,6 +151,10 @@ class Staged:
     version: int
     digest: int
     num_tensors: int
+    is_attested: int = 0
+    held_digest: int = 0
+    num_bound: int = 0
+    num_expected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +180,20 @@ class Abort:
 
 
 Message: TypeAlias = (
-    Hello | Session | Ready | Begin | Manifest | Bucket | Free | Seal | Staged | Commit | Committed | Abort
+    Hello
+    | Session
+    | Ready
+    | Begin
+    | Manifest
+    | Bucket
+    | Free
+    | Seal
+    | Staged
+    | Commit
+    | Committed
+    | Abort
+    | Proof
+    | Stream
 )
 
 _KINDS: dict[int, type[Message]] = {
@@ -166,16 +209,20 @@ _KINDS: dict[int, type[Message]] = {
     10: Commit,
     11: Committed,
     12: Abort,
+    13: Proof,
+    14: Stream,
 }
 _CODES = {message: kind for kind, message in _KINDS.items()}
 _FIXED: dict[type[Message], struct.Struct] = {
-    Hello: struct.Struct("<HHI"),
-    Session: struct.Struct("<QI4x"),
-    Ready: struct.Struct("<"),
-    Begin: struct.Struct("<Q"),
+    Hello: struct.Struct(f"<HHI{NONCE_BYTES}s"),
+    Proof: struct.Struct(f"<{PROOF_BYTES}s"),
+    Session: struct.Struct("<QIIQ"),
+    Stream: struct.Struct("<QII"),
+    Ready: struct.Struct("<QI4x"),
+    Begin: struct.Struct("<QQ"),
     Free: struct.Struct("<I"),
     Seal: struct.Struct("<IIQQ"),
-    Staged: struct.Struct("<QQI4x"),
+    Staged: struct.Struct("<QQIIQII"),
     Commit: struct.Struct("<Q"),
     Committed: struct.Struct("<Q"),
 }
@@ -263,8 +310,8 @@ def _encode_body(message: Message) -> bytes:
         return b"".join(parts)
     if isinstance(message, Bucket):
         spans = message.spans
-        head = _BUCKET.pack(message.sequence, message.slot, message.used_bytes, message.digest, len(spans), 0)
-        return head + b"".join(_SPAN.pack(s.tensor, 0, s.tensor_offset, s.bucket_offset, s.num_bytes) for s in spans)
+        head = _BUCKET.pack(message.sequence, message.slot, message.used_bytes, len(spans), 0)
+        return head + b"".join(_SPAN.pack(*astuple(span)) for span in spans)
     if isinstance(message, Abort):
         return _ABORT.pack(message.reason, 0) + message.text.encode()
     return _FIXED[type(message)].pack(*astuple(message))
@@ -291,11 +338,8 @@ def _decode_manifest(body: bytes) -> Manifest:
 
 
 def _decode_bucket(body: bytes) -> Bucket:
-    sequence, slot, used_bytes, digest, count, _ = _BUCKET.unpack_from(body)
+    sequence, slot, used_bytes, count, _ = _BUCKET.unpack_from(body)
     if len(body) != _BUCKET.size + count * _SPAN.size:
         raise ValueError(f"{count} spans do not fit it")
-    spans = tuple(
-        Span(tensor=tensor, tensor_offset=start, bucket_offset=offset, num_bytes=num_bytes)
-        for tensor, _, start, offset, num_bytes in _SPAN.iter_unpack(body[_BUCKET.size :])
-    )
-    return Bucket(sequence, slot, used_bytes, digest, spans)
+    spans = tuple(Span(*fields) for fields in _SPAN.iter_unpack(body[_BUCKET.size :]))
+    return Bucket(sequence, slot, used_bytes, spans)

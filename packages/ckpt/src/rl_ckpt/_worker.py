@@ -35,18 +35,16 @@ class Worker:
         Raises:
             UsageError: another call is under way, or this end is closed.
         """
-        if not self._lock.acquire(blocking=False):
-            raise UsageError(f"{self._owner} is busy with another call; wait for it, or cancel it first")
-        try:
-            self._require_open()
-            with torch.no_grad():
-                return work()
-        finally:
-            self._lock.release()
+        self._enter()
+        return self._finish(work)
 
     async def run(self, work: Callable[[], T], *, on_cancel: Callable[[], None] | None = None) -> T:
-        """Call `work` in the thread of this end. Cancelling the task ends its waits and waits until it has returned."""
-        self._require_open()
+        """Call `work` in the thread of this end. Cancelling the task ends its waits and waits until it has returned.
+
+        Raises:
+            UsageError: another call is under way, or this end is closed.
+        """
+        self._enter()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-ckpt {self._owner}")
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -54,7 +52,7 @@ class Worker:
         def on_thread() -> T:
             if device is not None:
                 torch.cuda.set_device(device)
-            return self.call(work)
+            return self._finish(work)
 
         future = asyncio.get_running_loop().run_in_executor(self._pool, on_thread)
         try:
@@ -66,6 +64,24 @@ class Worker:
                 on_cancel()
             await asyncio.wait([future])
             raise
+
+    def _enter(self) -> None:
+        """Begin a call; `_finish` ends it, in whatever thread."""
+        if not self._lock.acquire(blocking=False):
+            self._require_open()
+            raise UsageError(f"{self._owner} is busy with another call; wait for it, or cancel it first")
+        try:
+            self._require_open()
+        except UsageError:
+            self._lock.release()
+            raise
+
+    def _finish(self, work: Callable[[], T]) -> T:
+        try:
+            with torch.no_grad():
+                return work()
+        finally:
+            self._lock.release()
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -6,8 +6,10 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from rl_ckpt.errors import TensorError
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -45,6 +47,11 @@ class CheckpointEngine(ABC):
 
     @property
     @abstractmethod
+    def digest(self) -> int | None:
+        """Tree digest of the last committed sync, as `rl_ckpt.tree_digest` computes it; None before any."""
+
+    @property
+    @abstractmethod
     def state(self) -> ReceiverState:
         """Where this end stands in the transaction. A sender is `IDLE` until its first commit, `COMMITTED` after."""
 
@@ -64,12 +71,18 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     async def send_weights(
-        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]], *, version: int
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_peers: int | None = None,
     ) -> SyncReport:
         """Send every `(name, tensor)` to every connected receiver, verify, and commit.
 
-        Tensors may be of any dtype, shape and strides, on CPU or a device, under names that differ. `version` must be
-        greater than the last committed one.
+        Tensors may be of any dtype, shape and strides, on CPU or a device, under names that differ. A tensor may be
+        overwritten as soon as the next one is asked for. `version` must be greater than the last committed one.
+        `num_peers` waits for so many receivers, as `connect` does; in a collective export say it here, where a failure
+        still drains the source.
 
         A plain iterable is drained in order by one thread that is not the event loop's, and to its end also when the
         sync fails, so that the other ranks of a collective export are not left waiting (except when it raises itself,
@@ -80,14 +93,50 @@ class CheckpointEngine(ABC):
         """
 
     @abstractmethod
-    def receive_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` as they land: CPU views that are valid until the iterator advances; clone to keep.
+    def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
+        """Yield `(name, tensor)` as they land: CPU views that are valid until the iterator advances.
 
-        Ends normally only after the commit. Leaving the loop early calls the sync off for everyone; where that must be
-        known at once, iterate under `contextlib.aclosing`.
+        `clone=True` yields tensors to keep. Ends normally only after the commit. Leaving the loop early calls the sync
+        off for everyone; where that must be known at once, iterate under `contextlib.aclosing`.
 
         Raises:
             DigestError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError: the sync failed; see `state`.
+        """
+
+    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+        """Receive one sync into tensors of the caller, by name, and return its version.
+
+        The fast way where names, dtypes and shapes are those of the sender: bytes land where they belong, without a
+        view in between. Called again with the same mapping, it can take differences (`connect(..., delta=True)`).
+        Tensors are written before the commit, so after a failure they may be mixed: see `state`.
+
+        Args:
+            targets: Name to tensor, on any device; dtype and shape must be those that are sent.
+            strict: Whether every tensor of `targets` must come.
+
+        Raises:
+            TensorError: a tensor came that is not in `targets` or differs from it, or one did not come (`strict`).
+            CkptError: as `receive_weights`.
+        """
+        left = dict(targets)
+        async for name, tensor in self.receive_weights():
+            target = left.pop(name, None)
+            if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+                raise TensorError(f"{name!r} came as {tensor.dtype} {list(tensor.shape)}; the target is {target!r}")
+            target.detach().copy_(tensor)
+        if strict and left:
+            raise TensorError(f"{len(left)} tensors did not come, {next(iter(left))!r} the first")
+        if self.version is None:
+            raise TensorError("the sync ended without a version")
+        return self.version
+
+    @abstractmethod
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+        """Have a receiver look into its engine before each vote, and attest what it finds.
+
+        `held` returns what the engine holds now, under the names of the sender (views of fused tensors will do). It is
+        called when the consumer has taken every tensor; the digest of what it returns must be that of what was sent, or
+        the sync is called off everywhere. None ends it. Costs one read of the weights per sync.
         """
 
     @abstractmethod
@@ -110,24 +159,23 @@ class CheckpointEngine(ABC):
     ) -> None:
         asyncio.run(self.close())
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> SyncReport:
+    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
         """Synchronous twin of `prepare`, `connect` and `send_weights`, for plain scripts."""
 
         async def run() -> SyncReport:
             await self.prepare()
-            await self.connect()
-            return await self.send_weights(weights, version=version)
+            return await self.send_weights(weights, version=version, num_peers=num_peers)
 
         return asyncio.run(run())
 
-    def recv(self) -> Iterator[tuple[str, Tensor]]:
+    def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Synchronous twin of `prepare`, `connect` and `receive_weights`. The same lifetime rule holds for views."""
         with asyncio.Runner() as runner:
 
             async def first() -> AsyncIterator[tuple[str, Tensor]]:
                 await self.prepare()
                 await self.connect()
-                return self.receive_weights()
+                return self.receive_weights(clone=clone)
 
             iterator = runner.run(first())
             while True:
@@ -136,3 +184,13 @@ class CheckpointEngine(ABC):
                 except StopAsyncIteration:
                     return
                 yield item
+
+    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+        """Synchronous twin of `prepare`, `connect` and `receive_into`."""
+
+        async def run() -> int:
+            await self.prepare()
+            await self.connect()
+            return await self.receive_into(targets, strict=strict)
+
+        return asyncio.run(run())

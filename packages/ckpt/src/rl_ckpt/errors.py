@@ -10,6 +10,7 @@ CkptError
 ├── PeerLostError (ConnectionError)       a peer closed or died in the middle of a sync; names it
 ├── ProtocolError (ValueError)            a peer sent what the wire format does not allow
 ├── DigestError (ValueError)              bytes arrived, and they are not the bytes that were sent
+├── AttestationError (ValueError)         the engine of a receiver does not hold what landed
 └── SyncAbortedError (RuntimeError)       the sync was called off; every receiver kept its old version or refuses
 """
 
@@ -54,6 +55,10 @@ class ProtocolError(CkptError, ValueError):
 
 class DigestError(CkptError, ValueError):
     """What landed differs from what was sent."""
+
+
+class AttestationError(CkptError, ValueError):
+    """An engine was found not to hold what landed for it."""
 
 
 class SyncAbortedError(CkptError, RuntimeError):

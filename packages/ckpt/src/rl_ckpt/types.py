@@ -42,6 +42,12 @@ class SessionConfig:
     """Longest wait for a peer, seconds; every wait has its own."""
     bucket_bytes: int
     """Size of one transfer bucket, bytes; a multiple of 256. The sender's counts, a receiver's is not used."""
+    delta: bool = False
+    """Whether a sender keeps a copy of what it sent, to send differences to receivers that hold it."""
+    token: str | None = None
+    """Secret that both ends know, for backends whose peers the kernel cannot vouch for."""
+    options: tuple[tuple[str, str], ...] = ()
+    """What stood behind `?` in the URL, as names and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +71,15 @@ class Receipt:
     version: int
     """Weight version it now holds."""
     digest: int
-    """64-bit digest over the bucket digests that it computed from what landed; equal for all receivers of a sync."""
+    """Tree digest of the weights: of what landed and, if `is_attested`, of what its engine holds."""
     num_tensors: int
-    """Tensors handed to its consumer."""
+    """Tensors that landed, were verified, and were taken by its consumer."""
+    is_attested: bool
+    """Whether the receiver has looked into its engine (`CheckpointEngine.attest_with`)."""
+    num_bound: int
+    """Tensors of this sync that the engine was found to hold, under their names; 0 if not attested."""
+    num_expected: int
+    """Tensors that the engine has in all; 0 if not attested. More than `num_bound` after a sync of a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +88,24 @@ class SyncReport:
 
     version: int
     """Weight version that was committed."""
+    digest: int = 0
+    """Tree digest of what was sent, as `rl_ckpt.tree_digest` computes it; to stamp rollouts with."""
     num_tensors: int
     """Tensors sent."""
     num_bytes: int
-    """Payload, bytes: the tensors without the gaps between them."""
+    """Size of the tensors, bytes."""
+    num_wire_bytes: int = 0
+    """Payload that each receiver was sent, bytes: the tensors or their differences, with the gaps between them."""
+    num_deltas: int = 0
+    """Tensors that were sent as differences from the version before."""
     export_s: float
     """Waiting for the source iterator, seconds."""
     pack_s: float
-    """Copying into buckets, seconds."""
+    """Copying into buckets, with the digests that are made in passing, and finding differences, seconds."""
     wire_s: float
     """Waiting for a free bucket or a peer, seconds."""
     verify_s: float
-    """Computing digests, seconds."""
+    """Computing the digests that need a pass of their own, seconds."""
     wall_s: float
     """From the first call to the last receipt, seconds."""
     receipts: tuple[Receipt, ...] = field(default=())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from rl_ckpt._fork import close_in_children
 from rl_ckpt._link import Link
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
@@ -62,7 +63,7 @@ class Hub:
         self._name = name
         self._num_receivers = 0
         self._waiting: deque[Link] = deque()
-        self._bell_in, self._bell_out = socket.socketpair()
+        self._bell_in, self._bell_out = map(close_in_children, socket.socketpair())
         self._bell_out.setblocking(False)
 
     def fileno(self) -> int:
@@ -124,10 +125,6 @@ class InprocSend(SendTransport):
         """The next receiver."""
         with _lock:
             return self._hub.accept() if self._hub is not None else None
-
-    def descriptors(self) -> Sequence[int]:
-        """None: the ring is found through the hub."""
-        return ()
 
     def close(self) -> None:
         """Take the hub away."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import socket
-import struct
-import sys
 from typing import TYPE_CHECKING
 
-from rl_ckpt._link import Link
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
 from rl_ckpt._tensors import buffer_tensor
 from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_name
-from rl_ckpt.errors import AddressError, BackendError, ProtocolError
+from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
+from rl_ckpt.errors import AddressError, ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -27,13 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._link import Link
     from rl_ckpt._wire import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
-
-BACKLOG = 128
-_CREDENTIALS = struct.Struct("iII")
-"""pid, uid, gid of SO_PEERCRED."""
 
 
 def open_session(config: SessionConfig) -> CheckpointEngine:
@@ -43,23 +37,11 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
         AddressError: the name has characters that are not allowed.
         BackendError: this is not Linux.
     """
-    if sys.platform != "linux":
-        raise BackendError(f"{config.address} needs memfd and SCM_RIGHTS of Linux; this is {sys.platform}")
+    require_linux(config)
     checked_name(config)
     if config.role is Role.SEND:
         return Sender(config, ShmSend(config))
     return Receiver(config, ShmReceive(config))
-
-
-def _socket_name(config: SessionConfig) -> str:
-    return f"\0rl-ckpt-{os.getuid()}-{config.name}"
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """The (pid, uid) of the process at the other end, by the kernel's word."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return pid, uid
 
 
 class ShmSend(SendTransport):
@@ -68,24 +50,17 @@ class ShmSend(SendTransport):
     def __init__(self, config: SessionConfig) -> None:
         self.address = config.address
         self._config = config
-        self._listener: socket.socket | None = None
+        self._listener: UnixListener | None = None
         self._memory = -1
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Bind, allocate, map, listen: who reaches this end finds it whole."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(_socket_name(self._config))
-        except OSError as error:
-            listener.close()
-            raise AddressError(f"{self.address} is taken by another sender; close it or choose another name") from error
-        self._listener = listener
+        self._listener = UnixListener(self._config)
         self._memory = os.memfd_create(f"rl-ckpt-{self._config.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._memory, num_slots * bucket_bytes)
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = mmap.mmap(self._memory, num_slots * bucket_bytes, mmap.MAP_SHARED)
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
+        self._listener.listen()
         return _cut(memory, num_slots, bucket_bytes)
 
     def fileno(self) -> int:
@@ -95,17 +70,8 @@ class ShmSend(SendTransport):
         return self._listener.fileno()
 
     def accept(self) -> Link | None:
-        """The next receiver of this user; a process of another user is turned away."""
-        while self._listener is not None:
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return None
-            pid, uid = _credentials(connection)
-            if uid == os.getuid():
-                return Link(connection, f"receiver pid {pid}")
-            connection.close()
-        return None
+        """The next receiver of this user."""
+        return None if self._listener is None else self._listener.accept()
 
     def descriptors(self) -> Sequence[int]:
         """The memfd."""
@@ -131,20 +97,8 @@ class ShmReceive(ReceiveTransport):
 
     def dial(self) -> Link | None:
         """Connect, if there is a sender; raises `AddressError` if it belongs to another user."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        try:
-            connection.connect(_socket_name(self._config))
-        except (ConnectionRefusedError, BlockingIOError):
-            connection.close()
-            return None
-        pid, uid = _credentials(connection)
-        if uid != os.getuid():
-            connection.close()
-            raise AddressError(
-                f"{self._config.address} is held by pid {pid} of user {uid}, and this is user {os.getuid()}"
-            )
-        return Link(connection, f"sender pid {pid}")
+        connection = dial(self._config)
+        return None if connection is None else link_of(connection)
 
     def map_slots(self, session: Session, link: Link) -> list[Tensor]:
         """Map the memfd that came with the session.

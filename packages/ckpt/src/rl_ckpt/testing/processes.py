@@ -48,6 +48,7 @@ class EndProcess:
         num_tensors: In it.
         num_peers: Receivers to wait for before sending.
         stop_after: Number of tensors after which it stops in the middle of a sync; None does not stop, -1 stops before.
+        token: Of the session.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class EndProcess:
         num_tensors: int = 12,
         num_peers: int = 1,
         stop_after: int | None = None,
+        token: str | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipe, theirs = context.Pipe()
         plan = (version, num_tensors, num_peers)
-        self._process = context.Process(target=_main, args=(theirs, address, role, plan, stop_after), daemon=True)
+        arguments = (theirs, address, token, role, plan, stop_after)
+        self._process = context.Process(target=_main, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -92,10 +95,17 @@ class EndProcess:
         self._pipe.close()
 
 
-def _main(pipe: Connection, address: str, role: Role, plan: tuple[int, int, int], stop_after: int | None) -> None:
+def _main(
+    pipe: Connection,
+    address: str,
+    token: str | None,
+    role: Role,
+    plan: tuple[int, int, int],
+    stop_after: int | None,
+) -> None:
     torch.set_num_threads(1)
     try:
-        with connect(address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES) as engine:
+        with connect(address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES, token=token) as engine:
             asyncio.run(_open(engine, role))
             pipe.send("open")
             if stop_after == -1:
@@ -147,6 +157,9 @@ class ProcessSuite(ABC):
     Nobody waits until a deadline, the next sync works, and nothing is left behind.
     """
 
+    token: str | None = None
+    """Of the sessions, where the backend wants one."""
+
     @abstractmethod
     def new_address(self) -> str:
         """A URL that nobody else uses."""
@@ -156,7 +169,7 @@ class ProcessSuite(ABC):
 
         async def main() -> None:
             async with AsyncExitStack() as stack:
-                await work(_Bench(self.new_address(), stack))
+                await work(_Bench(self.new_address(), self.token, stack))
 
         with _nothing_left():
             asyncio.run(main())
@@ -284,17 +297,18 @@ class ProcessSuite(ABC):
 class _Bench:
     """Opens ends of one session, here or in processes of their own, which are closed with the stack."""
 
-    def __init__(self, address: str, stack: AsyncExitStack) -> None:
+    def __init__(self, address: str, token: str | None, stack: AsyncExitStack) -> None:
         self.address = address
+        self._token = token
         self._stack = stack
 
     def process(self, role: Role, **options: Any) -> EndProcess:
-        process = EndProcess(self.address, role, **options)
+        process = EndProcess(self.address, role, token=self._token, **options)
         self._stack.callback(process.close)
         return process
 
     async def end(self, role: Role) -> CheckpointEngine:
-        engine = connect(self.address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
+        engine = connect(self.address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES, token=self._token)
         await self._stack.enter_async_context(engine)
         await engine.prepare()
         return engine

@@ -33,6 +33,8 @@ class CheckpointEngineSuite(ABC):
     """Timeout of waits that the suite lets pass, seconds."""
     long_s = 60.0
     """Timeout of waits that must not pass, seconds."""
+    token: str | None = None
+    """Of the sessions, where the backend wants one."""
 
     @abstractmethod
     def new_address(self) -> str:
@@ -43,7 +45,7 @@ class CheckpointEngineSuite(ABC):
 
         async def main() -> T:
             async with AsyncExitStack() as stack:
-                return await work(_Pair(self.new_address(), timeout_s or self.long_s, options, stack))
+                return await work(_Pair(self.new_address(), timeout_s or self.long_s, self.token, options, stack))
 
         return asyncio.run(main())
 
@@ -324,12 +326,12 @@ class CheckpointEngineSuite(ABC):
         address, got = self.new_address(), dict[str, "Tensor"]()
 
         def receive() -> None:
-            with connect(address, role="receive", timeout_s=self.long_s) as receiver:
+            with connect(address, role="receive", timeout_s=self.long_s, token=self.token) as receiver:
                 got.update((name, tensor.clone()) for name, tensor in receiver.recv())
 
         thread = threading.Thread(target=receive)
         thread.start()
-        with connect(address, role="send", timeout_s=self.long_s) as sender:
+        with connect(address, role="send", timeout_s=self.long_s, token=self.token) as sender:
             sender.send(sample_weights().items(), version=0)
         thread.join()
         assert_same(got, sample_weights())
@@ -346,20 +348,23 @@ class CheckpointEngineSuite(ABC):
 class _Pair:
     """Opens ends of one session, which are closed with the stack."""
 
-    def __init__(self, address: str, timeout_s: float, options: dict[str, Any], stack: AsyncExitStack) -> None:
+    def __init__(
+        self, address: str, timeout_s: float, token: str | None, options: dict[str, Any], stack: AsyncExitStack
+    ) -> None:
         self.address = address
+        self._token = token
         self._timeout_s = timeout_s
         self._options = options
         self._stack = stack
 
     async def send_end(self) -> CheckpointEngine:
-        engine = connect(self.address, role="send", timeout_s=self._timeout_s, **self._options)
+        engine = connect(self.address, role="send", timeout_s=self._timeout_s, token=self._token, **self._options)
         await self._stack.enter_async_context(engine)
         await engine.prepare()
         return engine
 
     async def receive_end(self) -> CheckpointEngine:
-        engine = connect(self.address, role="receive", timeout_s=self._timeout_s)
+        engine = connect(self.address, role="receive", timeout_s=self._timeout_s, token=self._token)
         return await self._stack.enter_async_context(engine)
 
 

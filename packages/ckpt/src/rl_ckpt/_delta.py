@@ -1,0 +1,98 @@
+"""The content of a tensor as its difference from the base version: bytes to put into buckets, and back.
+
+The codec is `rl_csrc.delta`, bit-exact: what changed, and what it is now. Its three arrays follow one another, as
+WIRE.md lays them out; here is the arithmetic of that, and `Snapshot`, which is the base.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_ckpt._tensors import TensorSpec, buffer_tensor
+from rl_ckpt.errors import ProtocolError
+from rl_csrc import delta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HEAD = struct.Struct("<QQ")
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MAX_FRACTION = 0.5
+"""A difference of more than this part of a tensor's bytes is sent as the tensor."""
+
+
+class Snapshot:
+    """What the sender sent last, to tell differences from. Costs as much CPU memory as the weights."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        """The committed version that it is; None while it is none, and everything is sent whole."""
+        self._contents: dict[TensorSpec, Tensor] = {}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.version = None
+        self._contents.clear()
+
+    def advance(self, spec: TensorSpec, raw: Tensor) -> Tensor | None:
+        """Take the new content of a tensor, uint8 [num_bytes]; return it as a difference, None where that is none."""
+        base = self._contents.get(spec)
+        if base is None:
+            self._contents[spec] = raw.to("cpu", copy=True)
+            return None
+        fresh = raw.to("cpu")
+        difference = encode(fresh, base, spec)
+        base.copy_(fresh)
+        return difference
+
+
+def encode(fresh: Tensor, base: Tensor, spec: TensorSpec) -> Tensor | None:
+    """The difference of two contents of one tensor as bytes, or None if it is not small or cannot be told.
+
+    Args:
+        fresh: uint8 [num_bytes], contiguous, on the CPU.
+        base: Likewise.
+        spec: Of the tensor.
+
+    Returns:
+        uint8 [bytes of the difference].
+    """
+    word = _WORDS.get(spec.dtype.itemsize)
+    if word is None or spec.num_bytes == 0 or fresh.data_ptr() % spec.dtype.itemsize:
+        return None
+    found = delta.encode(fresh.view(word), base.view(word), max_fraction=MAX_FRACTION)
+    if found is None:
+        return None
+    head = buffer_tensor(bytearray(_HEAD.pack(found.gaps.numel(), found.num_changed)), offset=0, num_bytes=_HEAD.size)
+    parts = [head, found.table.view(-1).view(torch.uint8), found.gaps, found.values.view(torch.uint8)]
+    filling = torch.zeros(-found.gaps.numel() % 8, dtype=torch.uint8)
+    return torch.cat([*parts[:3], filling, parts[3]])
+
+
+def apply(content: Tensor, target: Tensor, spec: TensorSpec) -> None:
+    """Overwrite in `target`, uint8 [num_bytes] on the CPU, what `encode` found to be different.
+
+    Raises:
+        ProtocolError: `content` is no difference of such a tensor; nothing was written.
+    """
+    word = _WORDS.get(spec.dtype.itemsize)
+    if word is None or content.numel() < _HEAD.size:
+        raise ProtocolError(f"{spec.name!r} came as a difference of {content.numel()} bytes, which cannot be one")
+    gap_bytes, num_changed = _HEAD.unpack(bytes(content[: _HEAD.size].tolist()))
+    num_chunks = -(-(spec.num_bytes // spec.dtype.itemsize) // delta.CHUNK_ELEMENTS)
+    gaps_at = _HEAD.size + 8 * num_chunks
+    values_at = gaps_at + gap_bytes + -gap_bytes % 8
+    if values_at + num_changed * spec.dtype.itemsize != content.numel():
+        raise ProtocolError(f"{spec.name!r} came as a difference whose parts do not add up to its length")
+    found = delta.Delta(
+        table=content[_HEAD.size : gaps_at].view(torch.int32).view(num_chunks, 2),
+        gaps=content[gaps_at : gaps_at + gap_bytes],
+        values=content[values_at:].view(word),
+    )
+    try:
+        delta.apply(target.view(word), found)
+    except ValueError as error:
+        raise ProtocolError(f"{spec.name!r} came as a difference that does not fit it: {error}") from error

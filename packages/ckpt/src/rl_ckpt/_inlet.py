@@ -1,0 +1,101 @@
+"""Where a receiver's buckets come from: the sender's ring, or streams that are read into memory of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from rl_ckpt._fork import close_in_children
+from rl_ckpt._outbox import MAX_BUFFERS
+from rl_ckpt._tensors import memory_of
+from rl_ckpt._wire import Session, Stream, encode
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from rl_ckpt._transport import ReceiveTransport
+
+
+class Inlet:
+    """The `Memory` of a session. Owns its streams.
+
+    Args:
+        transport: Dials the streams, and knows the ring.
+        session: What the sender said of it.
+        slots: uint8 [bucket_bytes] each.
+        wait: Called with a descriptor when it has nothing to read: waits until it has, or raises.
+        end: Called when a stream has ended: raises why.
+    """
+
+    def __init__(
+        self,
+        transport: ReceiveTransport,
+        session: Session,
+        slots: Sequence[Tensor],
+        *,
+        wait: Callable[[int], None],
+        end: Callable[[], None],
+    ) -> None:
+        self.slots = slots
+        self.opened = 0
+        """Number of the sync for which the streams were opened."""
+        self._transport = transport
+        self._session = session
+        self._wait = wait
+        self._end = end
+        self._streams: list[socket.socket] = []
+
+    def open(self, sync: int, timeout_s: float) -> None:
+        """Open the streams if they are not.
+
+        Raises:
+            ConnectionError: the sender is gone.
+        """
+        if len(self._streams) == self._session.num_streams:
+            return
+        self.close()
+        self.opened = sync
+        for index in range(self._session.num_streams):
+            stream = close_in_children(self._transport.dial_stream())
+            self._streams.append(stream)
+            stream.settimeout(timeout_s)
+            stream.sendall(encode(Stream(self._session.ticket, index, sync), 0))
+            stream.setblocking(False)
+
+    def fetch(self, sequence: int, contents: Sequence[Tensor]) -> bool:
+        """Read a bucket into memory. See `rl_ckpt._landing.Memory`."""
+        if self._session.num_streams == 0:
+            return False
+        stream = self._streams[sequence % len(self._streams)]
+        views = deque(memory_of(content) for content in contents)
+        while views:
+            try:
+                num_bytes = stream.recvmsg_into(list(islice(views, MAX_BUFFERS)))[0]
+            except (BlockingIOError, InterruptedError):
+                self._wait(stream.fileno())
+                continue
+            except ConnectionError:
+                num_bytes = 0
+            if num_bytes == 0:
+                self._end()
+            while num_bytes:
+                view = views.popleft()
+                if num_bytes < view.nbytes:
+                    views.appendleft(view[num_bytes:])
+                    break
+                num_bytes -= view.nbytes
+        return True
+
+    def refresh(self, slot: int) -> bool:
+        """Undo what this process has written to a slot. See `rl_ckpt._landing.Memory`."""
+        return self._transport.refresh(slot)
+
+    def close(self) -> None:
+        """Close the streams. What was not read is gone; the next sync opens new ones."""
+        for stream in self._streams:
+            stream.close()
+        self._streams = []

@@ -1,0 +1,283 @@
+"""What lands of one sync: buckets in, verified tensors out, or into those of the consumer. Knows no sockets.
+
+Each piece of a bucket is verified before its tensor is handed out. Where the bytes go: a tensor that came in one piece
+is a view of the slot; one that came in several is put together in scratch memory, or where the consumer wants it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rl_ckpt import _delta
+from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
+from rl_ckpt._plan import ALIGNMENT_BYTES, Codec, Span, aligned
+from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes
+from rl_ckpt.errors import DigestError, ProtocolError, TensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from rl_ckpt._wire import Bucket
+    from rl_ckpt.types import ReceiverState
+
+
+class Memory(Protocol):
+    """Where the bytes of a bucket come from."""
+
+    slots: Sequence[Tensor]
+    """uint8 [bucket_bytes] each."""
+
+    def fetch(self, sequence: int, contents: Sequence[Tensor]) -> bool:
+        """Read a bucket into these, uint8 each, that follow one another; False if its bytes are in the slot already."""
+        ...
+
+    def refresh(self, slot: int) -> bool:
+        """Undo what this process itself has written to a slot; False if that cannot hide what the sender wrote."""
+        ...
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Memory for tensors that came in several pieces, kept from one to the next."""
+
+    _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def get(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], the same memory as the last time where it is enough."""
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free it first
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the piece of a span goes."""
+
+    span: Span
+    spec: TensorSpec
+    content: Tensor | None
+    """uint8 [total_bytes], of which it is a part; None: it is whole, and is in the slot."""
+    is_target: bool
+    """Whether `content` is the memory of the consumer's own tensor."""
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """What has landed of one sync."""
+
+    version: int
+    """What it will be."""
+    previous: ReceiverState
+    """State to go back to as long as the consumer was given nothing."""
+    sender: str
+    """Name, for messages."""
+    bucket_bytes: int
+    """Size of a whole bucket."""
+    specs: Sequence[TensorSpec]
+    """The manifest, which grows."""
+    scratch: Scratch
+    """Of the session."""
+    has_base: bool
+    """Whether differences are allowed."""
+    targets: Mapping[str, Tensor] | None
+    """Where the consumer wants its tensors; None: it iterates."""
+    num_buckets: int = 0
+    """Buckets that landed."""
+    num_bytes: int = 0
+    """Size of the tensors that landed, bytes."""
+    digests: dict[TensorSpec, int] = field(default_factory=dict[TensorSpec, int])
+    """Of the tensors that landed whole, computed here."""
+    is_touched: bool = False
+    """Whether the consumer was given something."""
+    is_over: bool = False
+    """Whether it was committed or given up."""
+    _names: set[str] = field(default_factory=set[str])
+    _partial: Span | None = None
+    """The last piece of a tensor that is not whole yet."""
+    _leaves: list[int] = field(default_factory=list[int])
+    """Of its pieces so far."""
+
+    @property
+    def digest(self) -> int:
+        """Over all that landed."""
+        return model_digest(self.digests.items())
+
+    def land(self, bucket: Bucket, memory: Memory) -> list[tuple[str, Tensor]]:
+        """Verify the next bucket; return the tensors that are whole with it and were not put where they belong.
+
+        Raises:
+            ProtocolError, DigestError, TensorError: see their names; nothing of this bucket may be used.
+        """
+        slots, sequence = memory.slots, self.num_buckets
+        if bucket.sequence != sequence or bucket.slot >= len(slots) or bucket.used_bytes > self.bucket_bytes:
+            raise ProtocolError(
+                f"{self.sender} sent bucket {bucket.sequence} of {bucket.used_bytes} bytes in slot {bucket.slot}; "
+                f"{sequence} is due, of at most {self.bucket_bytes} in one of {len(slots)} slots"
+            )
+        slot = slots[bucket.slot]
+        places = self._places(bucket)
+        is_fetched = memory.fetch(sequence, _contents(bucket, places, slot))
+        for place in places:
+            self._check(place, bucket, slot, is_fetched, memory.refresh)
+        self.num_buckets += 1
+        items: list[tuple[str, Tensor]] = []
+        for place in places:
+            if place.span.offset + place.span.num_bytes == place.span.total_bytes:
+                content = place.content if place.content is not None else _piece(slot, place.span)
+                self._complete(place, content, items)
+        self.is_touched = self.is_touched or bool(items)
+        return items
+
+    def missing(self) -> list[str]:
+        """Tensors of the consumer that did not come."""
+        return [] if self.targets is None else [name for name in self.targets if name not in self._names]
+
+    def is_whole(self) -> bool:
+        """Whether no tensor is begun and not ended."""
+        return self._partial is None
+
+    def _places(self, bucket: Bucket) -> list[Place]:
+        places: list[Place] = []
+        end = 0
+        for span in bucket.spans:
+            if span.tensor >= len(self.specs):
+                raise ProtocolError(f"{self.sender} sent tensor {span.tensor}; it has declared {len(self.specs)}")
+            spec = self.specs[span.tensor]
+            if span.bucket_offset != end or end + span.num_bytes > bucket.used_bytes or not self._follows(span, spec):
+                raise ProtocolError(f"{self.sender} sent {span} of {spec}, which does not fit after what came before")
+            end = aligned(span.bucket_offset + span.num_bytes)
+            is_last = span.offset + span.num_bytes == span.total_bytes
+            self._partial = None if is_last else span
+            places.append(self._choose(span, spec))
+            if is_last:
+                self._names.add(spec.name)
+        if end != bucket.used_bytes:
+            raise ProtocolError(f"{self.sender} sent a bucket of {bucket.used_bytes} bytes with spans for {end}")
+        return places
+
+    def _follows(self, span: Span, spec: TensorSpec) -> bool:
+        """Whether the span continues the tensor that is begun, or begins one."""
+        before = self._partial
+        if span.codec == Codec.RAW:
+            is_sized = span.total_bytes == spec.num_bytes
+        else:
+            is_sized = span.codec == Codec.DELTA and self.has_base and 0 < span.total_bytes <= spec.num_bytes + 4096
+        if not is_sized or span.num_bytes > span.total_bytes - span.offset or span.bucket_offset % ALIGNMENT_BYTES:
+            return False
+        if span.num_bytes < span.total_bytes and (span.num_bytes == 0 or span.bucket_offset):
+            return False
+        if before is None:
+            return span.offset == 0 and spec.name not in self._names
+        return (span.tensor, span.codec, span.total_bytes, span.offset) == (
+            before.tensor,
+            before.codec,
+            before.total_bytes,
+            before.offset + before.num_bytes,
+        )
+
+    def _choose(self, span: Span, spec: TensorSpec) -> Place:
+        """Decide where the piece goes."""
+        is_whole = span.num_bytes == span.total_bytes
+        target = None if self.targets is None else self._target(spec)
+        if span.codec == Codec.RAW and target is not None and _is_plain(target):
+            return Place(span, spec, as_bytes(target), is_target=True)
+        return Place(span, spec, None if is_whole else self.scratch.get(span.total_bytes), is_target=False)
+
+    def _target(self, spec: TensorSpec) -> Tensor:
+        targets = self.targets or {}
+        if spec.name not in targets:
+            raise TensorError(f"{spec.name!r} came, and the consumer has no tensor of that name to receive it into")
+        target = targets[spec.name]
+        if (target.dtype, tuple(target.shape)) != (spec.dtype, spec.shape):
+            raise TensorError(
+                f"{spec.name!r} came as {spec.dtype} {list(spec.shape)}; "
+                f"the consumer's tensor is {target.dtype} {list(target.shape)}"
+            )
+        return target
+
+    def _check(
+        self, place: Place, bucket: Bucket, slot: Tensor, is_fetched: bool, refresh: Callable[[int], bool]
+    ) -> None:
+        """Bring the piece where it goes, and compare its digest."""
+        span = place.span
+        piece = _piece(slot, span)
+        into = piece if place.content is None else place.content[span.offset : span.offset + span.num_bytes]
+        self.is_touched = self.is_touched or place.is_target
+
+        def bring() -> list[int]:
+            return leaves_of(into) if is_fetched or place.content is None else unpack_leaves(piece, into)
+
+        leaves = bring()
+        if combine(leaves) != span.digest and not is_fetched and refresh(bucket.slot):
+            leaves = bring()
+        if combine(leaves) != span.digest:
+            raise DigestError(
+                f"bucket {bucket.sequence} of version {self.version} landed with digest {combine(leaves):#018x} for "
+                f"{span.num_bytes} bytes of {place.spec.name!r}; {self.sender} sent {span.digest:#018x}. "
+                "None of its tensors is handed out"
+            )
+        self._leaves = leaves if span.offset == 0 else self._leaves + leaves
+        if span.offset + span.num_bytes == span.total_bytes and span.codec == Codec.RAW:
+            is_cut = span.num_bytes == span.total_bytes or self.bucket_bytes % LEAF_BYTES == 0
+            whole = self._leaves if is_cut or place.content is None else leaves_of(place.content)
+            self.digests[place.spec] = combine(whole)
+
+    def _complete(self, place: Place, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
+        """Do with a whole tensor what the consumer wants."""
+        spec = place.spec
+        self.num_bytes += spec.num_bytes
+        if place.span.codec == Codec.DELTA:
+            self._apply(content, spec)
+        elif self.targets is None:
+            items.append((spec.name, from_bytes(content, spec)))
+        elif not place.is_target:
+            self.is_touched = True
+            self._target(spec).detach().copy_(from_bytes(content, spec))
+
+    def _apply(self, content: Tensor, spec: TensorSpec) -> None:
+        target = self._target(spec) if self.targets is not None else None
+        if target is None or not _is_plain(target):
+            raise ProtocolError(f"{self.sender} sent {spec.name!r} as a difference, which this end did not ask for")
+        raw = as_bytes(target)
+        self.is_touched = True
+        _delta.apply(content, raw, spec)
+        self.digests[spec] = combine(leaves_of(raw))
+
+
+def is_base(targets: Mapping[str, Tensor]) -> bool:
+    """Whether differences can be applied to all of these."""
+    return all(_is_plain(target) for target in targets.values())
+
+
+def _is_plain(target: Tensor) -> bool:
+    """Whether a tensor's memory can be written as bytes."""
+    return (
+        target.device.type == "cpu"
+        and target.layout == torch.strided
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _piece(slot: Tensor, span: Span) -> Tensor:
+    return slot[span.bucket_offset : span.bucket_offset + span.num_bytes]
+
+
+def _contents(bucket: Bucket, places: Sequence[Place], slot: Tensor) -> list[Tensor]:
+    """The memory that the bytes of a bucket go to, in their order; the slot's own for what is not wanted elsewhere."""
+    contents: list[Tensor] = []
+    in_slot = 0
+    for place in places:
+        span = place.span
+        if place.content is not None:
+            contents.append(slot[in_slot : span.bucket_offset])
+            contents.append(place.content[span.offset : span.offset + span.num_bytes])
+            in_slot = span.bucket_offset + span.num_bytes
+    contents.append(slot[in_slot : bucket.used_bytes])
+    return [content for content in contents if content.numel()]

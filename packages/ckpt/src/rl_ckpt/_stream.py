@@ -1,0 +1,132 @@
+"""What transports without shared memory have in common: payload on streams, into memory of the receiver's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rl_ckpt._transport import ReceiveTransport, SendTransport
+from rl_ckpt.errors import AddressError, ProtocolError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from rl_ckpt._link import Link
+    from rl_ckpt._wire import Session
+    from rl_ckpt.types import SessionConfig
+
+MAX_BUCKET_BYTES = 1 << 30
+"""A receiver allocates a bucket before it knows the sender well."""
+MAX_STREAMS = 64
+
+
+class Listener(Protocol):
+    """Holds an address and accepts connections, without waiting."""
+
+    def listen(self) -> None:
+        """Answer who dials from now on."""
+        ...
+
+    def fileno(self) -> int:
+        """Becomes readable when somebody dials."""
+        ...
+
+    def accept(self) -> Link | None:
+        """The next that dialled."""
+        ...
+
+    def close(self) -> None:
+        """Give the address back."""
+        ...
+
+
+def stream_count(options: dict[str, str], config: SessionConfig, default: int) -> int:
+    """The option `streams` of a URL.
+
+    Raises:
+        AddressError: it is no number from 1 to 64.
+    """
+    text = options.get("streams", str(default))
+    if not (text.isdecimal() and 1 <= int(text) <= MAX_STREAMS):
+        raise AddressError(f"streams is {text!r} in {config.address!r}; allowed are 1 to {MAX_STREAMS}")
+    return int(text)
+
+
+class StreamSend(SendTransport):
+    """Owns a listener, and slots in ordinary memory, in which small tensors are packed."""
+
+    def __init__(
+        self, config: SessionConfig, listen: Callable[[SessionConfig], Listener], num_streams: int, token: bytes | None
+    ) -> None:
+        self.address = config.address
+        self.num_streams = num_streams
+        self.token = token
+        self._config = config
+        self._listen = listen
+        self._listener: Listener | None = None
+
+    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Take the address and allocate."""
+        if bucket_bytes > MAX_BUCKET_BYTES:
+            raise AddressError(f"bucket_bytes is {bucket_bytes}; on streams at most {MAX_BUCKET_BYTES} are allowed")
+        self._listener = self._listen(self._config)
+        slots = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        self._listener.listen()
+        return slots
+
+    def fileno(self) -> int:
+        """The listening socket."""
+        if self._listener is None:
+            raise AddressError(f"{self.address} is not open")
+        return self._listener.fileno()
+
+    def accept(self) -> Link | None:
+        """The next that dialled."""
+        return None if self._listener is None else self._listener.accept()
+
+    def close(self) -> None:
+        """Give the address back."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+class StreamReceive(ReceiveTransport):
+    """Dials, and lands buckets in one slot of its own: the kernel holds what comes meanwhile."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        dial: Callable[[SessionConfig], socket.socket | None],
+        link_of: Callable[[socket.socket], Link],
+        token: bytes | None,
+    ) -> None:
+        self.token = token
+        self._config = config
+        self._dial = dial
+        self._link_of = link_of
+        self._slot = torch.empty(0, dtype=torch.uint8)
+
+    def dial(self) -> Link | None:
+        """Connect, if there is a sender."""
+        connection = self._dial(self._config)
+        return None if connection is None else self._link_of(connection)
+
+    def dial_stream(self) -> socket.socket:
+        """Connect once more."""
+        connection = self._dial(self._config)
+        if connection is None:
+            raise ConnectionRefusedError(f"nobody answers at {self._config.address}")
+        return connection
+
+    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+        """One slot, under every number."""
+        if not (1 <= session.num_streams <= MAX_STREAMS and 0 < session.bucket_bytes <= MAX_BUCKET_BYTES):
+            raise ProtocolError(f"{link.peer} announced {session}, which is not a session with streams")
+        if self._slot.numel() != session.bucket_bytes:
+            self._slot = torch.empty(session.bucket_bytes, dtype=torch.uint8)
+        return [self._slot] * min(session.num_slots, 64)

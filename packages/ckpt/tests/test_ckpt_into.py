@@ -1,0 +1,295 @@
+"""Receiving into tensors of one's own, what the engine then attests, and differences instead of tensors."""
+
+import asyncio
+
+import pytest
+import torch
+
+from rl_ckpt import AttestationError, DigestError, ReceiverState, SyncAbortedError, TensorError, connect, tree_digest
+from rl_ckpt.testing import assert_same, new_name, sample_weights
+
+BUCKET_BYTES = 1 << 16
+TRANSPORTS = ["inproc://{}", "shm://{}", "uds://{}", "uds://{}?streams=2"]
+
+
+def blank(weights):
+    """Tensors of the same kinds with other bits."""
+    return {name: torch.empty_like(t, memory_format=torch.contiguous_format).fill_(1) for name, t in weights.items()}
+
+
+def large(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"embed": (700, 333), "a": (5,), "b": (3, 50_000), "empty": (0, 4), "scalar": (), "c": (300_000,)}
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+def run(work, url="shm://{}", num_receivers=1, **options):
+    async def main():
+        address = url.format(new_name())
+        sender = connect(address, role="send", timeout_s=30, **({"bucket_bytes": BUCKET_BYTES} | options))
+        receivers = [connect(address, role="receive", timeout_s=30) for _ in range(num_receivers)]
+        async with sender:
+            await sender.prepare()
+            try:
+                return await work(sender, *receivers)
+            finally:
+                for receiver in receivers:
+                    await receiver.close()
+
+    return asyncio.run(main())
+
+
+async def exchange(sender, receivers, weights, targets, version, **options):
+    """The outcome of every end, errors as values."""
+    return await asyncio.gather(
+        sender.send_weights(weights.items(), version=version, num_peers=len(receivers)),
+        *(receiver.receive_into(into, **options) for receiver, into in zip(receivers, targets, strict=True)),
+        return_exceptions=True,
+    )
+
+
+@pytest.mark.parametrize("url", TRANSPORTS)
+@pytest.mark.parametrize("bucket_bytes", [1 << 16, 1 << 20, 8 << 20])
+def test_every_tensor_lands_where_it_belongs(url, bucket_bytes):
+    async def work(sender, *receivers):
+        for version, weights in enumerate([sample_weights(), large(), large(1)]):
+            targets = [blank(weights) for _ in receivers]
+            report, *versions = await exchange(sender, receivers, weights, targets, version)
+            assert versions == [version, version], versions
+            for target in targets:
+                assert_same(target, weights)
+            assert {r.digest for r in report.receipts} == {report.digest} == {tree_digest(weights)}
+            assert sender.digest == receivers[0].digest == report.digest
+
+    run(work, url, num_receivers=2, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("url", TRANSPORTS)
+def test_one_iterates_and_one_receives_into(url):
+    async def work(sender, first, second):
+        weights, targets = large(), blank(large())
+
+        async def iterate():
+            return {name: tensor async for name, tensor in first.receive_weights(clone=True)}
+
+        _, got, _ = await asyncio.gather(
+            sender.send_weights(weights.items(), version=1, num_peers=2), iterate(), second.receive_into(targets)
+        )
+        assert_same(got, weights)
+        assert_same(targets, weights)
+
+    run(work, url, num_receivers=2, bucket_bytes=1 << 20)
+
+
+def test_targets_that_are_not_plain_memory():
+    weights = {"w": torch.randn(6, 5), "v": torch.randn(4)}
+    targets = {"w": torch.zeros(5, 6).t(), "v": torch.nn.Parameter(torch.zeros(8))[::2]}
+
+    async def work(sender, receiver):
+        assert (await exchange(sender, [receiver], weights, [targets], 1))[1] == 1
+
+    run(work)
+    assert torch.equal(targets["w"], weights["w"])
+    assert torch.equal(targets["v"], weights["v"])
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ({"w": torch.zeros(3)}, "'v' came, and the consumer has no tensor"),
+        ({"w": torch.zeros(3), "v": torch.zeros(4, 1)}, "'v' came as torch.float32 .4.; the consumer's tensor is"),
+        ({"w": torch.zeros(3), "v": torch.zeros(4).half()}, "the consumer's tensor is torch.float16"),
+        ({"w": torch.zeros(3), "v": torch.zeros(4), "u": torch.zeros(1)}, "1 tensors .* did not come, 'u'"),
+    ],
+)
+def test_a_target_that_does_not_fit_calls_the_sync_off_for_all(targets, message):
+    async def work(sender, receiver, other):
+        weights = {"w": torch.ones(3), "v": torch.ones(4)}
+        sent, got, _ = await exchange(sender, [receiver, other], weights, [targets, blank(weights)], 1)
+        assert isinstance(got, TensorError)
+        with pytest.raises(TensorError, match=message):
+            raise got
+        assert isinstance(sent, SyncAbortedError)
+        assert (sender.version, receiver.version, other.version) == (None, None, None)
+        fitting = [blank(weights), blank(weights)]
+        assert (await exchange(sender, [receiver, other], weights, fitting, 1))[1:] == [1, 1]
+        assert_same(fitting[0], weights)
+
+    run(work, num_receivers=2)
+
+
+def test_a_part_of_the_model_is_a_sync_like_any_other():
+    """LoRA: the adapters alone, on the base that stays."""
+    base = {f"layer.{i}.weight": torch.randn(64, 64) for i in range(4)}
+    lora = {f"layer.{i}.lora_{x}": torch.randn(4, 64) for i in range(4) for x in "AB"}
+
+    async def work(sender, receiver):
+        targets = blank(base | lora)
+        receiver.attest_with(lambda: targets)
+        report, version = await exchange(sender, [receiver], base | lora, [targets], 1)
+        assert (version, report.receipts[0].num_bound, report.receipts[0].num_expected) == (1, 12, 12)
+        fresh = {name: torch.randn_like(tensor) for name, tensor in lora.items()}
+        report, version = await exchange(sender, [receiver], fresh, [targets], 2, strict=False)
+        assert (version, report.num_bytes) == (2, 8 * 4 * 64 * 4)
+        assert (report.receipts[0].num_bound, report.receipts[0].num_expected) == (8, 12)
+        assert report.digest == tree_digest(fresh)
+        assert_same(targets, base | fresh)
+
+    run(work)
+
+
+# Attestation: what a loader may do wrong, and what the sender must say of it.
+def keep_old(engine, name, tensor):
+    if name != "t2":
+        engine[name].copy_(tensor)
+
+
+def drop_new(engine, name, tensor):
+    engine.pop("t2", None)
+    if name in engine:
+        engine[name].copy_(tensor)
+
+
+def round_off(engine, name, tensor):
+    engine[name].copy_(tensor.bfloat16())
+
+
+@pytest.mark.parametrize(("load", "bound"), [(keep_old, 4), (drop_new, 3), (round_off, 4)])
+def test_an_engine_that_does_not_hold_what_landed_commits_nothing(load, bound):
+    async def work(sender, receiver):
+        weights = {f"t{i}": torch.randn(100) for i in range(4)}
+        engine = blank(weights)
+        receiver.attest_with(lambda: engine)
+
+        async def consume(load):
+            async for name, tensor in receiver.receive_weights():
+                load(engine, name, tensor)
+
+        sent, got = await asyncio.gather(
+            sender.send_weights(weights.items(), version=1), consume(load), return_exceptions=True
+        )
+        assert isinstance(sent, SyncAbortedError)
+        assert isinstance(sent.__cause__, AttestationError)
+        assert f"its engine holds {bound} of them" in str(sent)
+        assert isinstance(got, SyncAbortedError)
+        assert "its engine holds" in str(got)
+        assert (sender.version, receiver.version, receiver.state) == (None, None, ReceiverState.POISONED)
+        engine.update(blank(weights))
+        report, _ = await asyncio.gather(
+            sender.send_weights(weights.items(), version=1),
+            consume(lambda engine, name, tensor: engine[name].copy_(tensor)),
+        )
+        assert [(r.is_attested, r.num_bound, r.digest) for r in report.receipts] == [(True, 4, tree_digest(engine))]
+
+    run(work)
+
+
+def test_views_of_a_fused_tensor_attest():
+    async def work(sender, receiver):
+        weights = {"q": torch.randn(4, 8), "k": torch.randn(2, 8), "v": torch.randn(2, 8)}
+        fused = torch.zeros(8, 8)
+        held = dict(zip(weights, fused.split([4, 2, 2]), strict=True))
+        receiver.attest_with(lambda: held)
+        report, _ = await exchange(sender, [receiver], weights, [held], 1)
+        assert report.receipts[0].is_attested
+        assert torch.equal(fused, torch.cat(list(weights.values())))
+
+    run(work)
+
+
+def changed(weights, every=100):
+    fresh = {}
+    for name, tensor in weights.items():
+        fresh[name] = tensor.clone()
+        fresh[name].view(-1)[::every] += 1
+    return fresh
+
+
+@pytest.mark.parametrize("url", TRANSPORTS)
+@pytest.mark.parametrize("bucket_bytes", [1 << 16, 8 << 20])
+def test_differences_are_sent_to_those_who_hold_the_version_before(url, bucket_bytes):
+    async def work(sender, *receivers):
+        weights = large() | {"bf16": torch.randn(300, 300).bfloat16(), "fp8": torch.randn(5000).to(torch.float8_e4m3fn)}
+        del weights["fp8"]
+        weights["c64"] = torch.randn(1000, dtype=torch.complex64)
+        weights["c128"] = torch.randn(1000, dtype=torch.complex128)  # has no difference: 16 bytes an element
+        targets = [blank(weights) for _ in receivers]
+        dense, *_ = await exchange(sender, receivers, weights, targets, 1)
+        assert dense.num_deltas == 0
+        for version in (2, 3):
+            weights = changed(weights)
+            report, *versions = await exchange(sender, receivers, weights, targets, version)
+            assert versions == [version, version], versions
+            assert report.num_deltas >= 5
+            assert report.num_wire_bytes < dense.num_wire_bytes / 10
+            assert report.digest == tree_digest(weights)
+            for target in targets:
+                assert_same(target, weights)
+
+    run(work, url, num_receivers=2, bucket_bytes=bucket_bytes, delta=True)
+
+
+def test_whoever_does_not_hold_the_base_gets_everything():
+    """A newcomer, other tensors to receive into, an iterator, a large change; and then differences again."""
+
+    async def work(sender, first, second):
+        weights = large()
+        mine, theirs = blank(weights), blank(weights)
+        expected = []
+
+        async def sync(receivers, targets, is_delta, every=100):
+            nonlocal weights
+            weights = changed(weights, every)
+            expected.append(is_delta)
+            report, *_ = await exchange(sender, receivers, weights, targets, len(expected))
+            assert (report.num_deltas > 0) is is_delta, len(expected)
+            for target in targets:
+                assert_same(target, weights)
+
+        await sync([first], [mine], is_delta=False)
+        await sync([first], [mine], is_delta=True)
+        await sync([first, second], [mine, theirs], is_delta=False)
+        await sync([first, second], [mine, theirs], is_delta=True)
+        await sync([first, second], [mine, blank(weights)], is_delta=False)
+        await sync([first, second], [mine, theirs], is_delta=False)
+        weights = {name: tensor + 1 for name, tensor in weights.items()}
+        report, *_ = await exchange(sender, [first, second], weights, [mine, theirs], 7)
+        assert report.num_bytes > report.num_wire_bytes * 0.9
+        assert_same(mine, weights)
+        expected.append(True)
+        await sync([first, second], [mine, theirs], is_delta=True)
+
+    run(work, num_receivers=2, bucket_bytes=1 << 20, delta=True)
+
+
+def test_a_base_that_was_tampered_with_is_found_and_replaced():
+    """A difference on other bits than the sender's: no commit, and the next sync is whole."""
+
+    async def work(sender, receiver):
+        weights, targets = large(), blank(large())
+        await exchange(sender, [receiver], weights, [targets], 1)
+        targets["b"][1, 7] += 1  # an optimizer, a sleep, a bug
+        weights = changed(weights)
+        sent, got = await exchange(sender, [receiver], weights, [targets], 2)
+        assert isinstance(sent, SyncAbortedError)
+        assert isinstance(got, DigestError)
+        assert (receiver.version, receiver.state) == (1, ReceiverState.POISONED)
+        report, version = await exchange(sender, [receiver], weights, [targets], 2)
+        assert (report.num_deltas, version) == (0, 2)
+        assert_same(targets, weights)
+
+    run(work, delta=True)
+
+
+def test_the_synchronous_twin():
+    import threading
+
+    address, weights = f"shm://{new_name()}", sample_weights()
+    targets, versions = blank(weights), []
+    with connect(address, role="send") as sender, connect(address, role="receive") as receiver:
+        consumer = threading.Thread(target=lambda: versions.append(receiver.recv_into(targets)))
+        consumer.start()
+        sender.send(weights.items(), version=5)
+        consumer.join()
+    assert versions == [5]
+    assert_same(targets, weights)
