@@ -9,9 +9,10 @@ from rl_tq._registry import GROUP
 
 def test_public_names():
     assert sorted(rl_tq.__all__) == [
-        "AddressError", "BatchMeta", "MissingDataError", "RowMeta", "Sampler", "SchemaError", "ServerLostError",
-        "StaleReferenceError", "Storage", "StorageError", "TransferQueue", "TransferQueueError", "WaitTimeoutError",
-        "connect", "serve",
+        "AddressError", "BatchMeta", "Credit", "LeaseLostError", "MissingDataError", "OnFull", "PartitionOptions",
+        "PolicyError", "QueueFullError", "RestoreReport", "RowMeta", "Sampler", "SchemaError", "ServerLostError",
+        "StaleReferenceError", "StaleVersionError", "Storage", "StorageError", "TransferQueue", "TransferQueueError",
+        "WaitTimeoutError", "connect", "policies", "serve",
     ]  # fmt: skip
     assert all(hasattr(rl_tq, name) for name in rl_tq.__all__)
 

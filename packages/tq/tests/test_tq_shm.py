@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import rl_tq
-import rl_tq.storage.shm
+import rl_tq._shm_client
 from rl_tq._segments import PACKED_BYTES, SEGMENT_BYTES, Arena, Segment
 from rl_tq._shm_server import socket_name
 from rl_tq._wire import Inbox, pack, send_some
@@ -80,9 +80,10 @@ class RawClient:
     def __init__(self, queue: rl_tq.TransferQueue) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(20.0)
-        self.socket.connect(socket_name(queue.address.removeprefix("shm://")))
+        self.socket.connect(socket_name(queue.address))
         self.inbox = Inbox(self.socket)
         self.arrived: list[tuple[dict, int | None]] = []
+        assert self.receive() == ({"op": "hello", "directory": None}, None)
 
     def send(self, message: dict, fd: int | None = None) -> None:
         data = memoryview(pack(message, has_fd=fd is not None))
@@ -103,7 +104,7 @@ def raw(queue) -> Iterator[RawClient]:
 
 PUT = {
     "op": "put", "partition": "p", "num_rows": 1, "schema": {"a": ["dense", "float32", []]}, "sample_ids": None,
-    "tags": None, "segment": 1, "offset": 0, "nbytes": 64, "is_last": False,
+    "tags": None, "segment": 1, "offset": 0, "nbytes": 64, "is_last": False, "timeout_s": 1.0,
 }  # fmt: skip
 
 PRODUCER = """
@@ -140,7 +141,7 @@ def test_a_producer_killed_in_a_put_leaves_what_it_published_and_nothing_else(qu
     queue.clear(small)
     queue.clear("large")
     assert queue.stats()["segments"] == 0
-    until(lambda: memfds() == 0)
+    until(lambda: memfds() == 0)  # nobody puts into them again
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
@@ -148,7 +149,7 @@ def test_a_client_that_lost_its_server_holds_nothing_even_if_nobody_closes_it(qu
     peer = rl_tq.connect(queue.address)
     peer.get(queue.put({"a": torch.ones(2)}, partition="p"))
     queue.close()
-    peer._reader.join(20.0)
+    peer._idler.join(20.0)
     assert peer._socket.fileno() == -1
     assert (memfds(), mappings()) == (0, 0)
 
@@ -176,7 +177,7 @@ time.sleep(600)
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_stopped_server_is_named_and_a_killed_one_is_lost_at_once(run, monkeypatch):
-    monkeypatch.setattr(rl_tq.storage.shm, "_GRACE_S", 0.2)
+    monkeypatch.setattr(rl_tq._shm_client, "GRACE_S", 0.2)
     server = run(SERVER, str(2 * LARGE))
     address = server.stdout.readline().strip()
     # The client is closed first, so that a failure does not wait for the waiter.
@@ -338,19 +339,60 @@ def test_small_extents_share_segments_which_go_when_all_are_cleared(queue):
         assert peer.get(metas[-1])["a"][0, 0].item() == 24
 
 
-def test_clients_let_go_of_cleared_memory(queue):
+def test_clients_let_go_of_cleared_memory(queue, monkeypatch):
     with rl_tq.connect(queue.address) as peer:
         meta = queue.put({"a": torch.ones(4, LARGE)}, partition="p")
         batch = peer.get(meta)
         queue.get(meta)
         assert memfds() == 3  # the server's and each client's
         peer.clear("p")
-        until(lambda: memfds() == 0)
-        assert mappings() == 1
+        until(lambda: memfds() == 2)  # the peer still looks at it
+        assert mappings() == 2  # its batch, and where the next put will go
         assert batch["a"].sum().item() == 4 * LARGE
         del batch
+        until(lambda: memfds() == 1 and mappings() == 1)
+        assert queue.stats()["spare_segments"] == 1
+        queue._arena.trim(0.0)
+        until(lambda: memfds() == 0 and mappings() == 0)
+
+
+def test_memory_is_used_again_but_never_under_a_reader(queue):
+    with rl_tq.connect(queue.address) as peer:
+        batches = []
+        for i in range(6):
+            meta = queue.put({"a": torch.full((4, LARGE), float(i))}, partition="p")
+            batches.append(peer.get(meta)["a"])
+            queue.clear("p")
+        assert [batch.unique().tolist() for batch in batches] == [[float(i)] for i in range(6)]
+        assert queue.stats()["spare_segments"] == 6
+        batches.clear()
         gc.collect()
-        assert mappings() == 0
+        until(lambda: len(queue._reusable) + len(queue._arena._spare) == 6)
+        before = queue.stats()["shared_bytes"]
+        for i in range(20):
+            meta = queue.put({"a": torch.full((4, LARGE), float(i))}, partition="p")
+            assert peer.get(meta)["a"].unique().tolist() == [float(i)]
+            queue.clear("p")
+        assert queue.stats()["shared_bytes"] <= before  # less, where some were not needed for long
+
+
+def test_a_segment_is_not_given_back_while_its_answer_is_under_way(queue, monkeypatch):
+    """The server frees it after the answer was sent, and before the client opened it."""
+    with rl_tq.connect(queue.address) as peer:
+        meta = queue.put({"a": torch.ones(4, LARGE)}, partition="p")
+        open_extent = rl_tq._shm_client._Readable.open
+
+        def late(self, *place):
+            queue.clear("p")
+            until(lambda: peer._freed)
+            peer.stats()  # tells the server what is no longer looked at
+            queue.put({"a": torch.zeros(4, LARGE)}, partition="other")
+            return open_extent(self, *place)
+
+        monkeypatch.setattr(rl_tq._shm_client._Readable, "open", late)
+        batch = peer.get(meta)["a"]
+        monkeypatch.undo()
+        assert batch.unique().tolist() == [1.0]
 
 
 def test_a_put_that_fails_while_writing_gives_its_memory_back(queue, monkeypatch):
@@ -387,13 +429,23 @@ def test_sealed_memory_cannot_shrink_under_a_reader():
 
 def test_an_arena_announces_before_it_gives():
     events: list[object] = []
-    arena = Arena(lambda number, segment, is_packed: events.append((number, segment.nbytes, is_packed)), events.append)
+    arena = Arena(
+        lambda number, segment, is_packed, _: events.append((number, segment.nbytes, is_packed)),
+        events.append,
+        lambda number: events.append(("retired", number)),
+    )
     small = arena.allocate(100)
     assert (small.segment, small.offset, len(small.memory), small.is_alone) == (1, 0, 100, False)
     assert arena.allocate(64).offset == 128
     large = arena.allocate(PACKED_BYTES + 1)
     assert (large.segment, large.offset, len(large.memory), large.is_alone) == (2, 0, PACKED_BYTES + 1, True)
+    whole = PACKED_BYTES + PACKED_BYTES // 8
     for _ in range(SEGMENT_BYTES // PACKED_BYTES):
         last = arena.allocate(PACKED_BYTES)
     assert (last.segment, last.offset) == (3, 0)
-    assert events == [(1, SEGMENT_BYTES, True), (2, PACKED_BYTES + 1, False), 1, (3, SEGMENT_BYTES, True)]
+    assert events == [(1, SEGMENT_BYTES, True), (2, whole, False), 1, (3, SEGMENT_BYTES, True)]
+    arena.reuse(2)
+    arena.reuse(1)
+    assert arena.allocate(PACKED_BYTES + 5).segment == 2  # the same size class
+    arena.trim(0.0)
+    assert events[4:] == [("retired", 1)]

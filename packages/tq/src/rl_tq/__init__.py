@@ -1,33 +1,47 @@
 """A columnar sample store: the controller passes references, workers exchange the tensors."""
 
+from rl_tq import policies
 from rl_tq._registry import connect, serve
 from rl_tq.base import Sampler, Storage, TransferQueue
 from rl_tq.errors import (
     AddressError,
+    LeaseLostError,
     MissingDataError,
+    PolicyError,
+    QueueFullError,
     SchemaError,
     ServerLostError,
     StaleReferenceError,
+    StaleVersionError,
     StorageError,
     TransferQueueError,
     WaitTimeoutError,
 )
-from rl_tq.types import BatchMeta, RowMeta
+from rl_tq.types import BatchMeta, Credit, OnFull, PartitionOptions, RestoreReport, RowMeta
 
 __all__ = [
     "AddressError",
     "BatchMeta",
+    "Credit",
+    "LeaseLostError",
     "MissingDataError",
+    "OnFull",
+    "PartitionOptions",
+    "PolicyError",
+    "QueueFullError",
+    "RestoreReport",
     "RowMeta",
     "Sampler",
     "SchemaError",
     "ServerLostError",
     "StaleReferenceError",
+    "StaleVersionError",
     "Storage",
     "StorageError",
     "TransferQueue",
     "TransferQueueError",
     "WaitTimeoutError",
     "connect",
+    "policies",
     "serve",
 ]

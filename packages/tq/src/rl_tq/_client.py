@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rl_tq._columns import check_json, parse_columns
 from rl_tq._extent import Layout, plan_extent
-from rl_tq._gather import Opened, gather
+from rl_tq._gather import Landing, Opened, gather
 from rl_tq._schema import ColumnSchema
 from rl_tq.base import Sampler, TransferQueue
 from rl_tq.errors import MissingDataError, SchemaError
-from rl_tq.types import BatchMeta, RowMeta
+from rl_tq.policies import Policy
+from rl_tq.types import BatchMeta, Credit, PartitionOptions, RestoreReport, RowMeta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from tensordict import TensorDict
 
     from rl_tq._service import Message
@@ -39,7 +42,7 @@ class QueueClient(TransferQueue):
         """Have a request answered, or raise the error it is answered with."""
 
     @abstractmethod
-    def _store_extent(self, layout: Layout, request: Message) -> Message:
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
         """Write an extent where the server can hand it out from, and have the put that publishes it answered."""
 
     @abstractmethod
@@ -51,33 +54,54 @@ class QueueClient(TransferQueue):
         data: TensorDict | Mapping[str, Any],
         *,
         partition: str,
-        sample_ids: Sequence[str] | None = None,
+        sample_ids: Sequence[str] | BatchMeta | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        credit: Credit | None = None,
+        timeout_s: float | None = None,
     ) -> BatchMeta:
         """See `TransferQueue.put`."""
         columns = parse_columns(data)
         layout = plan_extent(columns)
-        request = {
+        limit = self._limit(timeout_s)
+        request: Message = {
             "op": "put",
             "partition": partition,
             "num_rows": next(iter(columns.values())).num_rows,
             "schema": {name: column.schema.to_json() for name, column in columns.items()},
             "nbytes": layout.nbytes,
-            "sample_ids": None if sample_ids is None else _checked_ids(sample_ids),
-            "tags": None if tags is None else _checked_tags(tags),
+            "timeout_s": limit,
         }
-        return _batch_meta(self._store_extent(layout, request), partition, tuple(columns))
+        if isinstance(sample_ids, BatchMeta):
+            request |= _target_of(sample_ids, partition, request["num_rows"])
+        elif sample_ids is not None:
+            request["sample_ids"] = _checked_ids(sample_ids)
+        if tags is not None:
+            request["tags"] = _checked_tags(tags)
+        if credit is not None:
+            request["credit"] = credit.number
+        return _batch_meta(self._store_extent(layout, request, limit), partition, tuple(columns))
 
-    def get(self, meta: BatchMeta, columns: Sequence[str] | None = None) -> TensorDict:
+    def get(
+        self,
+        meta: BatchMeta,
+        columns: Sequence[str] | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> TensorDict:
         """See `TransferQueue.get`."""
         names = meta.columns if columns is None else tuple(columns)
         if not len(meta) or not names:
             raise MissingDataError(
                 f"a get of {len(meta)} rows and columns {list(names)} has nothing to fetch: both must be at least one"
             )
+        landing = Landing(out, device)
         reply, opened = self._locate({"op": "locate", "columns": names, **_rows_of(meta)})
-        located = {name: (ColumnSchema.from_json(schema), runs) for name, (schema, runs) in reply["columns"].items()}
-        return gather(located, opened, len(meta))
+        located = {
+            name: (ColumnSchema.from_json(schema), reply["runs"][which])
+            for name, (schema, which) in reply["columns"].items()
+        }
+        return gather(located, opened, len(meta), landing)
 
     def get_meta(
         self,
@@ -86,19 +110,81 @@ class QueueClient(TransferQueue):
         columns: Sequence[str],
         batch_size: int,
         task: str,
-        sampler: Sampler | None = None,
+        sampler: Sampler | Policy | None = None,
         timeout_s: float | None = None,
+        lease_s: float | None = None,
     ) -> BatchMeta:
         """See `TransferQueue.get_meta`."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: claim 1 row or more")
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        target: Message = {"partition": partition, "columns": list(columns), "task": task}
-        if sampler is None:
-            reply = self._wait(target, batch_size, limit, is_claim=True)
+        if lease_s is not None and lease_s <= 0:
+            raise ValueError(f"lease_s is {lease_s}: give it more than 0 seconds, or None for no deadline")
+        claim = _claim(partition, columns, batch_size, task, sampler)
+        claim["lease_s"] = lease_s
+        limit = self._limit(timeout_s)
+        if sampler is None or isinstance(sampler, Policy):
+            reply = self._wait(claim, limit, is_claim=True)
         else:
-            reply = self._sample(target, batch_size, limit, sampler)
-        return _batch_meta(reply, partition, tuple(columns))
+            reply = self._sample(claim, limit, sampler)
+        return _batch_meta(reply, partition, tuple(columns), task)
+
+    def ack(self, meta: BatchMeta, *, step: int = 0) -> None:
+        """See `TransferQueue.ack`."""
+        self._call({"op": "ack", "step": step, **_leased(meta)}, self.timeout_s)
+
+    def nack(self, meta: BatchMeta, *, reason: str = "it was not acknowledged") -> None:
+        """See `TransferQueue.nack`."""
+        self._call({"op": "nack", "reason": reason, **_leased(meta)}, self.timeout_s)
+
+    def extend(self, meta: BatchMeta, lease_s: float) -> None:
+        """See `TransferQueue.extend`."""
+        if lease_s <= 0:
+            raise ValueError(f"lease_s is {lease_s}: give it more than 0 seconds")
+        self._call({"op": "extend", "lease_s": lease_s, **_leased(meta)}, self.timeout_s)
+
+    def restore(self, partition: str, step: int, *, task: str | None = None) -> RestoreReport:
+        """See `TransferQueue.restore`."""
+        reply = self._call({"op": "restore", "partition": partition, "step": step, "task": task}, self.timeout_s)
+        return RestoreReport(**{name: reply[name] for name in ("num_returned", "num_cleared", "num_revoked")})
+
+    def dead_letters(self, partition: str, task: str) -> BatchMeta:
+        """See `TransferQueue.dead_letters`."""
+        reply = self._call({"op": "dead_letters", "partition": partition, "task": task}, self.timeout_s)
+        return _batch_meta(reply, partition, tuple(reply["columns"]))
+
+    def configure(self, partition: str, **options: Any) -> None:
+        """See `TransferQueue.configure`."""
+        checked = PartitionOptions.from_json(options).to_json()
+        self._call({"op": "configure", "partition": partition, "options": checked}, self.timeout_s)
+
+    def advance(self, partition: str, weight_version: int) -> int:
+        """See `TransferQueue.advance`."""
+        request = {"op": "advance", "partition": partition, "weight_version": weight_version}
+        return self._call(request, self.timeout_s)["num_dropped"]
+
+    def admit(self, *, partition: str, num_rows: int, num_bytes: int = 0, timeout_s: float | None = None) -> Credit:
+        """See `TransferQueue.admit`."""
+        limit = self._limit(timeout_s)
+        request = {
+            "op": "admit", "partition": partition, "num_rows": num_rows, "num_bytes": num_bytes, "timeout_s": limit
+        }  # fmt: skip
+        reply = self._call(request, limit)
+        return Credit(**{each.name: reply[each.name] for each in fields(Credit)})
+
+    def release(self, credit: Credit) -> None:
+        """See `TransferQueue.release`."""
+        self._call({"op": "release", "credit": credit.number}, self.timeout_s)
+
+    def explain(
+        self,
+        *,
+        partition: str,
+        columns: Sequence[str],
+        batch_size: int,
+        task: str,
+        sampler: Policy | None = None,
+    ) -> str:
+        """See `TransferQueue.explain`."""
+        claim = _claim(partition, columns, batch_size, task, sampler)
+        return self._call({"op": "explain", "timeout_s": 0.0, **claim}, self.timeout_s)["text"]
 
     def clear(self, meta_or_partition: BatchMeta | str) -> None:
         """See `TransferQueue.clear`."""
@@ -111,24 +197,23 @@ class QueueClient(TransferQueue):
         """See `TransferQueue.stats`."""
         return self._call({"op": "stats"}, self.timeout_s)
 
-    def _wait(self, target: Message, batch_size: int, limit: float, *, is_claim: bool, after: int = -1) -> Message:
-        request = {
-            "op": "wait",
-            **target,
-            "batch_size": batch_size,
-            "timeout_s": limit,
-            "is_claim": is_claim,
-            "after": after,
-        }
-        return self._call(request, limit)
+    def _limit(self, timeout_s: float | None) -> float:
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        if not 0 <= limit < float("inf"):
+            raise ValueError(f"timeout_s is {limit}: it must be 0 or more seconds, and finite")
+        return limit
 
-    def _sample(self, target: Message, batch_size: int, limit: float, sampler: Sampler) -> Message:
+    def _wait(self, claim: Message, limit: float, *, is_claim: bool, after: int = -1) -> Message:
+        return self._call({"op": "wait", **claim, "timeout_s": limit, "is_claim": is_claim, "after": after}, limit)
+
+    def _sample(self, claim: Message, limit: float, sampler: Sampler) -> Message:
         """Let the sampler choose among the ready rows here and claim its choice; begin again if another was faster."""
         deadline = time.monotonic() + limit
         after = -1
+        batch_size: int = claim["batch_size"]
         while True:
             left = max(0.0, deadline - time.monotonic())
-            ready = self._wait(target, batch_size, left, is_claim=False, after=after)
+            ready = self._wait(claim, left, is_claim=False, after=after)
             names = ready["sample_ids"]
             tags = ready["tags"] or [{} for _ in names]
             rows = [RowMeta(sample_id=name, tags=tag) for name, tag in zip(names, tags, strict=True)]
@@ -137,11 +222,25 @@ class QueueClient(TransferQueue):
             if choice is None:
                 continue
             chosen = _checked_choice(choice, len(rows), batch_size)
-            request = {"op": "claim_rows", **target, "rows": [ready["rows"][i] for i in chosen]}
+            request = {"op": "claim_rows", **claim, "timeout_s": left, "rows": [ready["rows"][i] for i in chosen]}
             reply = self._call(request, self.timeout_s)
             if "is_conflict" not in reply:
                 return reply
             after = -1
+
+
+def _claim(
+    partition: str, columns: Sequence[str], batch_size: int, task: str, sampler: Sampler | Policy | None
+) -> Message:
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: claim 1 row or more")
+    if isinstance(columns, str):
+        raise ValueError(f"columns is the string {columns!r}: give a list of names")
+    claim: Message = {"partition": partition, "columns": list(columns), "task": task, "batch_size": batch_size}
+    if isinstance(sampler, Policy):
+        sampler.check(batch_size)
+        claim["policy"] = sampler.to_json()
+    return claim
 
 
 def _rows_of(meta: BatchMeta) -> Message:
@@ -154,7 +253,34 @@ def _rows_of(meta: BatchMeta) -> Message:
     }
 
 
-def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...]) -> BatchMeta:
+def _leased(meta: BatchMeta) -> Message:
+    if not meta.leases or not meta.rows:
+        raise ValueError(
+            f"this reference to {len(meta)} rows of partition {meta.partition!r} has no leases: only what get_meta "
+            "returned, or was made of that, can be acked, nacked or extended"
+        )
+    return {**_rows_of(meta), "task": meta.task, "leases": meta.leases}
+
+
+def _target_of(meta: BatchMeta, partition: str, num_rows: int) -> Message:
+    """What a put says of the rows it adds to."""
+    if meta.partition != partition:
+        raise SchemaError(f"the rows given lie in partition {meta.partition!r}, and the put is for {partition!r}")
+    if len(meta) != num_rows:
+        raise SchemaError(f"{len(meta)} sample_ids were given for {num_rows} rows: one per row is needed")
+    if not meta.rows:
+        return {"sample_ids": list(meta.sample_ids)}
+    return {
+        "rows": meta.rows,
+        "sample_ids": meta.sample_ids,
+        "generation": meta.generation,
+        "task": meta.task,
+        "leases": meta.leases,
+    }
+
+
+def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: str = "") -> BatchMeta:
+    lease = reply.get("lease", 0)
     return BatchMeta(
         partition=partition,
         sample_ids=tuple(reply["sample_ids"]),
@@ -162,6 +288,8 @@ def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...]) -> Bat
         tags=tuple(reply["tags"]),
         rows=tuple(reply["rows"]),
         generation=reply["generation"],
+        task=task if lease else "",
+        leases=(lease,) * len(reply["rows"]) if lease else (),
     )
 
 

@@ -30,19 +30,24 @@ class Layout:
 
     nbytes: int
     """Bytes of the whole block."""
-    header: bytes
-    """What the block starts with."""
+    frame: frames.Frame
+    """Its header, and the memory of columns that are one contiguous piece on the CPU."""
+    is_whole: bool
+    """Whether the frame knows the memory of every column."""
     regions: list[tuple[int, int, Sequence[torch.Tensor]]]
-    """Where the block's regions start, their bytes, and the pieces that fill them."""
+    """Where the block's regions start, their bytes, and the pieces that fill them. Empty if the frame is whole."""
 
     def write(self, memory: torch.Tensor) -> None:
         """Copy every column into `memory`, uint8 [nbytes], from whatever device and in whatever strides it is."""
-        cursor = len(self.header)
-        memory[:cursor].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
+        if self.is_whole:
+            self.frame.write_into(memory)
+            return
+        cursor = len(self.frame.header)
+        memory[:cursor].copy_(torch.frombuffer(bytearray(self.frame.header), dtype=torch.uint8))
         for start, nbytes, pieces in self.regions:
             memory[cursor:start].zero_()
             cursor = start + nbytes
-            _join([_as_bytes(piece) for piece in pieces], memory[start:cursor])
+            _join(pieces, memory[start:cursor])
         memory[cursor:].zero_()
 
 
@@ -53,23 +58,32 @@ def plan_extent(columns: Mapping[str, Column]) -> Layout:
         SchemaError: a frame cannot hold one of them (a quantized dtype, for example).
     """
     values: dict[str, Any] = {}
-    sources: list[Sequence[torch.Tensor]] = []
+    is_whole = True
     for name, column in columns.items():
-        flat = _one_piece(column)
+        flat, is_it = _one_piece(column)
+        is_whole = is_whole and is_it
         values[name] = flat if column.offsets is None else (flat, column.offsets)
-        sources.append(column.pieces)
-        if column.offsets is not None:
-            sources.append([column.offsets])
     try:
         frame = frames.encode(values)
     except FrameError as error:
         raise SchemaError(f"columns {sorted(columns)} cannot be stored: {error}") from error
+    return Layout(
+        nbytes=frame.nbytes, frame=frame, is_whole=is_whole, regions=[] if is_whole else _regions(frame, columns)
+    )
+
+
+def _regions(frame: frames.Frame, columns: Mapping[str, Column]) -> list[tuple[int, int, Sequence[torch.Tensor]]]:
+    sources: list[Sequence[torch.Tensor]] = []
+    for column in columns.values():
+        sources.append(column.pieces)
+        if column.offsets is not None:
+            sources.append([column.offsets])
     regions: list[tuple[int, int, Sequence[torch.Tensor]]] = []
     cursor = len(frame.header)
     for buffer, pieces in zip(frame.buffers, sources, strict=True):
         regions.append((cursor, buffer.nbytes, pieces))
         cursor += buffer.nbytes + -buffer.nbytes % frames.ALIGNMENT
-    return Layout(nbytes=frame.nbytes, header=bytes(frame.header), regions=regions)
+    return regions
 
 
 def read_extent(memory: torch.Tensor) -> Views:
@@ -77,35 +91,48 @@ def read_extent(memory: torch.Tensor) -> Views:
     return frames.decode(memory)
 
 
-def _one_piece(column: Column) -> torch.Tensor:
-    """A tensor of the column's final shape: the value itself, or memory that is never touched and stands for it."""
+def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:
+    """A tensor of the column's final shape: the value itself (True), or untouched memory that stands for it (False)."""
     first = column.pieces[0]
-    if len(column.pieces) == 1 and first.device.type == "cpu" and first.is_contiguous():
-        return first
-    return torch.empty((sum(len(piece) for piece in column.pieces), *first.shape[1:]), dtype=first.dtype)
+    if len(column.pieces) == 1 and first.device.type == "cpu" and first.is_contiguous() and not _is_lazy(first):
+        return first, True
+    return torch.empty((sum(len(piece) for piece in column.pieces), *first.shape[1:]), dtype=first.dtype), False
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a contiguous CPU tensor in memory of its own."""
     copy = torch.empty_like(tensor)
-    _copy(_as_bytes(tensor), _as_bytes(copy))
+    copy_bytes(as_bytes(tensor), as_bytes(copy))
     return copy
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [n] over a contiguous tensor's memory, or over a copy of another's."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _join(pieces: list[torch.Tensor], out: torch.Tensor) -> None:
+_SMALL_BYTES = 1 << 18
+
+
+def _join(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Lay pieces one after the other into `out`, uint8."""
+    if len(pieces) > 1 and len(out) <= _SMALL_BYTES and all(p.device.type == "cpu" and not _is_lazy(p) for p in pieces):
+        target = out.view(pieces[0].dtype).view(-1, *pieces[0].shape[1:])
+        torch.cat(list(pieces), out=target)  # too little for torch to share among threads
+        return
     start = 0
-    for piece in pieces:
+    for piece in map(as_bytes, pieces):
         end = start + len(piece)
-        _copy(piece, out[start:end])
+        copy_bytes(piece, out[start:end])
         start = end
 
 
-def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy bytes on this thread alone, without the GIL.
+def copy_bytes(source: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy uint8 tensors on this thread alone, without the GIL.
 
     torch would share the work among its threads, which gains little for a copy and costs much when other processes keep
     the cores busy: each call then waits for the thread that got no core.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,87 +12,177 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from rl_csrc import frames
-from rl_tq._extent import copied
+from rl_tq._extent import as_bytes, copied, copy_bytes, read_extent
 from rl_tq._schema import ColumnKind, ColumnSchema
 
 if TYPE_CHECKING:
     from rl_tq._extent import Views
+    from rl_tq._rows import Run
 
-Run: TypeAlias = tuple[int, int, int]
-"""Extent, first row in it, number of rows: consecutive rows of the batch that are consecutive in memory."""
+_PRIVATE_COPY_BYTES = 1 << 20
+"""An extent of at most this many bytes is copied at once, instead of column by column, when all of it is asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OpenExtent:
     """An extent that this process can read."""
 
-    views: Views
-    """Its columns."""
+    memory: torch.Tensor
+    """uint8 [n], all of it."""
     is_private: bool
     """Nobody else sees writes to this memory, so that views of it may be given away."""
+    _views: Views | None = None
+    bounds: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """Offsets of ragged columns that were looked at."""
+
+    @property
+    def views(self) -> Views:
+        """Its columns."""
+        if self._views is None:
+            self._views = read_extent(self.memory)
+        return self._views
+
+    def ragged(self, name: str) -> tuple[torch.Tensor, list[int]]:
+        """The values and offsets of a ragged column."""
+        column = self.views[name]
+        assert isinstance(column, frames.Ragged)
+        assert isinstance(column.values, torch.Tensor)
+        if name not in self.bounds:
+            self.bounds[name] = column.offsets.tolist()
+        return column.values, self.bounds[name]
+
+    def num_rows(self, name: str) -> int:
+        """Rows it was written with."""
+        column = self.views[name]
+        return len(column.offsets) - 1 if isinstance(column, frames.Ragged) else len(column)
 
 
 Opened: TypeAlias = Mapping[int, OpenExtent]
 
 
-def gather(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened, num_rows: int) -> TensorDict:
+class Landing:
+    """Where a batch's values are to lie: new memory, a buffer of the caller's, or a device."""
+
+    def __init__(self, out: torch.Tensor | None, device: torch.device | str | None) -> None:
+        if out is not None and device is not None:
+            raise ValueError(f"out is a buffer on {out.device} and device is {device!r}: give one of them")
+        if out is not None and (out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous()):
+            raise ValueError(
+                f"out is a {out.dtype} tensor of shape {tuple(out.shape)}: it must be uint8 [n] and contiguous"
+            )
+        self._device = None if device is None else torch.device(device)
+        self._out = out
+        self._cursor = 0
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller said where."""
+        return self._out is not None or self._device is not None
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Prepare for tensors of so many bytes each.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        total = sum(size + -size % frames.ALIGNMENT for size in sizes)
+        if self._device is not None:
+            self._out = torch.empty(total, dtype=torch.uint8, device=self._device)
+        if self._out is not None and len(self._out) < total:
+            raise ValueError(f"out has {len(self._out)} bytes, and these columns of these rows take {total}")
+
+    def place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parts one after the other, in the next place."""
+        assert self._out is not None
+        nbytes = sum(part.nbytes for part in parts)
+        target = self._out[self._cursor : self._cursor + nbytes]
+        self._cursor += nbytes + -nbytes % frames.ALIGNMENT
+        start = 0
+        for part in parts if self._out.device.type == "cpu" else [_joined(parts, is_view=True)]:
+            copy_bytes(as_bytes(part), target[start : start + part.nbytes])
+            start += part.nbytes
+        return target.view(parts[0].dtype).view(-1, *parts[0].shape[1:])
+
+
+def gather(
+    columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened, num_rows: int, landing: Landing
+) -> TensorDict:
     """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON.
 
     Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
     """
+    if not landing.is_given:
+        opened = _privately(columns, opened)
+    parts: dict[str, list[torch.Tensor]] = {}
+    lengths: dict[str, list[int]] = {}
+    for name, (schema, runs) in columns.items():
+        if schema.kind is ColumnKind.DENSE:
+            parts[name] = [_rows(opened[extent].views[name], start, count) for extent, start, count in runs]
+        else:
+            parts[name], lengths[name] = _ragged(name, runs, opened)
+    if landing.is_given:
+        tensors = [name for name, (schema, _) in columns.items() if schema.kind is not ColumnKind.JSON]
+        landing.reserve([sum(part.nbytes for part in parts[name]) for name in tensors])
     shared_offsets: dict[tuple[int, ...], torch.Tensor] = {}
     result: dict[str, Any] = {}
     for name, (schema, runs) in columns.items():
-        if schema.kind is ColumnKind.DENSE:
-            result[name] = _dense(name, runs, opened)
-            continue
-        values, lengths = _ragged(name, runs, opened)
         if schema.kind is ColumnKind.JSON:
-            result[name] = _json(values, lengths)
+            result[name] = _json(_joined(parts[name], is_view=True), lengths[name])
             continue
-        offsets = shared_offsets.setdefault(tuple(lengths), _cumulated(lengths))
-        result[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
+        if landing.is_given:
+            values = landing.place(parts[name])
+        else:
+            values = _joined(parts[name], is_view=_may_view(runs, opened, name))
+        if schema.kind is ColumnKind.DENSE:
+            result[name] = values
+            continue
+        key = tuple(lengths[name])
+        if key not in shared_offsets:
+            shared_offsets[key] = _cumulated(lengths[name]).to(values.device)
+        result[name] = torch.nested.nested_tensor_from_jagged(values, shared_offsets[key])
     return TensorDict(result, batch_size=[num_rows])
 
 
-def _dense(name: str, runs: Sequence[Run], opened: Opened) -> torch.Tensor:
-    parts: list[torch.Tensor] = []
-    for extent, start, count in runs:
-        values = opened[extent].views[name]
-        assert isinstance(values, torch.Tensor)
-        parts.append(values[start : start + count])
-    return _joined(parts, is_view=_may_view(runs, opened, name))
+def _privately(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> Opened:
+    """Copy a small extent at once, if all of its rows and most of its bytes are asked for."""
+    if len(opened) != 1:
+        return opened
+    [(number, extent)] = opened.items()
+    if extent.is_private or len(extent.memory) > _PRIVATE_COPY_BYTES or 2 * len(columns) < len(extent.views):
+        return opened
+    num_rows = extent.num_rows(next(iter(columns)))
+    if any(
+        list(map(tuple, runs)) != [(number, 0, num_rows)] for runs in {id(r): r for _, r in columns.values()}.values()
+    ):
+        return opened
+    return {number: OpenExtent(memory=copied(extent.memory), is_private=True, bounds=extent.bounds)}
 
 
-def _ragged(name: str, runs: Sequence[Run], opened: Opened) -> tuple[torch.Tensor, list[int]]:
-    """The values of all rows, one after the other, and the rows' lengths."""
+def _rows(values: Any, start: int, count: int) -> torch.Tensor:
+    return values if count == len(values) else values[start : start + count]
+
+
+def _ragged(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], list[int]]:
+    """The values of all rows, in pieces, and the rows' lengths."""
     parts: list[torch.Tensor] = []
     lengths: list[int] = []
-    known: dict[int, tuple[torch.Tensor, list[int]]] = {}
     for extent, start, count in runs:
-        if extent not in known:
-            column = opened[extent].views[name]
-            assert isinstance(column, frames.Ragged)
-            assert isinstance(column.values, torch.Tensor)
-            known[extent] = column.values, column.offsets.tolist()
-        values, offsets = known[extent]
+        values, offsets = opened[extent].ragged(name)
         edges = offsets[start : start + count + 1]
-        parts.append(values[edges[0] : edges[-1]])
+        parts.append(_rows(values, edges[0], edges[-1] - edges[0]))
         lengths += [b - a for a, b in pairwise(edges)]
-    return _joined(parts, is_view=_may_view(runs, opened, name)), lengths
+    return parts, lengths
 
 
 def _may_view(runs: Sequence[Run], opened: Opened, name: str) -> bool:
     """Whether the answer is most of one private extent: a view of a small part would keep all of it in memory."""
     extent, _, count = runs[0]
-    column = opened[extent].views[name]
-    num_rows = len(column.offsets) - 1 if isinstance(column, frames.Ragged) else len(column)
-    return len(runs) == 1 and opened[extent].is_private and 2 * count >= num_rows
+    return len(runs) == 1 and opened[extent].is_private and 2 * count >= opened[extent].num_rows(name)
 
 
-def _joined(parts: list[torch.Tensor], *, is_view: bool) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor], *, is_view: bool) -> torch.Tensor:
     if len(parts) > 1:
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     return parts[0] if is_view else copied(parts[0])
 
 

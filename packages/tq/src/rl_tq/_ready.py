@@ -1,51 +1,284 @@
-"""The rows that one task can claim now, oldest first."""
+"""The rows that one task can claim now, in the order of one policy: an index each, kept up to date as rows come and go.
+
+An index holds each row at most once. What was claimed or cleared stays in the order lists until it surfaces, or until
+it is most of them; `members` alone says what is there.
+"""
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rl_tq import policies
+from rl_tq._balance import balanced_order
+from rl_tq.errors import PolicyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable
+
+    from rl_tq._rows import Row
+    from rl_tq.policies import Policy
 
 
 class ReadyRows:
-    """A set of row numbers that gives the smallest first. A row that left never comes back: it was claimed or cleared.
+    """Oldest first. The other policies differ in what `take` gives."""
 
-    Rows that left stay in the heap until they surface, or until they are most of it.
-    """
-
-    def __init__(self, rows: Iterable[int]) -> None:
-        self._members = set(rows)
-        self._heap = sorted(self._members)
+    def __init__(self) -> None:
+        self.members: dict[int, Row] = {}
+        self._line: list[int] = []
+        self._head = 0
+        self._late: list[int] = []
+        """A heap: rows that came after younger ones."""
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._members
+    def oldest(self) -> list[int]:
+        """All rows, oldest first."""
+        return sorted(self.members)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._members))
-
-    def add(self, row: int) -> None:
-        """Add one row; twice is the same as once."""
-        if row not in self._members:
-            self._members.add(row)
-            heapq.heappush(self._heap, row)
+    def add(self, row: Row, *, is_back: bool = False) -> None:
+        """Add one row; twice is the same as once. `is_back`: the task was given it before."""
+        del is_back
+        number = row.number
+        if number in self.members:
+            return
+        self.members[number] = row
+        if not self._line or number > self._line[-1]:
+            self._line.append(number)
+        else:
+            heapq.heappush(self._late, number)
 
     def discard(self, rows: Iterable[int]) -> None:
         """Remove rows, whether they are here or not."""
-        self._members.difference_update(rows)
-        if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = sorted(self._members)
+        for row in rows:
+            self.members.pop(row, None)
+        if len(self._line) - self._head + len(self._late) > 2 * len(self.members) + 64:
+            self._line, self._head, self._late = sorted(self.members), 0, []
 
-    def take(self, count: int) -> list[int]:
-        """Remove and return the `count` smallest rows; there must be that many."""
+    def take(self, count: int) -> list[int] | None:
+        """Remove and return rows for a claim of `count`; None: it has to wait.
+
+        Raises:
+            PolicyError: a row stands in the way that no claim can ever be given.
+        """
+        return None if len(self.members) < count else [row.number for row in self._pull(count)]
+
+    def lacks(self) -> str:
+        """Why a claim waits although rows are ready; empty where there is nothing to add."""
+        return ""
+
+    def _pull(self, count: int) -> list[Row]:
+        pulled: list[Row] = []
+        while len(pulled) < count:
+            row = self.members.pop(self._pop(), None)
+            if row is not None:
+                pulled.append(row)
+        return pulled
+
+    def _pop(self) -> int:
+        if self._late and (self._head == len(self._line) or self._late[0] < self._line[self._head]):
+            return heapq.heappop(self._late)
+        number = self._line[self._head]
+        self._head += 1
+        if self._head > 4096 and 2 * self._head > len(self._line):
+            del self._line[: self._head]
+            self._head = 0
+        return number
+
+
+class _Ranked(ReadyRows):
+    """Smallest key first, then oldest."""
+
+    def __init__(self, key: Callable[[Row], float]) -> None:
+        super().__init__()
+        self._key = key
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, row: Row, *, is_back: bool = False) -> None:
+        del is_back
+        if row.number not in self.members:
+            self.members[row.number] = row
+            heapq.heappush(self._heap, (self._key(row), row.number))
+
+    def discard(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self.members.pop(row, None)
+        if len(self._heap) > 2 * len(self.members) + 64:
+            self._heap = sorted((self._key(row), row.number) for row in self.members.values())
+
+    def take(self, count: int) -> list[int] | None:
+        if len(self.members) < count:
+            return None
         taken: list[int] = []
         while len(taken) < count:
-            row = heapq.heappop(self._heap)
-            if row in self._members:
-                taken.append(row)
-        self._members.difference_update(taken)
+            key, number = heapq.heappop(self._heap)
+            row = self.members.get(number)
+            if row is not None and self._key(row) == key:  # else it left, or has another rank by now
+                del self.members[number]
+                taken.append(number)
         return taken
+
+
+class _Grouped(ReadyRows):
+    """`size` rows of each group, the group that had them first first. A group is given once.
+
+    Rows of it that come later stay out, unless they were given before and came back.
+    """
+
+    def __init__(self, size: int, closed: Iterable[Hashable]) -> None:
+        super().__init__()
+        self._size = size
+        self._closed = set(closed)
+        self._groups: dict[Hashable, dict[int, None]] = {}
+        self._complete: dict[Hashable, None] = {}
+        self._ungrouped: set[int] = set()
+
+    def add(self, row: Row, *, is_back: bool = False) -> None:
+        group = row.group
+        if group is None:
+            self._ungrouped.add(row.number)
+        if group is None or (group in self._closed and not is_back):
+            return
+        self.members[row.number] = row
+        rows = self._groups.setdefault(group, {})
+        rows[row.number] = None
+        if len(rows) >= self._size:
+            self._complete[group] = None
+
+    def discard(self, rows: Iterable[int]) -> None:
+        for number in rows:
+            row = self.members.pop(number, None)
+            if row is None:
+                self._ungrouped.discard(number)
+                continue
+            mates = self._groups[row.group]
+            del mates[number]
+            if len(mates) < self._size:
+                self._complete.pop(row.group, None)
+            if not mates:
+                del self._groups[row.group]
+
+    def take(self, count: int) -> list[int] | None:
+        if len(self._complete) * self._size < count:
+            return None
+        taken: list[int] = []
+        for group in list(self._complete)[: count // self._size]:
+            rows = list(self._groups.pop(group))
+            del self._complete[group]
+            for number in rows:
+                del self.members[number]
+            self._closed.add(group)
+            taken += sorted(rows[: self._size])
+        return taken
+
+    def lacks(self) -> str:
+        told = [f"{len(self._complete)} groups of {self._size} are complete"]
+        told += [
+            f"group {group!r} has {len(rows)} of {self._size}"
+            for group, rows in list(self._groups.items())[:4]
+            if group not in self._complete
+        ]
+        if self._ungrouped:
+            told.append(f"{len(self._ungrouped)} rows came without a tag 'group_id'")
+        return ", ".join(told)
+
+
+class _Budgeted(ReadyRows):
+    """Oldest first, as many as have `max_tokens` tokens together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self._max_tokens = max_tokens
+        self._held: dict[int, None] = {}
+        """The oldest rows, taken out of the line; together they fit."""
+        self._sum = 0.0
+
+    def add(self, row: Row, *, is_back: bool = False) -> None:
+        super().add(row, is_back=is_back)
+        if self._held and row.number < next(reversed(self._held)):
+            self._put_back()
+
+    def discard(self, rows: Iterable[int]) -> None:
+        self._put_back()
+        super().discard(rows)
+
+    def take(self, count: int) -> list[int] | None:
+        if len(self._held) > count:
+            self._put_back()
+        is_full = False
+        while not is_full and len(self._held) < count and len(self._held) < len(self.members):
+            number = self._pop()
+            row = self.members.get(number)
+            if row is None or number in self._held:
+                continue
+            tokens = _number(row, "num_tokens")
+            if tokens is None or tokens > self._max_tokens:
+                heapq.heappush(self._late, number)
+                raise PolicyError(
+                    f"row {row.sample_id!r} has num_tokens={tokens}, and a claim takes {self._max_tokens} tokens: it "
+                    "would stand in the way for ever; tag every row, give a larger budget, or clear that row"
+                )
+            if self._sum + tokens > self._max_tokens:
+                heapq.heappush(self._late, number)
+                is_full = True
+            else:
+                self._held[number] = None
+                self._sum += tokens
+        if not is_full and len(self._held) < count:
+            return None
+        taken = list(self._held)
+        for number in taken:
+            del self.members[number]
+        self._held, self._sum = {}, 0.0
+        return taken
+
+    def lacks(self) -> str:
+        return f"together they have {self._sum:.0f} of {self._max_tokens} tokens" if self._held else ""
+
+    def _put_back(self) -> None:
+        for number in self._held:
+            heapq.heappush(self._late, number)
+        self._held, self._sum = {}, 0.0
+
+
+class _Balanced(ReadyRows):
+    """Oldest first, dealt to parts of nearly equal sums of tokens."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self._num_parts = num_parts
+
+    def take(self, count: int) -> list[int] | None:
+        if len(self.members) < count:
+            return None
+        rows = self._pull(count)
+        lengths = [_number(row, "num_tokens") for row in rows]
+        lacking = [row.sample_id for row, length in zip(rows, lengths, strict=True) if length is None]
+        if lacking:
+            for row in rows:
+                self.add(row)
+            raise PolicyError(f"row {lacking[0]!r} has no number as tag 'num_tokens': rows cannot be balanced without")
+        return [rows[i].number for i in balanced_order([length or 0.0 for length in lengths], self._num_parts)]
+
+
+def make_index(policy: Policy, closed: Callable[[], Iterable[Hashable]]) -> ReadyRows:
+    """An empty index in the order of `policy`; `closed` names the groups that its task was given before."""
+    match policy:
+        case policies.OldestVersion():
+            return _Ranked(lambda row: float("inf") if (v := _number(row, "weight_version_min")) is None else v)
+        case policies.Priority():
+            return _Ranked(lambda row: -(_number(row, "priority") or 0.0))
+        case policies.GroupComplete(group_size=size) | policies.FirstK(k=size):
+            return _Grouped(size, closed())
+        case policies.TokenBudget(max_tokens=budget):
+            return _Budgeted(budget)
+        case policies.LengthBalanced(num_parts=num_parts):
+            return _Balanced(num_parts)
+        case _:
+            return ReadyRows()
+
+
+def _number(row: Row, tag: str) -> float | None:
+    value: Any = row.tags.get(tag)
+    return value if isinstance(value, int | float) else None

@@ -1,14 +1,21 @@
-"""Anonymous shared memory: files in memory (memfd) that live as long as somebody holds a descriptor or a mapping.
+"""Shared memory in pieces of fixed size: anonymous (memfd), or files of a directory that outlive every process.
 
-Nothing has a name, so nothing is left behind, however a process ends.
+Anonymous memory lives as long as somebody holds a descriptor or a mapping, so nothing is left behind, however a process
+ends. The first touch of a page costs many times a later one: pieces are used again where they are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import mmap
 import os
 import threading
+import time
+import uuid
 import weakref
+from collections import deque
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,40 +23,75 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SEGMENT_BYTES = 64 << 20
 """Size of the segments that small extents share. Only what is written takes memory."""
 PACKED_BYTES = 4 << 20
 """An extent of at most this many bytes shares a segment; a larger one has its own."""
+RESERVE_BYTES = 2 << 30
+"""Freed segments that a client keeps for its next puts, at most."""
+RESERVE_S = 10.0
+"""How long it keeps one that it does not use."""
+
+# The mmap of Python (before 3.13) keeps a descriptor per mapping, of which a process has few.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
 
 _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing: a mapping can never run past the end
 
 
 class Segment:
-    """One memfd. Its descriptor is closed when the last user lets go of this object; mappings outlive it."""
+    """One memfd or file. Its descriptor is closed when the last user lets go of this object; mappings outlive it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
-        weakref.finalize(self, os.close, fd)
+        self._close = weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
-        """New memory of a fixed size, all zeros, none of it touched yet."""
-        segment_fd = os.memfd_create("rl-tq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def create(cls, nbytes: int, path: Path | None = None) -> Segment:
+        """New memory of a fixed size, all zeros, none of it touched yet; a file if there is a path."""
+        if path is None:
+            segment_fd = os.memfd_create("rl-tq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            segment_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(segment_fd, nbytes)
-            fcntl.fcntl(segment_fd, _F_ADD_SEALS, _SEALS)
+            if path is None:
+                fcntl.fcntl(segment_fd, _F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(segment_fd)
             raise
         return cls(segment_fd)
 
-    def map(self, *, is_shared: bool) -> torch.Tensor:
-        """The whole segment as uint8 [nbytes]. Writes reach everybody if it is shared, else nobody (copy on write)."""
-        path = f"/proc/self/fd/{self.fd}"
-        return torch.from_file(path, shared=is_shared, size=self.nbytes, dtype=torch.uint8)
+    def map(self, *, is_shared: bool, when_gone: Callable[[], None] | None = None) -> torch.Tensor:
+        """The whole segment as uint8 [nbytes]. Writes reach everybody if it is shared, else nobody (copy on write).
+
+        `when_gone` is called, in whatever thread, once no tensor looks at this mapping any more.
+        """
+        flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+        address = _LIBC.mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self.fd, 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, f"mapping {self.nbytes} bytes of shared memory failed: {os.strerror(number)}")
+        mapping = (ctypes.c_uint8 * self.nbytes).from_address(address)
+        weakref.finalize(mapping, _unmap, address, self.nbytes, when_gone).atexit = False
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close the descriptor now."""
+        self._close()
+
+
+def _unmap(address: int, nbytes: int, when_gone: Callable[[], None] | None) -> None:
+    _LIBC.munmap(address, nbytes)
+    if when_gone is not None:
+        when_gone()
 
 
 class Block(NamedTuple):
@@ -62,47 +104,109 @@ class Block(NamedTuple):
     memory: torch.Tensor
     """uint8 [nbytes], shared."""
     is_alone: bool
-    """Whether nothing else will ever be in the segment."""
+    """Whether nothing else is in the segment."""
+
+
+@dataclass(slots=True)
+class _Spare:
+    number: int
+    since: float
 
 
 class Arena:
     """Where a client gets memory for its extents: small ones one after the other in a common segment, large ones alone.
 
-    Thread-safe. `announce(number, segment, is_packed)` is called for every segment before any memory of it is given
-    out, and `seal(number)` when no more will be; who asked for a block that is alone seals it himself.
+    Thread-safe. `announce(number, segment, is_packed, file)` is called for every segment before any memory of it is
+    given out, `seal(number)` when no more will be (who asked for a block that is alone seals it himself), and
+    `retire(number)` when the arena lets go of it. `reuse` gives a segment back that nobody reads any more.
     """
 
-    def __init__(self, announce: Callable[[int, Segment, bool], None], seal: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        announce: Callable[[int, Segment, bool, str | None], None],
+        seal: Callable[[int], None],
+        retire: Callable[[int], None],
+        directory: Path | None = None,
+    ) -> None:
         self._announce = announce
         self._seal = seal
+        self._retire = retire
+        self._directory = directory
         self._lock = threading.Lock()
         self._numbers = count(1)
-        self._number = 0
-        self._memory: torch.Tensor | None = None
+        self._current = 0
         self._cursor = 0
+        self._memory: dict[int, torch.Tensor] = {}
+        self._spare: deque[_Spare] = deque()
 
     def allocate(self, nbytes: int) -> Block:
         """Memory of `nbytes`."""
         with self._lock:
             if nbytes > PACKED_BYTES:
-                number, memory = self._open(nbytes, is_packed=False)
-                return Block(number, 0, memory, is_alone=True)
-            if self._memory is None or self._cursor + nbytes > len(self._memory):
-                if self._memory is not None:
-                    self._seal(self._number)
-                self._number, self._memory = self._open(SEGMENT_BYTES, is_packed=True)
+                number, memory = self._open(_size_class(nbytes), is_packed=False)
+                return Block(number, 0, memory[:nbytes], is_alone=True)
+            if not self._current or self._cursor + nbytes > SEGMENT_BYTES:
+                if self._current:
+                    self._seal(self._current)
+                self._current = 0
+                self._current, _ = self._open(SEGMENT_BYTES, is_packed=True)
                 self._cursor = 0
             start = self._cursor
             self._cursor += nbytes + -nbytes % 64
-            return Block(self._number, start, self._memory[start : start + nbytes], is_alone=False)
+            return Block(self._current, start, self._memory[self._current][start : start + nbytes], is_alone=False)
+
+    def reuse(self, number: int) -> None:
+        """Nobody looks at a segment any more: keep it for the next put."""
+        with self._lock:
+            if number in self._memory:
+                self._spare.append(_Spare(number, time.monotonic()))
+        self.trim(RESERVE_S)
+
+    def trim(self, age_s: float) -> None:
+        """Let go of spare segments that were not used for so long, and of those beyond the reserve."""
+        with self._lock:
+            limit = time.monotonic() - age_s
+            held = sum(len(self._memory[spare.number]) for spare in self._spare)
+            gone: list[int] = []
+            while self._spare and (self._spare[0].since <= limit or held > RESERVE_BYTES):
+                spare = self._spare.popleft()
+                held -= len(self._memory.pop(spare.number))
+                gone.append(spare.number)
+        for number in gone:
+            self._retire(number)
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether there is anything to trim."""
+        return bool(self._spare)
 
     def close(self) -> None:
-        """Let go of the common segment. Blocks that were given stay valid."""
+        """Let go of everything. Blocks that were given stay valid."""
         with self._lock:
-            self._memory = None
+            self._memory.clear()
+            self._spare.clear()
+            self._current = 0
 
     def _open(self, nbytes: int, *, is_packed: bool) -> tuple[int, torch.Tensor]:
-        segment = Segment.create(nbytes)
+        for spare in reversed(self._spare):
+            memory = self._memory[spare.number]
+            if len(memory) == nbytes:
+                self._spare.remove(spare)
+                return spare.number, memory
+        name = None if self._directory is None else f"{uuid.uuid4().hex}.segment"
+        path = None if self._directory is None or name is None else self._directory / name
+        segment = Segment.create(nbytes, path)
         number = next(self._numbers)
-        self._announce(number, segment, is_packed)
-        return number, segment.map(is_shared=True)
+        memory = self._memory[number] = segment.map(is_shared=True)
+        try:
+            self._announce(number, segment, is_packed, name)
+        except BaseException:
+            del self._memory[number]
+            raise
+        return number, memory
+
+
+def _size_class(nbytes: int) -> int:
+    """Rounded up by at most an eighth, so that a later extent of nearly this size fits."""
+    step = max(4096, 1 << (nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step

@@ -1,15 +1,20 @@
 """The requests that a queue's server answers, as JSON values in and out: one place for every storage.
 
-The host says where an extent lies (`extent` in a put is its number for it) and delivers what was parked.
+The host says where an extent lies (`extent` in a put is its number for it), who asks, what time it is, and delivers
+what was parked.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq import errors
+from rl_tq._requests import Admission, Batch, Claim, Outcome, Put
 from rl_tq._schema import ColumnSchema
-from rl_tq._store import Batch, MetadataStore, Outcome, Waiter
+from rl_tq._store import MetadataStore
+from rl_tq.policies import Fifo, policy_from_json
+from rl_tq.types import Credit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,104 +22,219 @@ if TYPE_CHECKING:
 Message: TypeAlias = dict[str, Any]
 """One request or reply: JSON values only."""
 
+_FIFO = Fifo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and how."""
+
+    key: Any
+    """The host's name for this request, should it be parked."""
+    owner: Any
+    """The client: its leases and credits end with it."""
+    label: str
+    """The client in words."""
+
 
 class Service:
     """A metadata store that is spoken to in messages. One call at a time, as the store itself."""
 
     def __init__(self) -> None:
-        self._store = MetadataStore()
-        self._operations: dict[str, Callable[[Message], Message | None]] = {
+        self.store = MetadataStore()
+        self._operations: dict[str, Callable[[Message, Caller], Message | None]] = {
             "put": self._put,
             "locate": self._locate,
             "wait": self._wait,
             "claim_rows": self._claim_rows,
             "clear": self._clear,
-            "stats": lambda _: self._store.stats(),
+            "ack": self._ack,
+            "nack": self._nack,
+            "extend": self._extend,
+            "restore": self._restore,
+            "dead_letters": self._dead_letters,
+            "admit": self._admit,
+            "release": self._release,
+            "configure": self._configure,
+            "advance": self._advance,
+            "explain": self._explain,
+            "stats": self._stats,
         }
 
-    def handle(self, request: Message) -> Message | None:
-        """Answer a request. None: it is parked under `request["key"]`, and `drain` will have the answer.
+    def handle(self, request: Message, caller: Caller, now: float) -> Message | None:
+        """Answer a request. None: it is parked under the caller's key, and `drain` will have the answer.
 
         Raises:
-            TransferQueueError: the store refused it.
+            TransferQueueError, ValueError: the store refused it.
         """
-        return self._operations[request["op"]](request)
+        self.store.now = now
+        operation = self._operations.get(request["op"])
+        if operation is None:
+            raise errors.TransferQueueError(f"there is no operation {request['op']!r}; client and server differ")
+        return operation(request, caller)
 
     def drain(self, now: float) -> tuple[list[tuple[Any, Message]], list[int]]:
         """(key, reply) of the parked requests that are answered or whose time is up, and the extents to free."""
-        self._store.expire(now)
-        settled, freed = self._store.drain()
-        return [(waiter.key, _reply(outcome)) for waiter, outcome in settled], freed
+        self.store.now = now
+        self.store.expire()
+        settled, freed = self.store.drain()
+        return [(request.key, _reply(outcome)) for request, outcome in settled], freed
 
     def next_deadline(self) -> float | None:
         """When `drain` must be called again at the latest."""
-        return self._store.next_deadline()
+        return self.store.next_deadline()
 
     def withdraw(self, key: Any) -> None:
         """Forget a parked request."""
-        self._store.withdraw(key)
+        self.store.withdraw(key)
 
-    def _put(self, request: Message) -> Message:
-        return _reply(
-            self._store.publish(
-                partition=request["partition"],
-                num_rows=request["num_rows"],
-                schema={name: ColumnSchema.from_json(value) for name, value in request["schema"].items()},
-                extent=request["extent"],
-                nbytes=request["nbytes"],
-                sample_ids=request["sample_ids"],
-                tags=request["tags"],
-            )
+    def caller_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
+        """A client is gone."""
+        self.store.owner_left(owner, why, is_counted=is_counted)
+
+    # Rows
+
+    def _put(self, request: Message, caller: Caller) -> Message | None:
+        put = Put(
+            key=caller.key,
+            owner=caller.owner,
+            label=caller.label,
+            partition=request["partition"],
+            deadline=self.store.now + request["timeout_s"],
+            num_rows=request["num_rows"],
+            schema={name: ColumnSchema.from_json(value) for name, value in request["schema"].items()},
+            extent=request["extent"],
+            nbytes=request["nbytes"],
+            sample_ids=request.get("sample_ids"),
+            tags=request.get("tags"),
+            credit=request.get("credit", 0),
+            rows=request.get("rows", ()),
+            generation=request.get("generation", 0),
+            task=request.get("task", ""),
+            leases=request.get("leases", ()),
+        )
+        answer = self.store.put(put)
+        return None if answer is None else _reply(answer)
+
+    def _locate(self, request: Message, _: Caller) -> Message:
+        located = self.store.locate(columns=request["columns"], **_rows_of(request))
+        columns = {name: [schema.to_json(), which] for name, (schema, which) in located.columns.items()}
+        return {"columns": columns, "runs": located.runs, "extents": sorted(located.extents)}
+
+    def _clear(self, request: Message, _: Caller) -> Message:
+        if request["is_whole"]:
+            self.store.clear_partition(request["partition"])
+        else:
+            self.store.clear_rows(**_rows_of(request))
+        return {}
+
+    # Claims
+
+    def _wait(self, request: Message, caller: Caller) -> Message | None:
+        answer = self.store.claim(self._claim(request, caller))
+        return None if answer is None else _reply(answer)
+
+    def _claim_rows(self, request: Message, caller: Caller) -> Message:
+        batch = self.store.claim_rows(self._claim(request, caller), request["rows"])
+        return {"is_conflict": True} if batch is None else _reply(batch)
+
+    def _claim(self, request: Message, caller: Caller) -> Claim:
+        policy = request.get("policy")
+        return Claim(
+            key=caller.key,
+            owner=caller.owner,
+            label=caller.label,
+            partition=request["partition"],
+            deadline=self.store.now + request["timeout_s"],
+            columns=tuple(request["columns"]),
+            task=request["task"],
+            batch_size=request["batch_size"],
+            is_claim=request.get("is_claim", True),
+            after=request.get("after", -1),
+            policy=_FIFO if policy is None else policy_from_json(policy),
+            lease_s=request.get("lease_s"),
         )
 
-    def _locate(self, request: Message) -> Message:
-        located = self._store.locate(columns=request["columns"], **_rows_of(request))
-        columns = {name: [schema.to_json(), runs] for name, (schema, runs) in located.columns.items()}
-        return {"columns": columns, "extents": sorted(located.extents)}
+    def _ack(self, request: Message, _: Caller) -> Message:
+        self.store.ack(**_leased(request), step=request["step"])
+        return {}
 
-    def _wait(self, request: Message) -> Message | None:
-        answer = self._store.wait(
-            Waiter(
-                key=request["key"],
+    def _nack(self, request: Message, _: Caller) -> Message:
+        self.store.nack(**_leased(request), reason=request["reason"])
+        return {}
+
+    def _extend(self, request: Message, _: Caller) -> Message:
+        self.store.extend(**_leased(request), lease_s=request["lease_s"])
+        return {}
+
+    def _restore(self, request: Message, _: Caller) -> Message:
+        return asdict(self.store.restore(request["partition"], request["step"], request["task"]))
+
+    def _dead_letters(self, request: Message, _: Caller) -> Message:
+        batch, reasons = self.store.dead_letters(request["partition"], request["task"])
+        if batch is None:
+            return {"rows": [], "sample_ids": [], "tags": [], "generation": 0, "columns": []}
+        columns = sorted(frozenset.intersection(*(row.columns for row in batch.rows))) if batch.rows else []
+        tags = [{**row.tags, "dead_letter": reasons[row.number]} for row in batch.rows]
+        return {**_reply(batch), "tags": tags, "columns": columns}
+
+    # Limits
+
+    def _admit(self, request: Message, caller: Caller) -> Message | None:
+        answer = self.store.admit(
+            Admission(
+                key=caller.key,
+                owner=caller.owner,
+                label=caller.label,
                 partition=request["partition"],
-                columns=tuple(request["columns"]),
-                task=request["task"],
-                batch_size=request["batch_size"],
-                deadline=request["deadline"],
-                is_claim=request["is_claim"],
-                after=request["after"],
+                deadline=self.store.now + request["timeout_s"],
+                num_rows=request["num_rows"],
+                num_bytes=request["num_bytes"],
             )
         )
         return None if answer is None else _reply(answer)
 
-    def _claim_rows(self, request: Message) -> Message:
-        batch = self._store.claim_rows(
-            partition=request["partition"], columns=request["columns"], task=request["task"], rows=request["rows"]
-        )
-        return {"is_conflict": True} if batch is None else _reply(batch)
-
-    def _clear(self, request: Message) -> Message:
-        if request["is_whole"]:
-            self._store.clear_partition(request["partition"])
-        else:
-            self._store.clear_rows(**_rows_of(request))
+    def _release(self, request: Message, _: Caller) -> Message:
+        self.store.release(request["credit"])
         return {}
+
+    def _configure(self, request: Message, _: Caller) -> Message:
+        self.store.configure(request["partition"], request["options"])
+        return {}
+
+    def _advance(self, request: Message, _: Caller) -> Message:
+        return {"num_dropped": self.store.advance(request["partition"], request["weight_version"])}
+
+    # Looking
+
+    def _explain(self, request: Message, caller: Caller) -> Message:
+        return {"text": self.store.explain(self._claim(request, caller))}
+
+    def _stats(self, _: Message, __: Caller) -> Message:
+        return self.store.stats()
 
 
 def _rows_of(request: Message) -> Message:
     return {name: request[name] for name in ("partition", "generation", "rows", "sample_ids")}
 
 
+def _leased(request: Message) -> Message:
+    return {name: request[name] for name in ("partition", "generation", "task", "rows", "leases", "sample_ids")}
+
+
 def _reply(outcome: Outcome) -> Message:
+    if isinstance(outcome, Credit):
+        return asdict(outcome)
     if not isinstance(outcome, Batch):
         return error_reply(outcome)
     rows = outcome.rows
     return {
         "generation": outcome.generation,
         "version": outcome.version,
+        "lease": outcome.lease,
         "rows": [row.number for row in rows],
         "sample_ids": [row.sample_id for row in rows],
-        "tags": [row.tags for row in rows] if any(row.tags for row in rows) else [],
+        "tags": [{**row.tags} for row in rows] if any(row.tags for row in rows) else [],
     }
 
 
@@ -126,7 +246,8 @@ def error_reply(error: Exception) -> Message:
 def raise_error(reply: Message) -> None:
     """Raise the error that stands in a reply, if one does."""
     if "error" in reply:
-        kind = getattr(errors, reply["error"], None)
+        name = reply["error"]
+        kind = getattr(errors, name, None) or {"ValueError": ValueError, "MemoryError": MemoryError}.get(name)
         if kind is None:
-            raise errors.TransferQueueError(f"the server failed with {reply['error']}: {reply['message']}")
+            raise errors.TransferQueueError(f"the server failed with {name}: {reply['message']}")
         raise kind(reply["message"])

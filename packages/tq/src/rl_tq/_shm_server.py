@@ -1,7 +1,6 @@
-"""The control server of `shm`: one thread that answers every client of one queue over an abstract UNIX socket.
+"""The control server of a host: one thread that answers every client of one queue over an abstract UNIX socket.
 
-It holds the bookkeeping and one descriptor per segment. It never maps one, never waits for a client, and parks who
-waits.
+It holds the bookkeeping and one descriptor per segment. It never waits for a client, and parks who waits.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_tq._segments import Segment
-from rl_tq._service import Message, Service, error_reply
+from rl_tq._service import Caller, Message, Service, error_reply
 from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
 from rl_tq.errors import AddressError, TransferQueueError
 
@@ -37,22 +36,41 @@ class _Connection:
     known: set[int] = field(default_factory=set[int])
     """Segments whose descriptor it was sent."""
     parked: set[tuple[_Connection, int]] = field(default_factory=set["tuple[_Connection, int]"])
+    has_left: bool = False
+    """It said good-bye: it did not die."""
+    is_writing: bool = False
+    """Whether the selector is to say when it takes more."""
+
+    @property
+    def label(self) -> str:
+        return f"process {self.pid}"
 
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
     segment: Segment
     is_packed: bool
+    owner: _Connection | None
+    """Who puts into it; None: nobody will any more."""
+    theirs: int
+    """Its number among the owner's."""
+    file: str | None = None
+    """Its file, if it has one."""
     num_extents: int = 0
     is_sealed: bool = False
+    readers: set[_Connection] = field(default_factory=set[_Connection])
+    """Clients that may look at it; once it is free, those that still do."""
+    is_free: bool = False
+    """Its extents are all freed, and its readers were told."""
 
 
 class ControlServer:
     """Serves one queue from a thread of this process until `close`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._listener = listen(name)
+    def __init__(self, address: str, abstract: str, directory: str | None = None) -> None:
+        self.address = address
+        self._directory = directory
+        self._listener = listen(address, abstract)
         self._wake_read, self._wake_write = socket.socketpair()
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for each in (self._listener, self._wake_read, self._wake_write):
@@ -65,7 +83,7 @@ class ControlServer:
         self._segments: dict[int, _Held] = {}
         self._extents: dict[int, tuple[int, int, int]] = {}
         self._numbers = count(1)
-        self._thread = threading.Thread(target=self._run, name=f"rl-tq-server-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rl-tq-server-{address}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -117,8 +135,9 @@ class ControlServer:
             client.send(pack({"op": "refused", **error_reply(PermissionError(refusal))}))
             client.close()
             return
-        self._connections[client.fileno()] = _Connection(client, Inbox(client), pid)
+        connection = self._connections[client.fileno()] = _Connection(client, Inbox(client), pid)
         self._selector.register(client, selectors.EVENT_READ)
+        self._send(connection, {"op": "hello", "directory": self._directory})
 
     def _turn_away(self) -> None:
         """Close the connection of a client for whom no descriptor is left, so that it learns of it now."""
@@ -134,7 +153,7 @@ class ControlServer:
                 for message, fd in connection.inbox.receive():
                     self._take(connection, message, fd)
                     self._deliver()
-            if connection.outbox:
+            if connection.is_writing:
                 self._flush(connection)
         except BlockingIOError:
             return
@@ -171,8 +190,10 @@ class ControlServer:
             pass
         except OSError:
             connection.outbox.clear()  # it is gone: reading from it says so next
-        writing = selectors.EVENT_WRITE if connection.outbox else 0
-        self._selector.modify(connection.socket, selectors.EVENT_READ | writing)
+        if connection.is_writing != bool(connection.outbox):
+            connection.is_writing = not connection.is_writing
+            writing = selectors.EVENT_WRITE if connection.is_writing else 0
+            self._selector.modify(connection.socket, selectors.EVENT_READ | writing)
 
     def _drop(self, connection: _Connection) -> None:
         """Forget a client: its requests, and its right to put more into its segments. What it published stays."""
@@ -183,8 +204,12 @@ class ControlServer:
         connection.socket.close()
         for key in connection.parked:
             self._service.withdraw(key)
-        for segment in connection.own.values():
-            self._seal(segment)
+        why = f"its consumer ({connection.label}) " + ("left" if connection.has_left else "died")
+        self._service.caller_left(connection, why, is_counted=not connection.has_left)
+        for number in connection.own.values():
+            self._segments[number].owner = None
+            self._segments[number].is_sealed = True
+        self._release(connection, list(self._segments))
 
     def _deliver(self) -> None:
         settled, freed = self._service.drain(time.monotonic())
@@ -201,49 +226,68 @@ class ControlServer:
                 if fd is not None:
                     self._admit(connection, message, fd)
             case "seal":
-                self._seal(connection.own.pop(message["segment"]))
+                self._seal(connection.own[message["segment"]])
+            case "retire":
+                self._retire(connection, message["segment"])
+            case "released":
+                self._release(connection, message["segments"])
             case "withdraw":
                 self._service.withdraw((connection, message["request"]))
+            case "bye":
+                connection.has_left = True
             case "put":
                 return self._put(connection, message)
             case "locate":
                 return self._locate(connection, message)
-            case "wait":
-                return self._wait(connection, message)
             case "stats":
-                return self._stats(message)
+                return {**(self._ask(connection, message) or {}), **self._memory()}
             case _:
-                return self._service.handle(message)
+                return self._ask(connection, message)
         return None
+
+    def _ask(self, connection: _Connection, message: Message) -> Message | None:
+        key = (connection, message["id"])
+        caller = Caller(key=key, owner=connection, label=connection.label)
+        reply = self._service.handle(message, caller, time.monotonic())
+        if reply is None:
+            connection.parked.add(key)
+        return reply
 
     def _admit(self, connection: _Connection, message: Message, fd: int) -> None:
         number = next(self._numbers)
-        self._segments[number] = _Held(segment=Segment(fd), is_packed=message["is_packed"])
+        self._segments[number] = _Held(
+            segment=Segment(fd), is_packed=message["is_packed"], owner=connection, theirs=message["segment"],
+            file=message.get("file"),
+        )  # fmt: skip
         connection.own[message["segment"]] = number
 
     def _put(self, connection: _Connection, message: Message) -> Message | None:
         number = connection.own.get(message["segment"])
         if number is None:
             raise TransferQueueError(
-                f"the server of shm://{self.name} (process {os.getpid()}) could not take the memory of this put: "
+                f"the server of {self.address} (process {os.getpid()}) could not take the memory of this put: "
                 f"it has no file descriptor left beside {len(self._segments)} segments; clear rows, put more rows at "
                 "once, or raise `ulimit -n`"
             )
         held = self._segments[number]
+        offset, nbytes = message["offset"], message["nbytes"]
+        held.is_free, held.is_sealed = False, bool(message["is_last"])
         extent = next(self._numbers)
         try:
-            if message["offset"] + message["nbytes"] > held.segment.nbytes:
-                raise TransferQueueError(f"an extent of {message['nbytes']} bytes does not lie in its segment")
-            reply = self._service.handle({**message, "extent": extent})
-            self._extents[extent] = (number, message["offset"], message["nbytes"])
+            if not (offset >= 0 and nbytes > 0 and offset + nbytes <= held.segment.nbytes):
+                raise TransferQueueError(f"an extent of {nbytes} bytes does not lie in its segment")
+            self._extents[extent] = (number, offset, nbytes)
             held.num_extents += 1
-        finally:
-            if message["is_last"]:
-                self._seal(connection.own.pop(message["segment"]))
-        return reply
+            return self._ask(connection, {**message, "extent": extent})
+        except Exception:
+            if extent in self._extents:
+                self._free([extent])
+            else:
+                self._free_if_done([number])
+            raise
 
     def _locate(self, connection: _Connection, message: Message) -> Message | None:
-        reply = self._service.handle(message)
+        reply = self._ask(connection, message)
         assert reply is not None
         places = [(extent, *self._extents[extent]) for extent in reply["extents"]]
         for number in {place[1] for place in places} - connection.known:
@@ -251,30 +295,40 @@ class ControlServer:
             announced = {"op": "segment", "segment": number, "is_packed": held.is_packed}
             self._send(connection, announced, held.segment)
             connection.known.add(number)
-        return {"columns": reply["columns"], "places": places}
+            held.readers.add(connection)
+        return {"columns": reply["columns"], "runs": reply["runs"], "places": places}
 
-    def _wait(self, connection: _Connection, message: Message) -> Message | None:
-        key = (connection, message["id"])
-        deadline = time.monotonic() + message["timeout_s"]
-        reply = self._service.handle({**message, "key": key, "deadline": deadline})
-        if reply is None:
-            connection.parked.add(key)
-        return reply
-
-    def _stats(self, message: Message) -> Message:
-        memory: dict[str, Any] = {
+    def _memory(self) -> Message:
+        return {
             "server_pid": os.getpid(),
             "clients": sorted(connection.pid for connection in self._connections.values()),
-            "segments": len(self._segments),
+            "segments": sum(not held.is_free for held in self._segments.values()),
+            "spare_segments": sum(held.is_free for held in self._segments.values()),
+            "shared_bytes": sum(held.segment.nbytes for held in self._segments.values()),
         }
-        return {**(self._service.handle(message) or {}), **memory}
 
     # Segments
 
     def _seal(self, number: int) -> None:
-        if number in self._segments:
-            self._segments[number].is_sealed = True
-            self._free_if_done([number])
+        self._segments[number].is_sealed = True
+        self._free_if_done([number])
+
+    def _retire(self, connection: _Connection, theirs: int) -> None:
+        """Its owner lets go of a segment that was free."""
+        number = connection.own.pop(theirs)
+        self._segments[number].owner = None
+        self._drop_if_idle(number)
+
+    def _release(self, connection: _Connection, numbers: Iterable[int]) -> None:
+        """A client looks at segments no longer."""
+        for number in numbers:
+            held = self._segments.get(number)
+            if held is not None and connection in held.readers:
+                held.readers.discard(connection)
+                if held.is_free:
+                    self._drop_if_idle(number)
+            elif held is not None and held.owner is None:
+                self._free_if_done([number])
 
     def _free(self, extents: Iterable[int]) -> None:
         touched: set[int] = set()
@@ -285,41 +339,50 @@ class ControlServer:
         self._free_if_done(touched)
 
     def _free_if_done(self, numbers: Iterable[int]) -> None:
-        """Let go of segments that hold nothing and will not be put to, and have every client do so too."""
-        done = {n for n in numbers if self._segments[n].is_sealed and not self._segments[n].num_extents}
-        for number in done:
+        """Have every client let go of segments that hold nothing and will not be put to."""
+        for number in numbers:
+            held = self._segments[number]
+            if held.is_free or not held.is_sealed or held.num_extents:
+                continue
+            held.is_free = True
+            for reader in held.readers:
+                reader.known.discard(number)
+                self._send(reader, {"op": "freed", "segments": [number]})
+            self._drop_if_idle(number)
+
+    def _drop_if_idle(self, number: int) -> None:
+        """Give a free segment that nobody looks at back to its owner, or to the machine if the owner is gone."""
+        held = self._segments[number]
+        if not held.is_free or held.readers:
+            return
+        if held.owner is not None:
+            self._send(held.owner, {"op": "reuse", "segment": held.theirs})
+        else:
             del self._segments[number]
-        for connection in list(self._connections.values()):
-            if gone := connection.known & done:
-                connection.known -= gone
-                self._send(connection, {"op": "freed", "segments": sorted(gone)})
 
 
-def socket_name(name: str) -> str:
+def socket_name(address: str) -> str:
     """The abstract address of a queue. It is the kernel's: it vanishes with the server, and no file has it.
 
     Raises:
         AddressError: the name is too long.
     """
-    address = f"\0rl-tq/{name}"
-    if len(address.encode()) > 107:
-        raise AddressError(f"the name of shm://{name} has {len(name.encode())} bytes; at most 100 are possible")
-    return address
+    abstract = f"\0rl-tq/{address.removeprefix('shm://')}"
+    if len(abstract.encode()) > 107:
+        raise AddressError(f"the name of {address} has {len(abstract.encode()) - 7} bytes; at most 100 are possible")
+    return abstract
 
 
-def listen(name: str) -> socket.socket:
+def listen(address: str, abstract: str) -> socket.socket:
     """A socket that listens for the clients of a queue."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(socket_name(name))
+        listener.bind(abstract)
         listener.listen(128)
     except OSError as error:
         listener.close()
         raise AddressError(
-            f"shm://{name} cannot be served: {error.strerror}; take another name, or close that queue"
+            f"{address} cannot be served: {error.strerror}; take another name, or close that queue"
         ) from error
-    except AddressError:
-        listener.close()
-        raise
     listener.setblocking(False)
     return listener

@@ -1,164 +1,71 @@
-"""The bookkeeping of a queue: which rows exist, which columns they have, where those lie, and who was given which row.
+"""The bookkeeping of a queue: who may put, claim and ack what, who waits for what, and what follows from each.
 
 Pure: no I/O, no clock, no thread, no tensor. Whoever hosts it (a process's lock, or the control server) calls one
-method at a time, passes the time in, and after each call delivers what `drain` returns. Every method does all of its
-work or none.
+method at a time, sets `now` before it, and after each call delivers what `drain` returns. Every method does all of
+its work or none.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from rl_tq._ready import ReadyRows
-from rl_tq._schema import ColumnSchema
-from rl_tq.errors import MissingDataError, SchemaError, StaleReferenceError, TransferQueueError, WaitTimeoutError
+from rl_tq import _checks, _explain
+from rl_tq._admission import Admissions
+from rl_tq._ledger import Lease, Timers
+from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Request
+from rl_tq._rows import runs_of
+from rl_tq._state import State
+from rl_tq.errors import PolicyError, TransferQueueError, WaitTimeoutError
+from rl_tq.policies import FirstK, GroupComplete
+from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-Place: TypeAlias = tuple[int, int]
-"""Extent, and the row's index in it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Row:
-    """One row."""
-
-    number: int
-    """Given once in the life of the store."""
-    sample_id: str
-    """The caller's name for it, unique in its partition while it exists."""
-    tags: dict[str, Any]
-    """Small values, merged from every put."""
-    places: dict[str, Place]
-    """Column name to where its value lies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Rows as a store answers them."""
-
-    partition: str
-    """Their partition."""
-    generation: int
-    """Its generation."""
-    rows: tuple[Row, ...]
-    """In the order asked for, or oldest first."""
-    version: int
-    """Grows whenever the partition changes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """Where the values of a batch lie."""
-
-    columns: dict[str, tuple[ColumnSchema, list[tuple[int, int, int]]]]
-    """Column name to its schema and its runs: extent, first index, number of rows, in the order of the batch."""
-    extents: set[int]
-    """Every extent among them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Waiter:
-    """A request for ready rows: parked until it can be answered or its deadline passes."""
-
-    key: Any
-    """The host's name for whoever waits."""
-    partition: str
-    """Where to look."""
-    columns: tuple[str, ...]
-    """What a row must have to be ready."""
-    task: str
-    """Who consumes."""
-    batch_size: int
-    """Rows wanted."""
-    deadline: float
-    """On the host's clock, seconds."""
-    is_claim: bool
-    """True: claim the oldest. False: list all ready rows, for a sampler to choose among."""
-    after: int = -1
-    """List only once the partition's version is beyond this."""
-
-
-Outcome: TypeAlias = "Batch | TransferQueueError"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Extent:
-    nbytes: int
-    num_rows: int
-    """Rows that still refer to it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Partition:
-    generation: int
-    schema: dict[str, ColumnSchema] = field(default_factory=dict[str, ColumnSchema])
-    rows: dict[int, Row] = field(default_factory=dict[int, Row])
-    by_id: dict[str, Row] = field(default_factory=dict[str, Row])
-    nbytes: int = 0
-    consumed: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    ready: dict[tuple[str, frozenset[str]], ReadyRows] = field(
-        default_factory=dict[tuple[str, frozenset[str]], ReadyRows]
-    )
+    from rl_tq._ledger import TaskLedger
+    from rl_tq._rows import Partition, Row
 
 
 class MetadataStore:
-    """Partitions of rows, the tasks that consume them, and the waiters parked for them."""
+    """Partitions of rows, the tasks that consume them, and the requests parked for them."""
 
     def __init__(self) -> None:
-        self._partitions: dict[str, _Partition] = {}
-        self._extents: dict[int, _Extent] = {}
-        self._numbers = count(1)
-        self._generations = count(1)
-        self._versions = count(1)
-        self._changed: dict[str, int] = {}
-        self._waiters: dict[Any, Waiter] = {}
-        self._settled: list[tuple[Waiter, Outcome]] = []
-        self._freed: list[int] = []
+        self.state = State()
+        self.now = 0.0
+        """The host's clock, seconds; it never goes back."""
+        self.num_expired = 0
+        """Leases that ended at their deadline."""
+        self._admissions = Admissions(self.state)
+        self._parked: dict[str, dict[Any, Request]] = {}
+        self._where: dict[Any, str] = {}
+        self._timers = Timers()
+        self._owned: dict[Any, set[int]] = {}
+        self._settled: list[tuple[Request, Outcome]] = []
 
     # Rows in and out
 
-    def publish(
-        self,
-        *,
-        partition: str,
-        num_rows: int,
-        schema: Mapping[str, ColumnSchema],
-        extent: int,
-        nbytes: int,
-        sample_ids: Sequence[str] | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Batch:
-        """Make `num_rows` values of each column visible: they lie in `extent`, index 0 first.
+    def put(self, put: Put) -> Batch | None:
+        """Make an extent's rows visible, or park the put while there is no room for it and return None.
 
         Raises:
-            SchemaError: see `TransferQueue.put`.
+            TransferQueueError: of the kinds that `TransferQueue.put` lists.
         """
-        self._check_counts(num_rows, sample_ids, tags)
-        home = self._partitions.get(partition)
-        known = home or _Partition(generation=0)
-        _check_schema(partition, known, schema)
-        existing = [known.by_id.get(sample_id) for sample_id in sample_ids or ()]
-        _check_unfilled(partition, [row for row in existing if row], schema)
-        if home is None:
-            home = self._partitions[partition] = _Partition(generation=next(self._generations))
-        home.schema.update(schema)
-        home.nbytes += nbytes
-        self._extents[extent] = _Extent(nbytes=nbytes, num_rows=num_rows)
-        rows = [row or self._new_row(home, sample_ids[i] if sample_ids else None)
-                for i, row in enumerate(existing or [None] * num_rows)]  # fmt: skip
-        for index, row in enumerate(rows):
-            row.places.update(dict.fromkeys(schema, (extent, index)))
-            if tags is not None:
-                row.tags.update(tags[index])
-        _mark_ready(home, rows)
-        self._touch(partition)
-        self._settle(partition)
-        return self._batch(partition, rows)
+        return self._try_or_park(put)
+
+    def admit(self, request: Admission) -> Credit | None:
+        """Promise room for rows to come, or park the request and return None.
+
+        Raises:
+            QueueFullError: there will never be as much room, or the partition does not wait.
+        """
+        return self._try_or_park(request)
+
+    def release(self, credit: int) -> None:
+        """Give a credit back, whether anything is left of it or not."""
+        partition = self._admissions.release(credit)
+        if partition is not None:
+            self._settle(partition)
 
     def locate(
         self,
@@ -175,18 +82,12 @@ class MetadataStore:
             StaleReferenceError: a row, or its whole generation, was cleared.
             MissingDataError: a row has no such column, or (in a reference by ids alone) there is no such row.
         """
-        found = self._find(partition, generation=generation, rows=rows, sample_ids=sample_ids)
-        lacking = {c: ids for c in columns if (ids := [row.sample_id for row in found if c not in row.places])}
-        if lacking:
-            raise MissingDataError(
-                f"partition {partition!r}: "
-                + "; ".join(
-                    f"{len(ids)} of {len(found)} rows have no {c!r} yet ({_few(ids)})" for c, ids in lacking.items()
-                )
-            )
-        schema = self._partitions[partition].schema
-        runs = {c: (schema[c], _runs([row.places[c] for row in found])) for c in columns}
-        return Located(columns=runs, extents={run[0] for _, column in runs.values() for run in column})
+        found = self._find(partition, generation, rows, sample_ids)
+        _checks.check_columns(partition, found, columns)
+        schema = self.state.partitions[partition].schema
+        which, runs = runs_of(found, columns)
+        extents = {run[0] for each in runs for run in each}
+        return Located(columns={c: (schema[c], which[c]) for c in columns}, runs=runs, extents=extents)
 
     def clear_rows(
         self, *, partition: str, generation: int = 0, rows: Sequence[int] = (), sample_ids: Sequence[str] = ()
@@ -196,254 +97,339 @@ class MetadataStore:
         Raises:
             StaleReferenceError, MissingDataError: as `locate`.
         """
-        found = {r.number: r for r in self._find(partition, generation=generation, rows=rows, sample_ids=sample_ids)}
-        home = self._partitions[partition]
-        for row in found.values():
-            del home.rows[row.number], home.by_id[row.sample_id]
-            self._release(home, row)
-        for given in home.consumed.values():
-            given.difference_update(found)
-        for ready in home.ready.values():
-            ready.discard(found)
-        self._touch(partition)
+        found = {row.number for row in self._find(partition, generation, rows, sample_ids)}
+        self.state.clear(partition, sorted(found), None)
+        self._settle(partition)
 
     def clear_partition(self, partition: str) -> None:
         """Forget a partition: rows, schema and who consumed what. Nothing happens when it is not there."""
-        home = self._partitions.pop(partition, None)
-        if home is not None:
-            for row in home.rows.values():
-                self._release(home, row)
-            del self._changed[partition]
+        if partition in self.state.partitions:
+            self.state.clear_all(partition)
+            self._settle(partition)
 
-    # Waiting and claiming
+    def configure(self, partition: str, options: Mapping[str, Any]) -> None:
+        """Set a partition's options, there or not.
 
-    def wait(self, waiter: Waiter) -> Batch | None:
-        """Answer at once, or park the waiter and return None: `drain` gives the outcome later."""
-        answer = self._try(waiter)
-        if answer is None:
-            self._waiters[waiter.key] = waiter
-        return answer
+        Raises:
+            ValueError: they make no sense.
+        """
+        self.state.configure(partition, PartitionOptions.from_json(options).to_json())
+        self._settle(partition)
 
-    def claim_rows(self, *, partition: str, columns: Sequence[str], task: str, rows: Sequence[int]) -> Batch | None:
+    def advance(self, partition: str, weight_version: int) -> int:
+        """Set the weight version, clear what is now too old, and return how many rows that were.
+
+        Raises:
+            ValueError: versions only grow.
+        """
+        held = self.state.versions.get(partition, 0)
+        if weight_version < held:
+            raise ValueError(
+                f"the weight version of partition {partition!r} is {held} and cannot become {weight_version}"
+            )
+        self.state.advance(partition, weight_version)
+        num_dropped = self._admissions.drop_stale(partition)
+        self._settle(partition)
+        return num_dropped
+
+    # Claiming
+
+    def claim(self, claim: Claim) -> Batch | None:
+        """Answer at once, or park the claim and return None: `drain` gives the outcome later.
+
+        Raises:
+            PolicyError: a row stands in the way; the task is none of the partition's.
+        """
+        return self._try_or_park(claim)
+
+    def claim_rows(self, claim: Claim, rows: Sequence[int]) -> Batch | None:
         """Claim the very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
-        home = self._partitions.get(partition)
+        home = self.state.partitions.get(claim.partition)
         if home is None:
             return None
-        ready = _ready(home, task, columns)
+        ready = self.state.ledger(home, claim.task).index(home, claim.columns, claim.policy).members
         if not rows or len(set(rows)) < len(rows) or any(row not in ready for row in rows):
             return None
-        return self._claimed(partition, home, task, rows)
+        return self._lease(home, claim, rows)
+
+    def ack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int], step: int,
+            sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
+        """Rows are consumed, at a training step. Acking again under the same lease is nothing.
+
+        Raises:
+            LeaseLostError: a row is leased to another, or to nobody; nothing is acked.
+        """
+        ledger = self._ledger(partition, generation, task)
+        due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=True)
+        if due:
+            self.state.ack(partition, task, due, step)
+            self._retire(partition, due, step)
+            self._settle(partition)
+
+    def nack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
+             reason: str, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
+        """Rows go back, to be given to somebody else.
+
+        Raises:
+            LeaseLostError: as `ack`.
+        """
+        ledger = self._ledger(partition, generation, task)
+        due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
+        self._return(partition, task, due, reason, is_counted=True)
+        self._settle(partition)
+
+    def extend(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
+               lease_s: float, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
+        """Move the deadline of leases to `lease_s` from now.
+
+        Raises:
+            LeaseLostError: as `ack`.
+        """
+        ledger = self._ledger(partition, generation, task)
+        _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
+        for number in set(leases):
+            self.state.leases[number].lease_s = lease_s
+            self._timers.set(("lease", number), self.now + lease_s)
+
+    def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
+        """Take back every lease, and every ack after `step`, of one task or all."""
+        home = self.state.partitions.get(partition)
+        num_returned = num_cleared = num_revoked = 0
+        for name, ledger in home.tasks.items() if home else ():
+            if task not in (None, name):
+                continue
+            leased = sorted(ledger.leased)
+            if leased:
+                self._return(partition, name, leased, f"step {step} was restored", is_counted=False)
+            acked = sorted(number for number, (at, _) in ledger.acked.items() if at > step)
+            if acked:
+                self.state.unack(partition, name, acked)
+            num_revoked += len(leased)
+            num_returned += len(acked)
+            num_cleared += sum(times for at, times in ledger.cleared.items() if at > step)
+        self._settle(partition)
+        return RestoreReport(num_returned=num_returned, num_cleared=num_cleared, num_revoked=num_revoked)
+
+    def dead_letters(self, partition: str, task: str) -> tuple[Batch | None, dict[int, str]]:
+        """Rows that came back to a task too often, and why."""
+        home = self.state.partitions.get(partition)
+        ledger = home.tasks.get(task) if home else None
+        if home is None or ledger is None:
+            return None, {}
+        return self._batch(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
+
+    # Time, and clients that go
 
     def withdraw(self, key: Any) -> None:
-        """Forget a parked waiter, because whoever waited is gone."""
-        self._waiters.pop(key, None)
+        """Forget a parked request, because whoever waited is gone."""
+        if (partition := self._where.get(key)) is not None:
+            request = self._unpark(key)
+            if isinstance(request, Put):
+                self.state.freed.append(request.extent)
+            self._settle(partition)
 
-    def expire(self, now: float) -> None:
-        """Settle every waiter whose deadline has come with an error that says what is missing."""
-        for waiter in [w for w in self._waiters.values() if w.deadline <= now]:
-            del self._waiters[waiter.key]
-            self._settled.append((waiter, WaitTimeoutError(self._explain(waiter))))
+    def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
+        """A client is gone: its leases and credits go back. `is_counted`: it died, which counts as an attempt."""
+        touched = set(self._admissions.owner_left(owner))
+        for number in self._owned.pop(owner, set()):
+            lease = self.state.leases.get(number)
+            if lease is not None:
+                touched.add(lease.partition)
+                self._give_back(lease, why, is_counted=is_counted)
+        for partition in touched:
+            self._settle(partition)
+
+    def adopt(self) -> None:
+        """After a replay: leases with a deadline get it anew, the others go back, as their owners are gone."""
+        for lease in list(self.state.leases.values()):
+            if lease.lease_s is None:
+                self._give_back(lease, "the server started again", is_counted=False)
+            else:
+                lease.label = "a client of before the server started again"
+                self._timers.set(("lease", lease.number), self.now + lease.lease_s)
+        for name, home in self.state.partitions.items():
+            home.done.clear()
+            for task in home.options.tasks[:1]:
+                acked = home.tasks[task].acked if task in home.tasks else {}
+                self._retire(name, list(acked), max((step for step, _ in acked.values()), default=0))
+
+    def expire(self) -> None:
+        """End the leases, and settle the parked requests, whose deadline has come."""
+        for kind, key in self._timers.due(self.now):
+            if kind == "lease":
+                lease = self.state.leases.get(key)
+                if lease is not None:
+                    self.num_expired += 1
+                    self._give_back(lease, f"its lease ({lease.label}) expired", is_counted=True)
+                    self._settle(lease.partition)
+            else:
+                request = self._parked[self._where[key]][key]
+                self._end(request, WaitTimeoutError(self.explain(request)))
+                self._settle(request.partition)
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline among the parked; None when nobody waits."""
-        return min((w.deadline for w in self._waiters.values()), default=None)
+        """When `expire` must be called again at the latest; None: nothing has a deadline."""
+        return self._timers.next()
 
-    def drain(self) -> tuple[list[tuple[Waiter, Outcome]], list[int]]:
-        """Waiters settled since the last call, and the extents that no row refers to any more."""
-        settled, freed = self._settled, self._freed
-        self._settled, self._freed = [], []
+    def drain(self) -> tuple[list[tuple[Request, Outcome]], list[int]]:
+        """Requests settled since the last call, and the extents that no row refers to any more."""
+        settled, freed = self._settled, self.state.freed
+        self._settled, self.state.freed = [], []
         return settled, freed
+
+    # Looking
+
+    def explain(self, request: Request) -> str:
+        """What a request waits for: which rows, columns and owners are missing."""
+        if isinstance(request, Claim):
+            return _explain.claim(self.state, request)
+        return self._admissions.explain(request)
 
     def stats(self) -> dict[str, Any]:
         """Rows, bytes, columns, consumption and waiters per partition."""
-        waiting = Counter(waiter.partition for waiter in self._waiters.values())
-        partitions: dict[str, Any] = {
-            name: {
-                "generation": home.generation,
-                "rows": len(home.rows),
-                "bytes": home.nbytes,
-                "columns": {column: str(schema) for column, schema in home.schema.items()},
-                "consumed": {task: len(rows) for task, rows in home.consumed.items()},
-                "waiters": waiting.pop(name, 0),
-            }
-            for name, home in self._partitions.items()
+        waiting = Counter({name: len(requests) for name, requests in self._parked.items()})
+        partitions = {
+            name: {**_explain.partition_stats(home), "waiters": waiting.pop(name, 0), **self._admissions.stats(name)}
+            for name, home in self.state.partitions.items()
         }
         return {
             "partitions": partitions,
             "waiters_elsewhere": dict(waiting),
-            "rows": sum(len(home.rows) for home in self._partitions.values()),
-            "bytes": sum(extent.nbytes for extent in self._extents.values()),
-            "extents": len(self._extents),
+            "rows": sum(len(home.rows) for home in self.state.partitions.values()),
+            "bytes": sum(extent.nbytes for extent in self.state.extents.values()),
+            "extents": len(self.state.extents),
+            "leases": len(self.state.leases),
+            "leases_expired": self.num_expired,
         }
+
+    # Parking
+
+    def _try_or_park(self, request: Any) -> Any:
+        parked = self._parked.get(request.partition)
+        if parked and not isinstance(request, Claim) and self._admissions.is_behind(request, parked.values()):
+            if isinstance(request, Put):
+                self._admissions.check(request)
+        elif (answer := self._try(request)) is not None:
+            if isinstance(request, Put):
+                self._settle(request.partition)
+            return answer
+        self._parked.setdefault(request.partition, {})[request.key] = request
+        self._where[request.key] = request.partition
+        self._timers.set(("wait", request.key), request.deadline)
+        return None
+
+    def _unpark(self, key: Any) -> Request:
+        partition = self._where.pop(key)
+        self._timers.cancel(("wait", key))
+        request = self._parked[partition].pop(key)
+        if not self._parked[partition]:
+            del self._parked[partition]
+        return request
+
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        self._unpark(request.key)
+        if isinstance(request, Put) and not isinstance(outcome, Batch):
+            self.state.freed.append(request.extent)
+        self._settled.append((request, outcome))
+
+    def _settle(self, partition: str) -> None:
+        """Answer whom the last change made answerable, in the order in which they came; puts before claims."""
+        parked = self._parked.get(partition)
+        if not parked:
+            return
+        producers = [r for r in parked.values() if not isinstance(r, Claim)]
+        for request in producers:
+            if not self._settle_one(request):
+                break  # those behind it wait their turn
+        for request in [r for r in parked.values() if isinstance(r, Claim)]:
+            self._settle_one(request)
+
+    def _settle_one(self, request: Request) -> bool:
+        try:
+            answer: Outcome | None = self._try(request)
+        except TransferQueueError as error:
+            answer = error
+        if answer is None:
+            return False
+        self._end(request, answer)
+        return True
+
+    def _try(self, request: Request) -> Any:
+        match request:
+            case Put():
+                rows = self._admissions.put(request)
+                return None if rows is None else self._batch(self.state.partitions[request.partition], rows)
+            case Admission():
+                return self._admissions.admit(request)
+            case Claim():
+                return self._try_claim(request)
+            case _:
+                raise TypeError(request)
+
+    def _try_claim(self, claim: Claim) -> Batch | None:
+        home = self.state.partitions.get(claim.partition)
+        tasks = self.state.options[claim.partition].tasks if claim.partition in self.state.options else ()
+        if tasks and claim.task not in tasks:
+            raise PolicyError(
+                f"partition {claim.partition!r} is consumed by the tasks {list(tasks)}, and {claim.task!r} is none of "
+                "them: claim for one of these, or configure the partition"
+            )
+        if home is None:
+            return None
+        index = self.state.ledger(home, claim.task).index(home, claim.columns, claim.policy)
+        if not claim.is_claim:
+            if len(index) < claim.batch_size or home.changed <= claim.after:
+                return None
+            return self._batch(home, [home.rows[number] for number in index.oldest()])
+        rows = index.take(claim.batch_size)
+        return None if rows is None else self._lease(home, claim, rows)
 
     # Parts
 
-    def _check_counts(self, num_rows: int, sample_ids: Sequence[str] | None, tags: Sequence[Any] | None) -> None:
-        if num_rows < 1:
-            raise SchemaError(f"a put takes at least one row, not {num_rows}")
-        for name, given in (("sample_ids", sample_ids), ("tags", tags)):
-            if given is not None and len(given) != num_rows:
-                raise SchemaError(f"{len(given)} {name} were given for {num_rows} rows: one per row is needed")
-        if sample_ids is not None and len(set(sample_ids)) < num_rows:
-            twice = [sample_id for sample_id, times in Counter(sample_ids).items() if times > 1]
-            raise SchemaError(f"sample ids stand more than once in one put: {_few(twice)}")
-
-    def _new_row(self, home: _Partition, sample_id: str | None) -> Row:
-        number = next(self._numbers)
-        name = sample_id if sample_id is not None else f"row{number}"
-        while sample_id is None and name in home.by_id:  # somebody chose this very name for a row of his own
-            name += "+"
-        row = Row(number=number, sample_id=name, tags={}, places={})
-        home.rows[number] = home.by_id[name] = row
-        return row
-
-    def _find(self, partition: str, *, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
-        home = self._partitions.get(partition)
-        if generation and (home is None or home.generation != generation):
-            raise StaleReferenceError(
-                f"partition {partition!r} was cleared: this reference is of its generation {generation}, "
-                + (f"the present one is {home.generation}" if home else "and it was not put to since")
-            )
-        if home is None:
-            raise MissingDataError(
-                f"there is no partition {partition!r}; there are {sorted(self._partitions) or 'none'}"
-            )
-        found = [home.rows.get(n) for n in rows] if rows else [home.by_id.get(i) for i in sample_ids]
-        gone = [name for name, row in zip(sample_ids or map(str, rows), found, strict=True) if row is None]
-        if gone:
-            what = f"{len(gone)} of {len(found)} rows of partition {partition!r}"
-            if rows:
-                raise StaleReferenceError(f"{what} were cleared since this reference was made: {_few(gone)}")
-            raise MissingDataError(f"{what} are not there: {_few(gone)}")
-        return [row for row in found if row is not None]
-
-    def _release(self, home: _Partition, row: Row) -> None:
-        for extent in {place[0] for place in row.places.values()}:
-            record = self._extents[extent]
-            record.num_rows -= 1
-            if not record.num_rows:
-                del self._extents[extent]
-                home.nbytes -= record.nbytes
-                self._freed.append(extent)
-
-    def _touch(self, partition: str) -> None:
-        self._changed[partition] = next(self._versions)
-
-    def _batch(self, partition: str, rows: Iterable[Row]) -> Batch:
+    def _lease(self, home: Partition, claim: Claim, rows: Sequence[int]) -> Batch:
+        is_grouped = isinstance(claim.policy, GroupComplete | FirstK)
+        number = self.state.next_lease
+        lease = self.state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped)
+        lease.owner, lease.label = claim.owner, claim.label
+        self._owned.setdefault(claim.owner, set()).add(number)
+        if claim.lease_s is not None:
+            self._timers.set(("lease", number), self.now + claim.lease_s)
+        found = tuple(home.rows[row] for row in rows)
         return Batch(
-            partition=partition,
-            generation=self._partitions[partition].generation,
-            rows=tuple(rows),
-            version=self._changed[partition],
-        )
+            partition=home.name, generation=home.generation, rows=found, version=home.changed, task=claim.task,
+            lease=number,
+        )  # fmt: skip
 
-    def _settle(self, partition: str) -> None:
-        """Answer whom the last publish made answerable, in the order in which they came."""
-        for waiter in [w for w in self._waiters.values() if w.partition == partition]:
-            answer = self._try(waiter)
-            if answer is not None:
-                del self._waiters[waiter.key]
-                self._settled.append((waiter, answer))
+    def _give_back(self, lease: Lease, why: str, *, is_counted: bool) -> None:
+        self._return(lease.partition, lease.task, sorted(lease.rows), why, is_counted=is_counted)
 
-    def _try(self, waiter: Waiter) -> Batch | None:
-        home = self._partitions.get(waiter.partition)
-        if home is None:
-            return None
-        ready = _ready(home, waiter.task, waiter.columns)
-        if len(ready) < waiter.batch_size:
-            return None
-        if waiter.is_claim:
-            return self._claimed(waiter.partition, home, waiter.task, ready.take(waiter.batch_size))
-        if self._changed[waiter.partition] <= waiter.after:
-            return None
-        return self._batch(waiter.partition, (home.rows[number] for number in ready))
+    def _return(self, partition: str, task: str, rows: Sequence[int], why: str, *, is_counted: bool) -> None:
+        self.state.give_back(partition, task, rows, why, is_counted)
+        self._admissions.drop_stale(partition)
 
-    def _claimed(self, partition: str, home: _Partition, task: str, rows: Sequence[int]) -> Batch:
-        home.consumed.setdefault(task, set()).update(rows)
-        for (owner, _), ready in home.ready.items():
-            if owner == task:
-                ready.discard(rows)
-        return self._batch(partition, [home.rows[number] for number in rows])
+    def _retire(self, partition: str, rows: Iterable[int], step: int) -> None:
+        """Clear rows that every declared task acked at least `keep_steps` before this step."""
+        home = self.state.partitions[partition]
+        options = home.options
+        if not options.tasks:
+            return
+        for number in rows:
+            acks = [ledger.acked.get(number) for task in options.tasks if (ledger := home.tasks.get(task))]
+            if len(acks) == len(options.tasks) and None not in acks:
+                home.done.setdefault(max(ack[0] for ack in acks if ack), []).append(number)
+        for at in [at for at in home.done if at <= step - options.keep_steps]:
+            done = [
+                n for n in home.done.pop(at) if n in home.rows and all(n in home.tasks[t].acked for t in options.tasks)
+            ]
+            if done:
+                self.state.clear(partition, done, None)
 
-    def _explain(self, waiter: Waiter) -> str:
-        home = self._partitions.get(waiter.partition)
-        wanted = (
-            f"task {waiter.task!r} wanted {waiter.batch_size} rows of partition {waiter.partition!r} with "
-            f"{list(waiter.columns)}"
-        )
-        if home is None:
-            return f"{wanted}, and nothing was put there; there are {sorted(self._partitions) or 'no partitions'}"
-        given = home.consumed.get(waiter.task, set())
-        lacks = Counter(
-            column
-            for row in home.rows.values()
-            if row.number not in given
-            for column in waiter.columns
-            if column not in row.places
-        )
-        ready = len(_ready(home, waiter.task, waiter.columns))
-        others = len(home.rows) - len(given) - ready
-        missing = "; ".join(f"{times} lack {column!r}" for column, times in lacks.items())
-        sampler = "" if waiter.is_claim or ready < waiter.batch_size else ", among which the sampler did not choose"
-        return (
-            f"{wanted}: {ready} of its {len(home.rows)} rows are ready{sampler}, {len(given)} were given to this task "
-            f"before, {others} are incomplete" + (f" ({missing})" if missing else "")
-        )
+    def _ledger(self, partition: str, generation: int, task: str) -> TaskLedger | None:
+        home = self.state.partitions.get(partition)
+        return home.tasks.get(task) if home and home.generation == generation else None
 
+    def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
+        return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
 
-def _ready(home: _Partition, task: str, columns: Collection[str]) -> ReadyRows:
-    """The index of rows that `task` can claim with `columns`; made on first use, kept up to date from then on."""
-    key = (task, frozenset(columns))
-    if key not in home.ready:
-        given = home.consumed.get(task, set())
-        home.ready[key] = ReadyRows(
-            number for number, row in home.rows.items() if number not in given and key[1] <= row.places.keys()
-        )
-    return home.ready[key]
-
-
-def _mark_ready(home: _Partition, rows: Sequence[Row]) -> None:
-    for (task, columns), ready in home.ready.items():
-        given = home.consumed.get(task, set())
-        for row in rows:
-            if row.number not in given and columns <= row.places.keys():
-                ready.add(row.number)
-
-
-def _check_schema(partition: str, home: _Partition, schema: Mapping[str, ColumnSchema]) -> None:
-    for column, brought in schema.items():
-        held = home.schema.get(column, brought)
-        if held != brought:
-            raise SchemaError(
-                f"column {column!r} of partition {partition!r} is {held}, and this put brings {brought}: "
-                "convert it, use another column, or clear the partition"
-            )
-
-
-def _check_unfilled(partition: str, rows: Sequence[Row], columns: Collection[str]) -> None:
-    for column in columns:
-        filled = [row.sample_id for row in rows if column in row.places]
-        if filled:
-            raise SchemaError(
-                f"column {column!r} of partition {partition!r} is filled already in {len(filled)} rows "
-                f"({_few(filled)}): a value is written once; clear the rows or use another column"
-            )
-
-
-def _runs(places: Sequence[Place]) -> list[tuple[int, int, int]]:
-    runs: list[tuple[int, int, int]] = []
-    extent, start, length = -1, 0, 0
-    for place in places:
-        if place == (extent, start + length):
-            length += 1
-            continue
-        if length:
-            runs.append((extent, start, length))
-        (extent, start), length = place, 1
-    runs.append((extent, start, length))
-    return runs
-
-
-def _few(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    def _batch(self, home: Partition, rows: Collection[Row]) -> Batch:
+        return Batch(partition=home.name, generation=home.generation, rows=tuple(rows), version=home.changed)

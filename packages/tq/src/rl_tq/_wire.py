@@ -12,19 +12,18 @@ import socket
 import struct
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _HEADER = struct.Struct("<II")
 _MAX_MESSAGE_BYTES = 1 << 30
+_FD_SPACE = socket.CMSG_SPACE(4)
 _SEND_FLAGS = socket.MSG_NOSIGNAL
 
 
 def pack(message: dict[str, Any], *, has_fd: bool = False) -> bytes:
     """One message as bytes. Send its first byte with the descriptor, if it has one."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    body = _ENCODER.encode(message).encode()
     return _HEADER.pack(len(body), has_fd) + body
 
 
@@ -40,23 +39,27 @@ class Inbox:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._chunk = memoryview(bytearray(1 << 16))
         self._buffer = bytearray()
         self._fds: deque[int | None] = deque()
 
-    def receive(self) -> Iterator[tuple[dict[str, Any], int | None]]:
-        """Read once, and yield every message that is whole now, with its descriptor; None where it has or got none.
+    def receive(self) -> list[tuple[dict[str, Any], int | None]]:
+        """Read once, and return every message that is whole now, with its descriptor; None where it has or got none.
 
         Raises:
             ConnectionError: the other side closed, or sent what is no message.
         """
-        flags = socket.MSG_CMSG_CLOEXEC
-        data, fds, answered, _ = socket.recv_fds(self._connection, 1 << 18, 1, flags)
-        if not data:
+        size, ancillary, answered, _ = self._connection.recvmsg_into([self._chunk], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        fds: list[int] = []
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+        if not size:
             raise ConnectionResetError("the other side closed the connection")
         self._fds.extend(fds)
         if answered & socket.MSG_CTRUNC and not fds:
             self._fds.append(None)
-        self._buffer += data
+        self._buffer += self._chunk[:size]
         return self._whole()
 
     def close(self) -> None:
@@ -66,7 +69,8 @@ class Inbox:
             if fd is not None:
                 os.close(fd)
 
-    def _whole(self) -> Iterator[tuple[dict[str, Any], int | None]]:
+    def _whole(self) -> list[tuple[dict[str, Any], int | None]]:
+        found: list[tuple[dict[str, Any], int | None]] = []
         start = 0
         while len(self._buffer) - start >= _HEADER.size:
             length, has_fd = _HEADER.unpack_from(self._buffer, start)
@@ -75,13 +79,13 @@ class Inbox:
             end = start + _HEADER.size + length
             if end > len(self._buffer):
                 break
-            body = bytes(self._buffer[start + _HEADER.size : end])
+            message = json.loads(self._buffer[start + _HEADER.size : end])
             start = end
-            message = json.loads(body)
             if not isinstance(message, dict):
                 raise ConnectionAbortedError("the other side sent JSON that is no object")
-            yield cast("dict[str, Any]", message), self._fds.popleft() if has_fd else None
+            found.append((cast("dict[str, Any]", message), self._fds.popleft() if has_fd else None))
         del self._buffer[:start]
+        return found
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

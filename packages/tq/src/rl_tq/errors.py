@@ -6,6 +6,10 @@ TransferQueueError
 ├── SchemaError (ValueError)              a column's dtype, kind or row count disagrees with what the partition holds
 ├── MissingDataError (LookupError)        rows or columns that were asked for are not there; lists them
 ├── StaleReferenceError (LookupError)     a BatchMeta refers to rows that were cleared since
+├── LeaseLostError (RuntimeError)         an ack or nack of rows whose lease expired, was revoked or is another's
+├── QueueFullError (BufferError)          a partition has no room, and was told not to wait for it
+├── StaleVersionError (ValueError)        rows of older weights than the partition takes
+├── PolicyError (ValueError)              a row that the chosen policy can never give, or cannot judge
 ├── WaitTimeoutError (TimeoutError)       nothing became ready before the deadline; says what is missing and who owes it
 └── ServerLostError (ConnectionError)     the queue's server closed or died; names it
 """
@@ -35,6 +39,22 @@ class MissingDataError(TransferQueueError, LookupError):
 
 class StaleReferenceError(TransferQueueError, LookupError):
     """A reference points at rows that were cleared since."""
+
+
+class LeaseLostError(TransferQueueError, RuntimeError):
+    """Rows are no longer leased to whoever acks them: another consumer may have them."""
+
+
+class QueueFullError(TransferQueueError, BufferError):
+    """A partition has no room for a put."""
+
+
+class StaleVersionError(TransferQueueError, ValueError):
+    """Rows were made with older weights than their partition takes."""
+
+
+class PolicyError(TransferQueueError, ValueError):
+    """A policy cannot give or judge a row."""
 
 
 class WaitTimeoutError(TransferQueueError, TimeoutError):

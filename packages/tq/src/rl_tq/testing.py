@@ -19,22 +19,26 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from rl_csrc.frames import DTYPES
-from rl_tq import (
-    BatchMeta,
+from rl_tq import policies
+from rl_tq._registry import connect, serve
+from rl_tq.errors import (
+    LeaseLostError,
     MissingDataError,
+    PolicyError,
+    QueueFullError,
     SchemaError,
     ServerLostError,
     StaleReferenceError,
-    TransferQueue,
+    StaleVersionError,
     WaitTimeoutError,
-    connect,
-    serve,
 )
+from rl_tq.types import BatchMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rl_tq import RowMeta
+    from rl_tq.base import TransferQueue
+    from rl_tq.types import RowMeta
 
 
 def fake_queue() -> TransferQueue:
@@ -390,6 +394,283 @@ class TransferQueueContract:
             taken = sorted(value for consumer in consumers for value in consumer.result(60))
         assert taken == [1000 * worker + i for worker in range(4) for i in range(num_puts * rows_per_put)]
         assert queue.stats()["extents"] == 0
+
+    # Leases
+
+    def test_a_claim_is_consumed_by_an_ack_and_comes_back_by_a_nack(
+        self, queue: TransferQueue, peer: TransferQueue
+    ) -> None:
+        """Parts of a claim may be settled apart, by any client; acking twice is nothing; the rest waits for its own."""
+        queue.put({"a": torch.arange(4)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
+        first = peer.get_meta(**claim, batch_size=4)
+        assert first.task == "t"
+        assert len(set(first.leases)) == 1
+        left, right = pickle.loads(pickle.dumps(first)).chunk(2)
+        queue.ack(left, step=3)
+        peer.ack(left, step=4)
+        queue.nack(right, reason="of a test")
+        assert peer.get(queue.get_meta(**claim, batch_size=2))["a"].tolist() == [2, 3]
+        with pytest.raises(LeaseLostError, match=r"2 of 2 rows.*leased to"):
+            peer.ack(right)
+        with pytest.raises(LeaseLostError, match=r"3 of 3 rows.*acked at step 3"):
+            peer.nack(BatchMeta.concat([left, right]).reorder([0, 2, 3]))
+        counts = queue.stats()["partitions"]["p"]["tasks"]["t"]
+        assert (counts["acked"], counts["leased"], counts["dead"]) == (2, 2, 0)
+        with pytest.raises(ValueError, match="has no leases"):
+            queue.ack(queue.put({"a": torch.zeros(1, dtype=torch.int64)}, partition="p"))
+
+    def test_a_lease_expires_for_a_waiter(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Whoever waits gets the rows; whoever let the time pass is fenced off, and so is what he writes."""
+        queue.put({"a": torch.arange(2)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 2}
+        zombie = peer.get_meta(**claim, lease_s=0.2)
+        again = queue.get_meta(**claim, lease_s=600.0, timeout_s=20.0)
+        assert again.rows == zombie.rows
+        assert again.leases != zombie.leases
+        for call in (
+            lambda: peer.ack(zombie),
+            lambda: peer.extend(zombie, 5.0),
+            lambda: peer.put({"b": torch.zeros(2)}, partition="p", sample_ids=zombie),
+        ):
+            with pytest.raises(LeaseLostError, match="leased to"):
+                call()
+        peer.put({"b": torch.ones(2)}, partition="p", sample_ids=again)
+        queue.extend(again, 600.0)
+        queue.ack(again)
+        assert queue.stats()["leases_expired"] == 1
+
+    def test_a_client_that_leaves_gives_its_claims_back(self, queue: TransferQueue) -> None:
+        """Rows are not lost because somebody fetched them; a good-bye costs no attempt."""
+        queue.put({"a": torch.arange(3)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 3}
+        with connect(queue.address, timeout_s=20.0) as client:
+            claimed = client.get_meta(**claim)
+            client.get(claimed)
+            client.ack(claimed.reorder([1]))
+        again = queue.get_meta(partition="p", columns=["a"], task="t", batch_size=2, timeout_s=20.0)
+        assert queue.get(again)["a"].tolist() == [0, 2]
+        assert queue.stats()["partitions"]["p"]["tasks"]["t"]["returns"] == 0
+
+    def test_what_comes_back_too_often_is_a_dead_letter(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """It keeps its values and says why; the others go on."""
+        queue.configure("p", max_attempts=2)
+        queue.put({"a": torch.arange(2)}, partition="p", tags=[{"i": 0}, {"i": 1}])
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
+        peer.nack(peer.get_meta(**claim, batch_size=2))
+        poison, fine = peer.get_meta(**claim, batch_size=2).chunk(2)
+        peer.nack(poison, reason="the reward model failed")
+        peer.ack(fine)
+        dead = queue.dead_letters("p", "t")
+        assert queue.get(dead)["a"].tolist() == [0]
+        assert "2 times" in dead.tags[0]["dead_letter"]
+        assert "the reward model failed" in dead.tags[0]["dead_letter"]
+        with pytest.raises(WaitTimeoutError, match="1 are dead letters"):
+            peer.get_meta(**claim, batch_size=1, timeout_s=0.0)
+        assert len(queue.dead_letters("nowhere", "t")) == 0
+
+    def test_restore_returns_what_was_acked_since(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """In order, with what was under way; the trainer of before is fenced off; what was cleared is counted."""
+        queue.put({"a": torch.arange(6)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
+        metas = [peer.get_meta(**claim, batch_size=1) for _ in range(5)]
+        for step, meta in enumerate(metas[:4]):
+            peer.ack(meta, step=step)
+        queue.clear(metas[3])
+        report = queue.restore("p", 1)
+        assert (report.num_returned, report.num_cleared, report.num_revoked) == (1, 1, 1)
+        with pytest.raises(LeaseLostError):
+            peer.ack(metas[4])
+        assert queue.get(queue.get_meta(**claim, batch_size=3))["a"].tolist() == [2, 4, 5]
+
+    # Limits
+
+    def test_a_full_partition_blocks_until_there_is_room(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """In order; new columns never wait; the error says who holds the room."""
+        queue.configure("p", max_rows=3)
+        full = queue.put({"a": torch.zeros(3)}, partition="p")
+        queue.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
+        with pytest.raises(WaitTimeoutError, match=r"holds 3 of 3 rows \(1 leased\)"):
+            peer.put({"a": torch.zeros(1)}, partition="p", timeout_s=0.05)
+        with pytest.raises(QueueFullError, match="can never enter"):
+            peer.put({"a": torch.zeros(4)}, partition="p")
+        with ThreadPoolExecutor(2) as pool:
+            two = pool.submit(peer.put, {"a": torch.ones(2)}, partition="p")
+            _until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 1)
+            one = pool.submit(queue.put, {"a": torch.ones(1)}, partition="p")
+            _until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 2)
+            queue.put({"b": torch.zeros(3)}, partition="p", sample_ids=full)
+            queue.clear(full.reorder([0]))
+            assert queue.stats()["partitions"]["p"]["waiters"] == 2  # one row has room, and may not overtake
+            queue.clear(full.reorder([1, 2]))
+            assert len(two.result(20)) == 2
+            assert len(one.result(20)) == 1
+        assert queue.get(two.result())["a"].tolist() == [1.0, 1.0]
+
+    def test_room_is_promised_before_rows_are_made(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """A credit is good for its rows, is nobody else's, and goes back with its client."""
+        queue.configure("p", max_lag=1, rows_per_version=2)
+        with connect(queue.address, timeout_s=20.0) as client:
+            credit = client.admit(partition="p", num_rows=3)
+            with pytest.raises(WaitTimeoutError, match="promised 3 rows, 0 bytes to"):
+                peer.admit(partition="p", num_rows=2, timeout_s=0.05)
+            with pytest.raises(WaitTimeoutError):
+                peer.put({"a": torch.zeros(2)}, partition="p", timeout_s=0.05)
+            client.put({"a": torch.zeros(2)}, partition="p", credit=credit)
+            assert queue.stats()["partitions"]["p"]["promised_rows"] == 1
+        other = peer.admit(partition="p", num_rows=2)
+        peer.release(other)
+        peer.release(other)
+        with pytest.raises(QueueFullError, match="used up or was released"):
+            peer.put({"a": torch.zeros(1)}, partition="p", credit=other)
+        with pytest.raises(ValueError, match="no options"):
+            queue.configure("p", max_row=3)
+        with pytest.raises(ValueError, match="choose one of"):
+            queue.configure("p", on_full="drop")
+
+    def test_full_partitions_raise_or_drop_and_count(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Whole groups, never what is leased."""
+        queue.configure("p", max_rows=4, on_full="raise")
+        tags = [{"group_id": g, "weight_version_min": v} for g, v in ((0, 7), (0, 9), (1, 8), (1, 8))]
+        first = queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
+        with pytest.raises(QueueFullError, match="4 of 4 rows"):
+            peer.put({"a": torch.tensor([4])}, partition="p")
+        queue.configure("p", max_rows=4, on_full="drop_stalest")
+        peer.put({"a": torch.tensor([4, 5])}, partition="p", tags=[{"group_id": 2, "weight_version_min": 9}] * 2)
+        with pytest.raises(StaleReferenceError):
+            queue.get(first.reorder([1]))
+        queue.configure("p", max_rows=4, on_full="drop_oldest")
+        held = peer.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
+        peer.put({"a": torch.tensor([6])}, partition="p")
+        assert peer.get(held)["a"].tolist() == [2]
+        assert queue.stats()["partitions"]["p"]["dropped"] == {"drop_stalest": 2, "drop_oldest": 2}
+        with pytest.raises(QueueFullError, match="is not enough"):
+            peer.put({"a": torch.tensor([7, 8, 9])}, partition="p")
+
+    def test_stale_rows_go_and_are_refused(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """At every new version, with their group; versions only grow."""
+        queue.configure("p", max_lag=1)
+        versions = [(0, 1), (0, 3), (1, 3), (None, None)]
+        tags = [{} if v is None else {"group_id": g, "weight_version_min": v} for g, v in versions]
+        queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
+        assert peer.advance("p", 2) == 0
+        assert peer.advance("p", 3) == 2
+        left = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t")
+        assert queue.get(left)["a"].tolist() == [2, 3]
+        with pytest.raises(StaleVersionError, match="at weight version 3 and takes rows at most 1 behind"):
+            peer.put({"a": torch.zeros(1, dtype=torch.int64)}, partition="p", tags=[{"weight_version_min": 1}])
+        with pytest.raises(ValueError, match="cannot become 2"):
+            peer.advance("p", 2)
+        assert queue.stats()["partitions"]["p"]["dropped"] == {"stale": 2}
+
+    def test_rows_go_when_all_tasks_are_done_with_them(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """A step later, as `keep_steps` says; a task that was not declared is refused."""
+        queue.configure("p", tasks=["s", "t"], keep_steps=1)
+        meta = queue.put({"a": torch.arange(2)}, partition="p")
+        with pytest.raises(PolicyError, match=r"\['s', 't'\], and 'typo' is none"):
+            peer.get_meta(partition="p", columns=["a"], batch_size=1, task="typo")
+        for task in ("s", "t"):
+            for step in (1, 2):
+                claimed = peer.get_meta(partition="p", columns=["a"], batch_size=1, task=task)
+                peer.ack(claimed, step=step)
+        assert queue.stats()["rows"] == 1
+        with pytest.raises(StaleReferenceError):
+            queue.get(meta)
+        assert queue.get(meta.reorder([1]))["a"].tolist() == [1]
+
+    # Policies
+
+    def test_policies(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Which rows come, in which order; each on rows of its own."""
+
+        def given(batch_size: int, policy: policies.Policy, tags: list[dict[str, Any]]) -> list[int]:
+            partition = f"p{next(numbers)}"
+            queue.put({"a": torch.arange(len(tags))}, partition=partition, tags=tags)
+            meta = peer.get_meta(
+                partition=partition, columns=["a"], batch_size=batch_size, task="t", sampler=policy, timeout_s=0.0
+            )
+            return peer.get(meta)["a"].tolist()
+
+        numbers = iter(range(100))
+        versions: list[dict[str, Any]] = [{"weight_version_min": v} for v in (3, 1, 2, 1)]
+        assert given(4, policies.OldestVersion(), [*versions, {}]) == [1, 3, 2, 0]
+        assert given(3, policies.Priority(), [{"priority": p} for p in (1, 2.5, -1)] + [{}]) == [1, 0, 3]
+        groups = [{"group_id": g} for g in (0, 1, 2, 1, 0, 2)]
+        assert given(4, policies.GroupComplete(group_size=2), groups) == [1, 3, 0, 4]
+        assert given(2, policies.FirstK(k=2), [{"group_id": g} for g in (0, 1, 1, 1, 0)]) == [1, 2]
+        tokens: list[dict[str, Any]] = [{"num_tokens": n} for n in (5, 3, 4, 1)]
+        assert given(4, policies.TokenBudget(max_tokens=8), tokens) == [0, 1]
+        assert given(2, policies.TokenBudget(max_tokens=100), tokens) == [0, 1]
+        assert given(4, policies.LengthBalanced(num_parts=2), tokens) == [0, 3, 1, 2]
+        with pytest.raises(WaitTimeoutError, match="together they have 13 of 14 tokens"):
+            given(5, policies.TokenBudget(max_tokens=14), tokens)
+        with pytest.raises(PolicyError, match="num_tokens=5, and a claim takes 4"):
+            given(1, policies.TokenBudget(max_tokens=4), tokens)
+        with pytest.raises(PolicyError, match="no number as tag 'num_tokens'"):
+            given(2, policies.LengthBalanced(num_parts=2), [{}, {}])
+        with pytest.raises(ValueError, match="groups have 4 rows"):
+            given(6, policies.GroupComplete(group_size=4), groups)
+
+    def test_a_late_sample_never_mixes_groups(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """A group waits for its last sample while others pass; rows of a group that was given come whole or not."""
+        claim: dict[str, Any] = {
+            "partition": "p", "columns": ["a"], "task": "t", "batch_size": 2,
+            "sampler": policies.GroupComplete(group_size=2),
+        }  # fmt: skip
+
+        def put(group: str, value: int) -> None:
+            queue.put({"a": torch.tensor([value])}, partition="p", tags=[{"group_id": group}])
+
+        for group, value in (("x", 0), ("y", 1), ("z", 2), ("y", 3)):
+            put(group, value)
+        first = peer.get_meta(**claim)
+        assert queue.get(first)["a"].tolist() == [1, 3]
+        with pytest.raises(WaitTimeoutError, match="group 'x' has 1 of 2"):
+            peer.get_meta(**claim, timeout_s=0.0)
+        put("z", 4)
+        put("x", 5)
+        assert queue.get(peer.get_meta(**claim))["a"].tolist() == [2, 4]
+        peer.nack(first)  # comes back whole, before or after the other
+        assert queue.get(peer.get_meta(**claim))["a"].tolist() == [0, 5]
+        again = peer.get_meta(**claim)
+        assert queue.get(again)["a"].tolist() == [1, 3]
+        peer.ack(again.reorder([0]))
+        peer.nack(again.reorder([1]), reason="of a test")
+        assert "others of its group 'y' were acked" in peer.dead_letters("p", "t").tags[0]["dead_letter"]
+
+    def test_explain(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """What is missing, who put the rest, and who has the others."""
+        meta = peer.put({"a": torch.zeros(3)}, partition="p", sample_ids=["x", "y", "z"])
+        peer.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
+        queue.put({"b": torch.zeros(1)}, partition="p", sample_ids=meta.sample_ids[1:2])
+        text = queue.explain(partition="p", columns=["a", "b"], batch_size=2, task="t")
+        assert "1 of its 3 rows are ready, 1 were given to this task before, 1 are incomplete" in text
+        assert "1 lack 'b' ('z'; the rest of them was put by " in text
+        assert "leased and not acked: 1 to " in text
+
+    # Where values land
+
+    def test_a_buffer_is_used_again(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Views of it come back, aligned; it must be large enough, and says how large."""
+        data = {
+            "r": [torch.arange(3), torch.arange(2)], "d": torch.tensor([[1.5], [2.5]]), "j": ["x", "y"],
+            "b": torch.tensor([True, False]),
+        }  # fmt: skip
+        metas = [queue.put(data, partition="p"), queue.put({**data, "d": torch.zeros(2, 1)}, partition="p")]
+        out = torch.full((1024,), 0xAA, dtype=torch.uint8)
+        for meta in (*metas, BatchMeta.concat(metas).reorder([3, 0])):
+            plain, landed = peer.get(meta), peer.get(meta, out=out)
+            assert rows_of(plain["r"]) == rows_of(landed["r"])
+            assert plain["d"].tolist() == landed["d"].tolist()
+            assert plain["b"].tolist() == landed["b"].tolist()
+            assert plain["j"].tolist() == landed["j"].tolist()
+            inside = range(out.data_ptr(), out.data_ptr() + len(out))
+            assert all(each.data_ptr() in inside for each in (landed["r"].values(), landed["d"], landed["b"]))
+        assert peer.get(metas[0], ["d"], device="cpu")["d"].tolist() == [[1.5], [2.5]]
+        with pytest.raises(ValueError, match=r"out has 100 bytes.* take 192"):
+            peer.get(metas[0], out=out[:100])
+        with pytest.raises(ValueError, match="must be uint8"):
+            peer.get(metas[0], out=torch.zeros(1000))
 
     # The end
 

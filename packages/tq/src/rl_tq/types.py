@@ -2,12 +2,125 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from rl_tq._balance import balanced_order
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+
+class OnFull(StrEnum):
+    """What a put of new rows does in a partition that has no room for them."""
+
+    BLOCK = "block"
+    """Wait for room until the deadline."""
+    RAISE = "raise"
+    """Raise `QueueFullError` at once."""
+    DROP_OLDEST = "drop_oldest"
+    """Clear the oldest rows (whole groups) that nobody holds a lease on; `stats()` counts them."""
+    DROP_STALEST = "drop_stalest"
+    """The same, those of the lowest tag `weight_version_min` first; rows without that tag are never dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionOptions:
+    """What a partition holds at most, and when its rows go. `TransferQueue.configure` sets it; a clear keeps it."""
+
+    max_rows: int | None = None
+    """Rows it holds at most; None: any number."""
+    max_bytes: int | None = None
+    """Bytes of the extents it holds at most; None: any number."""
+    rows_per_version: int | None = None
+    """Rows that training consumes between two weight versions. With `max_lag`, the partition takes at most
+    `(max_lag + 1) * rows_per_version` rows, so that a row is consumed at most `max_lag` versions after it was begun
+    (the admission rule of AReaL, arXiv:2505.24298, section 5.1)."""
+    max_lag: int | None = None
+    """Rows whose tag `weight_version_min` is more than this behind `advance`'s version are cleared and counted (with
+    their group), and a put of such rows raises `StaleVersionError`; None: any age is good."""
+    on_full: OnFull = OnFull.BLOCK
+    """What a put of new rows does where there is no room."""
+    tasks: tuple[str, ...] = ()
+    """The tasks that consume every row: once all of them acked a row, it is cleared. A claim for another task is
+    refused. Empty: any task may claim, and only `clear` frees rows."""
+    keep_steps: int = 0
+    """A row that all `tasks` acked is cleared this many training steps later, so that `restore` can go back as far."""
+    max_attempts: int = 3
+    """A row that came back this many times (nack, expired lease, dead consumer) becomes a dead letter."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_rows", 1), ("max_bytes", 1), ("rows_per_version", 1), ("max_lag", 0), ("keep_steps", 0),
+            ("max_attempts", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}: it must be at least {least}" + (", or None" * (least == 1)))
+        choices = [str(choice) for choice in OnFull]
+        if str(self.on_full) not in choices:
+            raise ValueError(f"on_full is {self.on_full!r}: choose one of {choices}")
+        object.__setattr__(self, "on_full", OnFull(self.on_full))
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        if (self.rows_per_version is None) != (self.max_lag is None) and self.rows_per_version is not None:
+            raise ValueError("rows_per_version bounds nothing without max_lag: give both, or max_rows")
+        if self.keep_steps and not self.tasks:
+            raise ValueError(f"keep_steps is {self.keep_steps}, and no tasks are declared whose rows would be kept")
+
+    @property
+    def row_limit(self) -> int | None:
+        """The smaller of `max_rows` and what `max_lag` allows."""
+        limits = [self.max_rows] if self.max_rows is not None else []
+        if self.max_lag is not None and self.rows_per_version is not None:
+            limits.append((self.max_lag + 1) * self.rows_per_version)
+        return min(limits, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "tasks": list(self.tasks), "on_full": str(self.on_full)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PartitionOptions:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: an option has no meaning; names those there are.
+        """
+        known = [each.name for each in fields(cls)]
+        unknown = sorted(set(value) - set(known))
+        if unknown:
+            raise ValueError(f"a partition has no options {unknown}; it has {known}")
+        return cls(**value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Room that a producer was promised by `admit`: it may put that many rows without waiting."""
+
+    number: int
+    """Given once by one server."""
+    partition: str
+    """Where."""
+    num_rows: int
+    """Rows it is good for."""
+    num_bytes: int
+    """Bytes it is good for."""
+    weight_version: int
+    """The partition's weight version when it was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What `restore` did."""
+
+    num_returned: int
+    """Acks taken back: rows that a task will be given again."""
+    num_cleared: int
+    """Rows acked after that step that were cleared since and cannot come back."""
+    num_revoked: int
+    """Leased rows taken from their holders, whose acks are refused from now on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +154,15 @@ class BatchMeta:
     """B row numbers, in the same order, never given twice by one server; empty in references made by hand."""
     generation: int = 0
     """Generation of the partition when the reference was made: a cleared one is stale. 0 in references made by hand."""
+    task: str = ""
+    """The task that the rows were claimed for; empty where they were not claimed."""
+    leases: tuple[int, ...] = ()
+    """B lease numbers, in the same order: what `ack` and `nack` show. Empty where the rows were not claimed."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What a storage wants to remember about the whole reference; opaque."""
 
     def __post_init__(self) -> None:
-        for name in ("tags", "rows"):
+        for name in ("tags", "rows", "leases"):
             length = len(getattr(self, name))
             if length not in (0, len(self.sample_ids)):
                 raise ValueError(
@@ -66,7 +183,58 @@ class BatchMeta:
             sample_ids=_take(self.sample_ids, index),
             tags=_take(self.tags, index) if self.tags else (),
             rows=_take(self.rows, index) if self.rows else (),
+            leases=_take(self.leases, index) if self.leases else (),
         )
+
+    def filter(self, keep: Callable[[Mapping[str, Any]], bool]) -> BatchMeta:
+        """Rows whose tags `keep` accepts, in this order; a row without tags has an empty mapping."""
+        return self.reorder([i for i, tags in enumerate(self._all_tags()) if keep(tags)])
+
+    def groupby(self, tag: str) -> dict[Hashable, BatchMeta]:
+        """Rows by the value of a tag; groups and their rows in the order of first appearance.
+
+        Raises:
+            KeyError: a row has no such tag.
+        """
+        index: dict[Hashable, list[int]] = {}
+        for i, value in enumerate(self._values(tag)):
+            index.setdefault(value, []).append(i)
+        return {value: self.reorder(positions) for value, positions in index.items()}
+
+    def sort_by(self, tag: str, *, descending: bool = False) -> BatchMeta:
+        """Rows in the order of a tag; equal ones stay in the order they have.
+
+        Raises:
+            KeyError: a row has no such tag.
+        """
+        values = self._values(tag)
+        return self.reorder(sorted(range(len(self)), key=values.__getitem__, reverse=descending))
+
+    def balanced(self, num_parts: int, *, tag: str = "num_tokens") -> BatchMeta:
+        """Rows in an order in which `chunk(num_parts)` gives parts of nearly equal sums of a tag, and equal counts.
+
+        Greedy: the longest row goes to the part with the smallest sum that has room (LPT with a cardinality bound).
+
+        Raises:
+            KeyError: a row has no such tag.
+            ValueError: the length does not divide.
+        """
+        if num_parts < 1 or len(self) % num_parts:
+            raise ValueError(f"{len(self)} rows cannot be balanced over {num_parts} equal parts: use another number")
+        return self.reorder(balanced_order([float(value) for value in self._values(tag)], num_parts))
+
+    def pad_to(self, multiple: int) -> tuple[BatchMeta, int]:
+        """This reference lengthened by repeating its first rows until `multiple` divides it, and how many were added.
+
+        The repeats are the last rows: give them no weight in a loss. They have the leases of the rows they repeat.
+
+        Raises:
+            ValueError: `multiple` is not positive, or there is no row to repeat.
+        """
+        if multiple < 1 or not len(self):
+            raise ValueError(f"{len(self)} rows cannot be padded to a multiple of {multiple}")
+        missing = -len(self) % multiple
+        return self.reorder([*range(len(self)), *(i % len(self) for i in range(missing))]), missing
 
     def select_columns(self, columns: Sequence[str]) -> BatchMeta:
         """The same rows with only `columns`, in that order.
@@ -98,6 +266,8 @@ class BatchMeta:
             tags=tags,
             rows=self.rows or (_take(other.rows, theirs) if other.rows else ()),
             generation=self.generation or other.generation,
+            task=self.task or other.task,
+            leases=self.leases or (_take(other.leases, theirs) if other.leases else ()),
             extra={**self.extra, **other.extra},
         )
 
@@ -136,21 +306,40 @@ class BatchMeta:
         homes = {(p.partition, p.generation) for p in parts}
         if len(homes) > 1:
             raise ValueError(f"concat needs parts of one generation of one partition, not {sorted(homes)}")
+        tasks = {p.task for p in parts}
+        if len(tasks) > 1:
+            raise ValueError(f"concat needs parts claimed for one task, not {sorted(tasks)}")
         shared = set(parts[0].columns).intersection(*(p.columns for p in parts))
         has_tags = any(p.tags for p in parts)
         has_rows = all(p.rows or not p.sample_ids for p in parts)
+        has_leases = all(p.leases or not p.sample_ids for p in parts)
         return replace(
             parts[0],
             sample_ids=tuple(chain.from_iterable(p.sample_ids for p in parts)),
             columns=tuple(c for c in parts[0].columns if c in shared),
             tags=tuple(chain.from_iterable(p.tags or ({},) * len(p) for p in parts)) if has_tags else (),
             rows=tuple(chain.from_iterable(p.rows for p in parts)) if has_rows else (),
+            leases=tuple(chain.from_iterable(p.leases for p in parts)) if has_leases else (),
         )
 
     def _slice(self, start: int, stop: int) -> BatchMeta:
+        part = slice(start, stop)
         return replace(
-            self, sample_ids=self.sample_ids[start:stop], tags=self.tags[start:stop], rows=self.rows[start:stop]
+            self,
+            sample_ids=self.sample_ids[part],
+            tags=self.tags[part],
+            rows=self.rows[part],
+            leases=self.leases[part],
         )
+
+    def _all_tags(self) -> Sequence[Mapping[str, Any]]:
+        return self.tags or ({},) * len(self)
+
+    def _values(self, tag: str) -> list[Any]:
+        lacking = [name for name, tags in zip(self.sample_ids, self._all_tags(), strict=True) if tag not in tags]
+        if lacking:
+            raise KeyError(f"{len(lacking)} of {len(self)} rows have no tag {tag!r}, {lacking[0]!r} among them")
+        return [tags[tag] for tags in self.tags]
 
     def _positions_in(self, other: BatchMeta) -> Sequence[int]:
         """Where each of our rows stands in `other`."""

@@ -1,0 +1,289 @@
+"""Room in partitions: credits, what a put does where there is none, and rows that are too old to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_tq import _checks
+from rl_tq._requests import Admission, Put, Request
+from rl_tq.errors import QueueFullError, SchemaError
+from rl_tq.types import Credit, OnFull, PartitionOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from rl_tq._rows import Partition, Row
+    from rl_tq._state import State
+
+_DEFAULTS = PartitionOptions()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Promise:
+    partition: str
+    num_rows: int
+    """Left of it."""
+    num_bytes: int
+    """Left of it."""
+    owner: Any
+    label: str
+
+
+class Admissions:
+    """Decides which puts enter a state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._promises: dict[int, _Promise] = {}
+        self._num_given = 0
+
+    # Puts
+
+    def check(self, put: Put) -> None:
+        """Raise what makes a put impossible whatever room there is; see `TransferQueue.put`."""
+        home = self._state.partitions.get(put.partition)
+        options = self._options(put.partition)
+        _checks.check_put(put, home)
+        _checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
+        if put.leases:
+            ledger = home.tasks.get(put.task) if home else None
+            _checks.check_leases(
+                ledger, put.partition, put.task, put.rows, put.leases, put.sample_ids or (), may_be_acked=True
+            )
+        existing = self._existing(put, home)
+        _checks.check_unfilled(put.partition, [row for row in existing if row], put.schema)
+        num_new = put.num_rows - sum(row is not None for row in existing)
+        self._check_possible(put.partition, num_new, put.nbytes if num_new else 0, "a put")
+
+    def put(self, put: Put) -> list[Row] | None:
+        """Enter a put's rows; None: there is no room yet.
+
+        Raises:
+            what `check` raises; QueueFullError: there is no room, and its partition does not wait.
+        """
+        self.check(put)
+        home = self._state.partitions.get(put.partition)
+        existing = self._existing(put, home)
+        num_new = existing.count(None) if existing else put.num_rows
+        promise = self._promise(put)
+        if num_new and self._has_limits(put.partition):
+            rows = max(0, num_new - (promise.num_rows if promise else 0))
+            nbytes = max(0, put.nbytes - (promise.num_bytes if promise else 0))
+            if not self._has_room(put.partition, rows, nbytes) and not self._make_room(put, rows, nbytes):
+                return None
+        if promise is not None:
+            promise.num_rows = max(0, promise.num_rows - num_new)
+            promise.num_bytes = max(0, promise.num_bytes - put.nbytes)
+            if not promise.num_rows:
+                del self._promises[put.credit]
+        return self._enter(put, existing)
+
+    def _enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
+        state = self._state
+        if put.partition not in state.partitions:
+            state.open(put.partition, state.next_generation)
+        home = state.partitions[put.partition]
+        numbers: list[int] = []
+        names: list[str | None] = list(put.sample_ids) if put.sample_ids is not None else [None] * put.num_rows
+        following = state.next_row
+        for i, row in enumerate(existing or [None] * put.num_rows):
+            numbers.append(row.number if row else following)
+            if row is None:
+                if names[i] is None and (taken := f"row{following}") in home.by_id:  # a caller chose this very name
+                    while taken in home.by_id:
+                        taken += "+"
+                    names[i] = taken
+                following += 1
+        schema = {name: column.to_json() for name, column in put.schema.items()}
+        return state.put(
+            put.partition, put.extent, schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags
+        )
+
+    def _existing(self, put: Put, home: Partition | None) -> list[Row | None]:
+        """The rows that a put adds to, None where it makes one; empty when it makes all of them."""
+        if put.rows:
+            return [*_checks.find_rows(self._state, put.partition, put.generation, put.rows, put.sample_ids or ())]
+        if put.sample_ids is None:
+            return []
+        by_id = home.by_id if home else {}
+        return [by_id.get(sample_id) for sample_id in put.sample_ids]
+
+    # Credits
+
+    def admit(self, request: Admission) -> Credit | None:
+        """Promise room; None: there is none yet.
+
+        Raises:
+            QueueFullError: there will never be as much, or the partition does not wait.
+        """
+        name = request.partition
+        if request.num_rows < 1 or request.num_bytes < 0:
+            raise SchemaError(f"a credit is for 1 row or more and 0 bytes or more, not {request.num_rows} rows and {request.num_bytes} bytes")  # fmt: skip  # noqa: E501
+        self._check_possible(name, request.num_rows, request.num_bytes, "a credit")
+        if not self._has_room(name, request.num_rows, request.num_bytes):
+            if self._options(name).on_full is OnFull.RAISE:
+                raise QueueFullError(self.explain(request))
+            return None
+        self._num_given += 1
+        self._promises[self._num_given] = _Promise(
+            partition=name, num_rows=request.num_rows, num_bytes=request.num_bytes, owner=request.owner,
+            label=request.label,
+        )  # fmt: skip
+        return Credit(
+            number=self._num_given, partition=name, num_rows=request.num_rows, num_bytes=request.num_bytes,
+            weight_version=self._state.versions.get(name, 0),
+        )  # fmt: skip
+
+    def release(self, credit: int) -> str | None:
+        """End a promise; returns its partition, None if it ended before."""
+        promise = self._promises.pop(credit, None)
+        return promise.partition if promise else None
+
+    def owner_left(self, owner: Any) -> list[str]:
+        """End the promises to a client that is gone; returns their partitions."""
+        gone = [number for number, promise in self._promises.items() if promise.owner == owner]
+        return [self._promises.pop(number).partition for number in gone]
+
+    def is_behind(self, request: Request, parked: Iterable[Request]) -> bool:
+        """Whether others wait for room that a request must not overtake. Who adds columns, or has a credit, may."""
+        if isinstance(request, Put) and (request.credit or request.rows or not self._makes_rows(request)):
+            return False
+        return any(isinstance(other, Put | Admission) for other in parked)
+
+    # Age
+
+    def drop_stale(self, partition: str) -> int:
+        """Clear the rows (and their groups) that are more than `max_lag` behind, leased ones excepted; how many."""
+        home = self._state.partitions.get(partition)
+        if home is None or home.options.max_lag is None:
+            return 0
+        oldest = home.weight_version - home.options.max_lag
+        stale = [n for version in sorted(home.by_version) if version < oldest for n in home.by_version[version]]
+        gone = {mate for number in stale for mate in self._unit(home, home.rows[number])}
+        if gone:
+            self._state.clear(partition, sorted(gone), "stale")
+        return len(gone)
+
+    # What is said of it
+
+    def explain(self, request: Request) -> str:
+        """Why a put or an admission waits."""
+        home = self._state.partitions.get(request.partition)
+        options = self._options(request.partition)
+        wanted = (
+            f"{request.num_rows} rows, {request.nbytes} bytes" if isinstance(request, Put)
+            else f"room for {request.num_rows} rows, {request.num_bytes} bytes" if isinstance(request, Admission)
+            else "something"
+        )  # fmt: skip
+        rows, nbytes = self._promised(request.partition)
+        holders = sorted({p.label for p in self._promises.values() if p.partition == request.partition})
+        leased = sum(row.num_leases > 0 for row in home.rows.values()) if home else 0
+        return (
+            f"partition {request.partition!r} has no room for {wanted}: it holds {len(home.rows) if home else 0} of "
+            f"{options.row_limit} rows ({leased} leased), {home.nbytes if home else 0} of {options.max_bytes} bytes, "
+            f"and promised {rows} rows, {nbytes} bytes"
+            + (f" to {', '.join(holders)}" if holders else "")
+            + ". Rows leave when they are cleared"
+            + (f", or acked by {list(options.tasks)}" if options.tasks else "")
+        )
+
+    def stats(self, partition: str) -> dict[str, Any]:
+        """What is promised."""
+        rows, nbytes = self._promised(partition)
+        return {"promised_rows": rows, "promised_bytes": nbytes}
+
+    # Parts
+
+    def _options(self, partition: str) -> PartitionOptions:
+        return self._state.options.get(partition, _DEFAULTS)
+
+    def _has_limits(self, partition: str) -> bool:
+        options = self._options(partition)
+        return options.row_limit is not None or options.max_bytes is not None
+
+    def _promise(self, put: Put) -> _Promise | None:
+        if not put.credit:
+            return None
+        promise = self._promises.get(put.credit)
+        if promise is None or promise.partition != put.partition:
+            raise QueueFullError(
+                f"credit {put.credit} is not good for partition {put.partition!r}"
+                + (f" but for {promise.partition!r}" if promise else ": it is used up or was released")
+                + "; ask for another with admit()"
+            )
+        return promise
+
+    def _makes_rows(self, put: Put) -> bool:
+        home = self._state.partitions.get(put.partition)
+        return home is None or put.sample_ids is None or not all(i in home.by_id for i in put.sample_ids)
+
+    def _check_possible(self, partition: str, num_rows: int, nbytes: int, what: str) -> None:
+        options = self._options(partition)
+        for amount, limit, unit in ((num_rows, options.row_limit, "rows"), (nbytes, options.max_bytes, "bytes")):
+            if limit is not None and amount > limit:
+                raise QueueFullError(
+                    f"{what} of {amount} {unit} can never enter partition {partition!r}, which takes {limit}: put "
+                    "fewer at once, or configure a larger limit"
+                )
+
+    def _has_room(self, partition: str, num_rows: int, nbytes: int) -> bool:
+        options = self._options(partition)
+        home = self._state.partitions.get(partition)
+        held_rows, held_bytes = (len(home.rows), home.nbytes) if home else (0, 0)
+        promised_rows, promised_bytes = self._promised(partition)
+        row_limit = options.row_limit
+        return (row_limit is None or not num_rows or held_rows + promised_rows + num_rows <= row_limit) and (
+            options.max_bytes is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.max_bytes
+        )
+
+    def _promised(self, partition: str) -> tuple[int, int]:
+        mine = [promise for promise in self._promises.values() if promise.partition == partition]
+        return sum(promise.num_rows for promise in mine), sum(promise.num_bytes for promise in mine)
+
+    def _make_room(self, put: Put, num_rows: int, nbytes: int) -> bool:
+        """Drop rows until a put fits, as its partition's options say. False: it has to wait.
+
+        Raises:
+            QueueFullError: the options forbid waiting, or all that may be dropped is not enough.
+        """
+        options = self._options(put.partition)
+        home = self._state.partitions.get(put.partition)
+        if options.on_full is OnFull.BLOCK:
+            return False
+        if options.on_full is OnFull.RAISE or home is None:
+            raise QueueFullError(self.explain(put))
+        gone: dict[int, None] = {}
+        extents: dict[int, int] = {}
+        freed_bytes = 0
+        row_limit = options.row_limit
+        promised_rows, promised_bytes = self._promised(put.partition)
+        keep = {row.number for row in self._existing(put, home) if row}
+        for row in self._droppable(home, options.on_full):
+            if row.number in gone or row.number in keep:
+                continue
+            for number in self._unit(home, row) - keep - gone.keys():
+                gone[number] = None
+                for extent, _ in home.rows[number].pieces:
+                    extents[extent.number] = extents.get(extent.number, 0) + 1
+                    freed_bytes += extent.nbytes if extents[extent.number] == extent.num_live else 0
+            fits_rows = row_limit is None or len(home.rows) - len(gone) + promised_rows + num_rows <= row_limit
+            fits_bytes = (
+                options.max_bytes is None or home.nbytes - freed_bytes + promised_bytes + nbytes <= options.max_bytes
+            )
+            if fits_rows and fits_bytes:
+                self._state.clear(put.partition, sorted(gone), options.on_full.value)
+                return True
+        raise QueueFullError(f"{self.explain(put)}; dropping all {len(gone)} rows that may be dropped is not enough")
+
+    def _droppable(self, home: Partition, on_full: OnFull) -> Iterator[Row]:
+        if on_full is OnFull.DROP_OLDEST:
+            rows = iter(list(home.rows.values()))
+        else:
+            rows = (home.rows[n] for version in sorted(home.by_version) for n in sorted(home.by_version[version]))
+        return (row for row in rows if self._unit(home, row))
+
+    def _unit(self, home: Partition, row: Row) -> set[int]:
+        """What goes together: the row's group, or itself; empty while somebody has a lease on any of it."""
+        mates = home.by_group[row.group] if row.group is not None else {row.number}
+        return set() if any(home.rows[number].num_leases for number in mates) else set(mates)

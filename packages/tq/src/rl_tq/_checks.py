@@ -1,0 +1,162 @@
+"""What the bookkeeping refuses, and the sentences that say why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError, StaleVersionError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from rl_tq._ledger import TaskLedger
+    from rl_tq._requests import Put
+    from rl_tq._rows import Partition, Row
+    from rl_tq._schema import ColumnSchema
+    from rl_tq._state import State
+    from rl_tq.types import PartitionOptions
+
+
+def find_rows(
+    state: State, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]
+) -> list[Row]:
+    """The rows of a reference: by number, or (made by hand) by id.
+
+    Raises:
+        StaleReferenceError: one, or all of their generation, were cleared.
+        MissingDataError: there are no rows of such ids.
+    """
+    home = state.partitions.get(partition)
+    if generation and (home is None or home.generation != generation):
+        raise StaleReferenceError(
+            f"partition {partition!r} was cleared: this reference is of its generation {generation}, "
+            + (f"the present one is {home.generation}" if home else "and it was not put to since")
+        )
+    if home is None:
+        raise MissingDataError(f"there is no partition {partition!r}; there are {sorted(state.partitions) or 'none'}")
+    found = [home.rows.get(n) for n in rows] if rows else [home.by_id.get(i) for i in sample_ids]
+    if None in found:
+        gone = [name for name, row in zip(sample_ids or map(str, rows), found, strict=True) if row is None]
+        what = f"{len(gone)} of {len(found)} rows of partition {partition!r}"
+        if rows:
+            raise StaleReferenceError(f"{what} were cleared since this reference was made: {few(gone)}")
+        raise MissingDataError(f"{what} are not there: {few(gone)}")
+    return [row for row in found if row is not None]
+
+
+def check_columns(partition: str, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Raise MissingDataError, naming rows, if one of them lacks a column."""
+    wanted = frozenset(columns)
+    if all(wanted <= held for held in {row.columns for row in rows}):
+        return
+    lacking = {c: ids for c in columns if (ids := [row.sample_id for row in rows if c not in row.columns])}
+    told = [f"{len(ids)} of {len(rows)} rows have no {c!r} yet ({few(ids)})" for c, ids in lacking.items()]
+    raise MissingDataError(f"partition {partition!r}: " + "; ".join(told))
+
+
+def check_put(put: Put, home: Partition | None) -> None:
+    """Raise SchemaError if a put's counts disagree, or its columns with what their partition holds."""
+    if put.num_rows < 1:
+        raise SchemaError(f"a put takes at least one row, not {put.num_rows}")
+    for name, given in (("sample_ids", put.sample_ids), ("tags", put.tags)):
+        if given is not None and len(given) != put.num_rows:
+            raise SchemaError(f"{len(given)} {name} were given for {put.num_rows} rows: one per row is needed")
+    if put.sample_ids is not None and len(set(put.sample_ids)) < put.num_rows:
+        twice = [sample_id for sample_id, times in Counter(put.sample_ids).items() if times > 1]
+        raise SchemaError(f"sample ids stand more than once in one put: {few(twice)}")
+    if put.tags is not None:
+        _check_tags(put.tags)
+    if home is not None:
+        _check_schema(put.partition, home.schema, put.schema)
+
+
+def _check_tags(tags: Sequence[Mapping[str, Any]]) -> None:
+    for tag in tags:
+        if not tag:
+            continue
+        if isinstance(tag.get("group_id"), list | dict):
+            raise SchemaError(f"the tag group_id is {tag['group_id']!r}: it must be a string, number or null")
+        version = tag.get("weight_version_min")
+        if version is not None and not isinstance(version, int):
+            raise SchemaError(f"the tag weight_version_min is {version!r}: it must be an integer")
+
+
+def _check_schema(partition: str, held: Mapping[str, ColumnSchema], schema: Mapping[str, ColumnSchema]) -> None:
+    for column, brought in schema.items():
+        there = held.get(column)
+        if there is not None and there != brought:
+            raise SchemaError(
+                f"column {column!r} of partition {partition!r} is {there}, and this put brings {brought}: "
+                "convert it, use another column, or clear the partition"
+            )
+
+
+def check_unfilled(partition: str, rows: Sequence[Row], columns: Collection[str]) -> None:
+    """Raise SchemaError if one of the rows has one of the columns: a value is written once."""
+    for column in columns:
+        filled = [row.sample_id for row in rows if column in row.columns]
+        if filled:
+            raise SchemaError(
+                f"column {column!r} of partition {partition!r} is filled already in {len(filled)} rows "
+                f"({few(filled)}): a value is written once; clear the rows or use another column"
+            )
+
+
+def check_fresh(put: Put, options: PartitionOptions, weight_version: int) -> None:
+    """Raise StaleVersionError if rows were made with older weights than `max_lag` allows."""
+    if options.max_lag is None or not put.tags:
+        return
+    oldest = min((v for tag in put.tags if (v := tag.get("weight_version_min")) is not None), default=None)
+    if oldest is not None and weight_version - oldest > options.max_lag:
+        raise StaleVersionError(
+            f"partition {put.partition!r} is at weight version {weight_version} and takes rows at most "
+            f"{options.max_lag} behind; this put brings some of version {oldest}: drop them, or set a larger max_lag"
+        )
+
+
+def check_leases(
+    ledger: TaskLedger | None,
+    partition: str,
+    task: str,
+    rows: Sequence[int],
+    leases: Sequence[int],
+    sample_ids: Sequence[str],
+    *,
+    may_be_acked: bool,
+) -> list[int]:
+    """The rows that are still leased under the numbers shown; with `may_be_acked`, others may be acked under them.
+
+    Raises:
+        LeaseLostError: a row is leased under another number, or not at all.
+    """
+    due: dict[int, None] = {}
+    lost: list[str] = []
+    for i, (row, number) in enumerate(zip(rows, leases, strict=True)):
+        lease = ledger.leased.get(row) if ledger else None
+        if lease is not None and lease.number == number:
+            due[row] = None
+        elif not (may_be_acked and ledger is not None and ledger.acked.get(row, (0, 0))[1] == number):
+            lost.append(f"{sample_ids[i] if sample_ids else row!r} ({_fate(ledger, row)})")
+    if lost:
+        raise LeaseLostError(
+            f"{len(lost)} of {len(rows)} rows of partition {partition!r} are not leased to this claim of task {task!r} "
+            f"any more: {few(lost, 3, quote=False)}; nothing was done. Drop what was made of them, and claim again"
+        )
+    return list(due)
+
+
+def _fate(ledger: TaskLedger | None, row: int) -> str:
+    if ledger is None or (row not in ledger.leased and row not in ledger.acked and row not in ledger.dead):
+        return "it went back, or was cleared"
+    if row in ledger.leased:
+        return f"it is leased to {ledger.leased[row].label}"
+    if row in ledger.acked:
+        return f"it was acked at step {ledger.acked[row][0]}"
+    return "it is a dead letter"
+
+
+def few(names: Sequence[str], limit: int = 5, *, quote: bool = True) -> str:
+    """The first of some names, and how many more there are."""
+    shown = ", ".join(repr(name) if quote else name for name in names[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

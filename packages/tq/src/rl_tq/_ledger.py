@@ -1,0 +1,161 @@
+"""Who was given which row: leases, acks, attempts and dead letters of one task in one partition."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl_tq._ready import ReadyRows, make_index
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterable, Sequence
+
+    from rl_tq._rows import Partition, Row
+    from rl_tq.policies import Policy
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """Rows of one claim that are neither acked nor returned yet."""
+
+    number: int
+    """The epoch that an ack must show: given once, so that whoever lost the rows cannot speak for them."""
+    partition: str
+    task: str
+    owner: Any
+    """The client that claimed: its leases end with it."""
+    label: str
+    """The owner in words."""
+    lease_s: float | None
+    """Seconds until it expires; None: it ends with its owner."""
+    rows: set[int]
+    is_grouped: bool
+    """Whether a policy gave whole groups."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TaskLedger:
+    """One task's share of a partition. A row is free, leased, acked or dead."""
+
+    leased: dict[int, Lease] = field(default_factory=dict[int, Lease])
+    acked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """Row to (training step, lease)."""
+    dead: dict[int, str] = field(default_factory=dict[int, str])
+    """Dead letters: row to the last reason why it came back."""
+    attempts: dict[int, int] = field(default_factory=dict[int, int])
+    """Row to how often it came back."""
+    returned: set[int] = field(default_factory=set[int])
+    """Free rows that this task was given before."""
+    acked_groups: Counter[Hashable] = field(default_factory=Counter["Hashable"])
+    """Group to how many of its rows were acked."""
+    cleared: Counter[int] = field(default_factory=Counter[int])
+    """Training step to how many rows acked at it were cleared since."""
+    num_acked: int = 0
+    """In the life of the partition."""
+    indexes: dict[tuple[frozenset[str], Policy], ReadyRows] = field(
+        default_factory=dict[tuple[frozenset[str], "Policy"], ReadyRows]
+    )
+
+    def is_free(self, number: int) -> bool:
+        """Whether the row may be given to this task."""
+        return number not in self.leased and number not in self.acked and number not in self.dead
+
+    def index(self, home: Partition, columns: Collection[str], policy: Policy) -> ReadyRows:
+        """The rows that can be claimed with `columns`; made on first use, kept up to date from then on."""
+        key = (frozenset(columns), policy)
+        index = self.indexes.get(key)
+        if index is None:
+            index = self.indexes[key] = make_index(policy, lambda: self._given_groups(home))
+            for number, row in home.rows.items():
+                if key[0] <= row.columns and self.is_free(number):
+                    index.add(row, is_back=number in self.returned)
+        return index
+
+    def lease(self, lease: Lease) -> None:
+        """Give rows to a lease."""
+        self.leased.update(dict.fromkeys(lease.rows, lease))
+        self.returned -= lease.rows
+        self.withdraw(lease.rows)
+
+    def withdraw(self, rows: Iterable[int]) -> None:
+        """Take rows out of every index."""
+        for index in self.indexes.values():
+            index.discard(rows)
+
+    def offer(self, rows: Sequence[Row]) -> None:
+        """Put rows into the indexes where they are ready."""
+        for (columns, _), index in self.indexes.items():
+            for row in rows:
+                if columns <= row.columns and self.is_free(row.number):
+                    index.add(row, is_back=row.number in self.returned)
+
+    def ack(self, row: Row, step: int) -> None:
+        """A leased row is consumed."""
+        lease = self.leased.pop(row.number)
+        lease.rows.discard(row.number)
+        self.acked[row.number] = (step, lease.number)
+        self.num_acked += 1
+        if (group := row.group) is not None:
+            self.acked_groups[group] += 1
+
+    def unack(self, row: Row) -> None:
+        """An acked row is free again."""
+        del self.acked[row.number]
+        self.num_acked -= 1
+        if (group := row.group) is not None:
+            self.acked_groups[group] -= 1
+
+    def forget(self, number: int) -> None:
+        """A row is cleared."""
+        lease = self.leased.pop(number, None)
+        if lease is not None:
+            lease.rows.discard(number)
+        if (acked := self.acked.pop(number, None)) is not None:
+            self.cleared[acked[0]] += 1
+        self.dead.pop(number, None)
+        self.returned.discard(number)
+        self.attempts.pop(number, None)
+
+    def _given_groups(self, home: Partition) -> set[Hashable]:
+        given = {home.rows[number].group for number in self.leased}
+        return given | {group for group, times in self.acked_groups.items() if times > 0}
+
+
+class Timers:
+    """Deadlines by key, the earliest first. Cancelled ones stay until they surface."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Any, float] = {}
+        self._heap: list[tuple[float, int, Any]] = []
+        self._count = 0
+
+    def set(self, key: Any, deadline: float) -> None:
+        """Have `due` return the key once `deadline` has come; a second call replaces the first."""
+        self._deadlines[key] = deadline
+        self._count += 1
+        heapq.heappush(self._heap, (deadline, self._count, key))
+
+    def cancel(self, key: Any) -> None:
+        """Forget a key, whether it is there or not."""
+        self._deadlines.pop(key, None)
+        if len(self._heap) > 2 * len(self._deadlines) + 64:
+            live = sorted((deadline, i, key) for i, (key, deadline) in enumerate(self._deadlines.items()))
+            self._heap, self._count = live, len(live)
+
+    def due(self, now: float) -> list[Any]:
+        """Remove and return the keys whose deadline has come, the earliest first."""
+        found: list[Any] = []
+        while self._heap and self._heap[0][0] <= now:
+            deadline, _, key = heapq.heappop(self._heap)
+            if self._deadlines.get(key) == deadline:
+                del self._deadlines[key]
+                found.append(key)
+        return found
+
+    def next(self) -> float | None:
+        """The earliest deadline; None when there is none."""
+        while self._heap and self._deadlines.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None

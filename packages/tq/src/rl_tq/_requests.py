@@ -1,0 +1,113 @@
+"""What is asked of the bookkeeping, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rl_tq.policies import Fifo, Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_tq._rows import Row, Run
+    from rl_tq._schema import ColumnSchema
+    from rl_tq.errors import TransferQueueError
+    from rl_tq.types import Credit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows as a store answers them."""
+
+    partition: str
+    """Their partition."""
+    generation: int
+    """Its generation."""
+    rows: tuple[Row, ...]
+    """In the order asked for, or in that of the policy."""
+    version: int
+    """Grows whenever the partition changes."""
+    task: str = ""
+    """For whom they were claimed."""
+    lease: int = 0
+    """The claim's lease; 0 where nothing was claimed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where the values of a batch lie."""
+
+    columns: dict[str, tuple[ColumnSchema, int]]
+    """Column name to its schema and the position of its runs."""
+    runs: list[list[Run]]
+    """Runs of rows, in the order of the batch."""
+    extents: set[int]
+    """Every extent among them."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Anything that may have to wait: parked until it can be answered or its deadline passes."""
+
+    key: Any
+    """The host's name for whoever waits."""
+    partition: str
+    """Where."""
+    deadline: float
+    """On the host's clock, seconds."""
+    owner: Any = None
+    """The client: leases and credits end with it."""
+    label: str = "a client"
+    """The client in words."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Claim(Request):
+    """Ready rows for a task."""
+
+    columns: tuple[str, ...]
+    """What a row must have to be ready."""
+    task: str
+    """Who consumes."""
+    batch_size: int
+    """Rows wanted."""
+    is_claim: bool = True
+    """True: claim. False: list all ready rows, for a sampler to choose among."""
+    after: int = -1
+    """List only once the partition's version is beyond this."""
+    policy: Policy = field(default_factory=Fifo)
+    """In which order, and what belongs together."""
+    lease_s: float | None = None
+    """Seconds until the lease expires; None: it ends with its owner."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Put(Request):
+    """An extent to make visible: row i lies at index i."""
+
+    num_rows: int
+    schema: Mapping[str, ColumnSchema]
+    extent: int
+    nbytes: int
+    sample_ids: Sequence[str] | None = None
+    tags: Sequence[Mapping[str, Any]] | None = None
+    credit: int = 0
+    """The credit that it draws on; 0: none."""
+    rows: Sequence[int] = ()
+    """Row numbers, where the caller gave a reference instead of ids."""
+    generation: int = 0
+    task: str = ""
+    leases: Sequence[int] = ()
+    """The leases under which the caller writes: refused if he lost one."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Admission(Request):
+    """Room for rows that are still to be made."""
+
+    num_rows: int
+    num_bytes: int
+
+
+Outcome: TypeAlias = "Batch | Credit | TransferQueueError"

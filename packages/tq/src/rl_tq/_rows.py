@@ -1,0 +1,170 @@
+"""What the bookkeeping keeps: rows, the extents that their values lie in, and the partitions that hold them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rl_tq.types import PartitionOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+
+    from rl_tq._ledger import TaskLedger
+    from rl_tq._schema import ColumnSchema
+
+Run: TypeAlias = tuple[int, int, int]
+"""Extent, first row in it, number of rows: rows of a batch that are consecutive in it and in memory."""
+
+NO_TAGS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Extent:
+    """What one put wrote."""
+
+    number: int
+    """The host's, given once."""
+    columns: frozenset[str]
+    """Its columns."""
+    nbytes: int
+    """All of it."""
+    num_rows: int
+    """Rows it was written with."""
+    num_live: int
+    """Rows that still refer to it."""
+    owner: str
+    """Who put it, in words."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row:
+    """One row."""
+
+    number: int
+    """Given once in the life of the store; a smaller one is older."""
+    sample_id: str
+    """The caller's name for it, unique in its partition while it exists."""
+    tags: Mapping[str, Any]
+    """Small values, merged from every put. Replaced, never changed in place."""
+    columns: frozenset[str]
+    """What it has."""
+    pieces: tuple[tuple[Extent, int], ...]
+    """Extents that hold its values, and its index in each; no two hold the same column."""
+    num_leases: int = 0
+    """Leases on it, over all tasks."""
+
+    @property
+    def group(self) -> Hashable:
+        """Its tag `group_id`, or None."""
+        return self.tags.get("group_id")
+
+    @property
+    def version(self) -> int | None:
+        """Its tag `weight_version_min`: the oldest weights that made any of it."""
+        return self.tags.get("weight_version_min")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Partition:
+    """Rows under one name."""
+
+    name: str
+    generation: int
+    options: PartitionOptions = field(default_factory=PartitionOptions)
+    schema: dict[str, ColumnSchema] = field(default_factory=dict[str, "ColumnSchema"])
+    rows: dict[int, Row] = field(default_factory=dict[int, Row])
+    """By number, oldest first."""
+    by_id: dict[str, Row] = field(default_factory=dict[str, Row])
+    by_version: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    by_group: dict[Hashable, set[int]] = field(default_factory=dict["Hashable", set[int]])
+    nbytes: int = 0
+    weight_version: int = 0
+    tasks: dict[str, TaskLedger] = field(default_factory=dict[str, "TaskLedger"])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    """Rows that were cleared by a limit, by the reason."""
+    done: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """Training step to the rows that every declared task acked at it or before, for `keep_steps`."""
+    changed: int = 0
+    """Grows whenever it changes."""
+
+    def enter(self, row: Row) -> None:
+        """Take a new row in."""
+        self.rows[row.number] = self.by_id[row.sample_id] = row
+        self._classify(row)
+
+    def leave(self, row: Row) -> None:
+        """Let a row go."""
+        del self.rows[row.number], self.by_id[row.sample_id]
+        self._declassify(row)
+        for ledger in self.tasks.values():
+            ledger.forget(row.number)
+
+    def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
+        """Merge tags into a row's."""
+        self._declassify(row)
+        row.tags = {**row.tags, **tags}
+        self._classify(row)
+
+    def _classify(self, row: Row) -> None:
+        if not row.tags:
+            return
+        if (version := row.version) is not None:
+            self.by_version.setdefault(version, set()).add(row.number)
+        if (group := row.group) is not None:
+            self.by_group.setdefault(group, set()).add(row.number)
+
+    def _declassify(self, row: Row) -> None:
+        if not row.tags:
+            return
+        if (version := row.version) is not None:
+            _remove(self.by_version, version, row.number)
+        if (group := row.group) is not None:
+            _remove(self.by_group, group, row.number)
+
+
+def _remove(index: dict[Any, set[int]], key: Hashable, number: int) -> None:
+    index[key].discard(number)
+    if not index[key]:
+        del index[key]
+
+
+def runs_of(rows: Sequence[Row], columns: Collection[str]) -> tuple[dict[str, int], list[list[Run]]]:
+    """Where columns lie: for each, the position of its runs in the list. Columns of the same extents share theirs."""
+    extents: dict[int, Extent] = {}
+    for row in rows:
+        for extent, _ in row.pieces:
+            extents[extent.number] = extent
+    which: dict[str, int] = {}
+    known: dict[frozenset[int], int] = {}
+    distinct: list[list[Run]] = []
+    for column in columns:
+        holders = frozenset([number for number, extent in extents.items() if column in extent.columns])
+        if holders not in known:
+            known[holders] = len(distinct)
+            distinct.append(_runs([_place(row, column) for row in rows]))
+        which[column] = known[holders]
+    return which, distinct
+
+
+def _place(row: Row, column: str) -> tuple[int, int]:
+    for extent, index in row.pieces:
+        if column in extent.columns:
+            return extent.number, index
+    raise AssertionError(f"row {row.number} has no {column!r}")
+
+
+def _runs(places: Iterable[tuple[int, int]]) -> list[Run]:
+    runs: list[Run] = []
+    extent, start, length = -1, 0, 0
+    for place in places:
+        if place[0] == extent and place[1] == start + length:
+            length += 1
+            continue
+        if length:
+            runs.append((extent, start, length))
+        (extent, start), length = place, 1
+    runs.append((extent, start, length))
+    return runs

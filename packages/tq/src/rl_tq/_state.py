@@ -1,0 +1,352 @@
+"""Everything that a queue's server knows about rows, and the few ways in which it changes.
+
+Each change is a method whose arguments are JSON values that leave nothing to decide: a list of them, `[method, *args]`,
+is both the journal and the snapshot, and calling them again gives the same state. Who may do what, when, and what
+follows from it is `_store`'s to decide.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rl_tq._ledger import Lease, TaskLedger
+from rl_tq._rows import NO_TAGS, Extent, Partition, Row
+from rl_tq._schema import ColumnSchema
+from rl_tq.types import PartitionOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+Record: TypeAlias = list[Any]
+"""`[method, *arguments]` of one change."""
+
+
+class State:
+    """Partitions, extents and leases."""
+
+    def __init__(self) -> None:
+        self.partitions: dict[str, Partition] = {}
+        self.options: dict[str, PartitionOptions] = {}
+        """By partition name: kept while the partition is empty or cleared."""
+        self.versions: dict[str, int] = {}
+        """Weight version, by partition name."""
+        self.extents: dict[int, Extent] = {}
+        self.leases: dict[int, Lease] = {}
+        self.freed: list[int] = []
+        """Extents that no row refers to any more, since whoever reads this last emptied it."""
+        self.shrunk: set[int] = set()
+        """Extents of which a part is cleared, since the same."""
+        self.log: list[Record] | None = None
+        """Records of the changes since somebody emptied it; None: not kept."""
+        self.next_row = self.next_generation = self.next_lease = 1
+        self._changes = 0
+        self._columns: dict[frozenset[str], frozenset[str]] = {}
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Make recorded changes again."""
+        for method, *arguments in records:
+            getattr(self, method)(*arguments)
+        self.freed.clear()
+        self.shrunk.clear()
+
+    def touch(self, home: Partition) -> None:
+        """Note that a partition changed."""
+        self._changes += 1
+        home.changed = self._changes
+
+    # The changes
+
+    def configure(self, partition: str, options: Mapping[str, Any]) -> None:
+        """Set a partition's options."""
+        self._record("configure", partition, dict(options))
+        self.options[partition] = PartitionOptions.from_json(options)
+        if (home := self.partitions.get(partition)) is not None:
+            home.options = self.options[partition]
+            self.touch(home)
+
+    def advance(self, partition: str, weight_version: int) -> None:
+        """Set a partition's weight version."""
+        self._record("advance", partition, weight_version)
+        self.versions[partition] = weight_version
+        if (home := self.partitions.get(partition)) is not None:
+            home.weight_version = weight_version
+            self.touch(home)
+
+    def open(self, partition: str, generation: int) -> None:
+        """Make an empty partition."""
+        self._record("open", partition, generation)
+        self.next_generation = max(self.next_generation, generation + 1)
+        self.partitions[partition] = Partition(
+            name=partition,
+            generation=generation,
+            options=self.options.get(partition, PartitionOptions()),
+            weight_version=self.versions.get(partition, 0),
+        )
+
+    def put(
+        self,
+        partition: str,
+        extent: int,
+        schema: Mapping[str, list[Any]],
+        nbytes: int,
+        num_rows: int,
+        owner: str,
+        places: Sequence[int] | None,
+        numbers: Sequence[int],
+        sample_ids: Sequence[str | None],
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> list[Row]:
+        """Enter an extent and the rows in it; `places` None means that row i lies at index i.
+
+        Rows whose number is known get its columns; the others are new, of that id (None: `row` and the number).
+        """
+        self._record("put", partition, extent, schema, nbytes, num_rows, owner, places, numbers, sample_ids, tags)
+        home = self.partitions[partition]
+        for name, value in schema.items():
+            if name not in home.schema:
+                home.schema[name] = ColumnSchema.from_json(value)
+        columns = self._interned(frozenset(schema))
+        held = self.extents[extent] = Extent(
+            number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner
+        )
+        home.nbytes += nbytes
+        rows: list[Row] = []
+        for i, number in enumerate(numbers):
+            index = i if places is None else places[i]
+            row = home.rows.get(number)
+            new_tags = tags[i] if tags is not None else NO_TAGS
+            if row is None:
+                name = sample_ids[i]
+                row = Row(
+                    number=number,
+                    sample_id=f"row{number}" if name is None else name,
+                    tags=new_tags or NO_TAGS,
+                    columns=columns,
+                    pieces=((held, index),),
+                )
+                home.enter(row)
+            else:
+                if new_tags:
+                    for ledger in home.tasks.values():
+                        ledger.withdraw([number])
+                    home.tag(row, new_tags)
+                row.columns = self._interned(row.columns | columns)
+                row.pieces = (*row.pieces, (held, index))
+            rows.append(row)
+        self.next_row = max(self.next_row, max(numbers) + 1)
+        for ledger in home.tasks.values():
+            ledger.offer(rows)
+        self.touch(home)
+        return rows
+
+    def lease(
+        self, partition: str, task: str, number: int, rows: Sequence[int], lease_s: float | None, is_grouped: bool
+    ) -> Lease:
+        """Give rows to a claim. Its owner is the caller's to fill in: it does not outlive the server."""
+        self._record("lease", partition, task, number, rows, lease_s, is_grouped)
+        self.next_lease = max(self.next_lease, number + 1)
+        lease = self.leases[number] = Lease(
+            number=number, partition=partition, task=task, owner=None, label="", lease_s=lease_s, rows=set(rows),
+            is_grouped=is_grouped,
+        )  # fmt: skip
+        home = self.partitions[partition]
+        self.ledger(home, task).lease(lease)
+        for row in rows:
+            home.rows[row].num_leases += 1
+        self.touch(home)
+        return lease
+
+    def ack(self, partition: str, task: str, rows: Sequence[int], step: int) -> None:
+        """Leased rows are consumed."""
+        self._record("ack", partition, task, rows, step)
+        home = self.partitions[partition]
+        ledger = home.tasks[task]
+        for number in rows:
+            row = home.rows[number]
+            lease = ledger.leased[number]
+            row.num_leases -= 1
+            ledger.ack(row, step)
+            self._end_if_empty(lease)
+        self.touch(home)
+
+    def give_back(self, partition: str, task: str, rows: Sequence[int], reason: str, is_counted: bool) -> list[int]:
+        """Leased rows are free again; if counted, those that came back too often are dead letters. Returns these."""
+        self._record("give_back", partition, task, rows, reason, is_counted)
+        home = self.partitions[partition]
+        ledger = home.tasks[task]
+        free: list[Row] = []
+        dead: list[int] = []
+        for number in rows:
+            row = home.rows[number]
+            lease = ledger.leased.pop(number)
+            lease.rows.discard(number)
+            row.num_leases -= 1
+            self._end_if_empty(lease)
+            if is_counted:
+                ledger.attempts[number] = ledger.attempts.get(number, 0) + 1
+            why = self._why_dead(home, ledger, row, reason, is_grouped=lease.is_grouped)
+            if why:
+                ledger.dead[number] = why
+                dead.append(number)
+            else:
+                free.append(row)
+        ledger.returned.update(row.number for row in free)
+        ledger.offer(free)
+        self.touch(home)
+        return dead
+
+    def unack(self, partition: str, task: str, rows: Sequence[int]) -> None:
+        """Acked rows are free again."""
+        self._record("unack", partition, task, rows)
+        home = self.partitions[partition]
+        ledger = home.tasks[task]
+        found = [home.rows[number] for number in rows]
+        for row in found:
+            ledger.unack(row)
+        ledger.returned.update(rows)
+        ledger.offer(found)
+        self.touch(home)
+
+    def clear(self, partition: str, rows: Sequence[int], reason: str | None) -> None:
+        """Forget rows; a reason counts them as dropped for it."""
+        self._record("clear", partition, rows, reason)
+        home = self.partitions[partition]
+        for number in rows:
+            row = home.rows[number]
+            leases = [lease for ledger in home.tasks.values() if (lease := ledger.leased.get(number))]
+            home.leave(row)
+            for lease in leases:
+                self._end_if_empty(lease)
+            self._release(home, row)
+        for ledger in home.tasks.values():
+            ledger.withdraw(rows)
+        if reason is not None:
+            home.dropped[reason] += len(rows)
+        self.touch(home)
+
+    def clear_all(self, partition: str) -> None:
+        """Forget a partition: rows, schema and who consumed what. Its options and weight version stay."""
+        self._record("clear_all", partition)
+        home = self.partitions.pop(partition)
+        for ledger in home.tasks.values():
+            for number in {lease.number for lease in ledger.leased.values()}:
+                del self.leases[number]
+        for row in home.rows.values():
+            self._release(home, row)
+
+    # Snapshots
+
+    def dump(self) -> Iterator[Record]:
+        """Records that make this state out of an empty one."""
+        for name, options in self.options.items():
+            yield ["configure", name, options.to_json()]
+        for name, version in self.versions.items():
+            yield ["advance", name, version]
+        holders: dict[int, list[tuple[Row, int]]] = {number: [] for number in self.extents}
+        homes: dict[int, Partition] = {}
+        for name, home in self.partitions.items():
+            yield ["open", name, home.generation]
+            yield ["note_schema", name, {column: schema.to_json() for column, schema in home.schema.items()}]
+            for row in home.rows.values():
+                for extent, index in row.pieces:
+                    holders[extent.number].append((row, index))
+                    homes[extent.number] = home
+        for number in sorted(holders):
+            extent, rows = self.extents[number], holders[number]
+            home = homes[number]
+            schema = {column: home.schema[column].to_json() for column in extent.columns}
+            yield [
+                "put", home.name, number, schema, extent.nbytes, extent.num_rows, extent.owner,
+                [index for _, index in rows], [row.number for row, _ in rows], [row.sample_id for row, _ in rows],
+                [dict(row.tags) for row, _ in rows],
+            ]  # fmt: skip
+        for name, home in self.partitions.items():
+            for task, ledger in home.tasks.items():
+                groups = [[group, times] for group, times in ledger.acked_groups.items()]
+                yield [
+                    "note_ledger", name, task, sorted([n, *ack] for n, ack in ledger.acked.items()),
+                    sorted(ledger.dead.items()), sorted(ledger.attempts.items()), groups,
+                    sorted(ledger.cleared.items()), ledger.num_acked,
+                    sorted(ledger.returned),
+                ]  # fmt: skip
+            yield ["note_dropped", name, dict(home.dropped)]
+        for lease in self.leases.values():
+            yield [
+                "lease", lease.partition, lease.task, lease.number, sorted(lease.rows), lease.lease_s, lease.is_grouped
+            ]  # fmt: skip
+        yield ["note_numbers", self.next_row, self.next_generation, self.next_lease]
+
+    def note_schema(self, partition: str, schema: Mapping[str, list[Any]]) -> None:
+        """Part of a snapshot: columns, those that no row has now among them."""
+        self.partitions[partition].schema = {name: ColumnSchema.from_json(value) for name, value in schema.items()}
+
+    def note_ledger(
+        self,
+        partition: str,
+        task: str,
+        acked: Sequence[Sequence[int]],
+        dead: Sequence[Any],
+        attempts: Sequence[tuple[int, int]],
+        groups: Sequence[Any],
+        cleared: Sequence[tuple[int, int]],
+        num_acked: int,
+        returned: Sequence[int],
+    ) -> None:
+        """Part of a snapshot: what a task consumed."""
+        ledger = self.ledger(self.partitions[partition], task)
+        ledger.acked = {number: (step, lease) for number, step, lease in acked}
+        ledger.dead = dict(dead)
+        ledger.attempts = dict(attempts)
+        ledger.acked_groups.update(dict(groups))
+        ledger.cleared.update(dict(cleared))
+        ledger.num_acked = num_acked
+        ledger.returned = set(returned)
+
+    def note_dropped(self, partition: str, dropped: Mapping[str, int]) -> None:
+        """Part of a snapshot: counters."""
+        self.partitions[partition].dropped.update(dropped)
+
+    def note_numbers(self, next_row: int, next_generation: int, next_lease: int) -> None:
+        """The end of a snapshot: what was given before, and must not be given again."""
+        for home in self.partitions.values():
+            home.rows = dict(sorted(home.rows.items()))  # extents may be numbered in another order than their rows
+        self.next_row, self.next_generation, self.next_lease = next_row, next_generation, next_lease
+
+    # Parts
+
+    def ledger(self, home: Partition, task: str) -> TaskLedger:
+        """A task's ledger; made on first use."""
+        ledger = home.tasks.get(task)
+        if ledger is None:
+            ledger = home.tasks[task] = TaskLedger()
+        return ledger
+
+    def _why_dead(self, home: Partition, ledger: TaskLedger, row: Row, reason: str, *, is_grouped: bool) -> str:
+        attempts = ledger.attempts.get(row.number, 0)
+        if attempts >= home.options.max_attempts:
+            return f"it came back {attempts} times, the last time because {reason}"
+        if is_grouped and ledger.acked_groups[row.group]:
+            return f"it came back because {reason}, and others of its group {row.group!r} were acked before"
+        return ""
+
+    def _end_if_empty(self, lease: Lease) -> None:
+        if not lease.rows:
+            self.leases.pop(lease.number, None)
+
+    def _release(self, home: Partition, row: Row) -> None:
+        for extent, _ in row.pieces:
+            extent.num_live -= 1
+            if extent.num_live:
+                self.shrunk.add(extent.number)
+            else:
+                del self.extents[extent.number]
+                self.shrunk.discard(extent.number)
+                home.nbytes -= extent.nbytes
+                self.freed.append(extent.number)
+
+    def _interned(self, columns: frozenset[str]) -> frozenset[str]:
+        return self._columns.setdefault(columns, columns)
+
+    def _record(self, *record: Any) -> None:
+        if self.log is not None:
+            self.log.append(list(record))
