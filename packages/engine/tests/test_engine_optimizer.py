@@ -61,3 +61,16 @@ def test_sft_loss_is_a_share_of_the_global_mean():
     loss, metrics = sft_loss(output, rows)
     assert loss.item() == 0.25
     assert metrics["accuracy"].item() == 0.125
+    assert metrics["sequence_accuracy"].item() == 0.25  # the first row of four: its second token is masked
+
+
+def test_a_sequence_is_right_only_if_all_of_it_is_and_something_was_asked():
+    rows = ragged_batch([[1], [1], [1]], [[2, 3], [4, 5], [6]], [[1, 1], [1, 1], [0]])
+    output = ModelOutput(
+        logprobs=torch.tensor([-0.1, -0.1, -0.1, -9.0, -0.1]),
+        entropy=None,
+        values=None,
+        cu_seqlens=torch.tensor([0, 2, 4, 5]),
+        counts=BatchCounts(tokens=4.0, sequences=2.0),
+    )
+    assert sft_loss(output, rows)[1]["sequence_accuracy"].item() == 0.5

@@ -61,6 +61,17 @@ def test_it_stops_at_the_target_loss(tmp_path, model):
     assert outcome.steps < 200
 
 
+def test_it_stops_at_the_target_sequence_accuracy(tmp_path, model):
+    data = write(tmp_path / "data.jsonl", [chat("1+1=", "2"), chat("1+2=", "3")])
+    config = SftConfig(
+        model_path=str(model), data_path=str(data), output_dir=str(tmp_path / "out"),
+        steps=200, batch_size=2, lr=1e-2, log_every=5, target_sequence_accuracy=1.0,
+    )  # fmt: skip
+    outcome = train(config, lambda _: None)
+    assert outcome.sequence_accuracy == 1.0
+    assert 5 < outcome.steps < 200
+
+
 def test_text_goes_through_the_template_and_ends_with_eos(tmp_path, model):
     data = write(
         tmp_path / "data.jsonl", [chat("1+1=", "2"), {"prompt_token_ids": [9, 8], "completion_token_ids": [7]}]

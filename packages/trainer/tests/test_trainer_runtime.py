@@ -1,6 +1,7 @@
 """Worker groups on both runtimes; the Ray ones are real Ray processes."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -28,6 +29,10 @@ class Counter:
     @register(Dispatch.GATHER)
     def processes(self) -> list[int]:
         return [os.getpid()]
+
+    @register(Dispatch.RANK_ZERO)
+    def thread(self) -> int:
+        return threading.get_ident()
 
     @register(Dispatch.RANK_ZERO)
     def fail(self, kind: str) -> None:
@@ -93,6 +98,13 @@ def test_ray_groups_share_the_processes_of_their_pool(ray_runtime):
     assert os.getpid() not in first.processes()
     assert first.add(1) == 2
     assert second.add(1) == 101
+
+
+def test_ray_keeps_a_worker_on_one_thread_of_its_own(ray_runtime):
+    first, second = (ray_runtime.create_group(Counter, "two", start=0) for _ in range(2))
+    threads = {first.thread() for _ in range(20)}
+    assert len(threads) == 1
+    assert second.thread() not in threads
 
 
 def test_ray_splits_and_joins_in_rank_order(ray_runtime):

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,9 @@ class SftConfig:
     """Of initialisation, dropout and the order of rows."""
     target_loss: float | None = None
     """Stop once the mean loss of the last `log_every` steps is at or below it."""
+    target_sequence_accuracy: float | None = None
+    """Stop once the mean sequence accuracy of the last `log_every` steps is at or above it, each measured on a batch
+    before it is learned from."""
     log_every: int = 20
     """Steps between two progress lines."""
     backend: str = "fsdp"
@@ -82,6 +86,8 @@ class SftReport:
     """Mean over the last `log_every` steps, nats per completion token."""
     accuracy: float
     """The same mean of `sft_loss`'s accuracy."""
+    sequence_accuracy: float
+    """And of its sequence accuracy."""
     num_rows: int
     """Rows in the data file."""
     tokens: int
@@ -179,7 +185,7 @@ def _run(
     lengths = torch.tensor(source.lengths)
     recent: deque[dict[str, float]] = deque(maxlen=config.log_every)
     tokens = step = 0
-    loss = accuracy = float("nan")
+    means = dict.fromkeys(("loss", "accuracy", "sequence_accuracy"), float("nan"))
     with engine.train_mode():
         for step, rows in enumerate(batches(source.num_rows, config.batch_size, config.seed, config.steps), start=1):
             engine.optimizer_zero_grad()
@@ -187,18 +193,26 @@ def _run(
             norm = engine.optimizer_step()
             rate = engine.lr_scheduler_step()
             tokens += int(lengths[rows].sum())
-            loss, accuracy = (sum(entry[name] for entry in recent) / len(recent) for name in ("loss", "accuracy"))
-            is_done = config.target_loss is not None and len(recent) == config.log_every and loss <= config.target_loss
+            means = {name: fmean(entry[name] for entry in recent) for name in means}
+            is_done = len(recent) == config.log_every and _is_reached(config, means)
             if rank == 0 and (step % config.log_every == 0 or step == config.steps or is_done):
                 speed = tokens / (time.perf_counter() - started)
                 report(
-                    f"step {step}/{config.steps}  loss {loss:.4f}  accuracy {accuracy:.3f}  grad norm {norm:.2f}  "
-                    f"lr {rate:.2e}  {speed:.0f} tokens/s"
+                    f"step {step}/{config.steps}  loss {means['loss']:.4f}  accuracy {means['accuracy']:.3f}  "
+                    f"of sequences {means['sequence_accuracy']:.3f}  grad norm {norm:.2f}  lr {rate:.2e}  "
+                    f"{speed:.0f} tokens/s"
                 )
             if is_done:
                 break
     wall = time.perf_counter() - started
-    return SftReport(steps=step, loss=loss, accuracy=accuracy, num_rows=source.num_rows, tokens=tokens, wall_s=wall)
+    return SftReport(steps=step, **means, num_rows=source.num_rows, tokens=tokens, wall_s=wall)
+
+
+def _is_reached(config: SftConfig, means: Mapping[str, float]) -> bool:
+    loss, accuracy = config.target_loss, config.target_sequence_accuracy
+    return (loss is not None and means["loss"] <= loss) or (
+        accuracy is not None and means["sequence_accuracy"] >= accuracy
+    )
 
 
 def batches(num_rows: int, batch_size: int, seed: int, steps: int) -> Iterator[list[int]]:

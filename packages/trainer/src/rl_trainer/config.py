@@ -36,8 +36,9 @@ class WarmupConfig:
     """Rows per step."""
     lr: float = 3e-3
     """Peak learning rate."""
-    target_loss: float = 0.0
-    """Stop once the smoothed token loss is below this; 0 runs all steps."""
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Stop once the model gives every token of this share of the completions more than half of the probability. (The
+    loss would not do: at the same loss one seed solves a fifth of the problems and another half of them.)"""
     num_rows: Positive = 20000
     """Problems in the supervised file."""
 

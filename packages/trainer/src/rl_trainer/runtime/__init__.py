@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0) 
         from rl_trainer.runtime.inline import InlineRuntime
 
         return InlineRuntime()
+    if "RAY_ADDRESS" not in os.environ:
+        # Under `uv run`, Ray copies the working directory and starts every worker with `uv run` anew. On this machine
+        # the workers have the driver's environment already. Ray reads the variable when it is imported.
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     from rl_trainer.runtime.ray import RayRuntime
 
     return RayRuntime(timeout_s=timeout_s)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,12 +33,14 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 class _Host:
     """A process of a pool.
 
-    Its workers' methods run on Ray's threads, so a long call does not block another worker's.
+    Each worker lives on a thread of its own: a long call does not block another worker's, and torch keeps one team of
+    threads and one heap for it, where Ray's changing threads would each make their own.
     """
 
     def __init__(self, pool: str, rank: int, world_size: int) -> None:
         self.pool, self.rank, self.world_size = pool, rank, world_size
         self.workers: dict[str, Any] = {}
+        self.threads: dict[str, ThreadPoolExecutor] = {}
 
     def rendezvous(self) -> tuple[str, int]:
         """An address that the ranks of this pool can meet at; called on rank 0."""
@@ -57,17 +60,20 @@ class _Host:
         )
 
     def create(self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        self.workers[name] = worker(WorkerContext(rank=self.rank, world_size=self.world_size), **kwargs)
+        thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        context = WorkerContext(rank=self.rank, world_size=self.world_size)
+        self.workers[name] = thread.submit(worker, context, **kwargs).result()
 
     def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return getattr(self.workers[name], method)(*args, **kwargs)
+        return self.threads[name].submit(getattr(self.workers[name], method), *args, **kwargs).result()
 
     def close(self) -> None:
         """Close the workers, last created first."""
         while self.workers:
-            close = getattr(self.workers.popitem()[1], "close", None)
-            if close is not None:
-                close()
+            name, worker = self.workers.popitem()
+            if hasattr(worker, "close"):
+                self.threads[name].submit(worker.close).result()
+            self.threads.pop(name).shutdown()
 
 
 class RayRuntime(Runtime):
@@ -115,6 +121,8 @@ class RayRuntime(Runtime):
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
             self._has_started_ray = True
+            # For the same reason each may compute on all cores; Ray would give torch one thread per reserved CPU.
+            os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         ray.init(**options)
 
     def _reserve(self, pool: ResourcePool) -> PlacementGroup:
