@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from rl_ckpt._fork import close_in_children
-from rl_ckpt._outbox import MAX_BUFFERS
+from rl_ckpt._outbox import MAX_BUFFERS, set_patience
 from rl_ckpt._tensors import memory_of
 from rl_ckpt._wire import Session, Stream, encode
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
@@ -64,7 +64,7 @@ class Inlet:
             self._streams.append(stream)
             stream.settimeout(timeout_s)
             stream.sendall(encode(Stream(self._session.ticket, index, sync), 0))
-            stream.setblocking(False)
+            set_patience(stream)
 
     def fetch(self, sequence: int, contents: Sequence[Tensor]) -> bool:
         """Read a bucket into memory. See `rl_ckpt._landing.Memory`."""
@@ -74,7 +74,7 @@ class Inlet:
         views = deque(memory_of(content) for content in contents)
         while views:
             try:
-                num_bytes = stream.recvmsg_into(list(islice(views, MAX_BUFFERS)))[0]
+                num_bytes = stream.recvmsg_into(list(islice(views, MAX_BUFFERS)), 0, socket.MSG_WAITALL)[0]
             except (BlockingIOError, InterruptedError):
                 self._wait(stream.fileno())
                 continue

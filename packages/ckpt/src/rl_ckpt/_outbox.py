@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -9,13 +11,25 @@ from typing import TYPE_CHECKING
 from rl_ckpt._tensors import memory_of
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Sequence
 
     from torch import Tensor
 
 MAX_BUFFERS = 512
 """Most buffers of one gather write; the kernel's limit is 1,024."""
+BUFFER_BYTES = 4 << 20
+"""Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""
+PATIENCE_S = 0.02
+"""Longest stay in one call to the kernel, after which an end looks up: at its other peers, its deadline, its caller."""
+
+
+def set_patience(connection: socket.socket) -> socket.socket:
+    """Let calls on a socket wait inside the kernel, which moves a bucket in one call, and end by `PATIENCE_S`."""
+    connection.setblocking(True)
+    patience = struct.pack("ll", 0, int(PATIENCE_S * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    return connection
 
 
 class Outbox:
@@ -32,7 +46,9 @@ class Outbox:
 
     def attach(self, index: int, opened: int, connection: socket.socket) -> None:
         """Use a connection for stream `index`, in place of an earlier one. `opened` tells generations apart."""
-        connection.setblocking(False)
+        set_patience(connection)
+        if connection.family == socket.AF_UNIX:  # TCP finds its own size
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         if index in self._streams:
             self._streams[index][1].close()
         self._streams[index] = (opened, connection)
@@ -49,18 +65,19 @@ class Outbox:
         queue = self._queues[sequence % len(self._queues)]
         queue.extend((memory_of(content), content) for content in contents if content.numel())
 
-    def flush(self) -> None:
-        """Write what the sockets take now.
+    def flush(self, *, is_patient: bool) -> None:
+        """Write what the sockets take now or, if patient, a moment later.
 
         Raises:
             ConnectionError: the other end is gone.
         """
+        flags = 0 if is_patient else socket.MSG_DONTWAIT
         for index, queue in self._queues.items():
             connection = self._streams[index][1]
             while queue:
                 buffers = [view for view, _ in islice(queue, MAX_BUFFERS)]
                 try:
-                    sent = connection.sendmsg(buffers)
+                    sent = connection.sendmsg(buffers, [], flags)
                 except (BlockingIOError, InterruptedError):
                     break
                 while sent:

@@ -253,7 +253,7 @@ class Peers:
 
     def _flush(self, peer: Peer) -> None:
         try:
-            peer.outbox.flush()
+            peer.outbox.flush(is_patient=len(self.all) == 1)  # or the others would wait for this one
         except ConnectionError:
             error = PeerLostError(f"{peer.name} closed the connection for payload")
             self._take_in(peer)  # it may have said why

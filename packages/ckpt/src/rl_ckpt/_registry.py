@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rl_ckpt.base import CheckpointEngine
 
 GROUP = "rl_ckpt.backends"
-DEFAULT_BUCKET_BYTES = 8 << 20
+DEFAULT_BUCKET_BYTES = 32 << 20
 BUCKET_UNIT_BYTES = 256
 
 

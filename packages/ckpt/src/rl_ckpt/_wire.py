@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -311,10 +311,13 @@ def _encode_body(message: Message) -> bytes:
     if isinstance(message, Bucket):
         spans = message.spans
         head = _BUCKET.pack(message.sequence, message.slot, message.used_bytes, len(spans), 0)
-        return head + b"".join(_SPAN.pack(*astuple(span)) for span in spans)
+        return head + b"".join(
+            _SPAN.pack(s.tensor, s.codec, s.offset, s.bucket_offset, s.num_bytes, s.total_bytes, s.digest)
+            for s in spans
+        )
     if isinstance(message, Abort):
         return _ABORT.pack(message.reason, 0) + message.text.encode()
-    return _FIXED[type(message)].pack(*astuple(message))
+    return _FIXED[type(message)].pack(*(getattr(message, field.name) for field in fields(message)))
 
 
 def _decode_manifest(body: bytes) -> Manifest:
