@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import select
@@ -70,6 +71,8 @@ async def serve(backend: str, config: ServerConfig, *, exits_with_stdin: bool) -
         os._exit(1)  # the model is being loaded in a thread that cannot be interrupted
     try:
         address = starting.result()
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again
         print(READY + json.dumps({"url": address.url, "model": address.model, "pid": address.pid}), flush=True)
         await ending
     finally:

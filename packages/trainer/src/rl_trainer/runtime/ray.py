@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import socket
@@ -63,6 +64,8 @@ class _Host:
         thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
         context = WorkerContext(rank=self.rank, world_size=self.world_size)
         self.workers[name] = thread.submit(worker, context, **kwargs).result()
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again
 
     def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.threads[name].submit(getattr(self.workers[name], method), *args, **kwargs).result()

@@ -19,7 +19,7 @@ from rl_trainer.rewards import Scorer
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rl_rollout.types import ServerAddress
     from rl_tq.types import BatchMeta
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Sample = tuple[AgentLoopOutput, float]
 """A trajectory and its reward."""
+Group = tuple[int, list[Sample]]
+"""A group's id, and its samples in the order of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,33 @@ class EvalReport:
     """One per completion that ended well."""
     num_failed: int
     """Completions that did not."""
+
+
+class _GroupWriter:
+    """Writes groups as they finish: one call at a time, with all that became ready during the last one."""
+
+    def __init__(self, put: Callable[[list[Group]], BatchMeta]) -> None:
+        self._put = put
+        self._ready: list[Group] = []
+        self._written: list[BatchMeta] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, group_id: int, samples: list[Sample]) -> None:
+        self._ready.append((group_id, samples))
+        if self._task is not None and self._task.done():
+            self._task.result()  # raises what the last call raised
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        while self._ready:
+            groups, self._ready = self._ready, []
+            self._written.append(await asyncio.to_thread(self._put, groups))
+
+    async def finish(self) -> list[BatchMeta]:
+        if self._task is not None:
+            await self._task
+        return self._written
 
 
 class AgentWorker:
@@ -107,12 +136,12 @@ class AgentWorker:
     async def _generate(
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
     ) -> GenerateReport:
-        samples: dict[int, list[Sample]] = {}
+        samples: dict[int, dict[int, list[Sample]]] = {}  # by group and rollout
         finished: Counter[int] = Counter()
         failures: Counter[str] = Counter()
         failed_groups: set[int] = set()
         last_failure = ""
-        puts: list[asyncio.Task[BatchMeta]] = []
+        writer = _GroupWriter(lambda groups: self._put(groups, partition))
         done: list[int] = []
         async for result in self._runner.run([job.row for job in jobs], sampling_params, group_size=group_size):
             job = jobs[result.row_index]
@@ -123,19 +152,19 @@ class AgentWorker:
                 failed_groups.add(job.group_id)
                 last_failure = scored.message
             else:
-                samples.setdefault(job.group_id, []).extend(scored)
+                samples.setdefault(job.group_id, {})[result.rollout_index] = scored
             if finished[job.group_id] == group_size and job.group_id not in failed_groups:
-                group = samples.pop(job.group_id)
-                puts.append(asyncio.create_task(asyncio.to_thread(self._put, group, job.group_id, partition)))
+                rollouts = samples.pop(job.group_id)
+                writer.add(job.group_id, [sample for index in sorted(rollouts) for sample in rollouts[index]])
                 done.append(job.group_id)
-        metas = await asyncio.gather(*puts)
+        metas = await writer.finish()
         batch = type(metas[0]).concat(metas) if metas else None
         return GenerateReport(
             batch=batch, complete_groups=tuple(done), failures=dict(failures), last_failure=last_failure
         )
 
-    def _put(self, group: list[Sample], group_id: int, partition: str) -> BatchMeta:
-        columns, tags = to_columns(group, group_id)
+    def _put(self, groups: list[Group], partition: str) -> BatchMeta:
+        columns, tags = to_columns(groups)
         return self._queue.put(columns, partition=partition, tags=tags)
 
     @register(Dispatch.SPLIT)
@@ -173,9 +202,11 @@ async def score(outputs: tuple[AgentLoopOutput, ...] | Failure, row: Row, scorer
         return Failure(kind=FailureKind.GRADER, stage="reward", message=message, is_retryable=False)
 
 
-def to_columns(group: Sequence[Sample], group_id: int) -> tuple[TensorDict, list[dict[str, Any]]]:
-    """Queue columns and tags of one group. Ragged ones are jagged tensors; per token means per completion token."""
-    outputs = [output for output, _ in group]
+def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]]]:
+    """Queue columns and tags of groups. Ragged ones are jagged tensors; per token means per completion token."""
+    samples = [sample for _, group in groups for sample in group]
+    group_ids = [group_id for group_id, group in groups for _ in group]
+    outputs = [output for output, _ in samples]
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
     completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
     columns = TensorDict(
@@ -184,13 +215,13 @@ def to_columns(group: Sequence[Sample], group_id: int) -> tuple[TensorDict, list
             "completion_token_ids": completion,
             "loss_mask": _jagged([o.loss_mask for o in outputs], torch.int64),
             "rollout_logprobs": _jagged([o.rollout_logprobs for o in outputs], torch.float32),
-            "rewards": _jagged([_place_reward(o, reward) for o, reward in group], torch.float32),
+            "rewards": _jagged([_place_reward(o, reward) for o, reward in samples], torch.float32),
             "weight_version_min": torch.tensor([min(v) for v in versions]),
             "weight_version_max": torch.tensor([max(v) for v in versions]),
-            "group_id": torch.full((len(group),), group_id),
+            "group_id": torch.tensor(group_ids),
             "num_turns": torch.tensor([o.num_turns for o in outputs]),
         },
-        batch_size=[len(group)],
+        batch_size=[len(samples)],
     )
     tags = [
         {
@@ -201,7 +232,7 @@ def to_columns(group: Sequence[Sample], group_id: int) -> tuple[TensorDict, list
             "weight_version_max": max(v),
             "finish_reason": str(o.finish_reason),
         }
-        for (o, reward), v in zip(group, versions, strict=True)
+        for group_id, (o, reward), v in zip(group_ids, samples, versions, strict=True)
     ]
     return columns, tags
 
