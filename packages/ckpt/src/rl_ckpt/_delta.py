@@ -45,7 +45,10 @@ class Snapshot:
             return None
         fresh = raw.to("cpu")
         difference = encode(fresh, base, spec)
-        base.copy_(fresh)
+        if difference is None:
+            base.copy_(fresh)
+        else:
+            apply(difference, base, spec)
         return difference
 
 

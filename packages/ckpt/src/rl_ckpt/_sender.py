@@ -164,7 +164,7 @@ class Sender(CheckpointEngine):
             return self._transact(source, version, clock)
         except Exception as error:
             if not self._worker.waker.is_woken:
-                self._drain(source, error)
+                source.drain(error)
             raise SyncAbortedError(
                 f"the sync of version {version} over {self.address} was called off: {error}"
             ) from error
@@ -200,10 +200,3 @@ class Sender(CheckpointEngine):
         finally:
             for peer in participants:
                 peer.sync = 0
-
-    @staticmethod
-    def _drain(source: Source, error: Exception) -> None:
-        try:
-            source.drain()
-        except Exception as another:  # noqa: BLE001  # the source is the caller's; the first error is the one to report
-            error.add_note(f"draining the rest of the source failed as well: {another!r}")

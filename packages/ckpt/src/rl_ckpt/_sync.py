@@ -74,11 +74,15 @@ class Source:
                 self._is_over = True
                 raise
 
-    def drain(self) -> None:
-        """Take what is left: the other ranks of a collective export wait for this one at every tensor."""
-        if not self._is_over:
-            for _ in self:
-                pass
+    def drain(self, error: Exception) -> None:
+        """Take what is left after an error: the other ranks of a collective export wait for this one at each tensor."""
+        try:
+            while not self._is_over:
+                next(self)
+        except StopIteration:
+            pass
+        except Exception as another:  # noqa: BLE001  # the source is the caller's; the first error is the one to report
+            error.add_note(f"draining the rest of the source failed as well: {another!r}")
 
 
 class Schema:

@@ -1,0 +1,314 @@
+"""`file:///folder`: versions as safetensors files with a manifest written last, for late joiners and object stores.
+
+The sender publishes a version whether anybody reads it or not; a receiver takes the newest that it does not have, and
+waits for one. There are no votes and no receipts. `?keep=N` keeps the last N versions (2 if not given).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import safetensors
+import safetensors.torch
+import torch
+
+from rl_ckpt._digest import combine, leaves_of, model_digest, tree_digest
+from rl_ckpt._folder import Entry, Folder, Manifest
+from rl_ckpt._link import Deadline, wait_for
+from rl_ckpt._sync import Clock, Source
+from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
+from rl_ckpt._transport import checked_options
+from rl_ckpt._worker import AsyncSource, Worker
+from rl_ckpt.base import CheckpointEngine
+from rl_ckpt.errors import (
+    AddressError,
+    AttestationError,
+    DigestError,
+    PeerTimeoutError,
+    SyncAbortedError,
+    TensorError,
+    UsageError,
+    VersionError,
+)
+from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from rl_ckpt.types import SessionConfig
+
+FILE_BYTES = 1 << 30
+"""A file is closed when it has so much; the sender holds one file's tensors in memory."""
+LOOK_AGAIN_S = 0.05
+MAX_VERSION = 10**20 - 1
+UNSUPPORTED = frozenset({torch.complex32, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+"""Dtypes that have a code in rl-ckpt's format and none in that of safetensors."""
+
+
+def open_session(config: SessionConfig) -> CheckpointEngine:
+    """Return one end of a session through a folder.
+
+    Raises:
+        AddressError: the path is not absolute, or an option is not allowed.
+    """
+    if not config.name.startswith("/"):
+        raise AddressError(f"the path in {config.address!r} is {config.name!r}; write file:///folder, absolute")
+    if config.token is not None or config.delta:
+        raise AddressError(f"{config.address} takes neither token nor delta: the permissions of the folder count")
+    keep = checked_options(config, "keep").get("keep", "2")
+    if not (keep.isdecimal() and int(keep) >= 1):
+        raise AddressError(f"keep is {keep!r} in {config.address!r}; give the number of versions to keep, from 1")
+    folder = Folder(Path(config.name))
+    return FileSender(config, folder, int(keep)) if config.role is Role.SEND else FileReceiver(config, folder)
+
+
+class FileEnd(CheckpointEngine):
+    """What both ends have."""
+
+    def __init__(self, config: SessionConfig, folder: Folder) -> None:
+        self.address = config.address
+        self._config = config
+        self._folder = folder
+        self._worker = Worker(f"the {'sender' if config.role is Role.SEND else 'receiver'} of {config.address}")
+        self._state = ReceiverState.IDLE
+        self._version: int | None = None
+        self._digest: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """Version that was published or taken last."""
+        return self._version
+
+    @property
+    def digest(self) -> int | None:
+        """Its tree digest."""
+        return self._digest
+
+    @property
+    def state(self) -> ReceiverState:
+        """Where this end stands."""
+        return self._state
+
+    async def connect(self, num_peers: int = 1) -> None:
+        """Nothing to wait for: the two ends never meet."""
+
+    async def close(self) -> None:
+        """Let go of the folder. Idempotent."""
+        await asyncio.to_thread(self._worker.close, self._folder.unlock, self._config.timeout_s)
+
+    def _metadata(self) -> Metadata:
+        who = "sender" if self._config.role is Role.SEND else "receiver"
+        return Metadata(address=self.address, peer=f"{who} pid {os.getpid()}", bucket_bytes=self._config.bucket_bytes)
+
+    def _not_mine(self) -> UsageError:
+        return UsageError(f"this is the {self._config.role.value} end of {self.address}; open another for the other")
+
+
+class FileSender(FileEnd):
+    """Publishes versions."""
+
+    def __init__(self, config: SessionConfig, folder: Folder, keep: int) -> None:
+        super().__init__(config, folder)
+        self._keep = keep
+        self._is_open = False
+
+    async def prepare(self) -> Metadata:
+        """Become the writer of the folder. Idempotent."""
+        await self._worker.run(self._open)
+        return self._metadata()
+
+    async def send_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_peers: int | None = None,
+    ) -> SyncReport:
+        """Publish a version. `num_peers` is not used: who reads it is not known. See `CheckpointEngine`."""
+        if not hasattr(weights, "__aiter__"):
+            source = cast("Iterable[tuple[str, Tensor]]", weights)
+            return await self._worker.run(lambda: self._sync(source, version))
+        bridge = AsyncSource(cast("AsyncIterable[tuple[str, Tensor]]", weights), asyncio.get_running_loop())
+        return await self._worker.run(lambda: self._sync(bridge, version), on_cancel=bridge.cancel)
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
+        """Synchronous twin of `send_weights`: does everything in the calling thread."""
+        return self._worker.call(lambda: self._sync(weights, version))
+
+    def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
+        """Raise `UsageError`: not for this end."""
+        raise self._not_mine()
+
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+        """Raise `UsageError`: not for this end."""
+        raise self._not_mine()
+
+    def _open(self) -> None:
+        if not self._is_open:
+            self._folder.lock()
+            self._is_open = True
+
+    def _sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        clock = Clock()
+        source = Source(weights, clock)
+        written: list[str] = []
+        try:
+            self._open()
+            last = max(self._folder.versions(), default=-1)
+            if not last < version <= MAX_VERSION:
+                raise VersionError(f"version is {version}; the next one must be above {last}, the last published one")
+            report = self._write(source, version, clock, written)
+        except Exception as error:
+            self._folder.remove_files(written)
+            if not self._worker.waker.is_woken:
+                source.drain(error)
+            raise SyncAbortedError(
+                f"the sync of version {version} over {self.address} was called off: {error}"
+            ) from error
+        self._version, self._digest, self._state = version, report.digest, ReceiverState.COMMITTED
+        return report
+
+    def _write(self, source: Source, version: int, clock: Clock, written: list[str]) -> SyncReport:
+        digests: dict[TensorSpec, int] = {}
+        entries: list[Entry] = []
+        batch: dict[str, Tensor] = {}
+        names: set[str] = set()
+        for name, tensor in source:
+            self._worker.waker.check()
+            spec = spec_of(name, tensor)
+            if spec.name in names or spec.dtype in UNSUPPORTED:
+                what = "twice" if spec.name in names else f"as {spec.dtype}, which safetensors cannot hold"
+                raise TensorError(f"the source yielded {name!r} {what}")
+            names.add(name)
+            with clock("pack_s"):
+                batch[name] = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
+            with clock("verify_s"):
+                digests[spec] = combine(leaves_of(as_bytes(batch[name])))
+            file = self._folder.file_name(version, len(written))
+            entries.append(Entry(name=name, file=file, digest=f"{digests[spec]:016x}"))
+            if sum(held.nbytes for held in batch.values()) >= FILE_BYTES:
+                self._flush(file, batch, written, clock)
+        if not names:
+            raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
+        if batch:
+            self._flush(self._folder.file_name(version, len(written)), batch, written, clock)
+        digest = model_digest(digests.items())
+        with clock("wire_s"):
+            self._folder.publish(Manifest(version=version, digest=f"{digest:016x}", tensors=tuple(entries)))
+            for old in self._folder.versions()[: -self._keep]:
+                self._folder.remove(old)
+        num_bytes = sum(spec.num_bytes for spec in digests)
+        return SyncReport(
+            version=version,
+            digest=digest,
+            num_tensors=len(digests),
+            num_bytes=num_bytes,
+            num_wire_bytes=num_bytes,
+            export_s=clock.export_s,
+            pack_s=clock.pack_s,
+            wire_s=clock.wire_s,
+            verify_s=clock.verify_s,
+            wall_s=time.perf_counter() - clock.started,
+        )
+
+    def _flush(self, file: str, batch: dict[str, Tensor], written: list[str], clock: Clock) -> None:
+        written.append(file)
+        with clock("wire_s"):
+            self._folder.put(file, lambda path: safetensors.torch.save_file(batch, path))
+        batch.clear()
+
+
+class FileReceiver(FileEnd):
+    """Takes the newest version that it does not have."""
+
+    def __init__(self, config: SessionConfig, folder: Folder) -> None:
+        super().__init__(config, folder)
+        self._held: Callable[[], Mapping[str, Tensor]] | None = None
+
+    async def prepare(self) -> Metadata:
+        """Nothing to allocate."""
+        return self._metadata()
+
+    async def send_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_peers: int | None = None,
+    ) -> SyncReport:
+        """Raise `UsageError`: not for this end."""
+        raise self._not_mine()
+
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+        """Look into the engine before a version counts as taken. See `CheckpointEngine`."""
+        self._held = held
+
+    async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
+        """Yield the tensors of the newest version above the one that was taken last, each verified."""
+        items = await self._worker.run(self._start)
+        is_touched = False
+        before, self._state = self._state, ReceiverState.PREPARING
+        try:
+            while (item := await self._worker.run(lambda: next(items, None))) is not None:
+                is_touched = True
+                yield item
+        finally:
+            if self._state is ReceiverState.PREPARING:
+                self._state = ReceiverState.POISONED if is_touched else before
+
+    def _start(self) -> Iterator[tuple[str, Tensor]]:
+        """Wait for a version, and open its files, so that they stay if they are removed."""
+        deadline = Deadline(self._config.timeout_s)
+        last = -1 if self._version is None else self._version
+        while True:
+            version = max(self._folder.versions(), default=-1)
+            if version > last:
+                try:
+                    manifest = self._folder.read(version)
+                    paths = {name: self._folder.path / name for name in manifest.files}
+                    files = {name: safetensors.safe_open(path, framework="pt") for name, path in paths.items()}
+                except FileNotFoundError:
+                    continue  # a newer one has taken its place
+                return self._take(manifest, files)
+            wait_for(self._worker.waker, Deadline(min(LOOK_AGAIN_S, deadline.remaining_s())))
+            if not deadline.remaining_s():
+                raise PeerTimeoutError(
+                    f"no version above {last} appeared in {self._folder.path} within {deadline.timeout_s:g} s"
+                )
+
+    def _take(self, manifest: Manifest, files: dict[str, safetensors.safe_open]) -> Iterator[tuple[str, Tensor]]:
+        digests: dict[TensorSpec, int] = {}
+        for entry in manifest.tensors:
+            tensor = cast("Tensor", files[entry.file].get_tensor(entry.name))
+            digest = combine(leaves_of(as_bytes(tensor)))
+            if f"{digest:016x}" != entry.digest:
+                raise DigestError(
+                    f"{entry.name!r} in {self._folder.path / entry.file} has digest {digest:016x}; the manifest of "
+                    f"version {manifest.version} says {entry.digest}. It is not handed out"
+                )
+            digests[spec_of(entry.name, tensor)] = digest
+            yield entry.name, tensor
+        found = model_digest(digests.items())
+        if f"{found:016x}" != manifest.digest:
+            raise DigestError(
+                f"version {manifest.version} has digest {found:016x}; its manifest says {manifest.digest}"
+            )
+        self._attest({spec.name for spec in digests}, found)
+        self._version, self._digest, self._state = manifest.version, found, ReceiverState.COMMITTED
+
+    def _attest(self, names: set[str], digest: int) -> None:
+        if self._held is None:
+            return
+        bound = {name: tensor for name, tensor in self._held().items() if name in names}
+        held = tree_digest(bound)
+        if held != digest:
+            raise AttestationError(
+                f"{len(names)} tensors with digest {digest:#018x} were read; the engine holds {len(bound)} of them, "
+                f"with digest {held:#018x}: its loader lost or changed some"
+            )
