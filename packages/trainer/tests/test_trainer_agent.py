@@ -1,0 +1,68 @@
+"""How finished groups reach the queue."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rl_agent.types import AgentLoopOutput
+from rl_trainer.workers.agent import _GroupWriter, to_columns
+
+
+def output(ids, version=1):
+    return AgentLoopOutput(
+        prompt_token_ids=(1, 2),
+        completion_token_ids=tuple(ids),
+        loss_mask=(1,) * len(ids),
+        rollout_logprobs=(-0.5,) * len(ids),
+        weight_versions=(version,) * len(ids),
+        finish_reason="stop",
+        text="",
+    )
+
+
+def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token():
+    columns, tags = to_columns([(7, [(output([3, 4]), 1.0), (output([5]), 0.0)]), (9, [(output([6, 6, 6]), 0.5)])])
+    assert columns.batch_size == (3,)
+    assert columns["group_id"].tolist() == [7, 7, 9]
+    assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 1.0], [0.0], [0.0, 0.0, 0.5]]
+    assert [(t["group_id"], t["reward"], t["num_tokens"]) for t in tags] == [(7, 1.0, 2), (7, 0.0, 1), (9, 0.5, 3)]
+
+
+def test_groups_that_finish_during_a_write_share_the_next_one():
+    entered, gate, calls = threading.Event(), threading.Event(), []
+
+    def put(groups):
+        calls.append([group_id for group_id, _ in groups])
+        entered.set()
+        assert gate.wait(10)
+        return len(calls)
+
+    async def write():
+        writer = _GroupWriter(put)
+        writer.add(1, [])
+        assert await asyncio.to_thread(entered.wait, 10)
+        writer.add(2, [])
+        writer.add(3, [])
+        gate.set()
+        return await writer.finish()
+
+    assert asyncio.run(write()) == [1, 2]
+    assert calls == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize("adds_more", [True, False])
+def test_a_write_that_fails_is_not_lost(adds_more):
+    def put(groups):
+        raise RuntimeError("the queue is gone")
+
+    async def write():
+        writer = _GroupWriter(put)
+        writer.add(1, [])
+        if adds_more:
+            await asyncio.sleep(0.1)
+            writer.add(2, [])
+        await writer.finish()
+
+    with pytest.raises(RuntimeError, match="the queue is gone"):
+        asyncio.run(write())
