@@ -47,7 +47,7 @@ message = st.one_of(
     st.builds(Proof, st.binary(min_size=32, max_size=32)),
     st.builds(Session, u64, u32, u32, u64),
     st.builds(Stream, u64, u32, u32),
-    st.builds(Ready, u64, u32),
+    st.builds(Ready, u64, u64, u64, u32),
     st.builds(Begin, u64, u64),
     st.builds(Manifest, u32, st.lists(spec, max_size=5).map(tuple)),
     st.builds(Bucket, u32, u32, u64, st.lists(span, max_size=5).map(tuple)),

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_ckpt._tensors import TensorSpec, buffer_tensor
+from rl_ckpt._tensors import TensorSpec, buffer_tensor, from_bytes
 from rl_ckpt.errors import ProtocolError
 from rl_csrc import delta
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 _HEAD = struct.Struct("<QQ")
@@ -25,26 +27,53 @@ MAX_FRACTION = 0.5
 
 
 class Snapshot:
-    """What the sender sent last, to tell differences from. Costs as much CPU memory as the weights."""
+    """What the sender sent last: to tell differences from, and to give to who comes late. As large as the weights."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """The committed version that it is; None while it is none, and everything is sent whole."""
-        self._contents: dict[TensorSpec, Tensor] = {}
+        """The committed version that it is; None while it is none."""
+        self.is_whole = True
+        """Whether it has every tensor that was ever sent."""
+        self._contents: dict[str, tuple[TensorSpec, Tensor]] = {}
+        self._names: set[str] = set()
 
-    def clear(self) -> None:
-        """Begin anew."""
-        self.version = None
-        self._contents.clear()
+    @property
+    def names(self) -> frozenset[str]:
+        """Of its tensors."""
+        return frozenset(self._contents)
 
-    def advance(self, spec: TensorSpec, raw: Tensor) -> Tensor | None:
-        """Take the new content of a tensor, uint8 [num_bytes]; return it as a difference, None where that is none."""
-        base = self._contents.get(spec)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All of them, in the order of their first appearance. They change with the next sync."""
+        for name, (spec, content) in self._contents.items():
+            yield name, from_bytes(content, spec)
+
+    def open(self) -> int | None:
+        """Begin to change it, and return the version that it was."""
+        base, self.version = self.version, None
         if base is None:
-            self._contents[spec] = raw.to("cpu", copy=True)
+            self._contents.clear()
+        return base
+
+    def commit(self, version: int) -> None:
+        """It is that version now."""
+        self.version = version
+        self._names |= self._contents.keys()
+        self.is_whole = self._names == self._contents.keys()
+
+    def advance(self, spec: TensorSpec, raw: Tensor, *, is_base: bool) -> Tensor | None:
+        """Take the new content of a tensor, uint8 [num_bytes]; return how it differs, None if not wanted or not small.
+
+        Args:
+            spec: Of the tensor.
+            raw: Its content, on any device.
+            is_base: Whether a difference is wanted.
+        """
+        known = self._contents.get(spec.name)
+        if known is None or known[0] != spec:
+            self._contents[spec.name] = (spec, raw.to("cpu", copy=True))
             return None
-        fresh = raw.to("cpu")
-        difference = encode(fresh, base, spec)
+        fresh, base = raw.to("cpu"), known[1]
+        difference = encode(fresh, base, spec) if is_base else None
         if difference is None:
             base.copy_(fresh)
         else:

@@ -71,6 +71,10 @@ class Peer:
     """Its number of the sync that its consumer waits for; 0 when there is no consumer."""
     held: int = NO_VERSION
     """Version that the tensors it receives into hold."""
+    committed: tuple[int, int] = (NO_VERSION, 0)
+    """Version that its consumer has, and its tree digest."""
+    is_complete: bool = False
+    """Whether it was sent every tensor of the snapshot."""
     opened: int = 0
     """Generation of its streams that it will read."""
     sync: int = 0
@@ -163,6 +167,11 @@ class Peers:
                     self.drop(peer)
                 raise PeerTimeoutError(f"{late} within {self.timeout_s:g} s")
         return list(self.all)
+
+    def behind(self, in_force: set[tuple[int, int]]) -> list[Peer]:
+        """Receivers that wait for a sync and have none of these versions and digests."""
+        self.poll()
+        return [peer for peer in self.all if self._is_ready(peer) and peer.committed not in in_force]
 
     def wait_for_all(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], doing: str) -> None:
         """Wait until every one of `peers` has done it.
@@ -274,6 +283,7 @@ class Peers:
             self._get_to_know(peer, message)
         elif isinstance(message, Ready):
             peer.waiting, peer.held, peer.opened = sync, message.held, message.opened
+            peer.committed = (message.version, message.digest)
         elif isinstance(message, Abort) and sync == peer.waiting:
             peer.waiting = 0
         elif sync != peer.sync:

@@ -265,7 +265,9 @@ class Receiver(CheckpointEngine):
             inlet.open(line.sync, self._config.timeout_s)
         except OSError as error:
             raise PeerLostError(f"{line.link.peer} took no connection for payload: {error}") from error
-        self._post(line, Ready(held, inlet.opened), deadline)
+        has = self._version if self._state is ReceiverState.COMMITTED else None
+        ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, inlet.opened)
+        self._post(line, ready, deadline)
         message = self._next(line, deadline, "began no sync")
         if isinstance(message, Begin) and message.base in {held, NO_VERSION}:
             return message

@@ -25,10 +25,11 @@ from rl_ckpt.errors import (
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from rl_ckpt._peers import Peer
     from rl_ckpt._transport import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
 
@@ -58,6 +59,8 @@ class Sender(CheckpointEngine):
         self._num_peers = 1
         self._version: int | None = None
         self._digest: int | None = None
+        self._in_force: set[tuple[int, int]] = set()
+        """The version in force, with the digest of each sync that brought it."""
 
     @property
     def digest(self) -> int | None:
@@ -103,6 +106,10 @@ class Sender(CheckpointEngine):
         """Synchronous twin of `send_weights`: does everything in the calling thread."""
         self._require(num_peers)
         return self._worker.call(lambda: self._sync(weights, version))
+
+    async def serve_late(self) -> SyncReport | None:
+        """Send the version in force again, to those alone who wait and do not have it. See `CheckpointEngine`."""
+        return await self._worker.run(self._serve_late)
 
     def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Raise `UsageError`: not for this end."""
@@ -176,6 +183,41 @@ class Sender(CheckpointEngine):
         peers = self._open()
         with clock("wire_s"):
             participants = peers.wait_for_ready(self._num_peers)
+        report = self._run(peers, participants, source, version, clock, self._snapshot)
+        self._digest, self._in_force = report.digest, {(version, report.digest)}
+        return report
+
+    def _serve_late(self) -> SyncReport | None:
+        """Send the version in force to those who wait and do not have it."""
+        version, snapshot = self._version, self._snapshot
+        if snapshot is None:
+            raise UsageError(f"{self.address} keeps no copy of the weights to give to late comers: pass delta=True")
+        peers = self._open()
+        if version is None or not (behind := peers.behind(self._in_force)):
+            return None
+        if snapshot.version != version or not snapshot.is_whole:
+            raise UsageError(
+                f"the copy of version {version} is not whole, because a sync failed since; send all of the weights"
+            )
+        clock = Clock()
+        try:
+            report = self._run(peers, behind, Source(snapshot.tensors(), clock), version, clock, None)
+        except Exception as error:
+            raise SyncAbortedError(f"version {version} could not be sent again: {error}") from error
+        for peer in behind:
+            peer.is_complete = True
+        return report
+
+    def _run(
+        self,
+        peers: Peers,
+        participants: Sequence[Peer],
+        source: Source,
+        version: int,
+        clock: Clock,
+        snapshot: Snapshot | None,
+    ) -> SyncReport:
+        """One sync with these receivers."""
         for peer in participants:
             peer.join()
         try:
@@ -185,14 +227,14 @@ class Sender(CheckpointEngine):
                 participants=participants,
                 slots=self._slots,
                 schema=self._schema,
-                snapshot=self._snapshot,
+                snapshot=snapshot,
                 clock=clock,
             )
             sync.stream(source)
             sync.stage()
             self._version = version
             report = sync.commit()
-            self._digest = report.digest
+            self._in_force = {*self._in_force, (version, report.digest)}
             return report
         except BaseException as error:
             peers.abort(participants, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))

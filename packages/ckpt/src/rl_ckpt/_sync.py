@@ -137,10 +137,11 @@ class Sync:
         self._num_wire_bytes = 0
         self._num_deltas = 0
         self._digest = 0
+        self._base: int | None = None
 
     def stream(self, source: Source) -> None:
         """Send every tensor of the source, bucket by bucket."""
-        base = self._choose_base()
+        self._base = base = self._choose_base()
         for peer in self._participants:
             self._peers.send(peer, Begin(self._version, NO_VERSION if base is None else base))
         for name, tensor in source:
@@ -167,7 +168,9 @@ class Sync:
             if peer.error is None and not peer.link.try_send(Commit(self._version), peer.sync):
                 self._peers.drop(peer)
         if self._snapshot is not None:
-            self._snapshot.version = self._version
+            self._snapshot.commit(self._version)
+            for peer in self._participants:
+                peer.is_complete = peer.is_complete or self._names >= self._snapshot.names
         with self._clock("wire_s"):
             self._confirm()
         clock = self._clock
@@ -190,15 +193,15 @@ class Sync:
         )
 
     def _choose_base(self) -> int | None:
-        """The version that differences are told from, if all who take part hold it; the snapshot is open from now."""
-        snapshot = self._snapshot
-        if snapshot is None:
+        """The version that differences are told from, if all who take part hold all of it; the snapshot is open."""
+        if self._snapshot is None:
             return None
-        base, snapshot.version = snapshot.version, None
-        if base is None or any(peer.held != base for peer in self._participants):
-            snapshot.clear()
-            return None
-        return base
+        base = self._snapshot.open()
+        return (
+            base
+            if base is not None and all(peer.is_complete and peer.held == base for peer in self._participants)
+            else None
+        )
 
     def _examine(self, name: str, staged: Staged) -> None:
         """Compare a vote with what was sent."""
@@ -230,7 +233,9 @@ class Sync:
         self._num_bytes += spec.num_bytes
         with self._clock("pack_s"):
             raw = as_bytes(tensor)
-            difference = self._snapshot.advance(spec, raw) if self._snapshot is not None else None
+            difference = None
+            if self._snapshot is not None:
+                difference = self._snapshot.advance(spec, raw, is_base=self._base is not None)
         if difference is None or difference.numel() >= spec.num_bytes:
             self._digests[spec] = self._place(spec, raw, Codec.RAW)
         else:

@@ -98,6 +98,8 @@ class Ready:
     """Receiver to sender: a consumer waits for the next sync, under this header's sync number."""
 
     held: int = NO_VERSION
+    version: int = NO_VERSION
+    digest: int = 0
     opened: int = 0
 
 
@@ -218,7 +220,7 @@ _FIXED: dict[type[Message], struct.Struct] = {
     Proof: struct.Struct(f"<{PROOF_BYTES}s"),
     Session: struct.Struct("<QIIQ"),
     Stream: struct.Struct("<QII"),
-    Ready: struct.Struct("<QI4x"),
+    Ready: struct.Struct("<QQQI4x"),
     Begin: struct.Struct("<QQ"),
     Free: struct.Struct("<I"),
     Seal: struct.Struct("<IIQQ"),

@@ -92,6 +92,18 @@ class CheckpointEngine(ABC):
             SyncAbortedError: nothing was committed anywhere; the cause is chained.
         """
 
+    async def serve_late(self) -> SyncReport | None:
+        """Send the version in force again, to those receivers alone that wait for a sync and do not have it.
+
+        Who joined late, or was poisoned by a failed sync, need not wait for the next version. A sender calls it between
+        syncs, as often as it likes; it needs a copy of the weights (`connect(..., delta=True)`). None: nobody waits.
+
+        Raises:
+            UsageError: there is no copy, or a sync failed since and it is not whole.
+            SyncAbortedError: those receivers did not take it; the others have nothing to do with it.
+        """
+        return None
+
     @abstractmethod
     def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` as they land: CPU views that are valid until the iterator advances.
