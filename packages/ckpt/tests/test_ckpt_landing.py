@@ -1,0 +1,149 @@
+"""Buckets that no honest sender would send: refused in a sentence, and nothing outside of their place is touched."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rl_csrc
+from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
+from rl_ckpt._landing import Landing, Scratch
+from rl_ckpt._plan import BucketPlan, Codec, Span, aligned
+from rl_ckpt._tensors import TensorSpec
+from rl_ckpt._wire import Bucket
+
+BUCKET_BYTES = 1024
+SPECS = [
+    TensorSpec(name="a", dtype=torch.float32, shape=(10, 3)),
+    TensorSpec(name="b", dtype=torch.uint8, shape=(3000,)),
+    TensorSpec(name="c", dtype=torch.bfloat16, shape=()),
+    TensorSpec(name="d", dtype=torch.int64, shape=(0, 7)),
+    TensorSpec(name="e", dtype=torch.float16, shape=(128,)),
+]
+
+
+class Ring:
+    """A ring of one bucket, inside guarded memory."""
+
+    def __init__(self):
+        self.memory = torch.randint(0, 256, (3 * BUCKET_BYTES,), dtype=torch.uint8)
+        self.slots = [self.memory[BUCKET_BYTES : 2 * BUCKET_BYTES]]
+
+    def fetch(self, sequence, contents):
+        return False
+
+    def refresh(self, slot):
+        return False
+
+
+def landing(targets=None, has_base=False):
+    return Landing(
+        version=1,
+        previous=ReceiverState.IDLE,
+        sender="sender pid 1",
+        bucket_bytes=BUCKET_BYTES,
+        specs=SPECS,
+        scratch=Scratch(),
+        has_base=has_base,
+        targets=targets,
+    )
+
+
+def honest(slot):
+    """The buckets that a sender would send of `SPECS`, digests of whatever is in the slot."""
+    plan, buckets = BucketPlan(BUCKET_BYTES), {}
+    for tensor, spec in enumerate(SPECS):
+        for piece in plan.place(spec.num_bytes):
+            digest = rl_csrc.digest(slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
+            span = Span(tensor, Codec.RAW, piece.offset, piece.bucket_offset, piece.num_bytes, spec.num_bytes, digest)
+            buckets.setdefault(piece.bucket, []).append(span)
+    return [
+        Bucket(sequence, 0, aligned(spans[-1].bucket_offset + spans[-1].num_bytes), tuple(spans))
+        for sequence, spans in buckets.items()
+    ]
+
+
+def test_what_an_honest_sender_sends_is_taken():
+    ring, into = Ring(), {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
+    for targets in (None, into):
+        one, names = landing(targets), []
+        for bucket in honest(ring.slots[0]):
+            names += [name for name, _ in one.land(bucket, ring)]
+        assert one.is_whole()
+        assert names == ([spec.name for spec in SPECS] if targets is None else [])
+        assert len(one.digests) == len(SPECS)
+        assert one.missing() == []
+
+
+small = st.integers(0, 2**13) | st.sampled_from([0, 256, 512, 1024, 120, 3000, 2**32 - 1])
+wide = small | st.integers(0, 2**64 - 1)
+field = st.sampled_from(["tensor", "codec", "offset", "bucket_offset", "num_bytes", "total_bytes", "digest"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_one_wrong_field_is_always_found(data):
+    """Of any span of any bucket: never an index error, never a byte outside, never a tensor that is not verified."""
+    ring = Ring()
+    before = ring.memory.clone()
+    guard = torch.zeros(5000, dtype=torch.uint8)
+    is_into = data.draw(st.booleans())
+    targets = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS} if is_into else None
+    if targets is not None:
+        targets["b"] = guard[1000:4000]
+    one, buckets = landing(targets, has_base=data.draw(st.booleans())), honest(ring.slots[0])
+    which = data.draw(st.integers(0, len(buckets) - 1))
+    spans = list(buckets[which].spans)
+    index = data.draw(st.integers(0, len(spans) - 1))
+    values = {name: getattr(spans[index], name) for name in Span.__slots__}
+    name = data.draw(field)
+    wrong = data.draw((small if name in {"tensor", "codec"} else wide).filter(lambda value: value != values[name]))
+    spans[index] = Span(**(values | {name: wrong}))
+    buckets[which] = Bucket(buckets[which].sequence, 0, buckets[which].used_bytes, tuple(spans))
+
+    def run():
+        for bucket in buckets:
+            one.land(bucket, ring)
+
+    with pytest.raises((ProtocolError, DigestError, TensorError)):
+        run()
+    assert torch.equal(ring.memory, before)
+    assert not guard[:1000].any()
+    assert not guard[4000:].any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.builds(Span, small, st.integers(0, 3), wide, wide, wide, wide, wide), max_size=6), small, small)
+def test_any_bucket_is_read_or_refused(spans, slot, used_bytes):
+    ring, one = Ring(), landing({spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}, has_base=True)
+    before = ring.memory.clone()
+    try:
+        one.land(Bucket(0, slot, used_bytes, tuple(spans)), ring)
+    except (ProtocolError, DigestError, TensorError):
+        pass
+    else:
+        assert used_bytes == 0 or spans
+    assert torch.equal(ring.memory, before)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400), st.booleans())
+def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
+    from rl_ckpt import _delta
+
+    spec = TensorSpec(name="w", dtype=torch.float32, shape=(50,))
+    base = torch.randn(50)
+    if is_plausible:  # an honest one with some bytes overwritten
+        fresh = base.clone()
+        fresh[::7] += 1
+        made = _delta.encode(fresh.view(torch.uint8), base.view(torch.uint8), spec)
+        raw = bytearray(made.tolist())
+        for i, value in enumerate(content[:4]):
+            raw[(value * 7 + i) % len(raw)] ^= value
+        content = bytes(raw)
+    memory = torch.frombuffer(bytearray(content + bytes(8)), dtype=torch.uint8)[: len(content)]
+    target = base.clone()
+    try:
+        _delta.apply(memory, target.view(torch.uint8), spec)
+    except ProtocolError:
+        assert torch.equal(target, base)
