@@ -7,3 +7,7 @@ class TestInproc(TransferQueueContract):
 
 class TestShm(TransferQueueContract):
     address = "shm://"
+
+
+class TestTcp(TransferQueueContract):
+    address = "tcp://127.0.0.1:0"

@@ -30,7 +30,9 @@ def test_importing_is_light():
 
 
 def test_unknown_storage_lists_what_is_there():
-    with pytest.raises(rl_tq.StorageError, match=r"no storage 'nixl'; installed are \['inproc', 'shm'\]"):
+    with pytest.raises(
+        rl_tq.StorageError, match=r"no storage 'nixl'; installed are \['file', 'inproc', 'shm', 'tcp'\]"
+    ):
         rl_tq.serve("nixl://x")
 
 

@@ -16,7 +16,7 @@ from rl_tq._extent import Layout, plan_extent
 from rl_tq._gather import Landing, Opened, gather
 from rl_tq._schema import ColumnSchema
 from rl_tq.base import Sampler, TransferQueue
-from rl_tq.errors import MissingDataError, SchemaError
+from rl_tq.errors import MissingDataError, SchemaError, StaleReferenceError
 from rl_tq.policies import Policy
 from rl_tq.types import BatchMeta, Credit, PartitionOptions, RestoreReport, RowMeta
 
@@ -96,12 +96,21 @@ class QueueClient(TransferQueue):
                 f"a get of {len(meta)} rows and columns {list(names)} has nothing to fetch: both must be at least one"
             )
         landing = Landing(out, device)
-        reply, opened = self._locate({"op": "locate", "columns": names, **_rows_of(meta)})
+        request: Message = {"columns": names, **_rows_of(meta)}
+        try:
+            # By number, rows need their ids only in messages of errors.
+            return self._fetch({**request, "sample_ids": ()} if meta.rows else request, len(meta), landing)
+        except StaleReferenceError:
+            return self._fetch(request, len(meta), landing)
+
+    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+        """Bring the values of rows here."""
+        reply, opened = self._locate({"op": "locate", **request})
         located = {
             name: (ColumnSchema.from_json(schema), reply["runs"][which])
             for name, (schema, which) in reply["columns"].items()
         }
-        return gather(located, opened, len(meta), landing)
+        return gather(located, opened, num_rows, landing)
 
     def get_meta(
         self,
@@ -248,7 +257,6 @@ def _rows_of(meta: BatchMeta) -> Message:
         "partition": meta.partition,
         "generation": meta.generation,
         "rows": meta.rows,
-        # Given by number, rows need their ids only in messages of errors.
         "sample_ids": meta.sample_ids,
     }
 

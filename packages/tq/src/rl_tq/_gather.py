@@ -70,6 +70,11 @@ class Landing:
             raise ValueError(
                 f"out is a {out.dtype} tensor of shape {tuple(out.shape)}: it must be uint8 [n] and contiguous"
             )
+        if out is not None and out.storage_offset() % frames.ALIGNMENT:
+            raise ValueError(
+                f"out begins {out.storage_offset()} bytes into its storage: it must be at a multiple of "
+                f"{frames.ALIGNMENT}"
+            )
         self._device = None if device is None else torch.device(device)
         self._out = out
         self._cursor = 0
@@ -104,35 +109,62 @@ class Landing:
         return target.view(parts[0].dtype).view(-1, *parts[0].shape[1:])
 
 
+Parts: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
+"""Column name to its values, in pieces that follow one another."""
+Lengths: TypeAlias = Mapping[str, Sequence[int]]
+"""Name of a ragged or JSON column to the lengths of its rows."""
+
+
 def gather(
     columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened, num_rows: int, landing: Landing
 ) -> TensorDict:
-    """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON.
-
-    Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
-    """
+    """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON."""
     if not landing.is_given:
         opened = _privately(columns, opened)
-    parts: dict[str, list[torch.Tensor]] = {}
-    lengths: dict[str, list[int]] = {}
+    parts, lengths = collect(columns, opened)
+    is_own = {name: _may_view(runs, opened, name) for name, (_, runs) in columns.items()}
+    return assemble({name: schema for name, (schema, _) in columns.items()}, parts, lengths, is_own, num_rows, landing)
+
+
+def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> tuple[Parts, Lengths]:
+    """Where the values of rows lie: views of the extents, nothing copied."""
+    parts: dict[str, Sequence[torch.Tensor]] = {}
+    lengths: dict[str, Sequence[int]] = {}
     for name, (schema, runs) in columns.items():
         if schema.kind is ColumnKind.DENSE:
             parts[name] = [_rows(opened[extent].views[name], start, count) for extent, start, count in runs]
         else:
             parts[name], lengths[name] = _ragged(name, runs, opened)
+    return parts, lengths
+
+
+def assemble(
+    schemas: Mapping[str, ColumnSchema],
+    parts: Parts,
+    lengths: Lengths,
+    is_own: Mapping[str, bool],
+    num_rows: int,
+    landing: Landing,
+) -> TensorDict:
+    """A batch of values that are copied, except those that are the caller's own and in one piece.
+
+    Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
+    """
     if landing.is_given:
-        tensors = [name for name, (schema, _) in columns.items() if schema.kind is not ColumnKind.JSON]
-        landing.reserve([sum(part.nbytes for part in parts[name]) for name in tensors])
+        landing.reserve(
+            [
+                sum(part.nbytes for part in parts[name])
+                for name, schema in schemas.items()
+                if schema.kind is not ColumnKind.JSON
+            ]
+        )
     shared_offsets: dict[tuple[int, ...], torch.Tensor] = {}
     result: dict[str, Any] = {}
-    for name, (schema, runs) in columns.items():
+    for name, schema in schemas.items():
         if schema.kind is ColumnKind.JSON:
             result[name] = _json(_joined(parts[name], is_view=True), lengths[name])
             continue
-        if landing.is_given:
-            values = landing.place(parts[name])
-        else:
-            values = _joined(parts[name], is_view=_may_view(runs, opened, name))
+        values = landing.place(parts[name]) if landing.is_given else _joined(parts[name], is_view=is_own[name])
         if schema.kind is ColumnKind.DENSE:
             result[name] = values
             continue
@@ -186,7 +218,7 @@ def _joined(parts: Sequence[torch.Tensor], *, is_view: bool) -> torch.Tensor:
     return parts[0] if is_view else copied(parts[0])
 
 
-def _json(values: torch.Tensor, lengths: list[int]) -> NonTensorStack:
+def _json(values: torch.Tensor, lengths: Sequence[int]) -> NonTensorStack:
     text = values.numpy().tobytes()
     documents: list[Any] = []
     start = 0
@@ -196,7 +228,7 @@ def _json(values: torch.Tensor, lengths: list[int]) -> NonTensorStack:
     return NonTensorStack(*documents)
 
 
-def _cumulated(lengths: list[int]) -> torch.Tensor:
+def _cumulated(lengths: Sequence[int]) -> torch.Tensor:
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
     return offsets

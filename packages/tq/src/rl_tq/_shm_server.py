@@ -14,7 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_tq._segments import Segment
 from rl_tq._service import Caller, Message, Service, error_reply
@@ -22,7 +22,13 @@ from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
 from rl_tq.errors import AddressError, TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+    from rl_tq._journal import Journal
+    from rl_tq._state import Record
+
+
+_SMALL_BYTES = 1 << 14
 
 
 @dataclass(slots=True, eq=False)
@@ -67,10 +73,23 @@ class _Held:
 class ControlServer:
     """Serves one queue from a thread of this process until `close`."""
 
-    def __init__(self, address: str, abstract: str, directory: str | None = None) -> None:
+    def __init__(self, address: str, abstract: str, journal: Journal | None = None) -> None:
         self.address = address
-        self._directory = directory
-        self._listener = listen(address, abstract)
+        self._journal = journal
+        self._service = Service()
+        self._connections: dict[int, _Connection] = {}
+        self._segments: dict[int, _Held] = {}
+        self._extents: dict[int, tuple[int, int, int]] = {}
+        self._numbers = count(1)
+        self._to_flush: dict[_Connection, None] = {}
+        try:
+            if journal is not None:
+                self._resume(journal)
+            self._listener = listen(address, abstract)
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            raise
         self._wake_read, self._wake_write = socket.socketpair()
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for each in (self._listener, self._wake_read, self._wake_write):
@@ -78,11 +97,6 @@ class ControlServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._service = Service()
-        self._connections: dict[int, _Connection] = {}
-        self._segments: dict[int, _Held] = {}
-        self._extents: dict[int, tuple[int, int, int]] = {}
-        self._numbers = count(1)
         self._thread = threading.Thread(target=self._run, name=f"rl-tq-server-{address}", daemon=True)
         self._thread.start()
 
@@ -106,6 +120,8 @@ class ControlServer:
                 each.close()
             os.close(self._spare_fd)
             self._segments.clear()
+            if self._journal is not None:
+                self._journal.close()
 
     def _turn(self) -> bool:
         deadline = self._service.next_deadline()
@@ -118,7 +134,21 @@ class ControlServer:
             elif connection := self._connections.get(key.fd):
                 self._serve(connection, events)
         self._deliver()
+        self._commit()
+        while self._to_flush:
+            connection, _ = self._to_flush.popitem()
+            if connection.socket.fileno() >= 0:
+                self._flush(connection)
         return True
+
+    def _commit(self) -> None:
+        """Write down what changed in this turn, before anybody is told."""
+        log = self._service.store.state.log
+        if self._journal is not None and log:
+            self._journal.append(log)
+            log.clear()
+            if self._journal.is_long:
+                self._journal.rewrite(self._records())
 
     def _accept(self) -> None:
         try:
@@ -137,7 +167,9 @@ class ControlServer:
             return
         connection = self._connections[client.fileno()] = _Connection(client, Inbox(client), pid)
         self._selector.register(client, selectors.EVENT_READ)
-        self._send(connection, {"op": "hello", "directory": self._directory})
+        self._send(
+            connection, {"op": "hello", "directory": None if self._journal is None else str(self._journal.directory)}
+        )
 
     def _turn_away(self) -> None:
         """Close the connection of a client for whom no descriptor is left, so that it learns of it now."""
@@ -152,7 +184,6 @@ class ControlServer:
             if events & selectors.EVENT_READ:
                 for message, fd in connection.inbox.receive():
                     self._take(connection, message, fd)
-                    self._deliver()
             if connection.is_writing:
                 self._flush(connection)
         except BlockingIOError:
@@ -168,19 +199,23 @@ class ControlServer:
             reply = error_reply(error)
         except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
             reply = error_reply(error)
+        # What this made free is told first, so that whoever asked can use it again once he is answered; but never ahead
+        # of an answer that names segments, which must still be known when it arrives.
+        if reply is None or "places" not in reply:
+            self._deliver()
         if reply is not None and "id" in message:
             self._send(connection, {**reply, "id": message["id"]})
+        self._deliver()
 
     def _send(self, connection: _Connection, message: Message, segment: Segment | None = None) -> None:
         connection.outbox.append((memoryview(pack(message, has_fd=segment is not None)), segment))
-        if len(connection.outbox) == 1:
-            self._flush(connection)
+        self._to_flush[connection] = None
 
     def _flush(self, connection: _Connection) -> None:
         """Send what the client takes now; the selector says when it takes more."""
         try:
             while connection.outbox:
-                data, segment = connection.outbox[0]
+                data, segment = _joined(connection.outbox)
                 sent = send_some(connection.socket, data, None if segment is None else segment.fd)
                 if sent == len(data):
                     connection.outbox.popleft()
@@ -278,6 +313,8 @@ class ControlServer:
                 raise TransferQueueError(f"an extent of {nbytes} bytes does not lie in its segment")
             self._extents[extent] = (number, offset, nbytes)
             held.num_extents += 1
+            if (log := self._service.store.state.log) is not None:
+                log.append(["note_place", extent, held.file, offset, nbytes, held.is_packed])
             return self._ask(connection, {**message, "extent": extent})
         except Exception:
             if extent in self._extents:
@@ -331,6 +368,7 @@ class ControlServer:
                 self._free_if_done([number])
 
     def _free(self, extents: Iterable[int]) -> None:
+        self._commit()  # what is written down must not name a segment that is used again or gone
         touched: set[int] = set()
         for extent in extents:
             number, _, _ = self._extents.pop(extent)
@@ -358,7 +396,58 @@ class ControlServer:
         if held.owner is not None:
             self._send(held.owner, {"op": "reuse", "segment": held.theirs})
         else:
+            if self._journal is not None and held.file is not None:
+                (self._journal.directory / held.file).unlink(missing_ok=True)
             del self._segments[number]
+
+    # What outlives the server
+
+    def _resume(self, journal: Journal) -> None:
+        """Take up what an earlier server of this directory left."""
+        records = journal.load()
+        store = self._service.store
+        store.now = time.monotonic()
+        store.state.replay(record for record in records if record[0] != "note_place")
+        places = {record[1]: record[2:] for record in records if record[0] == "note_place"}
+        self._reopen(journal, {extent: places[extent] for extent in store.state.extents})
+        self._numbers = count(max(places, default=0) + len(self._segments) + 1)
+        store.adopt()
+        store.state.log = []
+        journal.rewrite(self._records())
+
+    def _reopen(self, journal: Journal, places: dict[int, list[Any]]) -> None:
+        by_file: dict[str, int] = {}
+        base = max(places, default=0)
+        for extent, (file, offset, nbytes, is_packed) in places.items():
+            if file not in by_file:
+                number = by_file[file] = base + len(by_file) + 1
+                segment = Segment(os.open(journal.directory / file, os.O_RDWR | os.O_CLOEXEC))
+                self._segments[number] = _Held(
+                    segment=segment, is_packed=is_packed, owner=None, theirs=0, file=file, is_sealed=True
+                )
+            self._extents[extent] = (by_file[file], offset, nbytes)
+            self._segments[by_file[file]].num_extents += 1
+        for path in journal.directory.glob("*.segment"):
+            if path.name not in by_file:
+                path.unlink()
+
+    def _records(self) -> Iterator[Record]:
+        yield from self._service.store.state.dump()
+        for extent, (number, offset, nbytes) in self._extents.items():
+            held = self._segments[number]
+            yield ["note_place", extent, held.file, offset, nbytes, held.is_packed]
+
+
+def _joined(outbox: deque[tuple[memoryview, Segment | None]]) -> tuple[memoryview, Segment | None]:
+    """The first of what is to be sent, after joining it with those behind it that are small and have no descriptor."""
+    data, segment = outbox[0]
+    if segment is None and len(data) < _SMALL_BYTES and len(outbox) > 1 and outbox[1][1] is None:
+        parts = [outbox.popleft()[0]]
+        while outbox and outbox[0][1] is None and len(outbox[0][0]) < _SMALL_BYTES and len(parts) < 64:
+            parts.append(outbox.popleft()[0])
+        data = memoryview(b"".join(parts))
+        outbox.appendleft((data, None))
+    return data, segment
 
 
 def socket_name(address: str) -> str:

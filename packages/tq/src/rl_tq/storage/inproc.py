@@ -6,119 +6,32 @@ import json
 import threading
 import time
 import uuid
-from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
 from rl_tq._client import QueueClient
-from rl_tq._gather import Opened, OpenExtent
-from rl_tq._service import Caller, Message, Service, error_reply, raise_error
-from rl_tq.errors import AddressError, ServerLostError, TransferQueueError
+from rl_tq._hub import Hub
+from rl_tq._service import Message, raise_error
+from rl_tq.errors import AddressError, ServerLostError
 
 if TYPE_CHECKING:
-    from rl_tq._extent import Layout
+    from concurrent.futures import Future
 
-_SERVED: dict[str, _Hub] = {}
+    from rl_tq._extent import Layout
+    from rl_tq._gather import Opened
+
+_SERVED: dict[str, Hub] = {}
 _SERVED_LOCK = threading.Lock()
 _NUMBERS = count(1)
-
-
-class _Hub:
-    """The server's part: the service, the extents and one lock around both."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lock = threading.Lock()
-        self.extents: dict[int, OpenExtent] = {}
-        self.is_open = True
-        self._service = Service()
-        self._keys = count()
-        self._numbers = count(1)
-        self._parked: dict[int, Future[Message]] = {}
-
-    def call(self, request: Message, owner: object) -> Future[Message]:
-        """The future reply. Errors of the store are replies too."""
-        future: Future[Message] = Future()
-        with self.lock:
-            self.answer(request, future, owner)
-        return future
-
-    def answer(self, request: Message, future: Future[Message], owner: object) -> None:
-        """Handle a request. Call it with the lock held."""
-        if not self.is_open:
-            raise ServerLostError(f"the queue inproc://{self.name} was closed")
-        key = next(self._keys)
-        self._parked[key] = future
-        caller = Caller(key=key, owner=owner, label=str(owner))
-        try:
-            reply = self._service.handle(request, caller, time.monotonic())
-        except (TransferQueueError, ValueError) as error:
-            reply = error_reply(error)
-        if reply is not None:
-            self._parked.pop(key).set_result(reply)
-        self._deliver()
-
-    def publish(self, request: Message, memory: torch.Tensor, owner: object) -> Future[Message]:
-        """The future reply to a put; its extent is kept unless it fails."""
-        future: Future[Message] = Future()
-        with self.lock:
-            extent = next(self._numbers)
-            self.extents[extent] = OpenExtent(memory=memory, is_private=False)
-            self.answer({**request, "extent": extent}, future, owner)
-            if future.done() and "error" in future.result():
-                del self.extents[extent]
-        return future
-
-    def leave(self, owner: object) -> None:
-        """A client is gone."""
-        with self.lock:
-            if self.is_open:
-                self._service.caller_left(owner, f"its consumer ({owner}) left", is_counted=False)
-                self._deliver()
-
-    def expire(self) -> None:
-        """Settle the parked requests whose time is up."""
-        with self.lock:
-            self._deliver()
-
-    def next_deadline(self) -> float | None:
-        """When `expire` is due."""
-        with self.lock:
-            return self._service.next_deadline()
-
-    def abandon(self, future: Future[Message], why: str) -> None:
-        """Fail a request that is still parked, because nobody waits for its answer any more."""
-        with self.lock:
-            for key in [key for key, parked in self._parked.items() if parked is future]:
-                self._parked.pop(key).set_result(error_reply(ServerLostError(why)))
-                self._service.withdraw(key)
-            self._deliver()
-
-    def close(self) -> None:
-        """Fail whoever waits, and free every extent."""
-        with self.lock:
-            self.is_open = False
-            self.extents.clear()
-            lost = error_reply(ServerLostError(f"the queue inproc://{self.name} was closed"))
-            for future in self._parked.values():
-                future.set_result(lost)
-            self._parked.clear()
-
-    def _deliver(self) -> None:
-        settled, freed = self._service.drain(time.monotonic())
-        for key, reply in settled:
-            self._parked.pop(key).set_result(reply)
-        for extent in freed:
-            del self.extents[extent]
 
 
 class InprocQueue(QueueClient):
     """A client in the same process as the queue."""
 
-    def __init__(self, hub: _Hub, *, timeout_s: float, is_owner: bool) -> None:
-        super().__init__(f"inproc://{hub.name}", timeout_s=timeout_s)
+    def __init__(self, hub: Hub, *, timeout_s: float, is_owner: bool) -> None:
+        super().__init__(hub.address, timeout_s=timeout_s)
         self._hub = hub
         self._is_owner = is_owner
         self._is_closed = False
@@ -170,12 +83,7 @@ class InprocQueue(QueueClient):
 
     def _locate(self, request: Message) -> tuple[Message, Opened]:
         self._check_open()
-        future: Future[Message] = Future()
-        with self._hub.lock:
-            self._hub.answer(_copied(request), future, self)
-            reply = future.result()
-            numbers: list[int] = reply.get("extents", [])
-            opened = {number: self._hub.extents[number] for number in numbers}
+        reply, opened = self._hub.locate(_copied(request), self)
         raise_error(reply)
         return reply, opened
 
@@ -188,8 +96,8 @@ class InprocQueue(QueueClient):
         if self._is_owner:
             self._hub.close()
             with _SERVED_LOCK:
-                if _SERVED.get(self._hub.name) is self._hub:
-                    del _SERVED[self._hub.name]
+                if _SERVED.get(self.address) is self._hub:
+                    del _SERVED[self.address]
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -198,22 +106,23 @@ class InprocQueue(QueueClient):
 
 def serve(name: str, *, timeout_s: float) -> InprocQueue:
     """See `rl_tq.serve`."""
-    name = name or uuid.uuid4().hex[:12]
-    hub = _Hub(name)
+    address = f"inproc://{name or uuid.uuid4().hex[:12]}"
+    hub = Hub(address)
     with _SERVED_LOCK:
-        if name in _SERVED:
-            raise AddressError(f"inproc://{name} is served already: close that queue, or take another name")
-        _SERVED[name] = hub
+        if address in _SERVED:
+            raise AddressError(f"{address} is served already: close that queue, or take another name")
+        _SERVED[address] = hub
     return InprocQueue(hub, timeout_s=timeout_s, is_owner=True)
 
 
 def connect(name: str, *, timeout_s: float) -> InprocQueue:
     """See `rl_tq.connect`."""
+    address = f"inproc://{name}"
     with _SERVED_LOCK:
-        hub = _SERVED.get(name)
+        hub = _SERVED.get(address)
     if hub is None:
         raise ServerLostError(
-            f"nobody serves inproc://{name} in this process (an inproc queue cannot be reached from another: use shm)"
+            f"nobody serves {address} in this process (an inproc queue cannot be reached from another: use shm)"
         )
     return InprocQueue(hub, timeout_s=timeout_s, is_owner=False)
 

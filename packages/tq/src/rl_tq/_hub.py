@@ -1,0 +1,114 @@
+"""The server's part of a queue whose extents lie in the memory of the serving process: one lock around all of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from itertools import count
+from typing import TYPE_CHECKING
+
+from rl_tq._gather import OpenExtent
+from rl_tq._service import Caller, Message, Service, error_reply
+from rl_tq.errors import ServerLostError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Hub:
+    """The service, the extents and one lock around both."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.lock = threading.Lock()
+        self.extents: dict[int, OpenExtent] = {}
+        self.is_open = True
+        self._service = Service()
+        self._keys = count()
+        self._numbers = count(1)
+        self._parked: dict[int, Future[Message]] = {}
+
+    def call(self, request: Message, owner: object) -> Future[Message]:
+        """The future reply. Errors of the store are replies too."""
+        future: Future[Message] = Future()
+        with self.lock:
+            self.answer(request, future, owner)
+        return future
+
+    def answer(self, request: Message, future: Future[Message], owner: object) -> None:
+        """Handle a request. Call it with the lock held."""
+        if not self.is_open:
+            raise ServerLostError(f"the queue {self.address} was closed")
+        key = next(self._keys)
+        self._parked[key] = future
+        caller = Caller(key=key, owner=owner, label=str(owner))
+        try:
+            reply = self._service.handle(request, caller, time.monotonic())
+        except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
+            reply = error_reply(error)
+        if reply is not None:
+            self._parked.pop(key).set_result(reply)
+        self._deliver()
+
+    def publish(self, request: Message, memory: torch.Tensor, owner: object) -> Future[Message]:
+        """The future reply to a put; its extent is kept unless it fails."""
+        future: Future[Message] = Future()
+        with self.lock:
+            extent = next(self._numbers)
+            self.extents[extent] = OpenExtent(memory=memory, is_private=False)
+            self.answer({**request, "extent": extent}, future, owner)
+            if future.done() and "error" in future.result():
+                del self.extents[extent]
+        return future
+
+    def leave(self, owner: object, *, has_died: bool = False) -> None:
+        """A client is gone."""
+        with self.lock:
+            if self.is_open:
+                why = f"its consumer ({owner}) {'died' if has_died else 'left'}"
+                self._service.caller_left(owner, why, is_counted=has_died)
+                self._deliver()
+
+    def locate(self, request: Message, owner: object) -> tuple[Message, dict[int, OpenExtent]]:
+        """The reply to a locate, and the extents that it names: whatever is cleared from now on, they are readable."""
+        future: Future[Message] = Future()
+        with self.lock:
+            self.answer(request, future, owner)
+            reply = future.result()
+            return reply, {number: self.extents[number] for number in reply.get("extents", [])}
+
+    def expire(self) -> None:
+        """Settle the parked requests whose time is up."""
+        with self.lock:
+            self._deliver()
+
+    def next_deadline(self) -> float | None:
+        """When `expire` is due."""
+        with self.lock:
+            return self._service.next_deadline()
+
+    def abandon(self, future: Future[Message], why: str) -> None:
+        """Fail a request that is still parked, because nobody waits for its answer any more."""
+        with self.lock:
+            for key in [key for key, parked in self._parked.items() if parked is future]:
+                self._parked.pop(key).set_result(error_reply(ServerLostError(why)))
+                self._service.withdraw(key)
+            self._deliver()
+
+    def close(self) -> None:
+        """Fail whoever waits, and free every extent."""
+        with self.lock:
+            self.is_open = False
+            self.extents.clear()
+            lost = error_reply(ServerLostError(f"the queue {self.address} was closed"))
+            for future in self._parked.values():
+                future.set_result(lost)
+            self._parked.clear()
+
+    def _deliver(self) -> None:
+        settled, freed = self._service.drain(time.monotonic())
+        for key, reply in settled:
+            self._parked.pop(key).set_result(reply)
+        for extent in freed:
+            del self.extents[extent]

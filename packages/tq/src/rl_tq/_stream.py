@@ -1,0 +1,84 @@
+"""Messages on a TCP stream: a header of 16 bytes, JSON, and a payload of raw bytes that no one parses on the way."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HEADER = struct.Struct("<4sIQ")
+_MAGIC = b"RLTQ"
+_MAX_TEXT_BYTES = 1 << 30
+_MAX_PAYLOAD_BYTES = 1 << 40
+_DEAD_S = 30
+"""A peer whose host does not answer for so long counts as dead."""
+
+
+def prepare(connection: socket.socket, timeout_s: float) -> None:
+    """Set a connection up: no delays, a deadline for every send and receive, and probes that find a dead host."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 5),
+        (socket.TCP_KEEPINTVL, 5),
+        (socket.TCP_KEEPCNT, 5),
+        (socket.TCP_USER_TIMEOUT, 1000 * _DEAD_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def send(connection: socket.socket, message: dict[str, Any], payload: Sequence[torch.Tensor] = ()) -> None:
+    """Send one message; the payload is uint8 tensors, one after the other."""
+    text = json.dumps(message, separators=(",", ":")).encode()
+    nbytes = sum(len(part) for part in payload)
+    head = _HEADER.pack(_MAGIC, len(text), nbytes) + text
+    if not nbytes:
+        connection.sendall(head)
+        return
+    connection.sendall(head, socket.MSG_MORE)
+    for part in payload:
+        connection.sendall(part.numpy().data)
+
+
+def receive(connection: socket.socket, timeout_s: float | None) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Receive one message and its payload, uint8 [n]; `timeout_s` is for all of it, None waits for ever.
+
+    Raises:
+        ConnectionError: the other side closed, or speaks another language.
+        TimeoutError: the rest did not come in time.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    head = bytearray(_HEADER.size)
+    _fill(connection, memoryview(head), deadline)
+    magic, text_bytes, payload_bytes = _HEADER.unpack(head)
+    if magic != _MAGIC or text_bytes > _MAX_TEXT_BYTES or payload_bytes > _MAX_PAYLOAD_BYTES:
+        raise ConnectionAbortedError(f"the other side sent {bytes(head)!r}, which begins no message of rl-tq")
+    text = bytearray(text_bytes)
+    _fill(connection, memoryview(text), deadline)
+    message = json.loads(text)
+    if not isinstance(message, dict):
+        raise ConnectionAbortedError("the other side sent JSON that is no object")
+    if not payload_bytes:
+        return cast("dict[str, Any]", message), None
+    payload = torch.empty(payload_bytes, dtype=torch.uint8)
+    _fill(connection, payload.numpy().data, deadline)
+    return cast("dict[str, Any]", message), payload
+
+
+def _fill(connection: socket.socket, target: memoryview, deadline: float | None) -> None:
+    while target:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        size = connection.recv_into(target)
+        if not size:
+            raise ConnectionResetError("the other side closed the connection")
+        target = target[size:]

@@ -1,0 +1,39 @@
+"""`file:///DIRECTORY`: the queue of `shm`, whose memory and bookkeeping are files that outlive every process.
+
+On tmpfs (`/dev/shm/...`) it is as fast; on a disk, the page cache stands between. Serving the same directory again goes
+on where the last server ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from rl_tq._journal import Journal
+from rl_tq._shm_client import ShmQueue
+from rl_tq._shm_server import ControlServer
+from rl_tq.errors import AddressError
+
+
+def serve(name: str, *, timeout_s: float) -> ShmQueue:
+    """See `rl_tq.serve`."""
+    address, abstract, directory = _names(name)
+    server = ControlServer(address, abstract, Journal(directory))
+    try:
+        return ShmQueue(address, abstract, timeout_s=timeout_s, server=server)
+    except BaseException:
+        server.close()
+        raise
+
+
+def connect(name: str, *, timeout_s: float) -> ShmQueue:
+    """See `rl_tq.connect`."""
+    address, abstract, _ = _names(name)
+    return ShmQueue(address, abstract, timeout_s=timeout_s)
+
+
+def _names(name: str) -> tuple[str, str, Path]:
+    if not name.startswith("/"):
+        raise AddressError(f"'file://{name}' names no directory: write file:///an/absolute/path")
+    directory = Path(name).resolve()
+    return f"file://{directory}", "\0rl-tq-file/" + hashlib.sha256(str(directory).encode()).hexdigest()[:40], directory

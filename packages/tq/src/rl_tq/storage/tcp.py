@@ -1,0 +1,380 @@
+"""`tcp://HOST:PORT`: a queue for the processes of several hosts. The values lie in the serving process's memory.
+
+A put sends its extent once; a get receives the rows and columns it names, in one message, straight into the memory that
+it returns. Nothing is encrypted and nobody is asked for a password: serve inside a network that you trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from itertools import count
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_tq import _stream
+from rl_tq._client import QueueClient
+from rl_tq._extent import as_bytes, read_extent
+from rl_tq._gather import Landing, Opened, assemble, collect
+from rl_tq._hub import Hub
+from rl_tq._parking import Slot, Turnstile
+from rl_tq._schema import ColumnSchema
+from rl_tq._service import Message, error_reply, raise_error
+from rl_tq._shm_client import GRACE_S
+from rl_tq._wire import close_after_fork
+from rl_tq.errors import AddressError, SchemaError, ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.storage.inproc import InprocQueue
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tensordict import TensorDict
+
+    from rl_tq._extent import Layout
+
+_TICK_S = 0.1
+_ALIGNMENT = 64
+
+
+class _Remote:
+    """One client, as the server has it: a thread that reads and handles, and one that sends."""
+
+    def __init__(self, hub: Hub, connection: socket.socket, peer: str) -> None:
+        self._hub = hub
+        self._connection = connection
+        self._peer = peer
+        self._pending: dict[int, Future[Message]] = {}
+        self._outgoing: SimpleQueue[tuple[Message, list[torch.Tensor]] | None] = SimpleQueue()
+        self._has_left = False
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+
+    def __str__(self) -> str:
+        return self._peer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the connection is not all wound up yet."""
+        return self._threads[1].is_alive()
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, payload = _stream.receive(self._connection, None)
+                self._take(message, payload)
+        except (OSError, ValueError, KeyError):
+            return  # it closed, died, or does not speak our language: nothing of it can be answered any more
+        finally:
+            for future in list(self._pending.values()):
+                self._hub.abandon(future, f"{self} is gone")
+            self._hub.leave(self, has_died=not self._has_left)
+            self._outgoing.put(None)
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _take(self, message: Message, payload: torch.Tensor | None) -> None:
+        number: int = message["id"]
+        try:
+            match message["op"]:
+                case "bye":
+                    self._has_left = True
+                case "withdraw":
+                    if (future := self._pending.pop(message["request"], None)) is not None:
+                        self._hub.abandon(future, "withdrawn")
+                case "fetch":
+                    self._outgoing.put(self._fetch(number, message))
+                case "put":
+                    self._expect(number, self._hub.publish(message, _checked(message, payload), self))
+                case _:
+                    self._expect(number, self._hub.call(message, self))
+        except TransferQueueError as error:
+            self._outgoing.put(({**error_reply(error), "id": number}, []))
+
+    def _expect(self, number: int, future: Future[Message]) -> None:
+        def answer(done: Future[Message]) -> None:
+            self._pending.pop(number, None)
+            self._outgoing.put(({**done.result(), "id": number}, []))
+
+        self._pending[number] = future
+        future.add_done_callback(answer)
+
+    def _fetch(self, number: int, message: Message) -> tuple[Message, list[torch.Tensor]]:
+        """The values of rows: column after column, each filled up to a multiple of 64 bytes."""
+        reply, opened = self._hub.locate({**message, "op": "locate"}, self)
+        raise_error(reply)
+        columns = {
+            name: (ColumnSchema.from_json(schema), reply["runs"][which])
+            for name, (schema, which) in reply["columns"].items()
+        }
+        parts, lengths = collect(columns, opened)
+        payload: list[torch.Tensor] = []
+        described: dict[str, Any] = {}
+        for name, pieces in parts.items():
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+            data = as_bytes(whole)
+            described[name] = [reply["columns"][name][0], len(whole), len(data), lengths.get(name)]
+            payload.append(data)
+            if gap := -len(data) % _ALIGNMENT:
+                payload.append(torch.zeros(gap, dtype=torch.uint8))
+        return {"id": number, "columns": described}, payload
+
+    def _write(self) -> None:
+        try:
+            while (item := self._outgoing.get()) is not None:
+                _stream.send(self._connection, *item)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # the reader ends, and says so
+        finally:
+            self._threads[0].join()
+            self._connection.close()
+
+
+class _Gateway:
+    """Lets the clients of other processes into a hub."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise AddressError(
+                f"tcp://{host}:{port} cannot be served: {error.strerror}; take another port, or an address of this host"
+            ) from error
+        close_after_fork(self._listener)
+        self.port: int = self._listener.getsockname()[1]
+        self._timeout_s = timeout_s
+        self.hub = Hub(_address(host, self.port))
+        self._remotes: list[_Remote] = []
+        self._is_closed = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._tick)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End every connection, and free every extent. Idempotent."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+        for remote in self._remotes:
+            remote.close()
+        self.hub.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                self._is_closed.wait(_TICK_S)  # closed, or no descriptor is left for now
+                continue
+            close_after_fork(connection)
+            _stream.prepare(connection, self._timeout_s)
+            self._remotes = [remote for remote in self._remotes if remote.is_alive]
+            self._remotes.append(_Remote(self.hub, connection, f"client {peer[0]}:{peer[1]}"))
+
+    def _tick(self) -> None:
+        """Have leases and waits end at their deadline."""
+        while not self._is_closed.wait(_TICK_S):
+            self.hub.expire()
+
+
+class _ServedQueue(InprocQueue):
+    """The client of the process that serves."""
+
+    def __init__(self, gateway: _Gateway, *, timeout_s: float) -> None:
+        super().__init__(gateway.hub, timeout_s=timeout_s, is_owner=True)
+        self._gateway = gateway
+
+    def close(self) -> None:
+        """See `TransferQueue.close`."""
+        self._gateway.close()
+        super().close()
+
+
+class TcpQueue(QueueClient):
+    """A client in any process that reaches the server."""
+
+    def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
+        super().__init__(_address(host, port), timeout_s=timeout_s)
+        self._pid = os.getpid()
+        try:
+            self._socket = socket.create_connection((host, port), timeout=timeout_s)
+        except OSError as error:
+            raise ServerLostError(
+                f"nobody serves {self.address} ({error.strerror or error}): start it with rl_tq.serve, and check that "
+                "this host reaches it"
+            ) from error
+        self._socket.settimeout(None)
+        close_after_fork(self._socket)
+        _stream.prepare(self._socket, timeout_s)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._ids = count(1)
+        self._pending: dict[int, Slot[tuple[Message, torch.Tensor | None]]] = {}
+        self._why_lost: str | None = None
+        self._turnstile = Turnstile(self._read)
+
+    def close(self) -> None:
+        """See `TransferQueue.close`."""
+        if os.getpid() != self._pid:
+            return
+        if self._why_lost is None:
+            with contextlib.suppress(ServerLostError):
+                self._send({"op": "bye", "id": 0}, [])
+        self._lose("this client was closed")
+        with self._send_lock:
+            self._socket.close()
+
+    def _call(self, request: Message, timeout_s: float) -> Message:
+        return self._request({"timeout_s": timeout_s, **request}, [], timeout_s)[0]
+
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.write(memory)
+        return self._request(request, [memory], timeout_s)[0]
+
+    def _locate(self, request: Message) -> tuple[Message, Opened]:
+        raise NotImplementedError("the values themselves are fetched: see _fetch")
+
+    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+        reply, payload = self._request({"op": "fetch", **request}, [], self.timeout_s)
+        schemas: dict[str, ColumnSchema] = {}
+        parts: dict[str, list[torch.Tensor]] = {}
+        lengths: dict[str, list[int]] = {}
+        start = 0
+        for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
+            schema = schemas[name] = ColumnSchema.from_json(schema_json)
+            dtype = torch.uint8 if schema.dtype == "utf8" else getattr(torch, schema.dtype)
+            data = torch.empty(0, dtype=torch.uint8) if payload is None else payload[start : start + nbytes]
+            parts[name] = [data.view(dtype).view(size, *schema.shape)]
+            if sizes is not None:
+                lengths[name] = sizes
+            start += nbytes + -nbytes % _ALIGNMENT
+        return assemble(schemas, parts, lengths, dict.fromkeys(schemas, True), num_rows, landing)
+
+    def _request(
+        self, request: Message, payload: list[torch.Tensor], timeout_s: float
+    ) -> tuple[Message, torch.Tensor | None]:
+        if os.getpid() != self._pid:
+            raise TransferQueueError(
+                f"this client of {self.address} was made in process {self._pid} and does not survive a fork: call "
+                f"rl_tq.connect({self.address!r}) in process {os.getpid()}"
+            )
+        number = next(self._ids)
+        slot: Slot[tuple[Message, torch.Tensor | None]] = Slot()
+        with self._lock:
+            self._check_alive()
+            self._pending[number] = slot
+        try:
+            self._send({**request, "id": number}, payload)
+            if not self._turnstile.wait(slot, timeout_s + GRACE_S):
+                raise WaitTimeoutError(
+                    f"the server of {self.address} did not answer {request['op']!r} within {timeout_s} s and "
+                    f"{GRACE_S} s more"
+                )
+        except BaseException:
+            with self._lock:
+                was_pending = self._pending.pop(number, None) is not None
+            if was_pending and self._why_lost is None:
+                self._send({"op": "withdraw", "request": number, "id": 0}, [])
+            raise
+        raise_error(slot.result()[0])
+        return slot.result()
+
+    def _send(self, message: Message, payload: list[torch.Tensor]) -> None:
+        with self._send_lock:
+            try:
+                _stream.send(self._socket, message, payload)
+            except OSError as error:
+                self._lose(f"sending to it failed: {error}")
+        self._check_alive()
+
+    def _read(self, timeout_s: float) -> None:
+        if self._why_lost is not None:
+            return
+        try:
+            if not self._poll.poll(1e3 * timeout_s):
+                return
+            message, payload = _stream.receive(self._socket, None)
+        except (OSError, ValueError) as error:
+            self._lose(f"it closed or died ({error})")
+            return
+        with self._lock:
+            slot = self._pending.pop(message["id"], None)
+        if slot is not None:
+            slot.put((message, payload))
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._why_lost is None:
+                self._why_lost = why
+            pending, self._pending = self._pending, {}
+        for slot in pending.values():
+            slot.fail(self._lost())
+        with contextlib.suppress(OSError):  # the other side did it already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _check_alive(self) -> None:
+        if self._why_lost is not None:
+            raise self._lost()
+
+    def _lost(self) -> ServerLostError:
+        return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
+
+
+def serve(name: str, *, timeout_s: float) -> _ServedQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
+    return _ServedQueue(_Gateway(*_split(name or "127.0.0.1:0"), timeout_s), timeout_s=timeout_s)
+
+
+def connect(name: str, *, timeout_s: float) -> TcpQueue:
+    """See `rl_tq.connect`."""
+    return TcpQueue(*_split(name), timeout_s=timeout_s)
+
+
+def _split(name: str) -> tuple[str, int]:
+    host, _, port = name.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise AddressError(f"'tcp://{name}' is not understood: write tcp://HOST:PORT, for example tcp://10.0.0.1:7070")
+    return host.strip("[]"), int(port)
+
+
+def _address(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _checked(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
+    """A put's extent, if it is one: whatever the bytes are, they are read safely from now on.
+
+    Raises:
+        SchemaError: it is none, or of other columns than announced.
+    """
+    if payload is None:
+        raise SchemaError("a put came without its values")
+    try:
+        columns = set(read_extent(payload))
+    except ValueError as error:
+        raise SchemaError(f"a put's values cannot be read: {error}") from error
+    if columns != set(message["schema"]):
+        raise SchemaError(f"a put announces the columns {sorted(message['schema'])} and brings {sorted(columns)}")
+    return payload
