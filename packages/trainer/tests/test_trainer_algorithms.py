@@ -54,7 +54,7 @@ def jagged(values, offsets):
 def test_loss_shares_add_up_whatever_the_cut():
     torch.manual_seed(0)
     offsets = torch.tensor([0, 3, 4, 8])
-    columns = {n: torch.randn(8) * 0.1 for n in ("old_logprobs", "advantages", "ref_logprobs")}
+    columns = {n: torch.randn(8) * 0.1 for n in ("old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs")}
     mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1])
     logprobs = torch.randn(8) * 0.1
     counts = BatchCounts(tokens=6.0, sequences=3.0)
@@ -68,9 +68,10 @@ def test_loss_shares_add_up_whatever_the_cut():
             batch_size=[len(local) - 1],
         )
         output = ModelOutput(logprobs=values, entropy=None, values=None, cu_seqlens=local, counts=counts)
-        loss, metrics = PolicyLossFunction(config=AlgorithmConfig(kl_coef=0.1, aggregation=kind))(output, data)
+        config = AlgorithmConfig(kl_coef=0.1, aggregation=kind, correction="tis", correction_level="sequence")
+        loss, metrics = PolicyLossFunction(config=config)(output, data)
         loss.backward()
-        return loss.detach(), values.grad, metrics["kl"]
+        return loss.detach(), values.grad, torch.stack([metrics["kl"], metrics["mismatch_k3"]])
 
     for kind in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
         whole, grad, kl = loss_of((0, 8), offsets, kind)

@@ -112,6 +112,19 @@ def test_resume_from_an_incomplete_checkpoint(capsys, tmp_path):
     assert "is not a complete checkpoint folder" in error
 
 
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"step": 200, "num_rows": 1, "seed": 0}, "is at step 200 already"),
+        ({"step": 2, "num_rows": 17, "seed": 0}, "took its prompts from 17 rows with seed 0"),
+    ],
+)
+def test_resume_from_what_this_run_cannot_go_on_from(capsys, tmp_path, state, words):
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.num_rows=2000", "data.eval_size=16")
+    assert words in error
+
+
 def test_print_config_round_trips(capsys, tmp_path):
     from rl_trainer import load_config
 

@@ -24,7 +24,7 @@ def test_counts_by_hand():
     ("overrides", "error", "words"),
     [
         (
-            ["batch.mini_batch_size=5"],
+            ["batch.batch_size=64", "batch.mini_batch_size=5"],
             PlanError,
             "64 prompts cannot be cut into mini-batches of batch.mini_batch_size=5",
         ),

@@ -2,7 +2,8 @@ import pytest
 
 from rl_trainer.config import load_config
 from rl_trainer.errors import StaleWeightsError
-from rl_trainer.pipelines.sync import mini_batches, run_sync
+from rl_trainer.pipelines.step import mini_batches
+from rl_trainer.pipelines.sync import run_sync
 from rl_trainer.testing import FakeJob
 
 

@@ -181,6 +181,15 @@ class AlgorithmConfig:
     """Weight of the entropy bonus."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """`recompute`: by the engine before the update; `rollout`: take the sampler's."""
+    correction: Literal["none", "tis", "icepop"] = "none"
+    """Weight of a token for the sampler's differing probabilities: `tis` truncates the ratio engine / sampler at
+    correction_high, `icepop` drops what is outside the bounds; only with old_logprobs=recompute."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether the ratio is a token's own, or its whole completion's."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.5
+    """Lower bound of that ratio; icepop only."""
+    correction_high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper bound of that ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +206,8 @@ class Config:
     """Where everything is written; None makes `outputs/<name>-<date>-<time>`."""
     runtime: Literal["ray", "inline"] = "ray"
     """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
+    pipeline: Literal["sync", "one_step_off"] = "sync"
+    """`sync`: on-policy; `one_step_off`: the next batch is generated while this one trains."""
     eval_every: NonNegative = 10
     """Steps between evaluations on held-out rows; 0 evaluates only first and last."""
     save_every: NonNegative = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +17,17 @@ from rich.console import Console
 from rl_trainer import preflight, report
 from rl_trainer.data import PromptOrder, load_datasets
 from rl_trainer.plan import make_plan
+from rl_trainer.preflight import STATE_FILE
 from rl_trainer.runtime import create_runtime
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+    from types import FrameType
+
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
     from rl_trainer.pipelines.parts import Parts
     from rl_trainer.plan import BatchPlan
-
-_STATE = "trainer_state.json"
 
 
 def run(config: Config, console: Console | None = None) -> dict[str, Any]:
@@ -37,6 +41,7 @@ def run(config: Config, console: Console | None = None) -> dict[str, Any]:
     plan = make_plan(config)
     datasets = load_datasets(config.data, seed=config.seed)
     preflight.check(config, [*datasets.train, *datasets.eval])
+    preflight.check_resume(config, len(datasets.train))
     report.show_plan(console, plan, _facts(config, datasets))
     output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -55,13 +60,16 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
 
 
 def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path, console: Console) -> dict[str, Any]:
+    from rl_trainer.pipelines.one_step_off import run_one_step_off
     from rl_trainer.pipelines.parts import place
     from rl_trainer.pipelines.sync import run_sync
+
+    run_pipeline = {"sync": run_sync, "one_step_off": run_one_step_off}[config.pipeline]
 
     start = time.perf_counter()
     model_path = _model(config, datasets, output_dir, console)
     warmup_s = time.perf_counter() - start
-    state = _read_state(config)
+    state = _first_state(config, datasets)
     order = PromptOrder(num_rows=len(datasets.train), seed=config.seed, position=state["position"])
     with ExitStack() as stack:
         runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
@@ -72,43 +80,63 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
             parts.actor.load_checkpoint(str(Path(config.resume_from) / "engine"))
         start_s = time.perf_counter() - start - warmup_s
         progress = report.Report(console, output_dir, config.steps)
-        interrupted = False
-        with progress.progress():
-            try:
-                for record in run_sync(parts, config, datasets.eval, start_step=state["step"]):
-                    progress.add(record)
-                    if config.save_every and record.step and record.step % config.save_every == 0:
-                        _save(parts, order, output_dir, record.step)
-            except KeyboardInterrupt:
-                interrupted = True
-        step = progress.summary()["steps"]
-        checkpoint = _save(parts, order, output_dir, step)
+        checkpoint: Path | None = None
+        with progress.progress(), _stop_when_asked(console) as stop:
+            for record in run_pipeline(parts, config, datasets.eval, start_step=state["step"]):
+                progress.add(record)
+                state |= {"step": record.step, "position": record.position}
+                is_last = stop.is_set() or record.step == config.steps
+                if is_last or (config.save_every and record.step and record.step % config.save_every == 0):
+                    checkpoint = _save(parts, output_dir, state)
+                if is_last:
+                    break
         extra = {
             "warmup_s": warmup_s,
             "start_s": start_s,
             "total_s": time.perf_counter() - start,
-            "interrupted": interrupted,
+            "interrupted": stop.is_set(),
             "checkpoint": str(checkpoint),
             "output_dir": str(output_dir),
         }
         return progress.finish(extra)
 
 
-def _save(parts: Parts, order: PromptOrder, output_dir: Path, step: int) -> Path:
+@contextmanager
+def _stop_when_asked(console: Console) -> Generator[threading.Event]:
+    """Set on the first Ctrl-C or SIGTERM, so that the step in progress ends and a checkpoint holds whole steps only.
+
+    A second one raises KeyboardInterrupt where it strikes, and nothing is saved.
+    """
+    asked = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        console.print("stopping after this step; once more stops at once, without a checkpoint")
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _save(parts: Parts, output_dir: Path, state: Mapping[str, int]) -> Path:
     """Write everything that `resume_from` needs; the state file is last, so that a folder which has it is complete."""
-    folder = output_dir / f"checkpoint-{step}"
-    parts.actor.save_checkpoint(str(folder / "engine"), step)
+    folder = output_dir / f"checkpoint-{state['step']}"
+    parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
     parts.actor.save_model(str(folder / "model"))
-    (folder / _STATE).write_text(
-        json.dumps({"step": step, "position": order.position, "num_rows": order.num_rows}) + "\n"
-    )
+    (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
     return folder
 
 
-def _read_state(config: Config) -> dict[str, int]:
+def _first_state(config: Config, datasets: Datasets) -> dict[str, int]:
+    """What has been done: nothing, or what the checkpoint says; preflight has checked that it is of this data."""
     if config.resume_from is None:
-        return {"step": 0, "position": 0}
-    return json.loads((Path(config.resume_from) / _STATE).read_text())
+        return {"step": 0, "position": 0, "seed": config.seed, "num_rows": len(datasets.train)}
+    return json.loads((Path(config.resume_from) / STATE_FILE).read_text())
 
 
 def _model(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> Path:

@@ -17,6 +17,8 @@ class StepRecord:
 
     step: int
     """1-based; 0 is the evaluation before training."""
+    position: int
+    """Prompts taken up to and including this step's; where a run that resumes after it takes the next one."""
     reward: float | None
     """Mean reward of the step's completions."""
     accuracy: float | None
@@ -44,10 +46,11 @@ class StepRecord:
         return self.num_tokens / busy if busy > 0 else 0.0
 
     @classmethod
-    def of_evaluation(cls, step: int, accuracy: float, phase_s: Mapping[str, float]) -> StepRecord:
+    def of_evaluation(cls, step: int, accuracy: float, phase_s: Mapping[str, float], *, position: int) -> StepRecord:
         """A record that holds nothing but an evaluation."""
         return cls(
             step=step,
+            position=position,
             reward=None,
             accuracy=accuracy,
             num_tokens=0,

@@ -103,10 +103,27 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.advantage={algorithm.advantage} compares completions of one prompt: batch.group_size must be "
             "at least 2"
         )
+    if algorithm.correction != "none" and algorithm.old_logprobs == "rollout":
+        raise PlanError(
+            f"algorithm.correction={algorithm.correction} corrects from the sampler's log-probs to the engine's, which "
+            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
+        )
+    if config.pipeline == "one_step_off":
+        _check_one_step_off(config)
     if config.runtime == "inline" and config.engine.world_size > 1:
         raise PlanError(f"engine.world_size={config.engine.world_size} needs processes of its own: use runtime=ray")
     if config.rollout.top_p < 1.0 and algorithm.old_logprobs == "recompute":
         raise PlanError(
             "rollout.top_p < 1 makes the sampler's distribution differ from the one the engine scores; set top_p=1, "
             "or algorithm.old_logprobs=rollout"
+        )
+
+
+def _check_one_step_off(config: Config) -> None:
+    if config.runtime == "inline":
+        raise PlanError("pipeline=one_step_off generates and trains at the same time, which takes runtime=ray")
+    if config.algorithm.old_logprobs == "recompute" and config.algorithm.correction == "none":
+        raise PlanError(
+            "pipeline=one_step_off learns from tokens of older weights, which algorithm.old_logprobs=recompute would "
+            "treat as the engine's own; set algorithm.correction=tis (or icepop), or algorithm.old_logprobs=rollout"
         )

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.data import Row
 
+STATE_FILE = "trainer_state.json"
+"""Written last into a checkpoint folder."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -36,7 +38,6 @@ def check(config: Config, rows: list[Row]) -> None:
     check_model(config)
     for source in {row["data_source"] for row in rows}:
         resolve_reward(source)
-    check_resume(config)
     if config.output_dir is not None and (Path(config.output_dir) / "summary.json").exists():
         raise InputError(
             f"output_dir={config.output_dir} already holds a finished run; choose another, so that nothing is "
@@ -44,18 +45,26 @@ def check(config: Config, rows: list[Row]) -> None:
         )
 
 
-def check_resume(config: Config) -> None:
-    """Check that the checkpoint to resume from is complete and has steps left."""
+def check_resume(config: Config, num_rows: int) -> None:
+    """Check that the checkpoint to resume from is complete, has steps left, and was made of the same prompts.
+
+    Raises:
+        InputError: it is not, or the order of prompts would be another one.
+    """
     if config.resume_from is None:
         return
-    state = Path(config.resume_from) / "trainer_state.json"
-    if not state.is_file():
-        raise InputError(
-            f"resume_from={config.resume_from} is not a complete checkpoint folder: it has no {state.name}"
-        )
-    if (step := json.loads(state.read_text())["step"]) >= config.steps:
+    file = Path(config.resume_from) / STATE_FILE
+    if not file.is_file():
+        raise InputError(f"resume_from={config.resume_from} is not a complete checkpoint folder: it has no {file.name}")
+    state = json.loads(file.read_text())
+    if (step := state["step"]) >= config.steps:
         raise InputError(
             f"resume_from={config.resume_from} is at step {step} already, and steps={config.steps}; raise steps"
+        )
+    if (state["num_rows"], state["seed"]) != (num_rows, config.seed):
+        raise InputError(
+            f"resume_from={config.resume_from} took its prompts from {state['num_rows']} rows with seed "
+            f"{state['seed']}, but this run has {num_rows} rows and seed={config.seed}; give it the same"
         )
     if config.model.path is None:
         raise InputError(

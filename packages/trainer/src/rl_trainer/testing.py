@@ -35,6 +35,7 @@ class FakeJob:
     def __init__(self, config: Config, *, accuracy: float = 0.5, lag: int = 0) -> None:
         self._config, self._accuracy, self._lag = config, accuracy, lag
         self._version = 0
+        self.position = 0
         self.calls: list[str] = []
 
     def parts(self) -> Parts:
@@ -62,7 +63,8 @@ class FakeJob:
                 {**common, "group_id": i // group_size, "reward": float(i % 2)} for i in range(num_groups * group_size)
             ),
         )
-        return Generated(batch=batch, failures={})
+        self.position += num_groups
+        return Generated(batch=batch, failures={}, position=self.position)
 
     def evaluate(self, rows: Sequence[Row]) -> float:
         """The accuracy that was asked for."""

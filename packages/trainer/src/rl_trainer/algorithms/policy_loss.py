@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import rl_csrc
 from rl_csrc import METRIC_NAMES
+from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -25,8 +26,8 @@ _PER_TOKEN = ("log_ratio", "k3", "clipped_high", "clipped_low", "clipped_dual", 
 class PolicyLossFunction:
     """An rl-engine loss function: policy loss, KL to the reference and entropy bonus, as shares of the global batch.
 
-    Reads the columns `old_logprobs`, `advantages`, `loss_mask`, and `ref_logprobs` where the KL coefficient is
-    positive.
+    Reads the columns `old_logprobs`, `advantages`, `loss_mask`; `rollout_logprobs` where `old_logprobs` are the
+    engine's own; `ref_logprobs` where the KL coefficient is positive.
     """
 
     config: AlgorithmConfig
@@ -36,6 +37,7 @@ class PolicyLossFunction:
         """Loss share and metric shares of one micro-batch."""
         config = self.config
         has_reference = config.kl_coef > 0
+        weights, mismatch = self._correct(output, rows)
         result = rl_csrc.policy_loss(
             output.logprobs,
             rows["old_logprobs"].values(),
@@ -51,6 +53,7 @@ class PolicyLossFunction:
             ref_logprobs=rows["ref_logprobs"].values() if has_reference else None,
             entropy=output.entropy,
             entropy_coef=config.entropy_coef,
+            weights=weights,
             aggregation=config.aggregation,
             num_tokens=output.counts.tokens,
             num_sequences=output.counts.sequences,
@@ -58,4 +61,25 @@ class PolicyLossFunction:
         sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
         metrics = {"policy_loss": sums["policy_loss"], "kl": sums["kl_loss"], "entropy": sums["entropy"]}
         metrics |= {name: sums[name] / output.counts.tokens for name in _PER_TOKEN}
-        return result.loss, metrics
+        return result.loss, metrics | mismatch
+
+    def _correct(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Weights for the sampler's difference, and how large it is; nothing where the sampler's log-probs are used."""
+        config = self.config
+        if config.old_logprobs == "rollout":
+            return None, {}
+        old, rollout = rows["old_logprobs"].values(), rows["rollout_logprobs"].values()
+        mask = rows["loss_mask"].values()
+        weights = None
+        if config.correction != "none":
+            weights = correction_weights(
+                old,
+                rollout,
+                mask,
+                output.cu_seqlens,
+                correction=config.correction,
+                level=config.correction_level,
+                low=config.correction_low,
+                high=config.correction_high,
+            )
+        return weights, mismatch_metrics(old, rollout, mask, weights, output.counts.tokens)

@@ -40,6 +40,8 @@ class Generated:
     """batch_size x group_size rows."""
     failures: dict[str, int]
     """Failed rollouts per kind; their prompts were replaced by others."""
+    position: int
+    """Prompts taken from the data up to and including these."""
 
 
 class RolloutManager:
@@ -48,6 +50,11 @@ class RolloutManager:
     def __init__(self, agents: AgentWorker, rows: Sequence[Row], order: PromptOrder, config: Config) -> None:
         self._agents, self._rows, self._order, self._config = agents, rows, order, config
         self._num_groups = 0
+
+    @property
+    def position(self) -> int:
+        """Prompts taken from the data so far."""
+        return self._order.position
 
     def generate_sequences(self, partition: str, step: int) -> Generated:
         """Roll out `batch_size` fresh prompts.
@@ -68,7 +75,8 @@ class RolloutManager:
                 for kind, count in report.failures.items():
                     failures[kind] = failures.get(kind, 0) + count
             if missing == 0:
-                return Generated(batch=type(batches[0]).concat(batches), failures=failures)
+                batch = type(batches[0]).concat(batches)
+                return Generated(batch=batch, failures=failures, position=self.position)
         raise RolloutFailedError(
             f"step {step}: {missing} of {self._config.batch.batch_size} groups failed in each of {_REFILL_ATTEMPTS} "
             "attempts "

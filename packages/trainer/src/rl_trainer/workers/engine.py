@@ -102,9 +102,9 @@ class EngineWorker:
         if self._algorithm.kl_coef > 0:
             columns.append("ref_logprobs")
         if self._algorithm.old_logprobs == "rollout":
-            columns[columns.index("old_logprobs")] = "rollout_logprobs"
-        data = self._queue.get(batch, columns)
-        if "rollout_logprobs" in columns:
+            columns.remove("old_logprobs")
+        data = self._queue.get(batch, [*columns, "rollout_logprobs"])
+        if self._algorithm.old_logprobs == "rollout":
             data.rename_key_("rollout_logprobs", "old_logprobs")
         with self._engine.train_mode():
             self._engine.optimizer_zero_grad()

@@ -1,0 +1,56 @@
+import math
+
+import torch
+
+from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics
+
+ROLLOUT = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5]))
+OLD = torch.log(torch.tensor([0.25, 0.9, 0.1, 0.5, 0.75]))  # ratios 0.5, 1.8, 0.2, 1, 1.5
+MASK = torch.tensor([1, 1, 0, 1, 1])
+ROWS = torch.tensor([0, 3, 5])
+
+
+def weights(**options):
+    defaults = {"correction": "tis", "level": "token", "low": 0.6, "high": 1.5}
+    return correction_weights(OLD, ROLLOUT, MASK, ROWS, **(defaults | options))
+
+
+def test_tis_truncates_each_token_s_ratio():
+    torch.testing.assert_close(weights(), torch.tensor([0.5, 1.5, 0.0, 1.0, 1.5]))
+
+
+def test_icepop_drops_what_is_outside():
+    torch.testing.assert_close(weights(correction="icepop", high=1.6), torch.tensor([0.0, 0.0, 0.0, 1.0, 1.5]))
+
+
+def test_a_sequence_has_the_product_of_its_model_tokens():
+    torch.testing.assert_close(weights(level="sequence", high=9.0), torch.tensor([0.9, 0.9, 0.0, 1.5, 1.5]))
+
+
+def test_masked_positions_are_never_looked_at():
+    old, rollout = OLD.clone(), ROLLOUT.clone()
+    old[2], rollout[2] = math.nan, math.inf
+    for level in ("token", "sequence"):
+        got = correction_weights(old, rollout, MASK, ROWS, correction="tis", level=level, low=0.5, high=2.0)
+        assert got.isfinite().all()
+    assert all(m.isfinite() for m in mismatch_metrics(old, rollout, MASK, None, 4).values())
+
+
+def test_equal_policies_have_no_mismatch_and_weights_of_one():
+    ones = correction_weights(OLD, OLD, MASK, ROWS, correction="icepop", level="sequence", low=0.9, high=1.1)
+    assert ones.tolist() == [1, 1, 0, 1, 1]
+    metrics = mismatch_metrics(OLD, OLD, MASK, ones, 4)
+    assert metrics.pop("correction_mean") == 1
+    assert all(value == 0 for value in metrics.values())
+
+
+def test_mismatch_by_hand_and_shares_add_up():
+    whole = mismatch_metrics(OLD, ROLLOUT, MASK, weights(), 4)
+    ratios = [0.5, 1.8, 1.0, 1.5]
+    assert math.isclose(whole["mismatch_k1"], -sum(math.log(r) for r in ratios) / 4, rel_tol=1e-5)
+    assert math.isclose(whole["mismatch_k3"], sum(r - 1 - math.log(r) for r in ratios) / 4, rel_tol=1e-5)
+    assert math.isclose(whole["mismatch_chi2"], sum(r * r - 1 for r in ratios) / 4, rel_tol=1e-5)
+    assert math.isclose(whole["mismatch_abs"], (0.25 + 0.4 + 0 + 0.25) / 4, rel_tol=1e-5)
+    halves = [mismatch_metrics(OLD[s], ROLLOUT[s], MASK[s], weights()[s], 4) for s in (slice(0, 3), slice(3, 5))]
+    for name, value in whole.items():
+        torch.testing.assert_close(halves[0][name] + halves[1][name], value)
