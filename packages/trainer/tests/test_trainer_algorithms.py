@@ -39,6 +39,54 @@ def test_reinforce_plus_plus_by_hand():
     torch.testing.assert_close(got, (to_go - to_go.mean()) / to_go.std(), atol=1e-4, rtol=1e-4)
 
 
+def three_groups():
+    """Rewards 1 0 0 | 1 1 | 0.5 with 1 2 3 | 1 1 | 1 tokens, groups in no order."""
+    lengths, rewards = [3, 1, 1, 1, 1, 2], [0.0, 1.0, 1.0, 0.5, 1.0, 0.0]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    per_token = torch.zeros(9)
+    per_token[offsets[1:] - 1] = torch.tensor(rewards)
+    return AdvantageInput(
+        rewards=per_token,
+        loss_mask=torch.ones(9, dtype=torch.int64),
+        cu_seqlens=offsets,
+        group_ids=torch.tensor([5, 5, 8, 2, 8, 5]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("grpo_passk", [0, 1 / (3**-0.5 + 1e-6), 0, 0, 0, 0]),
+        ("opo", [-1 / 6, 5 / 6, 0, 0, 0, -1 / 6]),
+        ("gpg", [-2 / 3, 4 / 3, 0, 0, 0, -2 / 3]),
+    ],
+)
+def test_more_group_relative_by_hand(name, rows):
+    data = three_groups()
+    torch.testing.assert_close(compute_advantages(name, data), data.broadcast(torch.tensor(rows)))
+
+
+def test_reinforce_pp_baseline_by_hand():
+    centered = three_groups().broadcast(torch.tensor([-1 / 3, 2 / 3, 0, 0, 0, -1 / 3]))
+    got = compute_advantages("reinforce_pp_baseline", three_groups())
+    torch.testing.assert_close(got, (centered - centered.mean()) / centered.std(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_passk", "opo", "gpg"])
+def test_a_group_s_advantage_does_not_depend_on_where_its_rows_stand(name):
+    data = three_groups()
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    rows = [slice(int(data.cu_seqlens[i]), int(data.cu_seqlens[i + 1])) for i in order]
+    moved = AdvantageInput(
+        rewards=torch.cat([data.rewards[r] for r in rows]),
+        loss_mask=torch.cat([data.loss_mask[r] for r in rows]),
+        cu_seqlens=torch.tensor([0, *[r.stop - r.start for r in rows]]).cumsum(0),
+        group_ids=data.group_ids[order],
+    )
+    whole = compute_advantages(name, data)
+    torch.testing.assert_close(compute_advantages(name, moved), torch.cat([whole[r] for r in rows]))
+
+
 def test_an_estimator_from_outside(monkeypatch):
     monkeypatch.setattr("rl_trainer.algorithms.advantages.ADVANTAGES", dict(ADVANTAGES))
     register_advantage("ones", lambda data: data.loss_mask.float())

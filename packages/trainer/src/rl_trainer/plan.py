@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rl_trainer.config import Config
 
-_NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo")
+_NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "grpo_passk", "opo", "gpg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

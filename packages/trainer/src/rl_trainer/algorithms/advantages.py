@@ -79,7 +79,63 @@ def reinforce_plus_plus(data: AdvantageInput) -> Tensor:
     return rl_csrc.whiten(reward_to_go, data.loss_mask) * data.loss_mask
 
 
+def group_whitened(data: AdvantageInput) -> Tensor:
+    """Reward less its group's mean, whitened over the batch's model tokens: REINFORCE++-baseline, arXiv 2501.03262."""
+    centered = group_relative(data, mode="dr_grpo")
+    return rl_csrc.whiten(centered, data.loss_mask) * data.loss_mask
+
+
+def best_of_group(data: AdvantageInput) -> Tensor:
+    """Only a group's best completion learns: (best - second best) / (std + 1e-6), arXiv 2503.19595 (pass@k).
+
+    0 for the others, where the best is shared, and in groups of one.
+    """
+    rewards = data.sum_rewards()
+    normed = rl_csrc.group_norm(rewards, data.group_ids, mode="grpo")
+    advantages = torch.zeros_like(normed)
+    for members in _members(data.group_ids):
+        if members.numel() > 1:
+            best, second = rewards[members].topk(2).indices.tolist()
+            advantages[members[best]] = normed[members[best]] - normed[members[second]]
+    return data.broadcast(advantages)
+
+
+def length_weighted(data: AdvantageInput) -> Tensor:
+    """Reward less the group's mean weighted by length in model tokens: OPO, arXiv 2505.23585. 0 in groups of one."""
+    rewards = data.sum_rewards()
+    lengths = torch.segment_reduce(data.loss_mask.float(), "sum", offsets=data.cu_seqlens)
+    advantages = torch.zeros_like(rewards)
+    for members in _members(data.group_ids):
+        weight = lengths[members] / lengths[members].sum().clamp(min=1.0)
+        advantages[members] = rewards[members] - (weight * rewards[members]).sum()
+    return data.broadcast(advantages)
+
+
+def gpg(data: AdvantageInput) -> Tensor:
+    """Reward less its group's mean, scaled up for the completions without signal: GPG, arXiv 2504.02546.
+
+    The scale is completions / completions of groups whose rewards differ; 0 everywhere if there are none.
+    """
+    rewards = data.sum_rewards()
+    advantages = rl_csrc.group_norm(rewards, data.group_ids, mode="dr_grpo")
+    has_signal = torch.zeros_like(rewards)
+    for members in _members(data.group_ids):
+        has_signal[members] = float(rewards[members].min() != rewards[members].max())
+    return data.broadcast(advantages * (rewards.numel() / has_signal.sum().clamp(min=1.0)))
+
+
+def _members(group_ids: Tensor) -> list[Tensor]:
+    """Row numbers of each group."""
+    order = torch.argsort(group_ids, stable=True)
+    counts = torch.unique_consecutive(group_ids[order], return_counts=True)[1]
+    return list(order.split(counts.tolist()))
+
+
 register_advantage("grpo", partial(group_relative, mode="grpo"))
 register_advantage("dr_grpo", partial(group_relative, mode="dr_grpo"))
 register_advantage("rloo", partial(group_relative, mode="rloo"))
 register_advantage("reinforce_pp", reinforce_plus_plus)
+register_advantage("reinforce_pp_baseline", group_whitened)
+register_advantage("grpo_passk", best_of_group)
+register_advantage("opo", length_weighted)
+register_advantage("gpg", gpg)
