@@ -201,8 +201,7 @@ def measure(run, cores):
     weights, mine = tensors(size, torch.randn), tensors(size, torch.zeros)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     run.parameters(
-        num_bytes=num_bytes, num_tensors=len(weights), shapes="Qwen3-0.6B", dtype="bfloat16", changed=CHANGED,
-        bucket_bytes=rl_ckpt.DEFAULT_BUCKET_BYTES,
+        num_bytes=num_bytes, num_tensors=len(weights), shapes="Qwen3-0.6B", dtype="bfloat16", changed=CHANGED
     )  # fmt: skip
     memcpy = {"memcpy, one process": lambda: copy_into(mine, weights.items())}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder, ExitStack() as stack:

@@ -80,7 +80,7 @@ wide = small | st.integers(0, 2**64 - 1)
 field = st.sampled_from(["tensor", "codec", "offset", "bucket_offset", "num_bytes", "total_bytes", "digest"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_one_wrong_field_is_always_found(data):
     """Of any span of any bucket: never an index error, never a byte outside, never a tensor that is not verified."""
@@ -112,7 +112,7 @@ def test_one_wrong_field_is_always_found(data):
     assert not guard[4000:].any()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.builds(Span, small, st.integers(0, 3), wide, wide, wide, wide, wide), max_size=6), small, small)
 def test_any_bucket_is_read_or_refused(spans, slot, used_bytes):
     ring, one = Ring(), landing({spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}, has_base=True)
@@ -126,7 +126,7 @@ def test_any_bucket_is_read_or_refused(spans, slot, used_bytes):
     assert torch.equal(ring.memory, before)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=400), st.booleans())
 def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
     from rl_ckpt import _delta

@@ -17,7 +17,6 @@ def test_public_names():
         "BackendError",
         "CheckpointEngine",
         "CkptError",
-        "DEFAULT_BUCKET_BYTES",
         "DigestError",
         "Metadata",
         "PeerLostError",

@@ -1,7 +1,7 @@
 """Weights from a trainer to its inference servers: versioned, verified, at the speed of the hardware."""
 
 from rl_ckpt._attest import tree_digest
-from rl_ckpt._registry import DEFAULT_BUCKET_BYTES, connect
+from rl_ckpt._registry import connect
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AddressError,
@@ -20,7 +20,6 @@ from rl_ckpt.errors import (
 from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, SyncReport
 
 __all__ = [
-    "DEFAULT_BUCKET_BYTES",
     "AddressError",
     "AttestationError",
     "BackendError",

@@ -78,7 +78,7 @@ class Inlet:
             except (BlockingIOError, InterruptedError):
                 self._wait(stream.fileno())
                 continue
-            except ConnectionError:
+            except OSError:  # reset, or the network is gone
                 num_bytes = 0
             if num_bytes == 0:
                 self._end()
@@ -88,6 +88,8 @@ class Inlet:
                     views.appendleft(view[num_bytes:])
                     break
                 num_bytes -= view.nbytes
+            if views:  # a slow sender: look up between two calls
+                self._wait(stream.fileno())
         return True
 
     def refresh(self, slot: int) -> bool:

@@ -122,6 +122,7 @@ class Landing:
             )
         slot = slots[bucket.slot]
         places = self._places(bucket)
+        self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
         is_fetched = memory.fetch(sequence, _contents(bucket, places, slot))
         for place in places:
             self._check(place, bucket, slot, is_fetched, memory.refresh)
@@ -208,7 +209,6 @@ class Landing:
         span = place.span
         piece = _piece(slot, span)
         into = piece if place.content is None else place.content[span.offset : span.offset + span.num_bytes]
-        self.is_touched = self.is_touched or place.is_target
 
         def bring() -> list[int]:
             return leaves_of(into) if is_fetched or place.content is None else unpack_leaves(piece, into)

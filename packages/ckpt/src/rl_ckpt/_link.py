@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rl_ckpt._fork import close_in_children
-from rl_ckpt._wire import Decoder, Message, encode
+from rl_ckpt._wire import GREETING_BYTES, MAX_BODY_BYTES, Decoder, Message, encode
 from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
 if TYPE_CHECKING:
@@ -104,19 +104,28 @@ class Link:
         """Where it is, if the kernel does not know who it is: its process id then comes with its greeting."""
         self.is_closed = False
         """Whether the peer has closed its end. What it sent before has been returned by `receive`."""
+        self._cause = ""
         self.descriptors: list[int] = []
         """File descriptors that came with messages; whoever takes one out owns it."""
         self._socket = close_in_children(connection)
-        self._decoder = Decoder()
+        self._decoder = Decoder(max_body_bytes=GREETING_BYTES)
 
     def fileno(self) -> int:
         """Becomes readable when the peer sent something or is gone."""
         return self._socket.fileno()
 
+    def loss(self) -> PeerLostError:
+        """What to raise when the peer has closed its end."""
+        return PeerLostError(f"{self.peer} went away{self._cause}")
+
     def introduce(self, role: str, pid: int) -> None:
         """Take the name that the peer's greeting gave it, if the kernel told none."""
         if self.place:
             self.peer = f"{role} pid {pid} at {self.place}"
+
+    def trust(self) -> None:
+        """Take messages of any size from now on: it is known who sends them."""
+        self._decoder.max_body_bytes = MAX_BODY_BYTES
 
     def detach(self) -> socket.socket:
         """Give the socket away; the link must not be used any more.
@@ -165,8 +174,9 @@ class Link:
                 data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
             except (BlockingIOError, InterruptedError):
                 break
-            except ConnectionError:
+            except OSError as error:  # reset, or the network is gone: the end of the stream either way
                 data, descriptors = b"", []
+                self._cause = f": {error}"
             self.descriptors += descriptors
             self.is_closed = not data
             messages += self._decoder.feed(data)
@@ -189,5 +199,5 @@ class Link:
             return self._socket.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
-        except ConnectionError as error:
-            raise PeerLostError(f"{self.peer} closed the connection") from error
+        except OSError as error:
+            raise PeerLostError(f"{self.peer} is not there any more: {error}") from error

@@ -69,7 +69,7 @@ class Outbox:
         """Write what the sockets take now or, if patient, a moment later.
 
         Raises:
-            ConnectionError: the other end is gone.
+            OSError: the other end is gone.
         """
         flags = 0 if is_patient else socket.MSG_DONTWAIT
         for index, queue in self._queues.items():
@@ -80,12 +80,15 @@ class Outbox:
                     sent = connection.sendmsg(buffers, [], flags)
                 except (BlockingIOError, InterruptedError):
                     break
+                is_full = sent < sum(view.nbytes for view in buffers)
                 while sent:
                     view, keep = queue.popleft()
                     if sent < view.nbytes:
                         queue.appendleft((view[sent:], keep))
                         break
                     sent -= view.nbytes
+                if is_full:
+                    break
 
     def blocked(self) -> list[int]:
         """Descriptors of the streams that have more to write."""

@@ -263,8 +263,8 @@ class Peers:
     def _flush(self, peer: Peer) -> None:
         try:
             peer.outbox.flush(is_patient=len(self.all) == 1)  # or the others would wait for this one
-        except ConnectionError:
-            error = PeerLostError(f"{peer.name} closed the connection for payload")
+        except OSError as cause:
+            error = PeerLostError(f"{peer.name} takes no payload any more: {cause}")
             self._take_in(peer)  # it may have said why
             self.drop(peer, error)
 
@@ -276,7 +276,7 @@ class Peers:
             self.drop(peer, ProtocolError(f"{peer.name}: {error}"))
             return
         if peer.link.is_closed:
-            self.drop(peer, PeerLostError(f"{peer.name} went away"))
+            self.drop(peer, peer.link.loss())
 
     def _handle(self, peer: Peer, sync: int, message: Message) -> None:
         if peer in self.strangers:
@@ -332,6 +332,7 @@ class Peers:
     def _let_in(self, peer: Peer) -> None:
         self.send(peer, replace(self.session, ticket=peer.ticket), self.transport.descriptors())
         if peer.error is None:
+            peer.link.trust()
             self.strangers.remove(peer)
             self.all.append(peer)
 

@@ -287,6 +287,7 @@ class Receiver(CheckpointEngine):
             raise ProtocolError(f"{line.link.peer} sent {type(session).__name__} where it should share its session")
         slots = self._transport.map_slots(session, line.link)
         line.session = session
+        line.link.trust()
         line.inlet = Inlet(
             self._transport,
             session,
@@ -423,7 +424,7 @@ class Receiver(CheckpointEngine):
             self._read(line)
             has_verdict = any(isinstance(message, Commit) for _, message in line.inbox)
             if line.link.is_closed and not has_verdict:
-                raise PeerLostError(f"{line.link.peer} went away")
+                raise line.link.loss()
             if line.inbox:
                 return line.inbox.popleft()[1]
             if not wait_for(self._worker.waker, deadline, readable=[line.link.fileno()]):
@@ -435,7 +436,7 @@ class Receiver(CheckpointEngine):
         while True:
             self._read(line)
             if line.link.is_closed:
-                raise PeerLostError(f"{line.link.peer} went away")
+                raise line.link.loss()
             ready = wait_for(self._worker.waker, deadline, readable=[descriptor, line.link.fileno()])
             if descriptor in ready:
                 return

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rl_ckpt.base import CheckpointEngine
 
 GROUP = "rl_ckpt.backends"
-DEFAULT_BUCKET_BYTES = 32 << 20
 BUCKET_UNIT_BYTES = 256
 
 
@@ -31,7 +30,7 @@ def connect(
     *,
     role: Role | Literal["send", "receive"],
     timeout_s: float = 60.0,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     delta: bool = False,
     token: str | None = None,
 ) -> CheckpointEngine:
@@ -43,8 +42,8 @@ def connect(
             backend follow a `?`.
         role: `send` for the trainer (one per session), `receive` for every server.
         timeout_s: Longest wait for a peer, seconds; every single wait has this much.
-        bucket_bytes: Size of one transfer bucket, a multiple of 256. Chosen by the sender; a tensor that is larger is
-            split, at the price of one more copy for a receiver that iterates.
+        bucket_bytes: Size of one transfer bucket, a multiple of 256; the backend's own size if it is not given. The
+            sender's counts. A larger tensor is split, at the price of one more copy for a receiver that iterates.
         delta: Let a sender keep a copy of the weights on the CPU, and send bit-exact differences to receivers that use
             `receive_into` and hold the version before. Whoever does not is sent everything.
         token: Secret that both ends must know, for `tcp`; the variable RL_CKPT_TOKEN if it is not given.
@@ -61,7 +60,7 @@ def connect(
         raise AddressError(f"role is {role!r}; allowed are 'send' and 'receive'")
     if not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise AddressError(f"timeout_s is {timeout_s}; give a positive number of seconds")
-    if bucket_bytes <= 0 or bucket_bytes % BUCKET_UNIT_BYTES:
+    if bucket_bytes is not None and (bucket_bytes <= 0 or bucket_bytes % BUCKET_UNIT_BYTES):
         raise AddressError(f"bucket_bytes is {bucket_bytes}; give a positive multiple of {BUCKET_UNIT_BYTES}")
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in installed:

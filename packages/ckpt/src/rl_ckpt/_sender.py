@@ -51,6 +51,7 @@ class Sender(CheckpointEngine):
         self.address = config.address
         self._config = config
         self._transport = transport
+        self._bucket_bytes = config.bucket_bytes or transport.bucket_bytes
         self._worker = Worker(f"the sender of {config.address}")
         self._schema = Schema()
         self._snapshot = Snapshot() if config.delta else None
@@ -80,7 +81,7 @@ class Sender(CheckpointEngine):
     async def prepare(self) -> Metadata:
         """Take the name and allocate the ring. Idempotent."""
         await self._worker.run(self._open)
-        return Metadata(address=self.address, peer=f"sender pid {os.getpid()}", bucket_bytes=self._config.bucket_bytes)
+        return Metadata(address=self.address, peer=f"sender pid {os.getpid()}", bucket_bytes=self._bucket_bytes)
 
     async def connect(self, num_peers: int = 1) -> None:
         """Wait until `num_peers` receivers are in the session, and require as many in every later sync."""
@@ -151,12 +152,11 @@ class Sender(CheckpointEngine):
 
     def _open(self) -> Peers:
         if self._peers is None:
-            bucket_bytes = self._config.bucket_bytes
-            self._slots = self._transport.open(NUM_SLOTS, bucket_bytes)
+            self._slots = self._transport.open(NUM_SLOTS, self._bucket_bytes)
             self.address = self._transport.address
             self._peers = Peers(
                 transport=self._transport,
-                session=Session(bucket_bytes, NUM_SLOTS, self._transport.num_streams),
+                session=Session(self._bucket_bytes, NUM_SLOTS, self._transport.num_streams),
                 waker=self._worker.waker,
                 timeout_s=self._config.timeout_s,
                 pid=os.getpid(),

@@ -59,6 +59,9 @@ def stream_count(options: dict[str, str], config: SessionConfig, default: int) -
 class StreamSend(SendTransport):
     """Owns a listener, and slots in ordinary memory, in which small tensors are packed."""
 
+    bucket_bytes = 8 << 20
+    """Small enough that what was read for its digest is still in the cache when it is sent."""
+
     def __init__(
         self, config: SessionConfig, listen: Callable[[SessionConfig], Listener], num_streams: int, token: bytes | None
     ) -> None:

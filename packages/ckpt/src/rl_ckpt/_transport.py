@@ -59,6 +59,8 @@ class SendTransport(ABC):
 
     address: str
     """URL under which it is found."""
+    bucket_bytes: int = 32 << 20
+    """Size of a bucket where the caller asked for none: large enough that few messages are needed."""
     num_streams: int = 0
     """Connections per receiver that payload is written to; 0 where receivers see the ring itself."""
     token: bytes | None = None

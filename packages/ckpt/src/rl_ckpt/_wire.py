@@ -19,6 +19,8 @@ from rl_csrc.frames import DTYPES
 MAGIC = b"RLCK"
 WIRE_VERSION = 2
 MAX_BODY_BYTES = 1 << 26
+GREETING_BYTES = 1 << 12
+"""Longest body of a message of a peer that is not known yet."""
 MAX_NDIM = 64
 NO_VERSION = 2**64 - 1
 """Stands for "none" where a version is expected."""
@@ -249,7 +251,9 @@ def encode(message: Message, sync: int) -> bytes:
 class Decoder:
     """Cuts a stream of bytes into messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self.max_body_bytes = max_body_bytes
+        """Longer messages are refused before they are here."""
         self._buffer = bytearray()
 
     @property
@@ -267,7 +271,7 @@ class Decoder:
         messages: list[tuple[int, Message]] = []
         while len(self._buffer) >= _HEADER.size:
             magic, kind, zero, length, sync, crc = _HEADER.unpack_from(self._buffer)
-            if magic != MAGIC or zero != 0 or kind not in _KINDS or length > MAX_BODY_BYTES:
+            if magic != MAGIC or zero != 0 or kind not in _KINDS or length > self.max_body_bytes:
                 raise ProtocolError(
                     f"a message starts with {bytes(self._buffer[: _HEADER.size])!r}, which is no header of rl-ckpt"
                 )

@@ -40,8 +40,8 @@ class SessionConfig:
     """Which end to open."""
     timeout_s: float
     """Longest wait for a peer, seconds; every wait has its own."""
-    bucket_bytes: int
-    """Size of one transfer bucket, bytes; a multiple of 256. The sender's counts, a receiver's is not used."""
+    bucket_bytes: int | None = None
+    """Size of one transfer bucket, bytes; a multiple of 256. None: the backend's own. A receiver's is not used."""
     delta: bool = False
     """Whether a sender keeps a copy of what it sent, to send differences to receivers that hold it."""
     token: str | None = None
@@ -58,8 +58,8 @@ class Metadata:
     """URL under which this end is reached."""
     peer: str
     """Name of this end in messages, e.g. `receiver pid 4242`."""
-    bucket_bytes: int
-    """Size of one transfer bucket, bytes. A receiver says what it asked for; the sender's is used."""
+    bucket_bytes: int | None
+    """Size of one transfer bucket, bytes. None at an end that does not decide it: the sender's is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

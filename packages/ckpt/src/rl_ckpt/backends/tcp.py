@@ -117,7 +117,7 @@ class Listener:
         """The next that dialled, whoever it is: it has to prove itself."""
         try:
             connection, address = self._socket.accept()
-        except (BlockingIOError, ConnectionError):
+        except OSError:  # nobody, or somebody who has left again
             return None
         place = _place_of(address)
         return Link(_tune(connection, self._timeout_s), f"receiver at {place}", place=place)
