@@ -1,12 +1,15 @@
-"""The queue over shared memory, beside `ray.put` and safetensors, and beside a warm memcpy of the same bytes.
+"""The queue over shared memory and TCP, beside `ray.put`, safetensors, zmq, a raw socket and a warm memcpy.
 
 text = 256 rows of {ragged int64, ragged float32}, 512-4096 values; images = 256 rows of 1 MB; scalars = 256 rows x 32.
-Client and server are one process here, as a controller that puts is; the bytes take the same way as between two.
+The server is a process of its own. Put and get are measured from two clients of one other process.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +32,99 @@ def main(run: Run) -> None:
     run.parameters(num_rows=num_rows, torch_threads=torch.get_num_threads())
     torch.manual_seed(0)
     payloads = {"text": text(num_rows), "images": images(num_rows), "scalars": scalars(num_rows)}
-    with rl_tq.serve("shm://") as queue, rl_tq.connect(queue.address) as peer, ray_store() as ray:
-        for name, data in payloads.items():
-            values(run, name, data, queue, peer, ray)
-        one_row(run, queue, peer)
-        control(run, queue, peer)
+    with server() as (shm, tcp, plain_port, zmq_port):
+        with rl_tq.connect(shm) as queue, rl_tq.connect(shm) as peer:
+            with ray_store() as ray:
+                for name, data in payloads.items():
+                    values(run, name, data, queue, peer, ray)
+            one_row(run, queue, peer)
+            control(run, queue, peer)
+            parked(run, queue, peer)
+        loopback(run, payloads["images"], tcp, plain_port, zmq_port)
+
+
+SERVER = """
+import os, socket, sys, threading
+import torch, rl_tq
+torch.set_num_threads(1)
+shm, tcp = rl_tq.serve("shm://"), rl_tq.serve("tcp://127.0.0.1:0")
+listener = socket.create_server(("127.0.0.1", 0))
+data = bytearray(os.urandom(1 << 20) * 256)
+def plain():
+    while True:
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while request := connection.recv(8):
+            connection.sendall(memoryview(data)[:int.from_bytes(request, "little")])
+threading.Thread(target=plain, daemon=True).start()
+port = 0
+try:
+    import zmq
+    replier = zmq.Context.instance().socket(zmq.REP)
+    port = replier.bind_to_random_port("tcp://127.0.0.1")
+    def answer():
+        while True:
+            size = int.from_bytes(replier.recv(), "little")
+            replier.send_multipart([b"head", memoryview(data)[:size]], copy=False)
+    threading.Thread(target=answer, daemon=True).start()
+except ImportError:
+    pass
+print(shm.address, tcp.address, listener.getsockname()[1], port, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+@contextmanager
+def server() -> Iterator[tuple[str, str, int, int]]:
+    """A process that serves queues, and the same bytes by a raw socket and by zmq."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        shm, tcp, port, zmq_port = process.stdout.readline().split()
+        yield shm, tcp, int(port), int(zmq_port)
+    finally:
+        process.stdin.close()
+        process.wait(30)
+
+
+def loopback(run: Run, data: TensorDict, address: str, plain_port: int, zmq_port: int) -> None:
+    """The images over TCP of this host: a get of them, and as many bytes by a raw socket and by zmq."""
+    nbytes = data["images"].nbytes
+    target = torch.empty(nbytes, dtype=torch.uint8)
+    with rl_tq.connect(address) as queue, socket.create_connection(("127.0.0.1", plain_port)) as plain_socket:
+        meta = queue.put(data, partition="bench")
+
+        def raw() -> None:
+            plain_socket.sendall(nbytes.to_bytes(8, "little"))
+            view = memoryview(target.numpy())
+            while view:
+                view = view[plain_socket.recv_into(view) :]
+
+        zmq_get: Any = missing("zmq")
+        if zmq_port:
+            import zmq
+
+            requester = zmq.Context.instance().socket(zmq.REQ)
+            requester.connect(f"tcp://127.0.0.1:{zmq_port}")
+
+            def zmq_get() -> None:
+                requester.send(nbytes.to_bytes(8, "little"))
+                assert len(requester.recv_multipart(copy=False)[1]) == nbytes
+
+        run.compare(
+            "get images, TCP loopback",
+            {"rl-tq tcp": lambda: queue.get(meta), "rl-tq tcp, used buffer": lambda: queue.get(meta, out=target)},
+            peers={"zmq": zmq_get or "zmq is not installed"},
+            limit={"raw socket, used buffer": raw},
+            unit="GB/s",
+            amount=nbytes / 1e9,
+            goal=">= 0.85 of limit",
+            can_tell=not run.quick,
+        )
+        if zmq_port:
+            requester.close(0)
 
 
 # What is moved
@@ -99,7 +190,7 @@ def values(
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     run.parameters(**{f"{name}_bytes": nbytes})
     source = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
-    target = torch.empty_like(source)
+    target = torch.empty(len(source) + 4096, dtype=torch.uint8)
     safetensors = missing("safetensors")
     refs: list[Any] = []
 
@@ -118,7 +209,7 @@ def values(
                 "ray.put": ray if isinstance(ray, str) else lambda: refs.append(ray.put(tensors)),
                 "safetensors /dev/shm": safetensors or (lambda: save(tensors, path)),
             },
-            limit={"memcpy, warm": lambda: target.copy_(source)},
+            limit={"memcpy, warm": lambda: target[: len(source)].copy_(source)},
             unit="GB/s" if nbytes > 1 << 20 else "us",
             amount=nbytes / 1e9 if nbytes > 1 << 20 else None,
             before=reset,
@@ -158,9 +249,9 @@ def values(
         if nbytes > 1 << 20:
             run.compare(
                 f"get {name} into a used buffer",
-                {"rl-tq shm": lambda: land(plain(peer.get(meta)))},
+                {"rl-tq shm": lambda: peer.get(meta, out=target)},
                 peers={**{other: lambda get=get: land(get()) for other, get in getters.items()}, **absent},
-                limit={"memcpy, warm": lambda: target.copy_(source)},
+                limit={"memcpy, warm": lambda: target[: len(source)].copy_(source)},
                 unit="GB/s",
                 amount=nbytes / 1e9,
                 before=lambda: target.fill_(0xAA),
@@ -192,6 +283,13 @@ def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
     alone = timed_rows(queue, peer, row, repeats)
     run.record("one row put, p50", "rl-tq shm", alone[0], unit="ms", goal="<= 0.25 ms")
     run.record("one row get, p50", "rl-tq shm", alone[1], unit="ms", goal="<= 0.15 ms")
+
+
+def parked(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
+    """One row again, in turns with and without 64 consumers parked on another partition."""
+    row = {"token_ids": [torch.arange(300)], "rewards": torch.ones(1)}
+    repeats = 100 if run.quick else 500
+    alone = timed_rows(queue, peer, row, repeats)
     with ThreadPoolExecutor(64) as pool, rl_tq.connect(queue.address) as others:
         for i in range(64):
             pool.submit(wait_in_vain, others, f"task-{i}")
@@ -199,8 +297,9 @@ def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
             time.sleep(0.01)
         beside = timed_rows(queue, peer, row, repeats)
         others.close()
-    run.record("one row put, p50, 64 parked waiters", "rl-tq shm", beside[0], unit="ms")
-    run.record("one row get, p50, 64 parked waiters", "rl-tq shm", beside[1], unit="ms")
+    for i, what in enumerate(("put", "get")):
+        run.record(f"one row {what} beside 64 waiters", "rl-tq shm", beside[i], unit="ms")
+        run.record(f"one row {what} beside none, just before", "rl-tq shm", alone[i], unit="ms")
 
 
 def wait_in_vain(client: rl_tq.TransferQueue, task: str) -> None:
@@ -240,7 +339,7 @@ def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
         "publish + claim", {"rl-tq shm": publish_and_claim}, unit="pairs/s", amount=pairs, goal=">= 10000 pairs/s",
         before=lambda: queue.clear("pairs"),
     )  # fmt: skip
-    many = 20_000 if run.quick else 200_000
+    many = 20_000 if run.quick else 1_000_000
     for _ in range(many // 10_000):
         queue.put({"a": torch.ones(10_000)}, partition="many")
     claim: dict[str, Any] = {"partition": "many", "columns": ["a"], "batch_size": 256, "task": "t"}

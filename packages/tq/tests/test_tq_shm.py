@@ -382,12 +382,12 @@ def test_a_segment_is_not_given_back_while_its_answer_is_under_way(queue, monkey
         meta = queue.put({"a": torch.ones(4, LARGE)}, partition="p")
         open_extent = rl_tq._shm_client._Readable.open
 
-        def late(self, *place):
+        def late(self, *place, **options):
             queue.clear("p")
             until(lambda: peer._freed)
             peer.stats()  # tells the server what is no longer looked at
             queue.put({"a": torch.zeros(4, LARGE)}, partition="other")
-            return open_extent(self, *place)
+            return open_extent(self, *place, **options)
 
         monkeypatch.setattr(rl_tq._shm_client._Readable, "open", late)
         batch = peer.get(meta)["a"]

@@ -46,8 +46,11 @@ class QueueClient(TransferQueue):
         """Write an extent where the server can hand it out from, and have the put that publishes it answered."""
 
     @abstractmethod
-    def _locate(self, request: Message) -> tuple[Message, Opened]:
-        """Have a locate answered and its extents opened; they stay readable whatever is cleared meanwhile."""
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
+        """Have a locate answered and its extents opened; they stay readable whatever is cleared meanwhile.
+
+        `is_copied`: nothing of them will be given away as it is.
+        """
 
     def put(
         self,
@@ -105,7 +108,7 @@ class QueueClient(TransferQueue):
 
     def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
         """Bring the values of rows here."""
-        reply, opened = self._locate({"op": "locate", **request})
+        reply, opened = self._locate({"op": "locate", **request}, is_copied=landing.is_given)
         located = {
             name: (ColumnSchema.from_json(schema), reply["runs"][which])
             for name, (schema, which) in reply["columns"].items()

@@ -78,11 +78,20 @@ class Landing:
         self._device = None if device is None else torch.device(device)
         self._out = out
         self._cursor = 0
+        self.is_taken = False
+        """Whether a message is or was received straight into the caller's buffer."""
 
     @property
     def is_given(self) -> bool:
         """Whether the caller said where."""
         return self._out is not None or self._device is not None
+
+    def take_over(self, nbytes: int) -> torch.Tensor | None:
+        """The caller's buffer, if a message of so many bytes can be received straight into it."""
+        if self._out is None or self._out.device.type != "cpu" or len(self._out) < nbytes:
+            return None
+        buffer, self._out, self.is_taken = self._out[:nbytes], None, True
+        return buffer
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Prepare for tensors of so many bytes each.

@@ -61,14 +61,15 @@ class _Readable:
         with self._lock:
             self._num_pins -= 1
 
-    def open(self, extent: int, offset: int, nbytes: int) -> OpenExtent:
+    def open(self, extent: int, offset: int, nbytes: int, *, is_copied: bool) -> OpenExtent:
         """An extent in it.
 
-        Small ones share a mapping, so what is given of them is copied. A large one is mapped for this call alone, so
-        that views of it may be given away: nobody else sees writes to them, and they stay valid after a clear.
+        Small ones, and those that are copied anyway, share a mapping that stays. A large one is mapped for this call
+        alone, so that views of it may be given away: nobody else sees writes to them, and they stay valid after a
+        clear.
         """
         with self._lock:
-            if not self._is_packed:
+            if not self._is_packed and not is_copied:
                 return OpenExtent(memory=self._map(is_shared=False)[:nbytes], is_private=True)
             if self._memory is None:
                 self._memory = self._map(is_shared=True)
@@ -154,7 +155,7 @@ class ShmQueue(QueueClient):
         place = {"segment": block.segment, "offset": block.offset, "is_last": block.is_alone}
         return self._call({**request, **place}, timeout_s)
 
-    def _locate(self, request: Message) -> tuple[Message, Opened]:
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
         reply, segments = self._request(request, self.timeout_s)
         try:
             opened: dict[int, OpenExtent] = {}
@@ -165,7 +166,7 @@ class ShmQueue(QueueClient):
                         f"process {os.getpid()} could not receive a segment of {self.address}: it has no file "
                         "descriptor left; raise `ulimit -n`"
                     )
-                opened[extent] = segment.open(extent, offset, nbytes)
+                opened[extent] = segment.open(extent, offset, nbytes, is_copied=is_copied)
         finally:
             _unpin(segments)
         return reply, opened

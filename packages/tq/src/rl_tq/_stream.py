@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import time
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"RLTQ"
@@ -49,35 +48,35 @@ def send(connection: socket.socket, message: dict[str, Any], payload: Sequence[t
         connection.sendall(part.numpy().data)
 
 
-def receive(connection: socket.socket, timeout_s: float | None) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Receive one message and its payload, uint8 [n]; `timeout_s` is for all of it, None waits for ever.
+def receive(
+    connection: socket.socket, place: Callable[[dict[str, Any], int], torch.Tensor | None] | None = None
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Receive one message and its payload, uint8 [n], into what `place(message, n)` gives, or into new memory.
 
     Raises:
         ConnectionError: the other side closed, or speaks another language.
-        TimeoutError: the rest did not come in time.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     head = bytearray(_HEADER.size)
-    _fill(connection, memoryview(head), deadline)
+    _fill(connection, memoryview(head))
     magic, text_bytes, payload_bytes = _HEADER.unpack(head)
     if magic != _MAGIC or text_bytes > _MAX_TEXT_BYTES or payload_bytes > _MAX_PAYLOAD_BYTES:
         raise ConnectionAbortedError(f"the other side sent {bytes(head)!r}, which begins no message of rl-tq")
     text = bytearray(text_bytes)
-    _fill(connection, memoryview(text), deadline)
+    _fill(connection, memoryview(text))
     message = json.loads(text)
     if not isinstance(message, dict):
         raise ConnectionAbortedError("the other side sent JSON that is no object")
     if not payload_bytes:
         return cast("dict[str, Any]", message), None
-    payload = torch.empty(payload_bytes, dtype=torch.uint8)
-    _fill(connection, payload.numpy().data, deadline)
+    payload = place(message, payload_bytes) if place is not None else None
+    if payload is None:
+        payload = torch.empty(payload_bytes, dtype=torch.uint8)
+    _fill(connection, payload.numpy().data)
     return cast("dict[str, Any]", message), payload
 
 
-def _fill(connection: socket.socket, target: memoryview, deadline: float | None) -> None:
+def _fill(connection: socket.socket, target: memoryview) -> None:
     while target:
-        if deadline is not None:
-            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         size = connection.recv_into(target)
         if not size:
             raise ConnectionResetError("the other side closed the connection")

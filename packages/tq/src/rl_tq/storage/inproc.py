@@ -81,7 +81,8 @@ class InprocQueue(QueueClient):
         layout.write(memory)
         return self._wait_for(self._hub.publish(_copied(request), memory, self), timeout_s)
 
-    def _locate(self, request: Message) -> tuple[Message, Opened]:
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
+        del is_copied
         self._check_open()
         reply, opened = self._hub.locate(_copied(request), self)
         raise_error(reply)

@@ -73,7 +73,7 @@ class _Remote:
     def _read(self) -> None:
         try:
             while True:
-                message, payload = _stream.receive(self._connection, None)
+                message, payload = _stream.receive(self._connection)
                 self._take(message, payload)
         except (OSError, ValueError, KeyError):
             return  # it closed, died, or does not speak our language: nothing of it can be answered any more
@@ -231,6 +231,7 @@ class TcpQueue(QueueClient):
         self._send_lock = threading.Lock()
         self._ids = count(1)
         self._pending: dict[int, Slot[tuple[Message, torch.Tensor | None]]] = {}
+        self._landings: dict[int, Landing] = {}
         self._why_lost: str | None = None
         self._turnstile = Turnstile(self._read)
 
@@ -253,11 +254,11 @@ class TcpQueue(QueueClient):
         layout.write(memory)
         return self._request(request, [memory], timeout_s)[0]
 
-    def _locate(self, request: Message) -> tuple[Message, Opened]:
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
         raise NotImplementedError("the values themselves are fetched: see _fetch")
 
     def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
-        reply, payload = self._request({"op": "fetch", **request}, [], self.timeout_s)
+        reply, payload = self._request({"op": "fetch", **request}, [], self.timeout_s, landing)
         schemas: dict[str, ColumnSchema] = {}
         parts: dict[str, list[torch.Tensor]] = {}
         lengths: dict[str, list[int]] = {}
@@ -273,7 +274,7 @@ class TcpQueue(QueueClient):
         return assemble(schemas, parts, lengths, dict.fromkeys(schemas, True), num_rows, landing)
 
     def _request(
-        self, request: Message, payload: list[torch.Tensor], timeout_s: float
+        self, request: Message, payload: list[torch.Tensor], timeout_s: float, landing: Landing | None = None
     ) -> tuple[Message, torch.Tensor | None]:
         if os.getpid() != self._pid:
             raise TransferQueueError(
@@ -285,6 +286,8 @@ class TcpQueue(QueueClient):
         with self._lock:
             self._check_alive()
             self._pending[number] = slot
+            if landing is not None and landing.is_given:
+                self._landings[number] = landing
         try:
             self._send({**request, "id": number}, payload)
             if not self._turnstile.wait(slot, timeout_s + GRACE_S):
@@ -294,7 +297,10 @@ class TcpQueue(QueueClient):
                 )
         except BaseException:
             with self._lock:
+                is_landing = self._landings.pop(number, None) is None and landing is not None and landing.is_taken
                 was_pending = self._pending.pop(number, None) is not None
+            if is_landing:
+                self._lose("a call was given up while its values were being received into the caller's buffer")
             if was_pending and self._why_lost is None:
                 self._send({"op": "withdraw", "request": number, "id": 0}, [])
             raise
@@ -315,7 +321,7 @@ class TcpQueue(QueueClient):
         try:
             if not self._poll.poll(1e3 * timeout_s):
                 return
-            message, payload = _stream.receive(self._socket, None)
+            message, payload = _stream.receive(self._socket, self._place)
         except (OSError, ValueError) as error:
             self._lose(f"it closed or died ({error})")
             return
@@ -323,6 +329,12 @@ class TcpQueue(QueueClient):
             slot = self._pending.pop(message["id"], None)
         if slot is not None:
             slot.put((message, payload))
+
+    def _place(self, message: Message, nbytes: int) -> torch.Tensor | None:
+        with self._lock:
+            landing = self._landings.pop(message.get("id", 0), None)
+        has_json = any(column[0][0] == "json" for column in message.get("columns", {}).values())
+        return None if landing is None or has_json else landing.take_over(nbytes)
 
     def _lose(self, why: str) -> None:
         with self._lock:
