@@ -9,8 +9,9 @@ from rl_tq.testing import fake_queue
 
 def test_the_examples_of_the_readme_run():
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    example, sampler = re.findall(r"```python\n(.*?)```", text, re.S)
+    example, sampler, limits = re.findall(r"```python\n(.*?)```", text, re.S)
     exec(example, {})
+    exec(limits, {})
     names: dict = {}
     exec(sampler, names)
     with fake_queue() as queue:
