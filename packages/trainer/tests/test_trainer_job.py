@@ -64,6 +64,21 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, tmp_path):
 
 
 @pytest.mark.slow
+def test_one_step_off_learns_from_tokens_of_the_weights_before(model, tmp_path):
+    """On Ray: the sampler agrees with the engine on the first batch, and is one update behind it on the later ones."""
+    output_dir = tmp_path / "out"
+    overrides = ["pipeline=one_step_off", "algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
+    overrides += ["engine.matmul_precision=highest", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "steps=3"]
+    overrides += ["algorithm.entropy_coef=0.1"]  # an untrained model earns nothing, and would not change for it
+    assert start(model, output_dir, *overrides).wait(200) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    first, *later = [r["metrics"]["mismatch_abs"] for r in records if r["metrics"]]
+    assert first < 1e-5
+    assert all(value > 1e-3 for value in later)
+    assert [r["position"] for r in records] == [0, 4, 8, 12]
+
+
+@pytest.mark.slow
 def test_ctrl_c_stops_cleanly_and_leaves_nothing(model, tmp_path):
     before = set(Path("/dev/shm").iterdir())
     output_dir = tmp_path / "out"
@@ -78,12 +93,26 @@ def test_ctrl_c_stops_cleanly_and_leaves_nothing(model, tmp_path):
     summary = json.loads((output_dir / "summary.json").read_text())
     assert summary["interrupted"]
     assert (Path(summary["checkpoint"]) / "model" / "config.json").exists()
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not abandoned(set(Path("/dev/shm").iterdir()) - before)
     assert not [
         p
         for p in Path("/proc").glob("[0-9]*")
         if str(output_dir).encode() in read(p / "cmdline") or model_served(p, model)
     ]
+
+
+def abandoned(files):
+    """Those that no process has open: another program's own are not this job's doing."""
+    held = {link(fd) for fd in Path("/proc").glob("[0-9]*/fd/*")}
+    mapped = b"".join(read(maps) for maps in Path("/proc").glob("[0-9]*/maps"))
+    return [f for f in files if f.is_file() and str(f) not in held and str(f).encode() not in mapped]
+
+
+def link(path):
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
 
 
 def model_served(process, model):

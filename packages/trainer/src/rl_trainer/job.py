@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from rl_trainer import preflight, report
-from rl_trainer.data import PromptOrder, load_datasets
+from rl_trainer.data import load_datasets
 from rl_trainer.plan import make_plan
 from rl_trainer.preflight import STATE_FILE
 from rl_trainer.runtime import create_runtime
@@ -70,19 +70,23 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
     model_path = _model(config, datasets, output_dir, console)
     warmup_s = time.perf_counter() - start
     state = _first_state(config, datasets)
-    order = PromptOrder(num_rows=len(datasets.train), seed=config.seed, position=state["position"])
     with ExitStack() as stack:
         runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
         with console.status("starting the workers"):
-            parts = place(config, runtime, model_path, datasets.train, order)
+            parts = place(config, runtime, model_path, datasets, position=state["position"])
         stack.callback(parts.queue.close)
+        if parts.num_too_long:
+            console.print(
+                f"left out {parts.num_too_long} rows whose prompts are longer than data.max_prompt_tokens="
+                f"{config.data.max_prompt_tokens}"
+            )
         if config.resume_from is not None:
             parts.actor.load_checkpoint(str(Path(config.resume_from) / "engine"))
         start_s = time.perf_counter() - start - warmup_s
         progress = report.Report(console, output_dir, config.steps)
         checkpoint: Path | None = None
         with progress.progress(), _stop_when_asked(console) as stop:
-            for record in run_pipeline(parts, config, datasets.eval, start_step=state["step"]):
+            for record in run_pipeline(parts, config, parts.eval_rows, start_step=state["step"]):
                 progress.add(record)
                 state |= {"step": record.step, "position": record.position}
                 is_last = stop.is_set() or record.step == config.steps
@@ -95,6 +99,7 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
             "start_s": start_s,
             "total_s": time.perf_counter() - start,
             "interrupted": stop.is_set(),
+            "rows_too_long": parts.num_too_long,
             "checkpoint": str(checkpoint),
             "output_dir": str(output_dir),
         }

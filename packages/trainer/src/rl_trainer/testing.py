@@ -42,7 +42,7 @@ class FakeJob:
         """The fake as a pipeline's parts."""
         fake = cast("Any", self)
         reference = fake if self._config.algorithm.kl_coef > 0 else None
-        return Parts(actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake)
+        return Parts(actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake, eval_rows=[])
 
     def generate_sequences(self, partition: str, step: int) -> Generated:
         """A full batch of references."""

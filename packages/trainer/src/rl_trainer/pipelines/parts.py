@@ -12,7 +12,8 @@ import rl_tq
 from rl_engine.types import EngineConfig, MatmulPrecision, OptimizerConfig, Precision
 from rl_rollout.types import ServerConfig
 from rl_trainer.base import ResourcePool
-from rl_trainer.errors import RolloutFailedError, StaleWeightsError
+from rl_trainer.data import PromptOrder
+from rl_trainer.errors import InputError, RolloutFailedError, StaleWeightsError
 from rl_trainer.workers.agent import AgentWorker, Job
 from rl_trainer.workers.engine import EngineWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from rl_tq.types import BatchMeta
     from rl_trainer.base import Runtime
     from rl_trainer.config import Config
-    from rl_trainer.data import PromptOrder, Row
+    from rl_trainer.data import Row
+    from rl_trainer.data.datasets import Datasets
 
 _REFILL_ATTEMPTS = 3
 """A batch that lost groups to failures is refilled with fresh prompts this often before the run gives up."""
@@ -158,6 +160,10 @@ class Parts:
     """Actor to servers."""
     queue: TransferQueue
     """The controller's client: references only."""
+    eval_rows: Sequence[Row]
+    """Held-out rows."""
+    num_too_long: int = 0
+    """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
 
 
 def resource_pools(config: Config) -> list[ResourcePool]:
@@ -177,8 +183,12 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def place(config: Config, runtime: Runtime, model_path: Path, rows: Sequence[Row], order: PromptOrder) -> Parts:
-    """Start every worker of a job."""
+def place(config: Config, runtime: Runtime, model_path: Path, datasets: Datasets, *, position: int) -> Parts:
+    """Start every worker of a job, which takes its prompts from `position` on.
+
+    Raises:
+        InputError: no training or no held-out prompt is short enough.
+    """
     job = f"{config.name}-{os.getpid()}"
     weights_address = f"{config.weights_transport}://{job}-weights"
     is_own_process = config.runtime != "inline"
@@ -213,13 +223,34 @@ def place(config: Config, runtime: Runtime, model_path: Path, rows: Sequence[Row
         queue_address=queue_address,
         timeout_s=config.timeout_s,
     )
+    rows, eval_rows = (short_enough(agents, some, config) for some in (datasets.train, datasets.eval))
+    order = PromptOrder(num_rows=len(rows), seed=config.seed, position=position)
     return Parts(
         actor=actor,
         reference=reference,
         rollout_manager=RolloutManager(agents, rows, order, config),
         weights=WeightSync(actor, rollout, config.rollout.num_replicas),
         queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
+        eval_rows=eval_rows,
+        num_too_long=len(datasets.train) + len(datasets.eval) - len(rows) - len(eval_rows),
     )
+
+
+def short_enough(agents: AgentWorker, rows: Sequence[Row], config: Config) -> list[Row]:
+    """The rows whose prompts have at most `data.max_prompt_tokens` tokens.
+
+    Raises:
+        InputError: there is none.
+    """
+    longest = config.data.max_prompt_tokens
+    lengths = agents.prompt_lengths([row["prompt"] for row in rows])
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= longest]
+    if not kept:
+        raise InputError(
+            f"none of {len(rows)} prompts has at most data.max_prompt_tokens={longest} tokens; the shortest has "
+            f"{min(lengths)}"
+        )
+    return kept
 
 
 def create_engine(

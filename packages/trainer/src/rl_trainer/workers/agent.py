@@ -21,6 +21,7 @@ from rl_trainer.workers._loop_thread import LoopThread
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from rl_agent.types import Message
     from rl_rollout.types import ServerAddress
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection
@@ -123,6 +124,14 @@ class AgentWorker:
             timeout_s=config.timeout_s,
             max_attempts=config.max_attempts,
         )
+
+    @register(Dispatch.SPLIT)
+    def prompt_lengths(self, prompts: list[list[Message]]) -> list[int]:
+        """Tokens of each prompt as the chat template renders it."""
+        return [
+            len(self._tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=True, return_dict=False))
+            for p in prompts
+        ]
 
     @register(Dispatch.SPLIT)
     def generate(
