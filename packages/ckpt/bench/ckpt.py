@@ -98,6 +98,11 @@ class Child:
         command = [sys.executable, __file__, system, *map(str, size), str(where), *map(str, cores)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
+    def wait(self):
+        """Until it has its tensors and its connection."""
+        if self.process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the receiving process {self.process.args} died")
+
     def tell(self):
         self.process.stdin.write("go\n")
 
@@ -132,6 +137,7 @@ def child(system, num_layers, vocab_size, where, *cores):
         dist = join_group(1, where)
     elif system == "socket":
         connection = dial(where)
+    print("ready", flush=True)
     for _ in sys.stdin:
         if system == "ckpt-into":
             engine.recv_into(mine)
@@ -172,6 +178,7 @@ class Sending:
         asyncio.run(self.engine.prepare())
         self.child = Child(system, size, self.engine.address, cores)
         stack.callback(self.child.close)
+        self.child.wait()
         self.versions, self.reports, self.resident = itertools.count(), [], []
 
     def __call__(self, weights):
@@ -224,6 +231,8 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
     stack.callback(gloo.close)
     stack.callback(files.close)
     dist = join_group(0, str(store))
+    gloo.wait()
+    files.wait()
     stack.callback(dist.destroy_process_group)
     context = torch.multiprocessing.get_context("spawn")
     queue, done = context.Queue(), context.Queue()
@@ -264,7 +273,7 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
     )
     for name, sending in (("receive_into", into), ("iterate", iterate)):
         system = f"rl-ckpt shm, {name}"
-        run.record("first sync", system, [sending.reports[0].wall_s], unit="s")
+        run.record("first sync, memory touched for the first time", system, [sending.reports[0].wall_s], unit="s")
         shares = [report.verify_s / report.wall_s for report in sending.reports[1:]]
         run.record("sender's time in digests of their own", system, shares, unit="share", goal="<= 0.1 share")
     growth = growth_of(into, weights, 50)
@@ -287,6 +296,7 @@ def sockets(run, stack, scheme, size, cores, weights, num_bytes):
     bare = Child("socket", size, f"tcp:{server.getsockname()[1]}" if scheme == "tcp" else where, cores)
     stack.callback(bare.close)
     connection = stack.enter_context(server.accept()[0])
+    bare.wait()
     if scheme == "uds":  # as rl-ckpt does; TCP finds its own size
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
 

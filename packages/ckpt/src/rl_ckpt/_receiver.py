@@ -4,47 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt._digest import tree_digest
-from rl_ckpt._inlet import Inlet
 from rl_ckpt._landing import Landing, Scratch, is_base
-from rl_ckpt._link import Deadline, Link, wait_for
-from rl_ckpt._proof import is_proof, proof_of
-from rl_ckpt._tensors import TensorSpec
+from rl_ckpt._line import Line
+from rl_ckpt._link import Deadline, wait_for
 from rl_ckpt._wire import (
     NO_VERSION,
-    NONCE_BYTES,
-    WIRE_VERSION,
-    Abort,
     AbortReason,
     Begin,
     Bucket,
     Commit,
     Committed,
     Free,
-    Hello,
-    HelloRole,
-    Manifest,
-    Message,
-    Proof,
     Ready,
     Seal,
-    Session,
     Staged,
 )
 from rl_ckpt._worker import Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
-    AddressError,
     DigestError,
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
-    SyncAbortedError,
     TensorError,
     UsageError,
 )
@@ -64,25 +49,6 @@ _REASONS: dict[type[BaseException], AbortReason] = {
     ProtocolError: AbortReason.PROTOCOL,
     PeerTimeoutError: AbortReason.TIMEOUT,
 }
-
-
-@dataclass(slots=True, eq=False)
-class Line:
-    """The connection to a sender and what it has said about the session."""
-
-    link: Link
-    inbox: deque[tuple[int, Message]] = field(default_factory=deque[tuple[int, Message]])
-    """`(sync, message)` that arrived and was not looked at."""
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    """What the sender must prove its knowledge of the token over."""
-    session: Session | None = None
-    """What the sender said of it; None before."""
-    inlet: Inlet | None = None
-    """Where its buckets come from; None before that is known."""
-    specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
-    """The manifest so far."""
-    sync: int = 0
-    """Number of the sync that was asked for last."""
 
 
 class Receiver(CheckpointEngine):
@@ -230,7 +196,7 @@ class Receiver(CheckpointEngine):
         self._landing = Landing(
             version=begin.version,
             previous=self._state,
-            sender=line.link.peer,
+            sender=line.peer,
             bucket_bytes=line.session.bucket_bytes if line.session is not None else 0,
             specs=line.specs,
             scratch=self._scratch,
@@ -245,9 +211,10 @@ class Receiver(CheckpointEngine):
         while self._line is None:
             link = self._transport.dial()
             if link is not None:
-                self._line = Line(link)
-                hello = Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid(), self._line.nonce)
-                self._post(self._line, hello, deadline)
+                self._line = Line(
+                    link, self._transport, self._worker.waker, self.address, timeout_s=self._config.timeout_s
+                )
+                self._line.greet(deadline)
             elif not self._pause(deadline):
                 raise PeerTimeoutError(f"no sender came to {self.address} within {deadline.timeout_s:g} s")
         return self._line
@@ -258,52 +225,20 @@ class Receiver(CheckpointEngine):
         return deadline.remaining_s() > 0
 
     def _ask(self, line: Line, held: int, deadline: Deadline) -> Begin:
-        inlet = line.inlet or self._join(line, deadline)
+        inlet = line.inlet or line.join(deadline)
         line.inbox.clear()  # what is left of a sync that was given up
         line.sync += 1
         try:
             inlet.open(line.sync, self._config.timeout_s)
         except OSError as error:
-            raise PeerLostError(f"{line.link.peer} took no connection for payload: {error}") from error
+            raise PeerLostError(f"{line.peer} took no connection for payload: {error}") from error
         has = self._version if self._state is ReceiverState.COMMITTED else None
         ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, inlet.opened)
-        self._post(line, ready, deadline)
-        message = self._next(line, deadline, "began no sync")
+        line.post(ready, deadline)
+        message = line.next(deadline, "began no sync")
         if isinstance(message, Begin) and message.base in {held, NO_VERSION}:
             return message
-        raise ProtocolError(f"{line.link.peer} sent {message} where a sync should begin; version {held} is held here")
-
-    def _join(self, line: Line, deadline: Deadline) -> Inlet:
-        hello = self._next(line, deadline, "did not answer the greeting")
-        if not isinstance(hello, Hello) or (hello.wire_version, hello.role) != (WIRE_VERSION, HelloRole.SENDER):
-            raise ProtocolError(
-                f"{line.link.peer} answered {hello}; this end speaks version {WIRE_VERSION} to a sender"
-            )
-        line.link.introduce("sender", hello.pid)
-        if self._transport.token is not None:
-            self._authenticate(line, self._transport.token, hello.nonce, deadline)
-        session = self._next(line, deadline, "did not share its session")
-        if not isinstance(session, Session):
-            raise ProtocolError(f"{line.link.peer} sent {type(session).__name__} where it should share its session")
-        slots = self._transport.map_slots(session, line.link)
-        line.session = session
-        line.link.trust()
-        line.inlet = Inlet(
-            self._transport,
-            session,
-            slots,
-            wait=lambda descriptor: self._await_payload(line, descriptor),
-            end=lambda: self._await_end(line),
-        )
-        return line.inlet
-
-    def _authenticate(self, line: Line, token: bytes, nonce: bytes, deadline: Deadline) -> None:
-        proof = self._next(line, deadline, "did not prove that it knows the token")
-        if not isinstance(proof, Proof) or not is_proof(proof.mac, token, "sender", line.nonce, nonce):
-            raise AddressError(
-                f"{line.link.peer} of {self.address} has another token than this end; give the same to both"
-            )
-        self._post(line, Proof(proof_of(token, "receiver", line.nonce, nonce)), deadline)
+        raise ProtocolError(f"{line.peer} sent {message} where a sync should begin; version {held} is held here")
 
     def _next_step(self, landing: Landing) -> Callable[[], list[tuple[str, Tensor]] | None]:
         if landing.is_over:
@@ -319,18 +254,18 @@ class Receiver(CheckpointEngine):
         line = self._line_of(landing)
         try:
             if landing.num_buckets:
-                self._say(line, Free(landing.num_buckets - 1))
+                line.say(Free(landing.num_buckets - 1))
             while True:
-                message = self._hear(line, "sent nothing more")
+                message = line.hear("sent nothing more")
                 if isinstance(message, Bucket) and line.inlet is not None:
                     if tensors := landing.land(message, line.inlet):
                         return tensors
-                    self._say(line, Free(message.sequence))
+                    line.say(Free(message.sequence))
                 elif isinstance(message, Seal):
                     self._finish(line, landing, message, strict)
                     return None
                 else:
-                    raise ProtocolError(f"{line.link.peer} sent {type(message).__name__} inside a sync")
+                    raise ProtocolError(f"{line.peer} sent {type(message).__name__} inside a sync")
         except BaseException as error:
             self._give_up(landing, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
             raise
@@ -345,7 +280,7 @@ class Receiver(CheckpointEngine):
         digest = landing.digest
         landed = (landing.num_buckets, len(landing.digests), landing.num_bytes, digest)
         if landed != (seal.num_buckets, seal.num_tensors, seal.num_bytes, seal.digest) or not landing.is_whole():
-            raise DigestError(f"{line.link.peer} sent {seal}; (buckets, tensors, bytes, digest) here {landed}")
+            raise DigestError(f"{line.peer} sent {seal}; (buckets, tensors, bytes, digest) here {landed}")
         if strict and (missing := landing.missing()):
             raise TensorError(
                 f"{len(missing)} tensors were to be received into and did not come, {missing[0]!r} the first; "
@@ -353,10 +288,10 @@ class Receiver(CheckpointEngine):
             )
         vote = self._attest(landing, Staged(landing.version, digest, len(landing.digests)))
         self._state = ReceiverState.STAGED
-        self._say(line, vote)
-        verdict = self._hear(line, "gave no verdict")
+        line.say(vote)
+        verdict = line.hear("gave no verdict")
         if verdict != Commit(landing.version):
-            raise ProtocolError(f"{line.link.peer} sent {verdict} where a verdict on {landing.version} is due")
+            raise ProtocolError(f"{line.peer} sent {verdict} where a verdict on {landing.version} is due")
         landing.is_over, self._landing = True, None
         self._version, self._digest, self._state = landing.version, digest, ReceiverState.COMMITTED
         self._base = landing.targets if landing.targets is not None and is_base(landing.targets) else None
@@ -386,90 +321,11 @@ class Receiver(CheckpointEngine):
 
     def _leave(self, reason: AbortReason, text: str) -> None:
         """Tell the sender, if it can still hear it, and hang up if it cannot or if the two are out of step."""
-        line = self._line
-        if line is None:
-            return
-        if line.inlet is not None:
-            line.inlet.close()
-        is_told = not line.link.is_closed and line.link.try_send(Abort(reason, text), line.sync)
-        if not is_told or reason is AbortReason.PROTOCOL:
+        if self._line is not None and not self._line.leave(reason, text):
             self._hang_up()
 
     def _hang_up(self) -> None:
         if self._line is not None:
-            if self._line.inlet is not None:
-                self._line.inlet.close()
-                self._line.inlet = None  # it refers back to the line: the ring would stay mapped until a collection
-            self._line.link.close()
+            self._line.close()
             self._line = None
             self._transport.release()
-
-    def _say(self, line: Line, message: Message) -> None:
-        self._post(line, message, Deadline(self._config.timeout_s))
-
-    def _hear(self, line: Line, failing: str) -> Message:
-        return self._next(line, Deadline(self._config.timeout_s), failing)
-
-    def _post(self, line: Line, message: Message, deadline: Deadline) -> None:
-        sync = 0 if isinstance(message, Hello | Proof) else line.sync
-        line.link.send(message, sync, waker=self._worker.waker, deadline=deadline)
-
-    def _next(self, line: Line, deadline: Deadline, failing: str) -> Message:
-        """The next message of this sync. An abort or the sender's death is heard before what it makes worthless.
-
-        Raises:
-            PeerTimeoutError, PeerLostError, ProtocolError, SyncAbortedError: see their names.
-        """
-        while True:
-            self._read(line)
-            has_verdict = any(isinstance(message, Commit) for _, message in line.inbox)
-            if line.link.is_closed and not has_verdict:
-                raise line.link.loss()
-            if line.inbox:
-                return line.inbox.popleft()[1]
-            if not wait_for(self._worker.waker, deadline, readable=[line.link.fileno()]):
-                raise PeerTimeoutError(f"{line.link.peer} {failing} within {deadline.timeout_s:g} s")
-
-    def _await_payload(self, line: Line, descriptor: int) -> None:
-        """Wait until a stream has more, and hear meanwhile if the sync is off."""
-        deadline = Deadline(self._config.timeout_s)
-        while True:
-            self._read(line)
-            if line.link.is_closed:
-                raise line.link.loss()
-            ready = wait_for(self._worker.waker, deadline, readable=[descriptor, line.link.fileno()])
-            if descriptor in ready:
-                return
-            if not ready:
-                raise PeerTimeoutError(f"{line.link.peer} sent no more payload within {deadline.timeout_s:g} s")
-
-    def _await_end(self, line: Line) -> None:
-        """Hear why the sender has closed a stream."""
-        deadline = Deadline(self._config.timeout_s)
-        while not line.link.is_closed:
-            self._read(line)
-            if not wait_for(self._worker.waker, deadline, readable=[line.link.fileno()]):
-                break
-        raise PeerLostError(f"{line.link.peer} closed a connection for payload")
-
-    def _read(self, line: Line) -> None:
-        """Take in what is here. Manifests count whatever sync they came in; all else of an earlier one is stale.
-
-        Raises:
-            SyncAbortedError: the sender has called off the sync that was asked for last.
-        """
-        try:
-            messages = line.link.receive()
-        except ProtocolError as error:
-            raise ProtocolError(f"{line.link.peer}: {error}") from error
-        for sync, message in messages:
-            if isinstance(message, Manifest):
-                if message.first != len(line.specs):
-                    raise ProtocolError(f"{line.link.peer} declares tensor {message.first}; {len(line.specs)} is next")
-                line.specs += message.specs
-            elif sync in {0, line.sync}:
-                line.inbox.append((sync, message))
-        for sync, message in line.inbox:
-            if isinstance(message, Abort) and sync == line.sync:
-                line.inbox.clear()
-                raise SyncAbortedError(f"{line.link.peer} called the sync off: {message.text}")

@@ -1,0 +1,181 @@
+"""A receiver's connection to its sender: the greetings, and what is said over it, every wait with a deadline."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rl_ckpt._inlet import Inlet
+from rl_ckpt._link import Deadline, Link, Waker, wait_for
+from rl_ckpt._proof import is_proof, proof_of
+from rl_ckpt._tensors import TensorSpec
+from rl_ckpt._wire import (
+    NONCE_BYTES,
+    WIRE_VERSION,
+    Abort,
+    AbortReason,
+    Commit,
+    Hello,
+    HelloRole,
+    Manifest,
+    Message,
+    Proof,
+    Session,
+)
+from rl_ckpt.errors import AddressError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
+
+if TYPE_CHECKING:
+    from rl_ckpt._transport import ReceiveTransport
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """The connection to a sender and what it has said about the session. Owns the link and the streams."""
+
+    link: Link
+    transport: ReceiveTransport
+    waker: Waker
+    address: str
+    """URL of the session."""
+    timeout_s: float
+    """Longest wait, where the caller has no deadline of its own."""
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    """What the sender must prove its knowledge of the token over."""
+    session: Session | None = None
+    """What the sender said of it; None before."""
+    inlet: Inlet | None = None
+    """Where its buckets come from; None before that is known."""
+    inbox: deque[tuple[int, Message]] = field(default_factory=deque[tuple[int, Message]])
+    """`(sync, message)` that arrived and was not looked at."""
+    specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
+    """The manifest so far."""
+    sync: int = 0
+    """Number of the sync that was asked for last."""
+
+    @property
+    def peer(self) -> str:
+        """Name of the sender."""
+        return self.link.peer
+
+    def greet(self, deadline: Deadline) -> None:
+        """Say hello, and do not wait for the answer."""
+        self.post(Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid(), self.nonce), deadline)
+
+    def join(self, deadline: Deadline) -> Inlet:
+        """Hear the sender's greeting, and what the session is."""
+        hello = self.next(deadline, "did not answer the greeting")
+        if not isinstance(hello, Hello) or (hello.wire_version, hello.role) != (WIRE_VERSION, HelloRole.SENDER):
+            raise ProtocolError(f"{self.peer} answered {hello}; this end speaks version {WIRE_VERSION} to a sender")
+        self.link.introduce("sender", hello.pid)
+        if self.transport.token is not None:
+            self._authenticate(self.transport.token, hello.nonce, deadline)
+        session = self.next(deadline, "did not share its session")
+        if not isinstance(session, Session):
+            raise ProtocolError(f"{self.peer} sent {type(session).__name__} where it should share its session")
+        slots = self.transport.map_slots(session, self.link)
+        self.session = session
+        self.link.trust()
+        self.inlet = Inlet(
+            self.transport,
+            session,
+            slots,
+            wait=self._await_payload,
+            end=self._await_end,
+        )
+        return self.inlet
+
+    def _authenticate(self, token: bytes, nonce: bytes, deadline: Deadline) -> None:
+        proof = self.next(deadline, "did not prove that it knows the token")
+        if not isinstance(proof, Proof) or not is_proof(proof.mac, token, "sender", self.nonce, nonce):
+            raise AddressError(f"{self.peer} of {self.address} has another token than this end; give the same to both")
+        self.post(Proof(proof_of(token, "receiver", self.nonce, nonce)), deadline)
+
+    def say(self, message: Message) -> None:
+        """Send a message."""
+        self.post(message, Deadline(self.timeout_s))
+
+    def hear(self, failing: str) -> Message:
+        """The next message of this sync; see `next`."""
+        return self.next(Deadline(self.timeout_s), failing)
+
+    def leave(self, reason: AbortReason, text: str) -> bool:
+        """Call the sync off, without waiting. False if the connection is of no use any more."""
+        if self.inlet is not None:
+            self.inlet.close()
+        is_told = not self.link.is_closed and self.link.try_send(Abort(reason, text), self.sync)
+        return is_told and reason is not AbortReason.PROTOCOL
+
+    def close(self) -> None:
+        """Hang up."""
+        if self.inlet is not None:
+            self.inlet.close()
+            self.inlet = None  # it refers back to the line: the ring would stay mapped until a collection
+        self.link.close()
+
+    def post(self, message: Message, deadline: Deadline) -> None:
+        """Send a message, within the sync that was asked for last."""
+        sync = 0 if isinstance(message, Hello | Proof) else self.sync
+        self.link.send(message, sync, waker=self.waker, deadline=deadline)
+
+    def next(self, deadline: Deadline, failing: str) -> Message:
+        """The next message of this sync. An abort or the sender's death is heard before what it makes worthless.
+
+        Raises:
+            PeerTimeoutError, PeerLostError, ProtocolError, SyncAbortedError: see their names.
+        """
+        while True:
+            self._read()
+            has_verdict = any(isinstance(message, Commit) for _, message in self.inbox)
+            if self.link.is_closed and not has_verdict:
+                raise self.link.loss()
+            if self.inbox:
+                return self.inbox.popleft()[1]
+            if not wait_for(self.waker, deadline, readable=[self.link.fileno()]):
+                raise PeerTimeoutError(f"{self.peer} {failing} within {deadline.timeout_s:g} s")
+
+    def _await_payload(self, descriptor: int) -> None:
+        """Wait until a stream has more, and hear meanwhile if the sync is off."""
+        deadline = Deadline(self.timeout_s)
+        while True:
+            self._read()
+            if self.link.is_closed:
+                raise self.link.loss()
+            ready = wait_for(self.waker, deadline, readable=[descriptor, self.link.fileno()])
+            if descriptor in ready:
+                return
+            if not ready:
+                raise PeerTimeoutError(f"{self.peer} sent no more payload within {deadline.timeout_s:g} s")
+
+    def _await_end(self) -> None:
+        """Hear why the sender has closed a stream."""
+        deadline = Deadline(self.timeout_s)
+        while not self.link.is_closed:
+            self._read()
+            if not wait_for(self.waker, deadline, readable=[self.link.fileno()]):
+                break
+        raise PeerLostError(f"{self.peer} closed a connection for payload")
+
+    def _read(self) -> None:
+        """Take in what is here. Manifests count whatever sync they came in; all else of an earlier one is stale.
+
+        Raises:
+            SyncAbortedError: the sender has called off the sync that was asked for last.
+        """
+        try:
+            messages = self.link.receive()
+        except ProtocolError as error:
+            raise ProtocolError(f"{self.peer}: {error}") from error
+        for sync, message in messages:
+            if isinstance(message, Manifest):
+                if message.first != len(self.specs):
+                    raise ProtocolError(f"{self.peer} declares tensor {message.first}; {len(self.specs)} is next")
+                self.specs += message.specs
+            elif sync in {0, self.sync}:
+                self.inbox.append((sync, message))
+        for sync, message in self.inbox:
+            if isinstance(message, Abort) and sync == self.sync:
+                self.inbox.clear()
+                raise SyncAbortedError(f"{self.peer} called the sync off: {message.text}")
