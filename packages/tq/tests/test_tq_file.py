@@ -113,7 +113,9 @@ def test_a_directory_has_one_server(tmp_path):
         rl_tq.serve("file://queue")
 
 
-def test_files_go_with_their_rows(tmp_path):
+def test_files_go_with_their_rows(tmp_path, monkeypatch):
+    for module in ("_segments", "_shm_client"):
+        monkeypatch.setattr(f"rl_tq.{module}.RESERVE_S", 3600.0)
     directory = tmp_path / "queue"
     with rl_tq.serve(f"file://{directory}", timeout_s=20.0) as queue:
         metas = [queue.put({"a": torch.ones(1, LARGE)}, partition="p") for _ in range(3)]
