@@ -89,6 +89,10 @@ class BatchConfig:
     """Prompts per optimizer step."""
     max_tokens_per_gpu: Positive = 16384
     """Tokens per micro-batch."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by other prompts."""
+    max_refills: NonNegative = 2
+    """Times that failed or dropped groups of a batch are replaced before the run gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,6 +103,10 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.advantage={algorithm.advantage} compares completions of one prompt: batch.group_size must be "
             "at least 2"
         )
+    if config.batch.dynamic_sampling and config.batch.group_size < 2:
+        raise PlanError(
+            "batch.dynamic_sampling compares completions of one prompt: batch.group_size must be at least 2"
+        )
     if algorithm.correction != "none" and algorithm.old_logprobs == "rollout":
         raise PlanError(
             f"algorithm.correction={algorithm.correction} corrects from the sampler's log-probs to the engine's, which "

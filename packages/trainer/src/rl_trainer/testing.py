@@ -64,7 +64,7 @@ class FakeJob:
             ),
         )
         self.position += num_groups
-        return Generated(batch=batch, failures={}, position=self.position)
+        return Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, position=self.position)
 
     def evaluate(self, rows: Sequence[Row]) -> float:
         """The accuracy that was asked for."""

@@ -6,6 +6,7 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import rl_tq
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from rl_trainer.data import Row
     from rl_trainer.data.datasets import Datasets
 
-_REFILL_ATTEMPTS = 3
-"""A batch that lost groups to failures is refilled with fresh prompts this often before the run gives up."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
@@ -40,8 +38,12 @@ class Generated:
 
     batch: BatchMeta
     """batch_size x group_size rows."""
+    reward: float
+    """Mean over all completions that were scored, those of dropped groups too."""
     failures: dict[str, int]
     """Failed rollouts per kind; their prompts were replaced by others."""
+    dropped_groups: int
+    """Groups without signal that were replaced (`batch.dynamic_sampling`)."""
     position: int
     """Prompts taken from the data up to and including these."""
 
@@ -59,30 +61,44 @@ class RolloutManager:
         return self._order.position
 
     def generate_sequences(self, partition: str, step: int) -> Generated:
-        """Roll out `batch_size` fresh prompts.
+        """Roll out `batch_size` fresh prompts; groups that failed, or have no signal, are replaced by other prompts.
 
         Raises:
-            RolloutFailedError: groups still failed after refilling; carries the counts.
+            RolloutFailedError: groups are still missing after `batch.max_refills`; carries the counts.
         """
+        sizes = self._config.batch
         batches: list[BatchMeta] = []
         failures: dict[str, int] = {}
-        missing, reason = self._config.batch.batch_size, ""
-        for attempt in range(_REFILL_ATTEMPTS):
+        rewards: list[float] = []
+        missing, dropped, reason = sizes.batch_size, 0, ""
+        for attempt in range(1 + sizes.max_refills):
             jobs = [self._job(index) for index in self._order.take(missing)]
             sampling = self._sampling(temperature=self._config.rollout.temperature, salt=f"{step}/{attempt}")
-            for report in self._agents.generate(jobs, sampling, partition, self._config.batch.group_size):
-                batches += [report.batch] if report.batch is not None else []
-                missing -= len(report.complete_groups)
+            for report in self._agents.generate(jobs, sampling, partition, sizes.group_size):
                 reason = report.last_failure or reason
                 for kind, count in report.failures.items():
                     failures[kind] = failures.get(kind, 0) + count
+                if report.batch is None:
+                    continue
+                rewards += [tags["reward"] for tags in report.batch.tags]
+                kept = rows_with_signal(report.batch) if sizes.dynamic_sampling else range(len(report.batch))
+                num_kept = len({report.batch.tags[row]["group_id"] for row in kept})
+                dropped += len(report.complete_groups) - num_kept
+                missing -= num_kept
+                if kept:
+                    batches.append(report.batch.reorder(kept))
             if missing == 0:
-                batch = type(batches[0]).concat(batches)
-                return Generated(batch=batch, failures=failures, position=self.position)
+                return Generated(
+                    batch=type(batches[0]).concat(batches),
+                    reward=fmean(rewards),
+                    failures=failures,
+                    dropped_groups=dropped,
+                    position=self.position,
+                )
         raise RolloutFailedError(
-            f"step {step}: {missing} of {self._config.batch.batch_size} groups failed in each of {_REFILL_ATTEMPTS} "
-            "attempts "
-            f"({failures}); the last failure: {reason}"
+            f"step {step}: {missing} of {sizes.batch_size} groups are missing after batch.max_refills="
+            f"{sizes.max_refills}: failed rollouts {failures}, groups dropped because all their rewards are equal "
+            f"{dropped}; the last failure: {reason or 'none'}"
         )
 
     def evaluate(self, rows: Sequence[Row]) -> float:
@@ -111,6 +127,14 @@ class RolloutManager:
             "max_new_tokens": rollout.max_new_tokens,
             "seed": hash_seed(f"{self._config.seed}/{salt}"),
         }
+
+
+def rows_with_signal(batch: BatchMeta) -> list[int]:
+    """Rows of the groups whose rewards differ: of the others every group-relative advantage is 0 (arXiv 2503.14476)."""
+    rewards: dict[int, set[float]] = {}
+    for tags in batch.tags:
+        rewards.setdefault(tags["group_id"], set()).add(tags["reward"])
+    return [index for index, tags in enumerate(batch.tags) if len(rewards[tags["group_id"]]) > 1]
 
 
 def hash_seed(text: str) -> int:

@@ -70,11 +70,12 @@ def record_of(
     """What the step's reports say together."""
     tags = generated.batch.tags
     metrics = {name: fmean(u.metrics[name] for u in updates) for name in updates[0].metrics}
+    metrics["dropped_groups"] = generated.dropped_groups
     metrics |= {"grad_norm": fmean(u.grad_norm for u in updates), "lr": updates[-1].lr}
     return StepRecord(
         step=step,
         position=generated.position,
-        reward=fmean(t["reward"] for t in tags),
+        reward=generated.reward,
         accuracy=accuracy,
         num_tokens=sum(t["num_tokens"] for t in tags),
         num_truncated=sum(t["finish_reason"] == "length" for t in tags),
