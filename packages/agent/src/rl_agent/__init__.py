@@ -2,7 +2,9 @@
 
 from rl_agent._registry import create_loop
 from rl_agent._runner import AgentRunner
+from rl_agent._sandbox import CodeResult, Grader, SandboxLimits
 from rl_agent._tokenizer import load_tokenizer
+from rl_agent._tools import FunctionTool, Tool
 from rl_agent._validation import validate_output
 from rl_agent.base import AgentLoop, Generator
 from rl_agent.errors import (
@@ -10,29 +12,53 @@ from rl_agent.errors import (
     FailureError,
     LoopError,
     OutputError,
+    PluginError,
     RowError,
+    SandboxError,
     TemplateError,
     TokenizerError,
+    ToolDefinitionError,
+    ToolError,
 )
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind, Message, RolloutResult, Tokenizer
+from rl_agent.types import (
+    AgentLoopOutput,
+    Failure,
+    FailureKind,
+    Message,
+    ParsedTurn,
+    RolloutResult,
+    Tokenizer,
+    ToolCall,
+)
 
 __all__ = [
     "AgentError",
     "AgentLoop",
     "AgentLoopOutput",
     "AgentRunner",
+    "CodeResult",
     "Failure",
     "FailureError",
     "FailureKind",
+    "FunctionTool",
     "Generator",
+    "Grader",
     "LoopError",
     "Message",
     "OutputError",
+    "ParsedTurn",
+    "PluginError",
     "RolloutResult",
     "RowError",
+    "SandboxError",
+    "SandboxLimits",
     "TemplateError",
     "Tokenizer",
     "TokenizerError",
+    "Tool",
+    "ToolCall",
+    "ToolDefinitionError",
+    "ToolError",
     "create_loop",
     "load_tokenizer",
     "validate_output",

@@ -28,7 +28,7 @@ def messages_of(row: Mapping[str, Any], field: str = "prompt") -> list[Message]:
     return list(messages)
 
 
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
+def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> tuple[int, ...]:
     """Token ids of a conversation with the header of the assistant's turn appended.
 
     Raises:
@@ -36,7 +36,9 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[in
         RowError: its chat template refuses these messages.
     """
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
+        )
     except ValueError as error:
         raise TemplateError(f"the tokenizer's chat template cannot be applied: {error}") from error
     except Exception as error:  # a template refuses by an exception of its template engine, whichever that is

@@ -1,12 +1,13 @@
-"""Turns the name of an agent loop into the loop, over the entry points `rl_agent.loops`."""
+"""Turns names into plug-ins, over the entry points `rl_agent.loops`, `.parsers`, `.tools` and `.environments`."""
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_agent.base import AgentLoop
-from rl_agent.errors import LoopError
+from rl_agent.errors import LoopError, PluginError
 
 if TYPE_CHECKING:
     from rl_agent.base import Generator
@@ -15,22 +16,46 @@ if TYPE_CHECKING:
 GROUP = "rl_agent.loops"
 
 
-def create_loop(name: str, server: Generator, tokenizer: Tokenizer) -> AgentLoop:
+def create_loop(name: str, server: Generator, tokenizer: Tokenizer, **options: Any) -> AgentLoop:
     """Build the installed agent loop called `name`.
 
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass. This package ships
-            `single_turn`.
+            `single_turn`, `tool`, `gym` and `reasoning_gym`.
         server: What generates: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
+        **options: Keyword arguments of the loop's own constructor; see its class.
 
     Raises:
-        LoopError: no such loop is installed, or it cannot be imported here.
+        LoopError: no such loop is installed, it cannot be imported here, or it has no such option.
     """
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in installed:
         raise LoopError(f"no agent loop {name!r} is installed; there are: {', '.join(sorted(installed)) or 'none'}")
-    return _load(installed[name])(server, tokenizer)
+    loop = _load(installed[name])
+    known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if unknown := [option for option in options if option not in known]:
+        raise LoopError(f"agent loop {name!r} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
+    return loop(server, tokenizer, **options)
+
+
+def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) -> Any:
+    """The object that the entry point `name` of the group `rl_agent.<kind>` points at.
+
+    Raises:
+        PluginError: there is none, or it cannot be imported here.
+    """
+    installed = {entry.name: entry for entry in entry_points(group=f"rl_agent.{kind}")}
+    if name not in installed:
+        there = ", ".join(sorted(installed)) or "none"
+        raise PluginError(f"no {name!r} is installed among the rl_agent.{kind}; there are: {there}")
+    try:
+        return installed[name].load()
+    except ImportError as error:
+        pip_line = _pip_line(installed[name])
+        raise PluginError(
+            f"{name!r} of rl_agent.{kind} cannot be imported ({error}); install it: {pip_line}"
+        ) from error
 
 
 def _load(entry: EntryPoint) -> type[AgentLoop]:

@@ -99,6 +99,11 @@ class AgentRunner:
             async for result in results:
                 yield result
 
+    async def close(self) -> None:
+        """Close the loops that were made."""
+        for loop in self._loops.values():
+            await loop.close()
+
     def _loop_of(self, row: Mapping[str, Any]) -> AgentLoop:
         name = row.get("agent_name") or self._default_loop
         if name not in self._loops:

@@ -40,3 +40,7 @@ class AgentLoop(ABC):
         Raises:
             RowError: the row lacks a field that this loop needs.
         """
+
+    async def close(self) -> None:
+        """Let go of what the loop holds: processes, connections. The default holds nothing."""
+        return

@@ -2,6 +2,10 @@
 
 AgentError
 ├── LoopError (ValueError)                no such agent loop, or it cannot be imported here
+├── PluginError (ValueError)              the same of a tool-call parser, a tool or an environment
+├── ToolDefinitionError (ValueError)      a function that cannot be offered as a tool
+├── ToolError (RuntimeError)              raised by a tool to tell the model what went wrong
+├── SandboxError (RuntimeError)           no subprocess for code can be started, or it cannot be shut off as asked
 ├── RowError (ValueError)                 a dataset row lacks what the loop needs, or holds what the template refuses
 ├── TokenizerError (ValueError)           a model folder holds no tokenizer that can be loaded
 ├── TemplateError (ValueError)            the tokenizer has no chat template that can be used
@@ -23,6 +27,22 @@ class AgentError(Exception):
 
 class LoopError(AgentError, ValueError):
     """An agent loop is unknown, or is known and cannot be imported."""
+
+
+class PluginError(AgentError, ValueError):
+    """A tool-call parser, a tool or an environment is unknown, or is known and cannot be imported."""
+
+
+class ToolDefinitionError(AgentError, ValueError):
+    """A function cannot be offered as a tool: its signature gives no schema."""
+
+
+class ToolError(AgentError, RuntimeError):
+    """How a tool tells the model what went wrong; any other exception of a tool tells its type as well."""
+
+
+class SandboxError(AgentError, RuntimeError):
+    """Code cannot be run as asked on this machine."""
 
 
 class RowError(AgentError, ValueError):

@@ -10,6 +10,8 @@ A loop's own test file subclasses the suite; pytest finds the tests:
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from rl_agent._validation import validate_output
@@ -19,7 +21,7 @@ from rl_rollout.errors import ServerLostError
 from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rl_agent.base import AgentLoop, Generator
     from rl_agent.types import Message, Tokenizer
@@ -28,29 +30,47 @@ if TYPE_CHECKING:
 class FakeTokenizer:
     """One token per character (its code point plus 3), and a ChatML-like template that is stable under appending.
 
-    Special ids: 0 `<|im_start|>`, 1 `<|im_end|>` (end of sequence), 2 padding.
+    Special ids: 0 `<|im_start|>`, 1 `<|im_end|>` (end of sequence), 2 padding. Tool calls are rendered as Hermes does.
     """
 
     eos_token_id = 1
     """Ends an assistant's turn."""
-    _specials = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+    all_special_tokens = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+    """Tokens that are not text."""
+    all_special_ids = (0, 1, 2)
+    """Their ids."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of the characters of `text`; special tokens are never read from text."""
-        return [ord(character) + 3 for character in text]
+        """Ids of the characters of `text`, and of the special tokens that it spells out."""
+        parts = re.split(r"(<\|im_start\|>|<\|im_end\|>|<\|pad\|>)", text)
+        specials = self.all_special_tokens
+        return [i for p in parts for i in ([specials.index(p)] if p in specials else (ord(c) + 3 for c in p))]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Characters of `token_ids`."""
-        return "".join(chr(i - 3) if i >= 3 else "" if skip_special_tokens else self._specials[i] for i in token_ids)
+        specials = self.all_special_tokens
+        return "".join(chr(i - 3) if i >= 3 else "" if skip_special_tokens else specials[i] for i in token_ids)
 
     def apply_chat_template(
-        self, conversation: Sequence[Message], *, add_generation_prompt: bool = False, **kwargs: Any
-    ) -> list[int]:
-        """`<|im_start|>role`, a new line, `content<|im_end|>` and a new line for each message."""
-        ids: list[int] = []
-        for message in conversation:
-            ids += [0, *self.encode(f"{message['role']}\n{message['content']}"), 1, *self.encode("\n")]
-        return [*ids, 0, *self.encode("assistant\n")] if add_generation_prompt else ids
+        self,
+        conversation: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`<|im_start|>role`, a new line, `content<|im_end|>` and a new line for each message; tools come first."""
+        messages = list(conversation)
+        if tools:
+            messages.insert(0, {"role": "system", "content": "\n".join(json.dumps(tool) for tool in tools)})
+        text = ""
+        for message in messages:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            body = message["content"] + "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+            text += f"<|im_start|>{message['role']}\n{body}<|im_end|>\n"
+        text += "<|im_start|>assistant\n" if add_generation_prompt else ""
+        return self.encode(text) if tokenize else text
 
 
 class FakeGenerator:

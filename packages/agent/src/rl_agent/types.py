@@ -27,6 +27,30 @@ class Tokenizer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that the model wrote."""
+
+    name: str
+    """The tool; empty where the call names none."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """By parameter name."""
+    error: str = ""
+    """Why the call cannot be made, in a sentence for the model; empty where it is well formed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """What a turn of the model says, taken apart."""
+
+    content: str
+    """Text outside of the calls and of the reasoning."""
+    calls: tuple[ToolCall, ...] = ()
+    """In the order written, malformed ones included."""
+    reasoning: str = ""
+    """What the model thought."""
+
+
 class FailureKind(StrEnum):
     """What a failed rollout failed on."""
 
@@ -69,7 +93,7 @@ class AgentLoopOutput:
     finish_reason: str
     """Why the last generation ended: stop, length or abort."""
     text: str = ""
-    """The completion as text, for rewards and logs; never re-tokenised."""
+    """What the model wrote, in its last turn where there are several; for rewards and logs, never re-tokenised."""
     reward: float | None = None
     """Reward of the whole trajectory, where the loop or its environment gives one."""
     turn_rewards: tuple[float, ...] = ()

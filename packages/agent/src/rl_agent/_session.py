@@ -1,0 +1,141 @@
+"""One conversation with the model as it grows: generations and context, appended token by token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from rl_agent.errors import FailureError
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind
+from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_agent._template import TurnTemplate
+    from rl_agent.base import Generator
+    from rl_agent.types import Message, Tokenizer
+    from rl_rollout.types import TokenOutput
+
+
+class Session:
+    """Holds one trajectory while it is made. What the model emitted stays as it is; everything else is appended.
+
+    Args:
+        server: What generates.
+        tokenizer: Of the model that is served.
+        template: Its chat template by appending.
+        messages: The prompt.
+        sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each generation.
+        max_completion_tokens: Most tokens after the prompt, context included; None leaves it to the server.
+    """
+
+    def __init__(
+        self,
+        server: Generator,
+        tokenizer: Tokenizer,
+        template: TurnTemplate,
+        messages: Sequence[Message],
+        sampling_params: Mapping[str, Any],
+        *,
+        max_completion_tokens: int | None = None,
+    ) -> None:
+        self._server = server
+        self._tokenizer = tokenizer
+        self._template = template
+        self._params = SamplingParams(**sampling_params)
+        self._max_tokens = max_completion_tokens
+        self._id = uuid4().hex
+        self._prompt_token_ids = template.prompt(messages)
+        self._token_ids: list[int] = []
+        self._mask: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._generate_s = 0.0
+        self._last: TokenOutput | None = None
+        self.num_turns = 0
+        """Generations so far."""
+
+    async def generate(self) -> str:
+        """Let the model go on; what it wrote as text, special tokens but the last stop token included.
+
+        Raises:
+            FailureError: the generation was aborted before its first token.
+        """
+        params = self._params
+        if self._max_tokens is not None:
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, self._max_tokens - self.num_tokens))
+        if params.seed is not None and self.num_turns:  # one seed for all turns would repeat the first one's draws
+            params = replace(params, seed=(params.seed + 0x9E3779B1 * self.num_turns) % 2**31)
+        request = GenerateRequest(
+            request_id=f"{self._id}-{self.num_turns}",
+            prompt_token_ids=(*self._prompt_token_ids, *self._token_ids),
+            sampling_params=params,
+            session_id=self._id,
+        )
+        start = time.perf_counter()
+        output = await self._server.generate(request)
+        self._generate_s += time.perf_counter() - start
+        if not output.token_ids:
+            reason = f"the generation ended with reason {output.finish_reason.value!r} before its first token"
+            raise FailureError(
+                Failure(kind=FailureKind.GENERATION, stage="generate", message=reason, is_retryable=True)
+            )
+        self._token_ids += output.token_ids
+        self._mask += [1] * len(output.token_ids)
+        self._logprobs += output.logprobs
+        self._versions += output.weight_versions
+        self._last = output
+        self.num_turns += 1
+        text_ids = output.token_ids[:-1] if self.is_stopped else output.token_ids
+        return self._tokenizer.decode(text_ids, skip_special_tokens=False)
+
+    def append(self, messages: Sequence[Message]) -> bool:
+        """Append tool answers or user messages. False, and nothing appended, where no room is left for a generation."""
+        assert self._last is not None, "the model writes first"
+        ids = self._template.continuation(messages, last_token_id=self._last.token_ids[-1], is_stopped=self.is_stopped)
+        if self._max_tokens is not None and self.num_tokens + len(ids) >= self._max_tokens:
+            return False
+        self._token_ids += ids
+        self._mask += [0] * len(ids)
+        self._logprobs += [0.0] * len(ids)
+        self._versions += [-1] * len(ids)
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last generation ended at a stop token."""
+        return self._last is not None and self._last.finish_reason is FinishReason.STOP
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens after the prompt."""
+        return len(self._token_ids)
+
+    def finish(
+        self,
+        *,
+        reward: float | None = None,
+        turn_rewards: Sequence[float] = (),
+        metrics: Mapping[str, float] | None = None,
+        extra_fields: Mapping[str, Any] | None = None,
+    ) -> AgentLoopOutput:
+        """The trajectory up to the model's last token; its text is what the model wrote in its last turn."""
+        assert self._last is not None, "the model writes first"
+        end = len(self._mask) - self._mask[::-1].index(1)
+        return AgentLoopOutput(
+            prompt_token_ids=self._prompt_token_ids,
+            completion_token_ids=tuple(self._token_ids[:end]),
+            loss_mask=tuple(self._mask[:end]),
+            rollout_logprobs=tuple(self._logprobs[:end]),
+            weight_versions=tuple(self._versions[:end]),
+            finish_reason=self._last.finish_reason.value,
+            text=self._tokenizer.decode(self._last.token_ids, skip_special_tokens=True),
+            reward=reward,
+            turn_rewards=tuple(turn_rewards),
+            num_turns=self.num_turns,
+            metrics={"generate_s": self._generate_s, **(metrics or {})},
+            extra_fields=dict(extra_fields or {}),
+        )

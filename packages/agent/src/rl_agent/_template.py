@@ -1,0 +1,226 @@
+"""What a chat template adds between turns, as token ids that are appended to the ids of the conversation so far.
+
+A template renders whole conversations. Rendering again after every turn would re-tokenise what the model wrote, and
+many templates change the past (they drop old reasoning, trim, reorder arguments). So the template is applied to a
+stand-in conversation whose assistant turn ends in an anchor, and only what comes after that turn is used.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rl_agent._chat import render_prompt
+from rl_agent.errors import TemplateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rl_agent.types import Message, Tokenizer
+
+_ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or splits it
+_USER: Message = {"role": "user", "content": "question"}
+_CALL_ID = "call00000"  # nine letters and digits: some templates accept no other
+
+
+class TurnTemplate:
+    """Prompts and continuations in token ids, by the tokenizer's own chat template.
+
+    Args:
+        tokenizer: Any Hugging Face tokenizer with a chat template.
+        tools: JSON schemas of the tools that the prompt tells the model of.
+        template_kwargs: Further variables of the template, for example `enable_thinking`.
+
+    Raises:
+        TemplateError: the template drops what the assistant wrote, or a continuation built by appending differs from
+            the template's own rendering; says where.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs: dict[str, Any] = dict(template_kwargs or {})
+        if tools:
+            self._kwargs["tools"] = list(tools)
+        self._specials = tuple(sorted(getattr(tokenizer, "all_special_tokens", ()), key=len, reverse=True))
+        special_ids: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        tail = self._encode(self._tail([_USER]))
+        self.turn_end_id: int | None = next((i for i in tail if i in special_ids), None)
+        """Closes an assistant's turn; None where the template writes no special token there."""
+        self.is_prefix_stable = self._check([_USER])
+        """Whether a later turn leaves the template's rendering of the earlier ones as it is."""
+        if tools:
+            name = str(tools[0]["function"]["name"])
+            for count in (1, 2):
+                self._check(
+                    [{"role": "tool", "name": name, "tool_call_id": _CALL_ID, "content": f"r{i}"} for i in range(count)]
+                )
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of a conversation with the header of the assistant's turn appended.
+
+        Raises:
+            RowError: the template refuses these messages.
+        """
+        return render_prompt(self._tokenizer, messages, **self._kwargs)
+
+    def continuation(self, messages: Sequence[Message], *, last_token_id: int, is_stopped: bool) -> tuple[int, ...]:
+        """Ids to append after an assistant's turn: what is left of its closing, `messages`, the next turn's header.
+
+        Args:
+            messages: What came in since: tool answers or user messages.
+            last_token_id: Last id that the model emitted. It is kept, whichever of its stop tokens it is.
+            is_stopped: Whether that id is a stop token; where the turn was cut off, it is closed for the model.
+
+        Raises:
+            TemplateError: the template refuses the messages, or loses them.
+        """
+        if not is_stopped:
+            ids = self._encode(self._tail(messages, calls=False))
+            start = ids.index(self.turn_end_id) if self.turn_end_id in ids else 0
+            return tuple(ids[start:])
+        ids = self._encode(self._tail(messages))
+        for end in (last_token_id, self.turn_end_id):
+            if end in ids:
+                return tuple(ids[ids.index(end) + 1 :])
+        return tuple(self._encode(self._after_render(messages)))
+
+    def escape(self, text: str) -> tuple[str, int]:
+        """`text` with the special tokens in it broken by a space, so that it cannot open or close a turn; their number.
+
+        What tools and environments say is data: without this, a web page that holds `<|im_end|>` would end its turn.
+        """
+        num_broken = 0
+        for special in self._specials:
+            if special in text:
+                num_broken += text.count(special)
+                text = text.replace(special, special[0] + " " + special[1:])
+        return text, num_broken
+
+    # ---- rendering
+
+    def _render(self, conversation: Sequence[Message], *, is_open: bool) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=is_open, tokenize=False, **self._kwargs
+        )
+        if not isinstance(rendered, str):
+            raise TemplateError(f"the chat template gave {type(rendered).__name__} for tokenize=False; text is needed")
+        return rendered
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _tail(self, messages: Sequence[Message], *, calls: bool = True) -> str:
+        """The rendering after the anchor: the end of the assistant's turn and what follows it."""
+        return self._first(
+            messages, lambda base: _after_anchor(self._render([*base, *messages], is_open=True)), calls=calls
+        )
+
+    def _after_render(self, messages: Sequence[Message]) -> str:
+        """What the messages add to a rendering, for templates that mark the end of a turn by no special token."""
+
+        def added(base: list[Message]) -> str | None:
+            before, after = self._render(base, is_open=False), self._render([*base, *messages], is_open=True)
+            return after[len(before) :] if _ANCHOR in before and after.startswith(before) else None
+
+        return self._first(messages, added)
+
+    def _first(
+        self, messages: Sequence[Message], use: Callable[[list[Message]], str | None], *, calls: bool = True
+    ) -> str:
+        """The result of the first stand-in conversation that the template renders whole."""
+        refusal: Exception | None = None
+        for assistant in _stand_ins([m for m in messages if m["role"] == "tool" and calls]):
+            try:
+                found = use([_USER, assistant])
+            except TemplateError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a template refuses by an exception of its template engine
+                refusal = error
+                continue
+            if found is not None:
+                return found
+        roles = ", ".join(dict.fromkeys(str(m["role"]) for m in messages))
+        reason = f"it refuses them: {refusal}" if refusal else "it leaves out what the assistant wrote before them"
+        raise TemplateError(
+            f"the chat template cannot continue a conversation by {roles} messages; {reason}. "
+            "Use a template that supports these roles"
+        ) from refusal
+
+    # ---- checking
+
+    def _check(self, messages: list[Message]) -> bool:
+        """Hold a continuation against the template's own rendering; whether that is an extension of the prompt's."""
+        if messages[0]["role"] == "tool":
+            marked = self._tail(messages)
+            if not marked.strip():
+                raise TemplateError("the chat template renders nothing for tool answers; it does not support tools")
+            missing = next((m for m in messages if str(m["content"]) not in marked), None)
+            if missing is not None:
+                raise TemplateError(f"the chat template leaves out the tool answer {missing['content']!r}")
+            self.continuation(messages, last_token_id=-1, is_stopped=True)
+            return True
+        prompt = list(self.prompt([_USER]))
+        whole = self._encode(self._render([_USER, {"role": "assistant", "content": "answer"}, *messages], is_open=True))
+        whole = whole[_overlap_start(whole, prompt) :]
+        is_stable = whole[: len(prompt)] == prompt
+        answer = self._encode("answer")
+        start = len(prompt) if is_stable else _find(whole, answer)
+        end = self._end_of_turn(whole, start)
+        emitted = whole[start:end] if end is not None else answer
+        last = emitted[-1] if end is not None else -1
+        tail = list(self.continuation(messages, last_token_id=last, is_stopped=end is not None))
+        expected = whole[start + len(emitted) :]
+        if tail != expected:
+            raise TemplateError(
+                f"appending to a conversation gives {self._tokenizer.decode(tail)!r} after the assistant's turn where "
+                f"the chat template renders {self._tokenizer.decode(expected)!r}; token ids would be wrong"
+            )
+        return is_stable
+
+    def _end_of_turn(self, ids: list[int], start: int) -> int | None:
+        if self.turn_end_id is None or self.turn_end_id not in ids[start:]:
+            return None
+        return ids.index(self.turn_end_id, start) + 1
+
+
+def _after_anchor(text: str) -> str | None:
+    return text.rpartition(_ANCHOR)[2] if _ANCHOR in text else None
+
+
+def _stand_ins(answers: Sequence[Message]) -> list[Message]:
+    """Assistant turns that could come before these tool answers, from the most to the least that templates expect."""
+    plain: Message = {"role": "assistant", "content": _ANCHOR}
+    if not answers:
+        return [plain]
+    arguments = {"anchor": _ANCHOR}
+    turns: list[Message] = []
+    for many in (answers, answers[:1]):
+        for given in (arguments, json.dumps(arguments)):
+            calls = [
+                {
+                    "type": "function",
+                    "id": str(answer.get("tool_call_id", _CALL_ID)),
+                    "function": {"name": str(answer.get("name", "tool")), "arguments": given},
+                }
+                for answer in many
+            ]
+            turns.append({"role": "assistant", "content": "", "tool_calls": calls})
+    return [*turns, plain]
+
+
+def _find(ids: list[int], part: list[int]) -> int:
+    places = range(len(ids) - len(part), -1, -1)
+    found = next((i for i in places if ids[i : i + len(part)] == part), None)
+    if found is None:
+        raise TemplateError("the chat template does not render what the assistant wrote")
+    return found
+
+
+def _overlap_start(whole: list[int], prompt: list[int]) -> int:
+    """Where a rendering starts: some tokenizers add a first token to a prompt that `encode` adds once more."""
+    return 1 if len(whole) > 1 and whole[0] == whole[1] == prompt[0] != prompt[1] else 0

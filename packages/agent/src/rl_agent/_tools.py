@@ -1,0 +1,214 @@
+"""Tools that a model may call, and the one way in which they are called: with a time limit, and without harm."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from rl_agent.errors import FailureError, ToolDefinitionError, ToolError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+
+    from rl_agent.types import ToolCall
+
+T = TypeVar("T")
+
+
+class Tool(ABC):
+    """Something that a model may call. One instance serves many trajectories at the same time, on one event loop.
+
+    Args:
+        name: As the model writes it.
+        description: For the model.
+        parameters: JSON schema of an object, the arguments.
+    """
+
+    def __init__(self, name: str, description: str, parameters: Mapping[str, Any]) -> None:
+        self.name = name
+        self.schema: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": name, "description": description, "parameters": dict(parameters)},
+        }
+        """What the chat template is given."""
+
+    @abstractmethod
+    async def call(self, arguments: Mapping[str, Any], session_id: str) -> Any:
+        """Answer one call. What is not a string is shown to the model as JSON.
+
+        Args:
+            arguments: What the model wrote; not checked against the schema.
+            session_id: Of the trajectory; state that a tool keeps within one is kept under it.
+
+        Raises:
+            ToolError: what went wrong, in a sentence for the model.
+            FailureError: ends the rollout: the tool's own machinery failed, which says nothing about the model.
+        """
+
+    async def end_session(self, session_id: str) -> None:
+        """Drop what is kept for a trajectory; it has ended."""
+        return
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        return
+
+
+class FunctionTool(Tool):
+    """A Python function as a tool: name, docstring and signature become its schema (`pip install 'rl-agent[tools]'`).
+
+    A coroutine function is cancelled when its time is over. A plain function runs in a thread, which cannot be stopped:
+    one that hangs keeps its thread, though not its rollout. Code that may hang belongs into a `SandboxPool`.
+
+    Args:
+        function: Every parameter has an annotation that pydantic knows.
+
+    Raises:
+        ToolDefinitionError: a parameter has no annotation, or one that gives no JSON schema.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._model = _arguments_model(function)
+        schema = self._model.model_json_schema()
+        schema.pop("title", None)
+        for each in schema.get("properties", {}).values():
+            each.pop("title", None)
+        super().__init__(function.__name__, inspect.getdoc(function) or "", schema)
+
+    async def call(self, arguments: Mapping[str, Any], session_id: str) -> Any:
+        """Check the arguments and call the function with them."""
+        from pydantic import ValidationError
+
+        del session_id
+        try:
+            checked = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "arguments"
+            raise ToolError(f"argument {place}: {first['msg']}") from error
+        given = {name: getattr(checked, name) for name in type(checked).model_fields}
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**given)
+        return await in_thread(lambda: self._function(**given))
+
+
+def _arguments_model(function: Callable[..., Any]) -> Any:
+    try:
+        from pydantic import ConfigDict, create_model
+        from pydantic.errors import PydanticUserError
+    except ImportError as error:
+        raise ToolDefinitionError("a tool from a function needs pydantic: pip install 'rl-agent[tools]'") from error
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolDefinitionError(f"parameter {name!r} of {function.__name__} is {parameter.kind.description}")
+        if parameter.annotation is parameter.empty:
+            raise ToolDefinitionError(f"parameter {name!r} of {function.__name__} has no annotation; give it a type")
+        fields[name] = (parameter.annotation, ... if parameter.default is parameter.empty else parameter.default)
+    try:
+        model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema()
+    except PydanticUserError as error:
+        raise ToolDefinitionError(f"the signature of {function.__name__} gives no JSON schema: {error}") from error
+    return model
+
+
+Outcome = Literal["ok", "malformed", "unknown", "error", "timeout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAnswer:
+    """What a call came to."""
+
+    text: str
+    """For the model."""
+    outcome: Outcome
+    """How it ended."""
+
+
+async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: str, timeout_s: float) -> ToolAnswer:
+    """Make one call. Whatever the tool does, there is an answer within `timeout_s`.
+
+    Raises:
+        FailureError: the tool ends the rollout.
+    """
+    if call.error:
+        return ToolAnswer(text=f"error: {call.error}", outcome="malformed")
+    tool = tools.get(call.name)
+    if tool is None:
+        return ToolAnswer(text=f"error: no tool {call.name!r}; there are: {', '.join(tools)}", outcome="unknown")
+    try:
+        result = await with_deadline(tool.call(call.arguments, session_id), timeout_s)
+    except DeadlineError:
+        return ToolAnswer(text=f"error: {call.name} did not answer within {timeout_s:g} s", outcome="timeout")
+    except FailureError:
+        raise
+    except ToolError as error:
+        return ToolAnswer(text=f"error: {error}", outcome="error")
+    except Exception as error:  # noqa: BLE001 - a tool is a stranger's code: whatever it raises is shown and counted
+        return ToolAnswer(text=f"error: {type(error).__name__}: {error}", outcome="error")
+    return ToolAnswer(text=result if isinstance(result, str) else _to_json(result), outcome="ok")
+
+
+def _to_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+class DeadlineError(Exception):
+    """A stranger's code did not end in time. No `TimeoutError`: those are what the code itself may raise."""
+
+
+async def with_deadline(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """The result of `work`, or `DeadlineError`; it is cancelled then, and not waited for: it may refuse to end."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if done:
+        if task.cancelled():
+            raise ToolError("it cancelled itself")
+        return task.result()
+    task.cancel()
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read, so that nothing is logged
+    raise DeadlineError
+
+
+def in_thread(work: Callable[[], T]) -> Awaitable[T]:
+    """The result of a function that blocks, called in a daemon thread of its own: one that hangs holds up no exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: object, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(cast("T", result))
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+            future.set_exception(error)
+        else:  # SystemExit and its like would end this process
+            future.set_exception(ToolError(f"{type(error).__name__}: {error}"))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # noqa: BLE001 - it is handed over
+            error = raised
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:
+            return  # the event loop has ended, and nobody waits
+
+    threading.Thread(target=run, name="rl-agent-tool", daemon=True).start()
+    return future

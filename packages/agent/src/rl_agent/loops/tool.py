@@ -1,0 +1,193 @@
+"""ReAct: the model writes, its tool calls are made, their answers are appended, until it calls no more tools."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from rl_agent._chat import messages_of
+from rl_agent._registry import load_plugin
+from rl_agent._session import Session
+from rl_agent._template import TurnTemplate
+from rl_agent._tools import FunctionTool, Tool, answer_call
+from rl_agent.base import AgentLoop
+from rl_agent.errors import RowError
+
+if TYPE_CHECKING:
+    from rl_agent.base import Generator
+    from rl_agent.types import AgentLoopOutput, Message, ParsedTurn, Tokenizer, ToolCall
+
+
+class ToolLoop(AgentLoop):
+    """Lets the model call tools, several at a time.
+
+    A tool that raises, hangs or floods, and a call that cannot be read, give the model a short error or a cut answer,
+    and a count in the metrics (`num_tool_calls`, of them `num_tool_malformed`, `_unknown`, `_error`, `_timeout`, and
+    `num_tool_cut`). What ended the trajectory is `extra_fields["end"]`: `answer` (a turn without calls), `cut` (a turn
+    ran out of tokens), `max_turns` or `max_completion_tokens`.
+
+    Args:
+        server: What generates.
+        tokenizer: Of the model that is served.
+        tools: Tools, Python functions, or names of the entry points `rl_agent.tools`. A row's `tools` chooses among
+            these and the installed ones by name.
+        parser: How the model writes calls: an entry point of `rl_agent.parsers` (hermes, qwen, llama, mistral,
+            deepseek, glm, kimi, gpt_oss), or a function from text to `ParsedTurn`.
+        max_turns: Generations at most.
+        max_completion_tokens: Tokens after the prompt at most, tool answers included; None leaves it to the server.
+        tool_timeout_s: Deadline of one call, seconds.
+        max_tool_tokens: Tokens of one answer at most; a longer one is cut and says so.
+        template_kwargs: Further variables of the chat template.
+
+    Raises:
+        TemplateError: the chat template cannot show tools or their answers.
+        PluginError, ToolDefinitionError: the parser or a tool is not there, or is none.
+        ValueError: a limit is not positive.
+    """
+
+    def __init__(
+        self,
+        server: Generator,
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Tool | Callable[..., Any] | str] = (),
+        parser: str | Callable[[str], ParsedTurn] = "hermes",
+        max_turns: int = 8,
+        max_completion_tokens: int | None = None,
+        tool_timeout_s: float = 30.0,
+        max_tool_tokens: int = 1024,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(server, tokenizer)
+        limits = {"max_turns": max_turns, "tool_timeout_s": tool_timeout_s, "max_tool_tokens": max_tool_tokens}
+        if max_completion_tokens is not None:
+            limits["max_completion_tokens"] = max_completion_tokens
+        for name, value in limits.items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        self._parse: Callable[[str], ParsedTurn] = load_plugin("parsers", parser) if isinstance(parser, str) else parser
+        self._max_turns = max_turns
+        self._max_completion_tokens = max_completion_tokens
+        self._timeout_s = tool_timeout_s
+        self._max_tool_tokens = max_tool_tokens
+        self._template_kwargs = template_kwargs
+        self._tools: dict[str, Tool] = {}
+        self._templates: dict[tuple[str, ...], TurnTemplate] = {}
+        for each in tools:
+            tool = _to_tool(each)
+            self._tools[tool.name] = tool
+        self._default_names = tuple(self._tools)
+        if tools:
+            self._template_of(self._default_names)  # a template that cannot do it is told now
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Run one row.
+
+        Args:
+            sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each turn.
+            **kwargs: The row; `prompt` (chat messages) and, where it is given, `tools` (names) are used.
+
+        Raises:
+            RowError: the row has no `prompt`, or there are no tools, or unknown ones.
+            FailureError: a generation was aborted before its first token, or a tool's own machinery failed.
+        """
+        messages = messages_of(kwargs)
+        names = self._names_of(kwargs)
+        template, tools = self._template_of(names), {name: self._tools[name] for name in names}
+        session = Session(
+            self.server,
+            self.tokenizer,
+            template,
+            messages,
+            sampling_params,
+            max_completion_tokens=self._max_completion_tokens,
+        )
+        session_id, counts, end, tool_s = uuid4().hex, Counter[str](), "max_turns", 0.0
+        try:
+            while True:
+                turn = self._parse(await session.generate())
+                if not session.is_stopped or not turn.calls:
+                    end = "answer" if session.is_stopped else "cut"
+                    break
+                if session.num_turns == self._max_turns:
+                    break
+                start = time.perf_counter()
+                answers = await self._answer(turn.calls, tools, template, session_id, counts)
+                tool_s += time.perf_counter() - start
+                if not session.append(answers):
+                    end = "max_completion_tokens"
+                    break
+        finally:
+            for tool in tools.values():
+                await tool.end_session(session_id)
+        metrics = {f"num_tool_{kind}": float(counts[kind]) for kind in _KINDS}
+        return session.finish(metrics={**metrics, "tool_s": tool_s}, extra_fields={"end": end})
+
+    async def close(self) -> None:
+        """Close the tools."""
+        for tool in self._tools.values():
+            await tool.close()
+
+    async def _answer(
+        self,
+        calls: Sequence[ToolCall],
+        tools: Mapping[str, Tool],
+        template: TurnTemplate,
+        session_id: str,
+        counts: Counter[str],
+    ) -> list[Message]:
+        """Make the calls of one turn, all at once; the messages that answer them, in the calls' order."""
+        answers = await asyncio.gather(
+            *(answer_call(call, tools, session_id=session_id, timeout_s=self._timeout_s) for call in calls)
+        )
+        messages: list[Message] = []
+        for call, answer in zip(calls, answers, strict=True):
+            text, is_cut = self._cut(answer.text)
+            text, num_escaped = template.escape(text)
+            call_id = f"call{counts['calls']:05d}"
+            counts.update({"calls": 1, answer.outcome: 1, "cut": is_cut, "escaped": num_escaped})
+            messages.append({"role": "tool", "name": call.name, "tool_call_id": call_id, "content": text})
+        return messages
+
+    def _cut(self, text: str) -> tuple[str, bool]:
+        """`text` within the limit of tokens. What is tokenised here was written by a tool, not by the model."""
+        head = text[: 32 * self._max_tool_tokens]  # a flood is not even tokenised
+        ids = self.tokenizer.encode(head, add_special_tokens=False)
+        if len(head) == len(text) and len(ids) <= self._max_tool_tokens:
+            return text, False
+        kept = self.tokenizer.decode(ids[: self._max_tool_tokens], skip_special_tokens=False)
+        return f"{kept}\n[cut: {len(text)} characters are too many]", True
+
+    def _names_of(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        given = row.get("tools")
+        if given is None:
+            given = self._default_names
+        if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(n, str) for n in given):
+            raise RowError(f"field 'tools' of the row is {given!r}; it needs a list of names of tools")
+        names = tuple(dict.fromkeys(str(name) for name in given))
+        if not names:
+            raise RowError("there are no tools; give the loop some, or name them in the row's field 'tools'")
+        for name in names:
+            if name not in self._tools:
+                self._tools[name] = _to_tool(name)
+        return names
+
+    def _template_of(self, names: tuple[str, ...]) -> TurnTemplate:
+        if names not in self._templates:
+            schemas = [self._tools[name].schema for name in names]
+            self._templates[names] = TurnTemplate(self.tokenizer, schemas, self._template_kwargs)
+        return self._templates[names]
+
+
+_KINDS = ("calls", "malformed", "unknown", "error", "timeout", "cut", "escaped")
+
+
+def _to_tool(given: Tool | Callable[..., Any] | str) -> Tool:
+    found: Any = load_plugin("tools", given) if isinstance(given, str) else given
+    if isinstance(found, type):
+        found = found()
+    return found if isinstance(found, Tool) else FunctionTool(found)

@@ -1,0 +1,69 @@
+"""A Python interpreter in a subprocess with limits; its variables last as long as the trajectory."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from rl_agent._sandbox import Grader, SandboxLimits
+from rl_agent._tools import Tool
+from rl_agent.errors import ToolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_agent._sandbox import Worker
+
+
+class PythonTool(Tool):
+    """Runs Python. A trajectory has a process of its own from its first call on, so that later calls see earlier ones.
+
+    Args:
+        max_sessions: Processes at the same time; further trajectories wait for one, within their call's time.
+        limits: Of each call. A call past its deadline loses the session's variables, and says so.
+        needs_offline: Refuse to run where network cannot be denied.
+    """
+
+    def __init__(
+        self, *, max_sessions: int = 64, limits: SandboxLimits | None = None, needs_offline: bool = False
+    ) -> None:
+        super().__init__(
+            "python",
+            "Run Python code. Variables last; the output and the value of the last line are shown.",
+            {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        )
+        self._limits = limits or SandboxLimits()
+        self._pool = Grader(num_workers=max_sessions, limits=self._limits, needs_offline=needs_offline)
+        self._sessions: dict[str, tuple[AsyncExitStack, Worker]] = {}
+
+    async def call(self, arguments: Mapping[str, Any], session_id: str) -> str:
+        """Run `arguments["code"]`."""
+        code = arguments.get("code")
+        if not isinstance(code, str) or set(arguments) != {"code"}:
+            raise ToolError(f"the arguments are {', '.join(arguments) or 'none'}; one is needed: code, a string")
+        if session_id not in self._sessions:
+            async with AsyncExitStack() as stack:
+                worker = await stack.enter_async_context(self._pool.worker(is_kept=False))
+                self._sessions[session_id] = (stack.pop_all(), worker)
+        worker = self._sessions[session_id][1]
+        result = await worker.run(code, "", self._limits.timeout_s, is_fresh=False)
+        if not worker.is_alive:
+            await self.end_session(session_id)
+            raise ToolError(f"{result.error}; the variables are lost")
+        left_out = result.num_output_bytes - self._limits.output_bytes
+        cut = f"\n[cut: {result.num_output_bytes} bytes are too many]" if left_out > 0 else ""
+        if result.kind != "ok":
+            raise ToolError(f"{result.output}{cut}\n{result.error}".strip())
+        return (result.output + cut).rstrip("\n")
+
+    async def end_session(self, session_id: str) -> None:
+        """Kill the trajectory's process."""
+        if session_id in self._sessions:
+            stack, _ = self._sessions.pop(session_id)
+            await stack.aclose()
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        for session_id in tuple(self._sessions):
+            await self.end_session(session_id)
+        await self._pool.close()
