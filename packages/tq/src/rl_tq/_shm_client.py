@@ -145,6 +145,8 @@ class ShmQueue(QueueClient):
         return self._request(request, timeout_s)[0]
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        self._check_process()
+        self._tidy()  # what the server gave back with its last answer is there for this put
         block = self._arena.allocate(layout.nbytes)
         try:
             layout.write(block.memory)
@@ -174,11 +176,7 @@ class ShmQueue(QueueClient):
     # Requests
 
     def _request(self, request: Message, timeout_s: float) -> Reply:
-        if os.getpid() != self._pid:
-            raise TransferQueueError(
-                f"this client of {self.address} was made in process {self._pid} and does not survive a fork: call "
-                f"rl_tq.connect({self.address!r}) in process {os.getpid()}"
-            )
+        self._check_process()
         number = next(self._ids)
         slot: Slot[Reply] = Slot()
         with self._lock:
@@ -236,8 +234,9 @@ class ShmQueue(QueueClient):
 
     def _tidy(self) -> None:
         """Take back what the server says is free, and tell it which freed segments are no longer looked at."""
-        while self._reusable:
-            self._arena.reuse(self._reusable.popleft())
+        with contextlib.suppress(IndexError):  # another thread does the same
+            while True:
+                self._arena.reuse(self._reusable.popleft())
         if not self._freed:
             return
         with self._lock:
@@ -343,6 +342,13 @@ class ShmQueue(QueueClient):
             slot.fail(self._lost())
         with contextlib.suppress(OSError):  # the other side did it already
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise TransferQueueError(
+                f"this client of {self.address} was made in process {self._pid} and does not survive a fork: call "
+                f"rl_tq.connect({self.address!r}) in process {os.getpid()}"
+            )
 
     def _check_alive(self) -> None:
         if self._why_lost is not None:
