@@ -18,11 +18,6 @@ from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SyncReport
     from rl_engine.types import EngineConfig
     from rl_tq.types import BatchMeta
@@ -118,17 +113,11 @@ class EngineWorker:
         """Stream the weights to every server, once they all have joined. All ranks gather; rank 0 sends and reports."""
         named_tensors, _ = self._engine.get_per_tensor_param()
         if self._sender is not None:
-            return self._loop.run(self._send(self._sender, named_tensors, version, num_receivers), self._timeout_s)
+            sending = self._sender.send_weights(named_tensors, version=version, num_peers=num_receivers)
+            return self._loop.run(sending, self._timeout_s)
         for _ in named_tensors:  # the gather is collective
             pass
         return None
-
-    @staticmethod
-    async def _send(
-        sender: CheckpointEngine, named_tensors: Iterator[tuple[str, Tensor]], version: int, num_receivers: int
-    ) -> SyncReport:
-        await sender.connect(num_receivers)
-        return await sender.send_weights(named_tensors, version=version)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> float:
