@@ -110,6 +110,12 @@ class Session:
         return self._last is not None and self._last.finish_reason is FinishReason.STOP
 
     @property
+    def last_text(self) -> str:
+        """The last turn as text, without special tokens."""
+        assert self._last is not None, "the model writes first"
+        return self._tokenizer.decode(self._last.token_ids, skip_special_tokens=True)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens after the prompt."""
         return len(self._token_ids)
@@ -132,7 +138,7 @@ class Session:
             rollout_logprobs=tuple(self._logprobs[:end]),
             weight_versions=tuple(self._versions[:end]),
             finish_reason=self._last.finish_reason.value,
-            text=self._tokenizer.decode(self._last.token_ids, skip_special_tokens=True),
+            text=self.last_text,
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             num_turns=self.num_turns,

@@ -1,0 +1,120 @@
+"""Text environments as Gymnasium defines them: `reset`, then `step` with what the model wrote, until it is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_agent._environments import call_environment, check_step, check_text, make_environment
+from rl_agent._session import Session
+from rl_agent._template import TurnTemplate
+from rl_agent.base import AgentLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rl_agent.base import Generator
+    from rl_agent.types import AgentLoopOutput, Message, Tokenizer
+
+
+class GymLoop(AgentLoop):
+    """Plays an environment: its observations are the user's turns, the model's turns are the actions.
+
+    An environment has `reset(*, seed) -> (observation, info)`, `step(action) -> (observation, reward, terminated,
+    truncated, info)` and, if it wants, `close()`; plain methods or coroutines, text for observations and actions
+    (https://gymnasium.farama.org/api/env). The reward is the sum of the steps'; `turn_rewards` holds each. What ended
+    the trajectory is `extra_fields["end"]`: `terminated`, `truncated`, `cut` (a turn ran out of tokens, unplayed),
+    `max_turns` or `max_completion_tokens`.
+
+    A row names its environment in `environment`, with `environment_args`, and may hold `seed` and `system` (a system
+    message). An environment that raises, blocks or answers something else ends its rollout as a failure.
+
+    Args:
+        server: What generates.
+        tokenizer: Of the model that is served.
+        environments: Factories by name, besides the entry points `rl_agent.environments`. A row that names none takes
+            the only one.
+        max_turns: Generations at most.
+        max_completion_tokens: Tokens after the first observation at most; None leaves it to the server.
+        step_timeout_s: Deadline of one call of the environment, seconds.
+        template_kwargs: Further variables of the chat template.
+
+    Raises:
+        TemplateError: the chat template cannot continue a conversation.
+    """
+
+    def __init__(
+        self,
+        server: Generator,
+        tokenizer: Tokenizer,
+        *,
+        environments: Mapping[str, Callable[..., Any]] | None = None,
+        max_turns: int = 16,
+        max_completion_tokens: int | None = None,
+        step_timeout_s: float = 30.0,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(server, tokenizer)
+        if max_turns < 1 or step_timeout_s <= 0 or (max_completion_tokens or 1) < 1:
+            raise ValueError(
+                f"max_turns={max_turns}, step_timeout_s={step_timeout_s} and "
+                f"max_completion_tokens={max_completion_tokens} must be positive"
+            )
+        self._environments = dict(environments or {})
+        self._max_turns = max_turns
+        self._max_completion_tokens = max_completion_tokens
+        self._timeout_s = step_timeout_s
+        self._template = TurnTemplate(tokenizer, template_kwargs=template_kwargs)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Play one episode.
+
+        Args:
+            sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each turn.
+            **kwargs: The row: `environment`, `environment_args`, `seed`, `system`.
+
+        Raises:
+            RowError: the row names no environment, or arguments that it does not take.
+            FailureError: the environment failed, or a generation was aborted before its first token.
+        """
+        environment = make_environment(kwargs, self._environments)
+        try:
+            return await self._play(environment, sampling_params, kwargs)
+        finally:
+            if hasattr(environment, "close"):
+                await call_environment(environment.close, timeout_s=self._timeout_s)
+
+    async def _play(self, environment: Any, params: Mapping[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
+        observation, info = await call_environment(environment.reset, seed=row.get("seed"), timeout_s=self._timeout_s)
+        text, num_escaped = self._template.escape(check_text(observation, "reset"))
+        messages: list[Message] = [{"role": "user", "content": text}]
+        if row.get("system"):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        limit = self._max_completion_tokens
+        session = Session(self.server, self.tokenizer, self._template, messages, params, max_completion_tokens=limit)
+        rewards: list[float] = []
+        while True:
+            await session.generate()
+            if not session.is_stopped:  # half an action is not played; the reward so far stands
+                rewards.append(0.0)
+                end = "cut"
+                break
+            step = await call_environment(environment.step, session.last_text, timeout_s=self._timeout_s)
+            observation, reward, is_terminated, is_truncated, info = check_step(step)
+            rewards.append(reward)
+            if is_terminated or is_truncated:
+                end = "terminated" if is_terminated else "truncated"
+                break
+            if session.num_turns == self._max_turns:
+                end = "max_turns"
+                break
+            text, num_broken = self._template.escape(observation)
+            num_escaped += num_broken
+            if not session.append([{"role": "user", "content": text}]):
+                end = "max_completion_tokens"
+                break
+        return session.finish(
+            reward=sum(rewards),
+            turn_rewards=rewards,
+            metrics={"num_steps": float(len(rewards) - (end == "cut")), "num_escaped": float(num_escaped)},
+            extra_fields={"end": end, "info": info},
+        )

@@ -1,0 +1,64 @@
+"""One task of reasoning-gym, answered once and scored by the task's own verifier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rl_agent._environments import environment_failure
+from rl_agent._tools import DeadlineError, in_thread, with_deadline
+from rl_agent.errors import FailureError, RowError
+from rl_agent.loops.single_turn import SingleTurnLoop
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind
+
+_SCORE_TIMEOUT_S = 60.0
+
+
+class ReasoningGymLoop(SingleTurnLoop):
+    """Asks the model one procedurally made question (https://github.com/open-thought/reasoning-gym).
+
+    A row holds `task` (a dataset of reasoning-gym, for example `basic_arithmetic`), `index` and, if it wants,
+    `task_args` (the dataset's settings, `seed` and `size` among them) and `system`. The answer is what stands in the
+    last `<answer>` and `</answer>`, or all of the text. Install it with `pip install 'rl-agent[reasoning_gym]'`.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Run one row.
+
+        Raises:
+            RowError: the row names no task, or one that reasoning-gym does not have, or settings that it refuses.
+            FailureError: the task or its verifier failed.
+        """
+        import reasoning_gym
+
+        task, index = kwargs.get("task"), kwargs.get("index", 0)
+        if not isinstance(task, str):
+            raise RowError(f"field 'task' of the row is {task!r}; it needs the name of a reasoning-gym dataset")
+        settings = {"seed": 0, "size": index + 1, **(kwargs.get("task_args") or {})}
+        try:
+            dataset = reasoning_gym.create_dataset(task, **settings)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise RowError(f"reasoning-gym cannot make task {task!r} with {settings}: {error}") from error
+        try:
+            entry = await with_deadline(_item(dataset, index), _SCORE_TIMEOUT_S)
+        except DeadlineError as error:
+            raise environment_failure("task", f"{task} made no question within {_SCORE_TIMEOUT_S:g} s") from error
+        system = [{"role": "system", "content": kwargs["system"]}] if kwargs.get("system") else []
+        prompt = [*system, {"role": "user", "content": entry["question"]}]
+        output = await super().run(sampling_params, prompt=prompt)
+        answer = output.text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+        try:
+            reward = await with_deadline(_score(dataset, answer, entry), _SCORE_TIMEOUT_S)
+        except Exception as error:
+            message = f"the verifier of {task} failed on {answer[:100]!r}: {type(error).__name__}: {error}"
+            failure = Failure(kind=FailureKind.GRADER, stage="verifier", message=message, is_retryable=False)
+            raise FailureError(failure) from error
+        return replace(output, reward=reward, extra_fields={"answer": answer, "task": task})
+
+
+async def _item(dataset: Any, index: int) -> dict[str, Any]:
+    return await in_thread(lambda: dataset[index])
+
+
+async def _score(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+    return float(await in_thread(lambda: dataset.score_answer(answer=answer, entry=entry)))
