@@ -9,7 +9,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import aiohttp
+
 from rl_agent import AgentRunner, create_loop, validate_output
+from rl_agent.proxy import RecordingProxy
 from rl_agent.testing import FakeTokenizer
 from rl_bench import Role, Run
 from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
@@ -57,6 +60,8 @@ def main(run: Run) -> None:
     )
     with asyncio.Runner() as runner:
         per_turn(run, runner)
+        tool_turns(run, runner)
+        proxy_requests(run, runner)
         many_sessions(run, runner, num_sessions, delay_s)
 
 
@@ -95,6 +100,73 @@ def per_turn(run: Run, runner: asyncio.Runner) -> None:
         run.record("overhead per turn", name, beyond, unit="ms", goal="<= 0.5 ms", note=note)
     output = runner.run(loop.run({}, **rows[0]))
     run.compare(f"validate {NUM_TOKENS} tokens", {"rl-agent": lambda: validate_output(output)}, unit="us", inner=100)
+
+
+class Calling(Server):
+    """A server that calls a tool in every turn but the last."""
+
+    def __init__(self, num_turns: int) -> None:
+        super().__init__()
+        call = '<tool_call>{"name": "echo", "arguments": {"text": "ok"}}</tool_call>'
+        self._num_turns = num_turns
+        self._call = (*FakeTokenizer().encode(f"{'x' * (NUM_TOKENS - len(call) - 1)}{call}"), 1)
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        is_last = int(request.request_id.rpartition("-")[2]) == self._num_turns - 1
+        ids = (*self._ids[0][:-1], 1) if is_last else self._call
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=ids,
+            logprobs=self._logprobs,
+            weight_versions=(0,) * NUM_TOKENS,
+            finish_reason=FinishReason.STOP,
+        )
+
+
+async def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
+def tool_turns(run: Run, runner: asyncio.Runner) -> None:
+    """Eight turns of a trajectory, seven with a call: everything but the server is counted, the template included."""
+    num_turns = 8
+    loop = create_loop("tool", Calling(num_turns), FakeTokenizer(), tools=[echo], max_turns=num_turns)
+    rows = make_rows(25)
+
+    async def work() -> None:
+        for row in rows:
+            output = await loop.run({"max_new_tokens": NUM_TOKENS}, **row)
+            assert output.num_turns == num_turns
+
+    samples = run.collect({"tool": partial(timed, runner, work, len(rows) * num_turns)})
+    note = "parser, tool, template, decode; 256 tokens a turn"
+    run.record("overhead per turn", "tool", samples["tool"], unit="ms", goal="<= 0.5 ms", note=note)
+
+
+def proxy_requests(run: Run, runner: asyncio.Runner) -> None:
+    """One request at a time over a real socket against a server in memory: what is left is HTTP and the proxy's own."""
+    num_requests = 100
+    proxy = RecordingProxy(Server(), FakeTokenizer())
+    url = runner.run(proxy.start()) + "/chat/completions"
+    bodies = [{"model": "policy", "messages": row["prompt"]} for row in make_rows(num_requests)]
+
+    async def work() -> list[float]:
+        latencies: list[float] = []
+        async with aiohttp.ClientSession() as session:
+            for i, body in enumerate(bodies):
+                start = time.perf_counter()
+                async with session.post(url, json=body, headers={"Authorization": f"Bearer {i}"}) as response:
+                    await response.read()
+                latencies.append((time.perf_counter() - start) * 1e3)
+                proxy.finish(str(i))
+        return sorted(latencies)
+
+    samples = run.collect({"proxy": lambda: runner.run(work())})["proxy"]
+    note = "request and answer over a local socket, client included"
+    figures = [latencies[num_requests // 2] for latencies in samples]
+    run.record("proxy overhead p50", "RecordingProxy", figures, unit="ms", goal="<= 2 ms", note=note)
+    runner.run(proxy.stop())
 
 
 def many_sessions(run: Run, runner: asyncio.Runner, num_sessions: int, delay_s: float) -> None:

@@ -63,7 +63,7 @@ class FunctionTool(Tool):
     """A Python function as a tool: name, docstring and signature become its schema (`pip install 'rl-agent[tools]'`).
 
     A coroutine function is cancelled when its time is over. A plain function runs in a thread, which cannot be stopped:
-    one that hangs keeps its thread, though not its rollout. Code that may hang belongs into a `SandboxPool`.
+    one that hangs keeps its thread, though not its rollout. Code that may hang belongs into a `Grader`.
 
     Args:
         function: Every parameter has an annotation that pydantic knows.
