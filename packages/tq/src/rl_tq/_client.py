@@ -17,8 +17,7 @@ from rl_tq._gather import Landing, Opened, gather
 from rl_tq._schema import ColumnSchema
 from rl_tq.base import Sampler, TransferQueue
 from rl_tq.errors import MissingDataError, SchemaError, StaleReferenceError
-from rl_tq.policies import Policy
-from rl_tq.types import BatchMeta, Credit, PartitionOptions, RestoreReport, RowMeta
+from rl_tq.types import BatchMeta, Credit, PartitionOptions, Policy, RestoreReport, RowMeta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

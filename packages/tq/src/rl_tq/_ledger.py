@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Sequence
 
     from rl_tq._rows import Partition, Row
-    from rl_tq.policies import Policy
+    from rl_tq.types import Policy
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

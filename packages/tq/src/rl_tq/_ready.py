@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
     from rl_tq._rows import Row
-    from rl_tq.policies import Policy
+    from rl_tq.types import Policy
 
 
 class ReadyRows:

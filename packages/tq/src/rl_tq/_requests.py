@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rl_tq.policies import Fifo, Policy
+from rl_tq.policies import Fifo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rl_tq._rows import Row, Run
     from rl_tq._schema import ColumnSchema
     from rl_tq.errors import TransferQueueError
-    from rl_tq.types import Credit
+    from rl_tq.types import Credit, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

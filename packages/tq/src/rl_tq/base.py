@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_tq.policies import Policy
-    from rl_tq.types import BatchMeta, Credit, RestoreReport, RowMeta
+    from rl_tq.types import BatchMeta, Credit, Policy, RestoreReport, RowMeta
 
 Sampler = Callable[[Sequence["RowMeta"], int], Sequence[int] | None]
 """Chooses rows for a claim: gets the ready rows (oldest first) and `batch_size`, and returns that many positions in

@@ -6,25 +6,13 @@ Policies read these tags, which a put attaches to rows: `group_id` (any JSON val
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from rl_tq.types import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """Base of the policies: plain values that travel to the server as JSON."""
-
-    name: ClassVar[str]
-
-    def check(self, batch_size: int) -> None:
-        """Raise ValueError if no claim of `batch_size` rows can be made this way."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {"name": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

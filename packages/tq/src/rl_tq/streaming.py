@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_tq.base import Sampler, TransferQueue
-    from rl_tq.policies import Policy
-    from rl_tq.types import BatchMeta
+    from rl_tq.types import BatchMeta, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

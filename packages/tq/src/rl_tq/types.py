@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_tq._balance import balanced_order
 
@@ -362,3 +362,17 @@ class BatchMeta:
 
 def _take(values: Sequence[Any], index: Sequence[int]) -> tuple[Any, ...]:
     return tuple([values[i] for i in index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Base of `rl_tq.policies`: plain values that travel to the server as JSON."""
+
+    name: ClassVar[str]
+
+    def check(self, batch_size: int) -> None:
+        """Raise ValueError if no claim of `batch_size` rows can be made this way."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"name": self.name, **asdict(self)}
