@@ -120,38 +120,45 @@ def call(code):
     return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
 
 
-def test_the_python_tool_keeps_variables_within_a_trajectory_only():
+def answers_of(turns, *, num_rollouts, timeout_s):
+    """What the Python tool says to each of the turns' code, per rollout; the rollouts run at the same time."""
     tokenizer = FakeTokenizer()
-    turns = ["x = 6", "x * 7", "1 / 0", "while True: pass", "x", "__import__('os')._exit(0)"]
 
     def reply(request):
         step = tokenizer.decode(request.prompt_token_ids).count("<|im_start|>tool")
         return [*tokenizer.encode(call(turns[step]) if step < len(turns) else "done"), 1]
 
     async def main():
-        tool = PythonTool(limits=SandboxLimits(timeout_s=2.0), max_sessions=2)
-        loop = ToolLoop(FakeGenerator(reply), tokenizer, tools=[tool], tool_timeout_s=60)
+        tool = PythonTool(limits=SandboxLimits(timeout_s=timeout_s), max_sessions=2)
+        loop = ToolLoop(FakeGenerator(reply), tokenizer, tools=[tool], tool_timeout_s=120)
         row = {"prompt": [{"role": "user", "content": "go"}]}
-        outputs = await asyncio.gather(*(loop.run({"max_new_tokens": 4096}, **row) for _ in range(3)))
+        outputs = await asyncio.gather(*(loop.run({"max_new_tokens": 4096}, **row) for _ in range(num_rollouts)))
+        assert not tool._sessions
         await loop.close()
-        return outputs, tool
+        return outputs
 
-    outputs, tool = asyncio.run(main())
-    for output in outputs:
-        context = tokenizer.decode(
-            [i for i, m in zip(output.completion_token_ids, output.loss_mask, strict=True) if not m]
-        )
-        answers = [part.partition("<|im_end|>")[0] for part in context.split("<|im_start|>tool\n")[1:]]
+    for output in asyncio.run(main()):
+        pairs = zip(output.completion_token_ids, output.loss_mask, strict=True)
+        context = tokenizer.decode([i for i, m in pairs if not m])
+        yield [part.partition("<|im_end|>")[0] for part in context.split("<|im_start|>tool\n")[1:]]
+
+
+def test_the_python_tool_keeps_variables_within_a_trajectory_only():
+    turns = ["'x' in globals()", "x = 6", "x * 7", "1 / 0", "__import__('os')._exit(0)", "x"]
+    for answers in answers_of(turns, num_rollouts=3, timeout_s=60.0):
         assert answers == [
+            "False",
             "",
             "42",
             "error: line 1, in <module>\nZeroDivisionError: division by zero",
-            "error: no end within 2 s; the variables are lost",
-            "error: line 1, in <module>\nNameError: name 'x' is not defined",
             "error: the process ended by itself; the variables are lost",
+            "error: line 1, in <module>\nNameError: name 'x' is not defined",
         ]
-        assert (output.metrics["num_tool_error"], output.text) == (4, "done")
-    assert not tool._sessions
+
+
+def test_code_that_hangs_is_killed_and_the_model_told():
+    ((answer,),) = answers_of(["while True: pass"], num_rollouts=1, timeout_s=0.5)
+    assert answer == "error: no end within 0.5 s; the variables are lost"
 
 
 def test_no_process_is_left():

@@ -110,6 +110,15 @@ def test_whichever_stop_token_was_emitted_ends_the_turn(templates, family, stop,
     assert tokenizer.decode(ids).startswith(expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_ordinary_token_that_generation_stopped_at_is_not_looked_for_in_what_follows(templates, family):
+    tokenizer, template = templates[family]
+    (stop,) = tokenizer.encode("b", add_special_tokens=False)
+    ids = template.continuation([{"role": "user", "content": "abc"}], last_token_id=stop, is_stopped=True)
+    assert "abc" in tokenizer.decode(ids)
+    assert ids == template.continuation([{"role": "user", "content": "abc"}], last_token_id=0, is_stopped=False)
+
+
 def test_a_turn_that_was_cut_off_is_closed_for_the_model(templates):
     tokenizer, template = templates["qwen"]
     ids = template.continuation([{"role": "user", "content": "b"}], last_token_id=40, is_stopped=False)

@@ -47,9 +47,9 @@ class TurnTemplate:
         if tools:
             self._kwargs["tools"] = list(tools)
         self._specials = tuple(sorted(getattr(tokenizer, "all_special_tokens", ()), key=len, reverse=True))
-        special_ids: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._special_ids: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
         tail = self._encode(self._tail([_USER]))
-        self.turn_end_id: int | None = next((i for i in tail if i in special_ids), None)
+        self.turn_end_id: int | None = next((i for i in tail if i in self._special_ids), None)
         """Closes an assistant's turn; None where the template writes no special token there."""
         self.is_prefix_stable = self._check([_USER])
         """Whether a later turn leaves the template's rendering of the earlier ones as it is."""
@@ -74,12 +74,13 @@ class TurnTemplate:
         Args:
             messages: What came in since: tool answers or user messages.
             last_token_id: Last id that the model emitted. It is kept, whichever of its stop tokens it is.
-            is_stopped: Whether that id is a stop token; where the turn was cut off, it is closed for the model.
+            is_stopped: Whether generation stopped there. Where the turn was cut off, or stopped at an ordinary token,
+                it is closed for the model.
 
         Raises:
             TemplateError: the template refuses the messages, or loses them.
         """
-        if not is_stopped:
+        if not is_stopped or last_token_id not in self._special_ids:
             ids = self._encode(self._tail(messages, calls=False))
             start = ids.index(self.turn_end_id) if self.turn_end_id in ids else 0
             return tuple(ids[start:])
@@ -162,7 +163,7 @@ class TurnTemplate:
             missing = next((m for m in messages if str(m["content"]) not in marked), None)
             if missing is not None:
                 raise TemplateError(f"the chat template leaves out the tool answer {missing['content']!r}")
-            self.continuation(messages, last_token_id=-1, is_stopped=True)
+            self.continuation(messages, last_token_id=self.turn_end_id or 0, is_stopped=self.turn_end_id is not None)
             return True
         prompt = list(self.prompt([_USER]))
         whole = self._encode(self._render([_USER, {"role": "assistant", "content": "answer"}, *messages], is_open=True))

@@ -1,0 +1,107 @@
+"""`rl-agent play`: talk to a policy, or run one row of a dataset, and see what training would see."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rl_agent._registry import create_loop
+from rl_agent._session import Session
+from rl_agent._template import TurnTemplate
+from rl_agent._tokenizer import load_tokenizer
+from rl_agent._validation import validate_output
+from rl_agent.errors import AgentError
+from rl_agent.types import AgentLoopOutput
+from rl_rollout import RolloutError, connect_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rl_agent.base import Generator
+    from rl_agent.types import Tokenizer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; its exit status."""
+    parser = argparse.ArgumentParser(prog="rl-agent", description="Agent loops that produce trainable tokens.")
+    play = parser.add_subparsers(required=True, metavar="play").add_parser(
+        "play", help="talk to a policy in the terminal and see tokens, masks and rewards"
+    )
+    play.add_argument("--server", required=True, help="URL of a rollout server, for example of rl-serve")
+    play.add_argument("--model", required=True, help="model folder, for its tokenizer and chat template")
+    play.add_argument("--row", help="a dataset row as JSON: run it through the loop instead of chatting")
+    play.add_argument("--loop", default="single_turn", help="the row's agent loop")
+    play.add_argument("--options", default="{}", help="the loop's options as JSON")
+    play.add_argument("--sampling", default='{"max_new_tokens": 256}', help="sampling parameters as JSON")
+    given = parser.parse_args(arguments)
+    try:
+        return asyncio.run(_play(given))
+    except (AgentError, RolloutError, ValueError) as error:
+        print(f"rl-agent: {error}", file=sys.stderr)
+        return 1
+
+
+async def _play(given: argparse.Namespace) -> int:
+    tokenizer, server = load_tokenizer(given.model), connect_server(given.server)
+    params: dict[str, Any] = json.loads(given.sampling)
+    try:
+        await server.start()
+        if given.row is None:
+            await _chat(server, tokenizer, params)
+            return 0
+        loop = create_loop(given.loop, server, tokenizer, **json.loads(given.options))
+        made = await loop.run(params, **json.loads(given.row))
+        for output in [made] if isinstance(made, AgentLoopOutput) else made:
+            validate_output(output)
+            print("\n".join(describe(output, tokenizer)))
+        await loop.close()
+    finally:
+        await server.stop()
+    return 0
+
+
+async def _chat(server: Generator, tokenizer: Tokenizer, params: dict[str, Any]) -> None:
+    """Every line of standard input is a user's turn; the trajectory is shown at the end."""
+    template, session = TurnTemplate(tokenizer), None
+    print("one line per turn; an empty line ends the conversation")
+    while line := (await asyncio.to_thread(sys.stdin.readline)).rstrip("\n"):
+        message = {"role": "user", "content": line}
+        if session is None:
+            session = Session(server, tokenizer, template, [message], params)
+        else:
+            session.append([message])
+        print(await session.generate())
+    if session is not None:
+        print("\n".join(describe(session.finish(), tokenizer)))
+
+
+def describe(output: AgentLoopOutput, tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines that tell a trajectory: each run of tokens with who wrote it, and the rewards."""
+    yield f"prompt, {len(output.prompt_token_ids)} tokens: {_shown(tokenizer, output.prompt_token_ids)}"
+    places = range(len(output.loss_mask))
+    for is_model, run in itertools.groupby(places, key=lambda i: output.loss_mask[i] == 1):
+        indices = list(run)
+        text = _shown(tokenizer, [output.completion_token_ids[i] for i in indices])
+        if not is_model:
+            yield f"context, {len(indices)} tokens, not trained: {text}"
+            continue
+        mean = sum(output.rollout_logprobs[i] for i in indices) / len(indices)
+        versions = sorted({output.weight_versions[i] for i in indices})
+        yield f"model, {len(indices)} tokens, mean log-prob {mean:.3f}, weight versions {versions}: {text}"
+    turns = f", per turn {list(output.turn_rewards)}" if output.turn_rewards else ""
+    reward = "none (the trainer grades it)" if output.reward is None else f"{output.reward:g}"
+    yield f"reward: {reward}{turns}; turns: {output.num_turns}; finish reason: {output.finish_reason}"
+    extra = json.dumps(dict(output.extra_fields), default=str)
+    yield f"metrics: {json.dumps(dict(output.metrics))}; extra fields: {extra}"
+
+
+def _shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return repr(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
