@@ -32,7 +32,7 @@ from rl_tq.errors import (
     StaleVersionError,
     WaitTimeoutError,
 )
-from rl_tq.types import BatchMeta
+from rl_tq.types import BatchMeta, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -583,7 +583,7 @@ class TransferQueueContract:
     def test_policies(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """Which rows come, in which order; each on rows of its own."""
 
-        def given(batch_size: int, policy: policies.Policy, tags: list[dict[str, Any]]) -> list[int]:
+        def given(batch_size: int, policy: Policy, tags: list[dict[str, Any]]) -> list[int]:
             partition = f"p{next(numbers)}"
             queue.put({"a": torch.arange(len(tags))}, partition=partition, tags=tags)
             meta = peer.get_meta(
