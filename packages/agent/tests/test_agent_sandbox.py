@@ -156,6 +156,19 @@ def test_the_python_tool_keeps_variables_within_a_trajectory_only():
         ]
 
 
+def test_calls_of_one_turn_run_one_after_the_other_in_one_process():
+    async def main():
+        tool = PythonTool(limits=SandboxLimits(timeout_s=60.0), max_sessions=1)
+        codes = ["x = 1", "x += 1; x", "x += 1; x"]
+        answers = await asyncio.gather(*(tool.call({"code": code}, "one") for code in codes))
+        await tool.end_session("one")
+        assert not tool._locks
+        await tool.close()
+        return answers
+
+    assert asyncio.run(main()) == ["", "2", "3"]
+
+
 def test_code_that_hangs_is_killed_and_the_model_told():
     ((answer,),) = answers_of(["while True: pass"], num_rollouts=1, timeout_s=0.5)
     assert answer == "error: no end within 0.5 s; the variables are lost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ class PythonTool(Tool):
         )
         self._limits = limits or SandboxLimits()
         self._pool = Grader(num_workers=max_sessions, limits=self._limits, needs_offline=needs_offline)
+        self._locks: dict[str, asyncio.Lock] = {}
         self._sessions: dict[str, tuple[AsyncExitStack, Worker]] = {}
 
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> str:
@@ -41,6 +43,10 @@ class PythonTool(Tool):
         code = arguments.get("code")
         if not isinstance(code, str) or set(arguments) != {"code"}:
             raise ToolError(f"the arguments are {', '.join(arguments) or 'none'}; one is needed: code, a string")
+        async with self._locks.setdefault(session_id, asyncio.Lock()):  # calls of one turn run one after the other
+            return await self._run(code, session_id)
+
+    async def _run(self, code: str, session_id: str) -> str:
         if session_id not in self._sessions:
             async with AsyncExitStack() as stack:
                 worker = await stack.enter_async_context(self._pool.worker(is_kept=False))
@@ -48,7 +54,7 @@ class PythonTool(Tool):
         worker = self._sessions[session_id][1]
         result = await worker.run(code, "", self._limits.timeout_s, is_fresh=False)
         if not worker.is_alive:
-            await self.end_session(session_id)
+            await self._leave(session_id)
             raise ToolError(f"{result.error}; the variables are lost")
         left_out = result.num_output_bytes - self._limits.output_bytes
         cut = f"\n[cut: {result.num_output_bytes} bytes are too many]" if left_out > 0 else ""
@@ -58,6 +64,10 @@ class PythonTool(Tool):
 
     async def end_session(self, session_id: str) -> None:
         """Kill the trajectory's process."""
+        self._locks.pop(session_id, None)
+        await self._leave(session_id)
+
+    async def _leave(self, session_id: str) -> None:
         if session_id in self._sessions:
             stack, _ = self._sessions.pop(session_id)
             await stack.aclose()
