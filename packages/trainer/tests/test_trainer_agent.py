@@ -1,6 +1,7 @@
 """How finished groups reach the queue."""
 
 import asyncio
+import dataclasses
 import threading
 
 import pytest
@@ -30,6 +31,16 @@ def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token(
     assert columns["group_id"].tolist() == [7, 7, 9]
     assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 1.0], [0.0], [0.0, 0.0, 0.5]]
     assert [(t["group_id"], t["reward"], t["num_tokens"]) for t in tags] == [(7, 1.0, 2), (7, 0.0, 1), (9, 0.5, 3)]
+
+
+def test_turn_rewards_stand_at_the_end_of_their_turns_and_add_up_to_the_reward():
+    tool = dataclasses.replace(
+        output([3, 4, 5, 6, 7]), loss_mask=(1, 1, 0, 1, 1), num_turns=2, turn_rewards=(0.25, 0.5)
+    )
+    columns, _ = to_columns([(1, [(tool, 1.0)])])
+    assert columns["rewards"].values().tolist() == [0.0, 0.25, 0.0, 0.0, 0.75]
+    with pytest.raises(ValueError, match="3 turn rewards for 2 runs of model tokens"):
+        to_columns([(1, [(dataclasses.replace(tool, turn_rewards=(1.0, 1.0, 1.0)), 1.0)])])
 
 
 def test_groups_that_finish_during_a_write_share_the_next_one():

@@ -151,6 +151,8 @@ class AgentSection:
 
     loop: str = "single_turn"
     """Name of an installed rl-agent loop, for rows that name none."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of that loop."""
     num_workers: Positive = 1
     """Processes that run loops and score them."""
     max_concurrent: Positive = 2048

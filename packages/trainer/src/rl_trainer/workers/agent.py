@@ -118,7 +118,9 @@ class AgentWorker:
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
         self._router = rl_rollout.Router([rl_rollout.connect_server(address) for address in servers])
         return rl_agent.AgentRunner(
-            lambda name: rl_agent.create_loop(name, self._router, self._tokenizer),
+            lambda name: rl_agent.create_loop(
+                name, self._router, self._tokenizer, **(config.options if name == config.loop else {})
+            ),
             default_loop=config.loop,
             max_concurrent=config.max_concurrent,
             timeout_s=config.timeout_s,
@@ -194,6 +196,7 @@ class AgentWorker:
 
     def close(self) -> None:
         """Leave the servers and the queue, and stop the loop."""
+        self._loop.run(self._runner.close(), 30.0)
         self._loop.run(self._router.stop(), 30.0)
         self._loop.close()
         self._scorer.close()
@@ -247,9 +250,16 @@ def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]
 
 
 def _place_reward(output: AgentLoopOutput, reward: float) -> list[float]:
-    """The reward on the last token that the model wrote."""
-    placed = [0.0] * len(output.loss_mask)
-    placed[max(i for i, m in enumerate(output.loss_mask) if m)] = reward
+    """Turn rewards on the last token of their turns; what they leave of the reward on the last the model wrote."""
+    mask = output.loss_mask
+    placed = [0.0] * len(mask)
+    ends = [i for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])]
+    if output.turn_rewards:
+        if len(ends) != len(output.turn_rewards):
+            raise ValueError(f"{len(output.turn_rewards)} turn rewards for {len(ends)} runs of model tokens")
+        for end, turn_reward in zip(ends, output.turn_rewards, strict=True):
+            placed[end] = turn_reward
+    placed[ends[-1]] += reward - sum(output.turn_rewards)
     return placed
 
 
