@@ -111,8 +111,13 @@ def test_siblings_meet_at_interfaces_and_public_names(package):
 
 
 def test_an_agent_knows_only_the_interface_of_a_rollout_server():
-    inner = {module for file in files_of("rl_agent") for module, _ in imports_of(parse(file)) if "rl_rollout" in module}
-    assert inner <= {"rl_rollout.base", "rl_rollout.types", "rl_rollout.errors"}
+    interface = {"rl_rollout.base", "rl_rollout.types", "rl_rollout.errors"}
+    for file in files_of("rl_agent"):
+        inner = {module for module, _ in imports_of(parse(file)) if "rl_rollout" in module}
+        allowed = (
+            {"rl_rollout"} if file.name == "cli.py" else set()
+        )  # the command line makes the connection that a loop is given
+        assert inner <= interface | allowed, file
 
 
 @pytest.mark.parametrize("package", sorted(SOURCES))

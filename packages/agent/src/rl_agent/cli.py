@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import itertools
 import json
 import sys
@@ -17,6 +16,7 @@ from rl_agent._tokenizer import load_tokenizer
 from rl_agent._validation import validate_output
 from rl_agent.errors import AgentError
 from rl_agent.types import AgentLoopOutput
+from rl_rollout import connect_server
 from rl_rollout.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _play(given: argparse.Namespace) -> int:
-    # The library knows rl-rollout's interface alone; this application of it takes the client where it runs.
-    server = importlib.import_module("rl_rollout").connect_server(given.server)
+    server = connect_server(given.server)
     tokenizer = load_tokenizer(given.model)
     params: dict[str, Any] = json.loads(given.sampling)
     try:
