@@ -344,14 +344,32 @@ def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
         queue.put({"a": torch.ones(10_000)}, partition="many")
     claim: dict[str, Any] = {"partition": "many", "columns": ["a"], "batch_size": 256, "task": "t"}
     run.compare(f"claim 256 of {many} rows", {"rl-tq shm": lambda: peer.get_meta(**claim)}, unit="ms", goal="<= 0.2 ms")
-    meta = peer.get_meta(**claim)
-    other = meta.reorder(range(255, -1, -1))
+    queue.clear("many")
+    arithmetic(run)
+
+
+def arithmetic(run: Run) -> None:
+    """What a controller does with a reference to 256 rows in 32 groups."""
+    size = 256
+    lengths = torch.randint(1, 4097, (size,)).tolist()
+    meta = rl_tq.BatchMeta(
+        partition="p", sample_ids=tuple(f"row{i}" for i in range(size)), columns=("a", "b"), generation=1, task="t",
+        rows=tuple(range(size)), leases=(1,) * size,
+        tags=tuple({"group_id": i // 8, "num_tokens": length} for i, length in enumerate(lengths)),
+    )  # fmt: skip
+    other = meta.reorder(range(size - 1, -1, -1))
     parts = meta.chunk(8)
     for name, work in {
-        "reorder": lambda: meta.reorder(range(255, -1, -1)),
-        "union, other order": lambda: meta.union(other),
+        "balanced over 8": lambda: meta.balanced(8),
         "chunk by 8": lambda: meta.chunk(8),
         "concat of 8": lambda: rl_tq.BatchMeta.concat(parts),
+        "filter": lambda: meta.filter(lambda tags: tags["num_tokens"] > 2048),
+        "groupby into 32": lambda: meta.groupby("group_id"),
+        "pad_to": lambda: meta.pad_to(100),
+        "reorder": lambda: meta.reorder(range(size - 1, -1, -1)),
+        "select_columns": lambda: meta.select_columns(["b"]),
+        "sort_by": lambda: meta.sort_by("num_tokens"),
+        "split": lambda: meta.split(30),
+        "union, other order": lambda: meta.union(other),
     }.items():
         run.compare(f"256 rows: {name}", {"rl-tq": work}, unit="us", inner=20, goal="<= 50 us")
-    queue.clear("many")

@@ -152,3 +152,109 @@ def test_select_columns():
     assert meta.select_columns(["c", "a"]).columns == ("c", "a")
     with pytest.raises(KeyError, match="z"):
         meta.select_columns(["a", "z"])
+
+
+def numbered(tokens: list[int], **more: object) -> BatchMeta:
+    """Rows with tags `num_tokens` and `i`, leased."""
+    size = len(tokens)
+    return BatchMeta(
+        partition="p",
+        sample_ids=tuple(f"s{i}" for i in range(size)),
+        columns=("a",),
+        tags=tuple({"num_tokens": n, "i": i, **more} for i, n in enumerate(tokens)),
+        rows=tuple(range(size)),
+        generation=7,
+        task="t",
+        leases=(5,) * size,
+    )
+
+
+TOKENS = st.lists(st.integers(0, 9), max_size=24)
+
+
+@given(TOKENS)
+def test_filter_keeps_what_is_accepted_in_order(tokens: list[int]):
+    meta = numbered(tokens)
+    kept = meta.filter(lambda tags: tags["num_tokens"] > 4)
+    assert kept == meta.reorder([i for i, n in enumerate(tokens) if n > 4])
+    assert kept.filter(lambda tags: tags["num_tokens"] > 4) == kept
+    rest = meta.filter(lambda tags: tags["num_tokens"] <= 4)
+    assert sorted(kept.rows + rest.rows) == list(meta.rows)
+
+
+def test_filter_shows_rows_without_tags_an_empty_mapping():
+    meta = BatchMeta(partition="p", sample_ids=("x", "y"), columns=())
+    assert meta.filter(lambda tags: "reward" in tags).sample_ids == ()
+    assert meta.filter(lambda tags: not tags) == meta
+
+
+@given(TOKENS)
+def test_groupby_parts_the_rows(tokens: list[int]):
+    meta = numbered(tokens)
+    groups = meta.groupby("num_tokens")
+    assert list(groups) == list(dict.fromkeys(tokens))
+    for value, group in groups.items():
+        assert group == meta.filter(lambda tags, value=value: tags["num_tokens"] == value)
+    if groups:
+        assert BatchMeta.concat(list(groups.values())).sort_by("i") == meta
+
+
+@given(TOKENS, st.booleans())
+def test_sort_by_is_stable(tokens: list[int], descending: bool):
+    meta = numbered(tokens)
+    order = sorted(range(len(tokens)), key=lambda i: (-tokens[i] if descending else tokens[i], i))
+    assert meta.sort_by("num_tokens", descending=descending) == meta.reorder(order)
+
+
+@given(st.integers(1, 6), st.data())
+def test_balanced_gives_equal_counts_and_close_sums(num_parts: int, data: st.DataObject):
+    count = num_parts * data.draw(st.integers(0, 5))
+    tokens = data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
+    meta = numbered(tokens)
+    parts = meta.balanced(num_parts).chunk(num_parts)
+    assert BatchMeta.concat(parts).sort_by("i") == meta
+    assert all(part == part.sort_by("i") for part in parts)
+    sums = [sum(tags["num_tokens"] for tags in part.tags) for part in parts]
+    # A part is passed over only while it is the fuller one or full, so no two differ by more than a longest row each.
+    assert max(sums) - min(sums) <= max(tokens, default=0) * max(1, count // num_parts)
+
+
+def test_balanced_by_hand():
+    assert numbered([7, 1, 5, 3]).balanced(2).rows == (0, 1, 2, 3)  # 7 + 1 and 5 + 3
+    assert numbered([1, 2, 3, 4, 5, 60]).balanced(3).rows == (0, 5, 1, 4, 2, 3)
+    with pytest.raises(ValueError, match="5 rows cannot be balanced over 2"):
+        numbered([1] * 5).balanced(2)
+
+
+@given(TOKENS.filter(bool), st.integers(1, 9))
+def test_pad_to_repeats_the_first_rows(tokens: list[int], multiple: int):
+    meta = numbered(tokens)
+    padded, added = meta.pad_to(multiple)
+    assert len(padded) == len(meta) + added
+    assert len(padded) % multiple == 0
+    assert added < multiple
+    assert padded.split(len(meta))[0] == meta
+    assert padded.rows == tuple(meta.rows[i % len(meta)] for i in range(len(padded)))
+    assert padded.leases == (5,) * len(padded)
+
+
+def test_pad_to_refuses_what_cannot_be():
+    for meta, multiple in ((numbered([]), 4), (numbered([1]), 0)):
+        with pytest.raises(ValueError, match="cannot be padded"):
+            meta.pad_to(multiple)
+
+
+@pytest.mark.parametrize("call", [lambda m: m.sort_by("x"), lambda m: m.groupby("x"), lambda m: m.balanced(1, tag="x")])
+def test_a_missing_tag_is_named_with_a_row(call):
+    meta = BatchMeta(partition="p", sample_ids=("x", "y"), columns=(), tags=({"x": 1}, {}))
+    with pytest.raises(KeyError, match="1 of 2 rows have no tag 'x', 'y' among them"):
+        call(meta)
+
+
+@given(TOKENS.filter(bool), st.data())
+def test_a_permutation_is_undone_by_its_inverse(tokens: list[int], data: st.DataObject):
+    meta = numbered(tokens)
+    order = data.draw(st.permutations(range(len(meta))))
+    inverse = [order.index(i) for i in range(len(meta))]
+    assert meta.reorder(order).reorder(inverse) == meta
+    assert meta.union(meta.reorder(order)) == meta

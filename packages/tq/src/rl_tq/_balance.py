@@ -18,9 +18,12 @@ def balanced_order(lengths: Sequence[float], num_parts: int) -> list[int]:
     room = len(lengths) // num_parts
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     sums = [(0.0, part) for part in range(num_parts)]
-    for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        total, part = heapq.heappop(sums)
-        parts[part].append(position)
-        if len(parts[part]) < room:
-            heapq.heappush(sums, (total + lengths[position], part))
+    for position in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        total, part = sums[0]
+        mine = parts[part]
+        mine.append(position)
+        if len(mine) < room:
+            heapq.heapreplace(sums, (total + lengths[position], part))
+        else:
+            heapq.heappop(sums)
     return [position for part in parts for position in sorted(part)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_tq._balance import balanced_order
@@ -162,12 +164,10 @@ class BatchMeta:
     """What a storage wants to remember about the whole reference; opaque."""
 
     def __post_init__(self) -> None:
-        for name in ("tags", "rows", "leases"):
-            length = len(getattr(self, name))
-            if length not in (0, len(self.sample_ids)):
-                raise ValueError(
-                    f"a reference to {len(self.sample_ids)} rows has {length} {name}: give one per row, or none"
-                )
+        size = len(self.sample_ids)
+        for name, given in (("tags", self.tags), ("rows", self.rows), ("leases", self.leases)):
+            if given and len(given) != size:
+                raise ValueError(f"a reference to {size} rows has {len(given)} {name}: give one per row, or none")
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -178,12 +178,12 @@ class BatchMeta:
         Raises:
             IndexError: a position is not in -B..B-1.
         """
-        return replace(
-            self,
-            sample_ids=_take(self.sample_ids, index),
-            tags=_take(self.tags, index) if self.tags else (),
-            rows=_take(self.rows, index) if self.rows else (),
-            leases=_take(self.leases, index) if self.leases else (),
+        take = _taker(index)
+        return self._with_rows(
+            take(self.sample_ids),
+            take(self.tags) if self.tags else (),
+            take(self.rows) if self.rows else (),
+            take(self.leases) if self.leases else (),
         )
 
     def filter(self, keep: Callable[[Mapping[str, Any]], bool]) -> BatchMeta:
@@ -196,9 +196,9 @@ class BatchMeta:
         Raises:
             KeyError: a row has no such tag.
         """
-        index: dict[Hashable, list[int]] = {}
+        index: defaultdict[Hashable, list[int]] = defaultdict(list)
         for i, value in enumerate(self._values(tag)):
-            index.setdefault(value, []).append(i)
+            index[value].append(i)
         return {value: self.reorder(positions) for value, positions in index.items()}
 
     def sort_by(self, tag: str, *, descending: bool = False) -> BatchMeta:
@@ -221,7 +221,7 @@ class BatchMeta:
         """
         if num_parts < 1 or len(self) % num_parts:
             raise ValueError(f"{len(self)} rows cannot be balanced over {num_parts} equal parts: use another number")
-        return self.reorder(balanced_order([float(value) for value in self._values(tag)], num_parts))
+        return self.reorder(balanced_order(self._values(tag), num_parts))
 
     def pad_to(self, multiple: int) -> tuple[BatchMeta, int]:
         """This reference lengthened by repeating its first rows until `multiple` divides it, and how many were added.
@@ -259,15 +259,15 @@ class BatchMeta:
         tags = self.tags
         if other.tags:
             mine = self.tags or ({},) * len(self)
-            tags = tuple({**m, **other.tags[i]} for m, i in zip(mine, theirs, strict=True))
+            tags = tuple([m if m == (t := other.tags[i]) else {**m, **t} for m, i in zip(mine, theirs, strict=True)])
         return replace(
             self,
             columns=tuple(dict.fromkeys((*self.columns, *other.columns))),
             tags=tags,
-            rows=self.rows or (_take(other.rows, theirs) if other.rows else ()),
+            rows=self.rows or (_taker(theirs)(other.rows) if other.rows else ()),
             generation=self.generation or other.generation,
             task=self.task or other.task,
-            leases=self.leases or (_take(other.leases, theirs) if other.leases else ()),
+            leases=self.leases or (_taker(theirs)(other.leases) if other.leases else ()),
             extra={**self.extra, **other.extra},
         )
 
@@ -324,22 +324,39 @@ class BatchMeta:
 
     def _slice(self, start: int, stop: int) -> BatchMeta:
         part = slice(start, stop)
-        return replace(
-            self,
-            sample_ids=self.sample_ids[part],
-            tags=self.tags[part],
-            rows=self.rows[part],
-            leases=self.leases[part],
-        )
+        return self._with_rows(self.sample_ids[part], self.tags[part], self.rows[part], self.leases[part])
+
+    def _with_rows(
+        self,
+        sample_ids: tuple[str, ...],
+        tags: tuple[Mapping[str, Any], ...],
+        rows: tuple[int, ...],
+        leases: tuple[int, ...],
+    ) -> BatchMeta:
+        # Many small references are made at once: the fields are set as they are, without a constructor's checks, which
+        # the lengths of what was taken satisfy.
+        meta = object.__new__(BatchMeta)
+        for set_field, value in zip(
+            _SETTERS,
+            (
+                self.partition, sample_ids, self.columns, tags, rows, self.generation, self.task, leases, self.extra,
+            ),
+            strict=False,
+        ):  # fmt: skip
+            set_field(meta, value)
+        return meta
 
     def _all_tags(self) -> Sequence[Mapping[str, Any]]:
         return self.tags or ({},) * len(self)
 
     def _values(self, tag: str) -> list[Any]:
-        lacking = [name for name, tags in zip(self.sample_ids, self._all_tags(), strict=True) if tag not in tags]
-        if lacking:
-            raise KeyError(f"{len(lacking)} of {len(self)} rows have no tag {tag!r}, {lacking[0]!r} among them")
-        return [tags[tag] for tags in self.tags]
+        try:
+            return [tags[tag] for tags in self._all_tags()]
+        except KeyError:
+            lacking = [name for name, tags in zip(self.sample_ids, self._all_tags(), strict=True) if tag not in tags]
+            raise KeyError(
+                f"{len(lacking)} of {len(self)} rows have no tag {tag!r}, {lacking[0]!r} among them"
+            ) from None
 
     def _positions_in(self, other: BatchMeta) -> Sequence[int]:
         """Where each of our rows stands in `other`."""
@@ -360,8 +377,15 @@ class BatchMeta:
         return [position[key] for key in mine]
 
 
-def _take(values: Sequence[Any], index: Sequence[int]) -> tuple[Any, ...]:
-    return tuple([values[i] for i in index])
+_SETTERS = [getattr(BatchMeta, each.name).__set__ for each in fields(BatchMeta)]
+"""Of the slots, in the order of the fields."""
+
+
+def _taker(index: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes the values at `index` out of a sequence."""
+    if len(index) > 1:  # itemgetter gives a tuple only then
+        return itemgetter(*index)
+    return lambda values: tuple([values[i] for i in index])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
