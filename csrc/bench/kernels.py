@@ -137,8 +137,8 @@ def _linear(run: Run, width: int) -> None:
     num, vocab = (128, 8192) if run.quick else (512, 32_768)
     run.parameters(**{f"linear_{width}": [num, width, vocab]})
     labels = torch.randint(vocab, (num,))
-    tiled = bool(_cpu.has_tiles())
-    for name, dtype, goal in (("bf16", torch.bfloat16, 1.0 if tiled else 1.1), ("fp32", torch.float32, 1.1)):
+    amx = _cpu.kernel_level() == 4
+    for name, dtype, goal in (("bf16", torch.bfloat16, 1.0 if amx else 1.1), ("fp32", torch.float32, 1.1)):
         hidden = torch.randn(num, width).to(dtype)
         weight = (torch.randn(vocab, width) / math.sqrt(width)).to(dtype)
         grad = torch.randn(num, vocab).to(dtype)

@@ -1,9 +1,12 @@
 // Which instruction set a CPU path may use. Detected once; lowered (never raised) for tests by set_isa.
 #pragma once
+#include <algorithm>
 #include <atomic>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -12,16 +15,26 @@ namespace rl {
 
 enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
 
-// The tile unit with bf16 products, granted to this process by the kernel. Level 3 of the setting: kernels that know no
-// tiles read it as avx512.
-constexpr int kAmxLevel = 3;
+// Levels of the setting above avx512: its products of bf16 pairs, and the tile unit, granted to this process by the kernel.
+// Kernels that know neither read them as avx512.
+constexpr int kBf16Level = 3;
+constexpr int kAmxLevel = 4;
+
+inline bool detect_bf16() {
+#if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & (1u << 5));  // AVX512_BF16
+#else
+  return false;
+#endif
+}
 
 inline bool detect_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  const bool tiles = (edx & (1u << 24)) && (edx & (1u << 22));
-  if (!tiles || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & (1u << 5))) return false;  // AVX512_BF16
+  const bool has_tiles = (edx & (1u << 24)) && (edx & (1u << 22));
+  if (!has_tiles) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
@@ -43,7 +56,9 @@ inline Isa detect_isa() {
 }
 
 inline int detect_level() {
-  static const int level = detect_isa() == Isa::avx512 && detect_amx() ? kAmxLevel : static_cast<int>(detect_isa());
+  static const int level = detect_isa() != Isa::avx512 || !detect_bf16() ? static_cast<int>(detect_isa())
+                           : detect_amx()                                ? kAmxLevel
+                                                                         : kBf16Level;
   return level;
 }
 
@@ -54,7 +69,7 @@ inline std::atomic<int>& isa_setting() {
 
 inline int isa_level() { return isa_setting().load(std::memory_order_relaxed); }
 
-inline Isa isa() { return static_cast<Isa>(isa_level() < kAmxLevel ? isa_level() : static_cast<int>(Isa::avx512)); }
+inline Isa isa() { return static_cast<Isa>(std::min(isa_level(), static_cast<int>(Isa::avx512))); }
 
 // Returns the level now in force: the asked one, or the machine's if that is lower or the asked one is negative.
 inline int set_isa_level(int level) {

@@ -21,7 +21,7 @@ constexpr int kAbreast = 4;
 // What is carried from a token to the one before it.
 struct Carry {
   double trace = 0, next_return = 0, next_value = 0;
-  double advantage = 0, shown_return = 0;  // what a held token shows
+  double advantage = 0;  // what a held token shows, where that is not the trace
 };
 
 struct Factors {
@@ -71,17 +71,21 @@ inline __attribute__((always_inline)) void step(const rl_scan& in, const Factors
     c.trace = pick(on, s.trace, mode == kZero ? 0 : c.trace);
     c.next_return = pick(on, s.next_return, mode == kZero ? 0 : c.next_return);
     c.next_value = pick(on, s.next_value, mode == kZero ? 0 : c.next_value);
-    c.advantage = pick(on, s.advantage, mode == kHold ? c.advantage : 0);
-    c.shown_return = pick(on, s.next_return, mode == kHold ? c.shown_return : 0);
-    advantages[t] = static_cast<float>(c.advantage);
-    returns[t] = static_cast<float>(c.shown_return);
+    if constexpr (mode != kHold) {
+      advantages[t] = static_cast<float>(pick(on, s.advantage, 0));
+      returns[t] = static_cast<float>(pick(on, s.next_return, 0));
+    } else {
+      constexpr bool kOfTrace = kind == kGae || kind == kTdLambda;  // both outputs follow from what is carried anyway
+      c.advantage = kOfTrace ? c.trace : pick(on, s.advantage, c.advantage);
+      advantages[t] = static_cast<float>(c.advantage);
+      returns[t] = static_cast<float>(kOfTrace ? c.next_value + c.trace : c.next_return);
+    }
   }
 }
 
 Carry start(const rl_scan& in, std::int64_t sequence) {
   Carry c;
   if (in.bootstrap) c.next_return = c.next_value = in.bootstrap[sequence];
-  c.shown_return = c.next_return;
   return c;
 }
 

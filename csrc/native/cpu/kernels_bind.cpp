@@ -479,7 +479,7 @@ void rewrite_floor(Handle x) {
 }  // namespace
 
 void bind_kernels(py::module_& m) {
-  m.def("kernel_level", &isa_level, "Level of the CPU kernels in use: 0 baseline, 1 AVX2, 2 AVX-512, 3 AVX-512 with AMX tiles.");
+  m.def("kernel_level", &isa_level, "Level of the CPU kernels in use: 0 baseline, 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16 products, 4 with AMX tiles.");
   m.def("set_kernel_level", &set_isa_level, "Lower the level (-1: the machine's best); returns the one in force. For tests.");
   m.def("read_floor", &read_floor, "Read a tensor's bytes once: the limit of benchmarks.");
   m.def("rewrite_floor", &rewrite_floor, "Read and write a tensor's bytes once, in place: the limit of benchmarks.");
@@ -488,7 +488,7 @@ void bind_kernels(py::module_& m) {
   m.def("logprobs_with_grad", &logprobs_with_grad);
   m.def("logprob_stats", &logprob_stats);
   m.def("stats_merge", &stats_merge);
-  m.def("has_tiles", &rl_cpu_has_tiles, "Whether the LM head runs on AMX tiles at the level in use.");
+  m.def("has_tiles", &rl_cpu_has_tiles, "Whether the LM head runs on tiles (bf16 products of AVX-512, or AMX) at the level in use.");
   m.def("linear_logprobs", &linear_logprobs);
   m.def("linear_gradient", &linear_gradient);
   m.def("linear_rescale", &linear_rescale);

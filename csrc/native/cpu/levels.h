@@ -39,7 +39,7 @@ struct Level {
 const Level& level_baseline();
 const Level& level_avx2();
 const Level& level_avx512();
-const Level& level_amx();
+const Level& level_bf16();
 
 const Level& level();  // the one in force
 

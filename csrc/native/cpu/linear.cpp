@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/amx_linear.h"
+#include "cpu/tiles.h"
 #include "cpu/pool.h"
 #include "cpu/rows.h"
 #include "isa.h"
@@ -116,7 +116,7 @@ struct Factors {
 
 using namespace rl;
 
-extern "C" int rl_cpu_has_tiles(void) { return isa_level() == kAmxLevel; }
+extern "C" int rl_cpu_has_tiles(void) { return tiles() != nullptr; }
 
 extern "C" int64_t rl_cpu_linear_logprobs(const rl_logits* in, const rl_linear* linear, const rl_logprobs_out* out, uint16_t* kept,
                                           float* kept_top, int threads) {
@@ -130,7 +130,7 @@ extern "C" int64_t rl_cpu_linear_logprobs(const rl_logits* in, const rl_linear* 
       const int64_t first = segment * kSegment, last = std::min(first + kSegment, in->vocab);
       const TileStats s{stats.top.data() + at, stats.sum.data() + at, stats.dot.data() + at, stats.target.data() + at,
                         out->entropy != nullptr,     kept ? kept + token : nullptr, kept ? kept_top + token : nullptr, t.padded};
-      amx_linear_stats(work_of(*in, *linear, t, token, first, last), s);
+      tiles()->stats(work_of(*in, *linear, t, token, first, last), s);
     }
   });
   for (int64_t i = 0; i < in->rows; ++i) put(*out, i, is_ignored(*in, i) ? Scored{} : score(merged(stats, segments, t.padded, i)));
@@ -147,7 +147,7 @@ extern "C" void rl_cpu_linear_gradient(const rl_logits* in, const rl_linear* lin
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t row = first + piece / blocks * kPiece, token = piece % blocks * t.block;
       const TileGradient g = f.at(token, out + (row - first) * t.padded + token, t.padded);
-      amx_linear_gradient(work_of(*in, *linear, t, token, row, std::min(row + kPiece, last)), g);
+      tiles()->gradient(work_of(*in, *linear, t, token, row, std::min(row + kPiece, last)), g);
     }
   });
 }
@@ -160,6 +160,6 @@ extern "C" void rl_cpu_linear_rescale(const rl_logits* in, const rl_logprobs_gra
   parallel_for((in->vocab + kPiece - 1) / kPiece, 1, threads, [&](int64_t begin, int64_t end) {
     TileWork w{};
     w.first = begin * kPiece, w.last = std::min(end * kPiece, in->vocab), w.tokens = padded, w.label = labels.data();
-    amx_linear_rescale(w, f.at(0, kept, padded), kept_top);
+    tiles()->rescale(w, f.at(0, kept, padded), kept_top);
   });
 }

@@ -179,7 +179,7 @@ def linear_logprobs_forward(
     chunk_rows: int | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and log-sum-exp: on AMX tiles, or merged from the statistics of runs of the vocabulary."""
+    """Log-probs, entropy and log-sum-exp: on tiles, or merged from the statistics of runs of the vocabulary."""
     hidden, weight, bias = _rows(hidden.detach()), _rows(weight.detach()), _float_bias(bias)
     num = labels.shape[0]
     scored, lse, entropies = _floats(num), _floats(num), _floats(num) if entropy else None

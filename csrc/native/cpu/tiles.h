@@ -1,4 +1,4 @@
-// The LM head on AMX tiles: products of bf16 rows in float32, consumed where they arise. See amx_linear.cpp.
+// The LM head on tiles: products of bf16 rows in float32, consumed where they arise. See level_tiles.h.
 #pragma once
 #include <cstdint>
 
@@ -7,6 +7,7 @@ namespace rl {
 constexpr std::int64_t kTileTokens = 16;  // tokens of one tile of packed hidden states
 constexpr std::int64_t kTileWidth = 32;   // hidden columns of one
 constexpr std::int64_t kPairTokens = 2 * kTileTokens;
+constexpr int kPanelRows = 32;  // vocabulary rows of one step: two tiles
 
 // A run of vocabulary rows against a block of tokens. Per-token arrays have one entry per token, padded to whole pairs.
 struct TileWork {
@@ -39,10 +40,17 @@ struct TileGradient {
   std::int64_t stride;
 };
 
-void amx_linear_stats(const TileWork& work, const TileStats& stats);
-void amx_linear_gradient(const TileWork& work, const TileGradient& gradient);
-// Turns what the statistics kept for vocabulary rows [first, last) into their gradient, in place: no product is made again.
-// `gradient.out` is the kept values of row 0; no softcap, no entropy term.
-void amx_linear_rescale(const TileWork& work, const TileGradient& gradient, const float* kept_top);
+struct Tiles {
+  void (*stats)(const TileWork& work, const TileStats& stats);
+  void (*gradient)(const TileWork& work, const TileGradient& gradient);
+  // Turns what the statistics kept for vocabulary rows [first, last) into their gradient, in place: no product is made again.
+  // `gradient.out` is the kept values of row 0; no softcap, no entropy term.
+  void (*rescale)(const TileWork& work, const TileGradient& gradient, const float* kept_top);
+};
+
+const Tiles& tiles_amx();
+const Tiles& tiles_bf16();
+
+const Tiles* tiles();  // of the level in force; nullptr below bf16 products
 
 }  // namespace rl

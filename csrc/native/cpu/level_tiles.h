@@ -1,52 +1,9 @@
-// Vocabulary rows are the left operand, read as they lie; hidden states are the right one, packed once. A product's lanes are
-// then tokens, so the softmax over the vocabulary runs down the rows of a tile without any reduction across lanes, and a
-// token's bits do not depend on its neighbours. Compiled for AMX; nothing here may come from a std template (see level.h).
-#include "cpu/amx_linear.h"
-
-#if defined(__AMX_BF16__)
-#include <immintrin.h>
-#include <stdint.h>
-
-namespace rl {
-namespace {
-#include "cpu/vec.h"
-#include "cpu/level_tanh.h"
-
-constexpr int kRows = 32;  // vocabulary rows of one step: two tiles
-
-struct __attribute__((aligned(64))) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
-
-  TileConfig() {
-    for (int i = 0; i < 8; ++i) bytes_per_row[i] = 64, rows[i] = 16;
-  }
-};
-
-// scores[32 rows][32 tokens] of a panel of vocabulary rows and one pair of token tiles at `b`.
-RL_INLINE void multiply(const uint16_t* panel, const uint16_t* b, int64_t steps, float* scores) {
-  constexpr int64_t kTileElements = kTileTokens * kTileWidth;
-  const uint16_t* b1 = b + steps * kTileElements;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < steps; ++k) {
-    _tile_loadd(4, panel + 2 * k * kTileElements, 64);
-    _tile_loadd(6, b + k * kTileElements, 64);
-    _tile_loadd(5, panel + (2 * k + 1) * kTileElements, 64);
-    _tile_loadd(7, b1 + k * kTileElements, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, scores, 128);
-  _tile_stored(1, scores + 16, 128);
-  _tile_stored(2, scores + 16 * 32, 128);
-  _tile_stored(3, scores + 16 * 32 + 16, 128);
-}
+// The LM head on tiles, whatever multiplies them: included by tiles_amx.cpp and tiles_bf16.cpp, which define `Unit` (readies the
+// machine for products while it lives) and `multiply` for the instructions they are compiled for.
+//
+// Vocabulary rows are the left operand, hidden states the right one, packed once. A product's lanes are then tokens, so the
+// softmax over the vocabulary runs down its rows without any reduction across lanes, and a token's bits do not depend on its
+// neighbours. Nothing here may come from a std template (see level.h).
 
 struct Head {  // what turns a raw product into a scaled logit
   const float* bias;
@@ -78,7 +35,7 @@ RL_INLINE void add_stats(float* scores, int rows, int64_t first, int64_t token, 
   }
   const vf top = max_keeping_nan(top0, top1);
   uint16_t* kept = kKeep ? s.kept + first * s.stride + token : nullptr;
-  if (kKeep) store(s.kept_top + first / kRows * s.stride + token, top);
+  if (kKeep) store(s.kept_top + first / kPanelRows * s.stride + token, top);
   vf sum0{}, sum1{}, dot0{}, dot1{};
   for (int r = 0; r < rows; r += 2) {
     const vf t0 = load(scores + r * 32) - top, e0 = exp2v(t0);
@@ -123,15 +80,15 @@ RL_INLINE void put_gradient(const float* scores, int rows, int64_t first, int64_
 // straight from them would be fetched again for every pair of token tiles. Rows behind the last are copies of the first.
 RL_INLINE void pack_panel(const TileWork& w, int64_t first, int rows, uint16_t* panel) {
   const int64_t steps = w.width / kTileWidth;
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kPanelRows; ++r) {
     const uint16_t* row = w.weight + (first + (r < rows ? r : 0)) * w.weight_stride;
     uint16_t* out = panel + r * kTileWidth;
-    for (int64_t k = 0; k < steps; ++k) _mm512_storeu_si512(out + k * kRows * kTileWidth, _mm512_loadu_si512(row + k * kTileWidth));
+    for (int64_t k = 0; k < steps; ++k) _mm512_storeu_si512(out + k * kPanelRows * kTileWidth, _mm512_loadu_si512(row + k * kTileWidth));
   }
 }
 
 RL_INLINE void prefetch_share(const TileWork& w, int64_t first, int64_t part, int64_t parts) {
-  const int64_t lines = w.width / 32, total = lines * kRows;
+  const int64_t lines = w.width / 32, total = lines * kPanelRows;
   const int64_t end = total * (part + 1) / parts;
   for (int64_t i = total * part / parts; i < end; ++i) {
     const int64_t row = first + i / lines;
@@ -142,25 +99,23 @@ RL_INLINE void prefetch_share(const TileWork& w, int64_t first, int64_t part, in
 
 template <class Epilogue>
 RL_INLINE void run(const TileWork& w, const Epilogue& epilogue) {
-  const TileConfig config;
-  _tile_loadconfig(&config);
-  alignas(64) float scores[2][kRows * 32];
-  void* const room = __builtin_malloc((size_t)(kRows * w.width * 2 + 64));
+  const Unit unit;
+  alignas(64) float scores[2][kPanelRows * 32];
+  void* const room = __builtin_malloc((size_t)(kPanelRows * w.width * 2 + 64));
   uint16_t* const panel = (uint16_t*)(((uintptr_t)room + 63) & ~(uintptr_t)63);
   const int64_t steps = w.width / kTileWidth, pairs = w.tokens / kPairTokens;
   int turn = 0;
-  for (int64_t first = w.first; first < w.last; first += kRows) {
-    const int rows = (int)(w.last - first < kRows ? w.last - first : kRows);
+  for (int64_t first = w.first; first < w.last; first += kPanelRows) {
+    const int rows = (int)(w.last - first < kPanelRows ? w.last - first : kPanelRows);
     pack_panel(w, first, rows, panel);
     for (int64_t p = 0; p < pairs; ++p, turn ^= 1) {
-      prefetch_share(w, first + kRows, p, pairs);
+      prefetch_share(w, first + kPanelRows, p, pairs);
       multiply(panel, w.packed + p * kPairTokens * w.width, steps, scores[turn]);
       epilogue(scores[turn], rows, first, p * kPairTokens);
       epilogue(scores[turn] + 16, rows, first, p * kPairTokens + 16);
     }
   }
   __builtin_free(room);
-  _tile_release();
 }
 
 Head head_of(const TileWork& w) { return {w.bias, w.softcap, w.softcap != 0 ? 1.0f / w.softcap : 0.0f}; }
@@ -177,24 +132,22 @@ void gradient_run(const TileWork& w, const TileGradient& g) {
   run(w, [&](float* scores, int rows, int64_t first, int64_t token) { put_gradient<kPlain>(scores, rows, first, token, w, h, g); });
 }
 
-}  // namespace
-
-void amx_linear_stats(const TileWork& w, const TileStats& s) {
+void linear_stats(const TileWork& w, const TileStats& s) {
   const bool plain = !w.bias && w.softcap == 0;
   if (s.kept) return s.wants_dot ? stats_run<true, true, true>(w, s) : stats_run<true, false, true>(w, s);
   if (plain) return s.wants_dot ? stats_run<true, true, false>(w, s) : stats_run<true, false, false>(w, s);
   s.wants_dot ? stats_run<false, true, false>(w, s) : stats_run<false, false, false>(w, s);
 }
 
-void amx_linear_gradient(const TileWork& w, const TileGradient& g) {
+void linear_gradient(const TileWork& w, const TileGradient& g) {
   !w.bias && w.softcap == 0 ? gradient_run<true>(w, g) : gradient_run<false>(w, g);
 }
 
-void amx_linear_rescale(const TileWork& w, const TileGradient& g, const float* kept_top) {
-  for (int64_t first = w.first; first < w.last; first += kRows) {
-    const int rows = (int)(w.last - first < kRows ? w.last - first : kRows);
+void linear_rescale(const TileWork& w, const TileGradient& g, const float* kept_top) {
+  for (int64_t first = w.first; first < w.last; first += kPanelRows) {
+    const int rows = (int)(w.last - first < kPanelRows ? w.last - first : kPanelRows);
     for (int64_t token = 0; token < w.tokens; token += kLanes) {
-      const vf shift = load(kept_top + first / kRows * g.stride + token) - load(g.lse2 + token);
+      const vf shift = load(kept_top + first / kPanelRows * g.stride + token) - load(g.lse2 + token);
       const vf factor = load(g.a + token) * exp2v(shift), at_target = load(g.at_target + token);
       const vi label = *reinterpret_cast<const vi*>(w.label + token);
       uint16_t* p = g.out + first * g.stride + token;
@@ -205,13 +158,3 @@ void amx_linear_rescale(const TileWork& w, const TileGradient& g, const float* k
     }
   }
 }
-
-}  // namespace rl
-
-#else
-namespace rl {
-void amx_linear_stats(const TileWork&, const TileStats&) {}
-void amx_linear_gradient(const TileWork&, const TileGradient&) {}
-void amx_linear_rescale(const TileWork&, const TileGradient&, const float*) {}
-}  // namespace rl
-#endif

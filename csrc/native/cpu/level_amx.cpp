@@ -1,2 +1,0 @@
-#define RL_LEVEL level_amx
-#include "cpu/level.h"
