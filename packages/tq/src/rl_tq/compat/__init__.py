@@ -1,0 +1,1 @@
+"""Other systems' interfaces over rl-tq."""
