@@ -83,7 +83,9 @@ class RawClient:
         self.socket.connect(socket_name(queue.address))
         self.inbox = Inbox(self.socket)
         self.arrived: list[tuple[dict, int | None]] = []
-        assert self.receive() == ({"op": "hello", "directory": None}, None)
+        message, stamps = self.receive()
+        assert message == {"op": "hello", "directory": None}
+        os.close(stamps)
 
     def send(self, message: dict, fd: int | None = None) -> None:
         data = memoryview(pack(message, has_fd=fd is not None))

@@ -90,10 +90,8 @@ class Admissions:
         for i, row in enumerate(existing or [None] * put.num_rows):
             numbers.append(row.number if row else following)
             if row is None:
-                if names[i] is None and (taken := f"row{following}") in home.by_id:  # a caller chose this very name
-                    while taken in home.by_id:
-                        taken += "+"
-                    names[i] = taken
+                if names[i] is None and home.by_name:
+                    names[i] = _untaken(f"row{following}", home)
                 following += 1
         schema = {name: column.to_json() for name, column in put.schema.items()}
         return state.put(
@@ -106,8 +104,7 @@ class Admissions:
             return [*_checks.find_rows(self._state, put.partition, put.generation, put.rows, put.sample_ids or ())]
         if put.sample_ids is None:
             return []
-        by_id = home.by_id if home else {}
-        return [by_id.get(sample_id) for sample_id in put.sample_ids]
+        return [home.find(sample_id) if home else None for sample_id in put.sample_ids]
 
     # Credits
 
@@ -216,7 +213,7 @@ class Admissions:
 
     def _makes_rows(self, put: Put) -> bool:
         home = self._state.partitions.get(put.partition)
-        return home is None or put.sample_ids is None or not all(i in home.by_id for i in put.sample_ids)
+        return home is None or put.sample_ids is None or not all(home.find(i) for i in put.sample_ids)
 
     def _check_possible(self, partition: str, num_rows: int, nbytes: int, what: str) -> None:
         options = self._options(partition)
@@ -287,3 +284,12 @@ class Admissions:
         """What goes together: the row's group, or itself; empty while somebody has a lease on any of it."""
         mates = home.by_group[row.group] if row.group is not None else {row.number}
         return set() if any(home.rows[number].num_leases for number in mates) else set(mates)
+
+
+def _untaken(name: str, home: Partition) -> str | None:
+    """None if a new row may have its own name; else, as a caller gave that to another, a name like it."""
+    if name not in home.by_name:
+        return None
+    while name in home.by_name:
+        name += "+"
+    return name

@@ -35,7 +35,7 @@ def find_rows(
         )
     if home is None:
         raise MissingDataError(f"there is no partition {partition!r}; there are {sorted(state.partitions) or 'none'}")
-    found = [home.rows.get(n) for n in rows] if rows else [home.by_id.get(i) for i in sample_ids]
+    found = [home.rows.get(n) for n in rows] if rows else [home.find(i) for i in sample_ids]
     if None in found:
         gone = [name for name, row in zip(sample_ids or map(str, rows), found, strict=True) if row is None]
         what = f"{len(gone)} of {len(found)} rows of partition {partition!r}"

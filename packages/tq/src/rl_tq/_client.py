@@ -9,23 +9,27 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_tq._columns import check_json, parse_columns
 from rl_tq._extent import Layout, plan_extent
-from rl_tq._gather import Landing, Opened, gather
+from rl_tq._gather import Landing, LocatedColumns, Opened, gather
+from rl_tq._numbers import lengthen, shorten
+from rl_tq._places import from_wire
 from rl_tq._schema import ColumnSchema
 from rl_tq.base import Sampler, TransferQueue
-from rl_tq.errors import MissingDataError, SchemaError, StaleReferenceError
+from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError
 from rl_tq.types import BatchMeta, Credit, PartitionOptions, Policy, RestoreReport, RowMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from tensordict import TensorDict
 
     from rl_tq._service import Message
+
+Answer = TypeVar("Answer")
 
 
 class QueueClient(TransferQueue):
@@ -98,12 +102,23 @@ class QueueClient(TransferQueue):
                 f"a get of {len(meta)} rows and columns {list(names)} has nothing to fetch: both must be at least one"
             )
         landing = Landing(out, device)
-        request: Message = {"columns": names, **_rows_of(meta)}
+        if meta.places and (found := self._find_here(meta, names, is_copied=landing.is_given)) is not None:
+            return gather(*found, len(meta), landing)
+        return self._about(meta, lambda request: self._fetch({"columns": names, **request}, len(meta), landing))
+
+    def _find_here(
+        self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
+    ) -> tuple[LocatedColumns, Opened] | None:
+        """Where columns lie and their extents, opened without asking; None where that must be asked."""
+        del meta, columns, is_copied
+        return None
+
+    def _about(self, meta: BatchMeta, ask: Callable[[Message], Answer]) -> Answer:
+        """Ask something about rows by number; if that is refused, again with names, for the sentence it gives."""
         try:
-            # By number, rows need their ids only in messages of errors.
-            return self._fetch({**request, "sample_ids": ()} if meta.rows else request, len(meta), landing)
-        except StaleReferenceError:
-            return self._fetch(request, len(meta), landing)
+            return ask(_rows_of(meta))
+        except (StaleReferenceError, LeaseLostError):
+            return ask(_rows_of(meta, has_names=True))
 
     def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
         """Bring the values of rows here."""
@@ -139,17 +154,20 @@ class QueueClient(TransferQueue):
 
     def ack(self, meta: BatchMeta, *, step: int = 0) -> None:
         """See `TransferQueue.ack`."""
-        self._call({"op": "ack", "step": step, **_leased(meta)}, self.timeout_s)
+        request = {"op": "ack", "step": step, **_leased(meta)}
+        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
     def nack(self, meta: BatchMeta, *, reason: str = "it was not acknowledged") -> None:
         """See `TransferQueue.nack`."""
-        self._call({"op": "nack", "reason": reason, **_leased(meta)}, self.timeout_s)
+        request = {"op": "nack", "reason": reason, **_leased(meta)}
+        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
     def extend(self, meta: BatchMeta, lease_s: float) -> None:
         """See `TransferQueue.extend`."""
         if lease_s <= 0:
             raise ValueError(f"lease_s is {lease_s}: give it more than 0 seconds")
-        self._call({"op": "extend", "lease_s": lease_s, **_leased(meta)}, self.timeout_s)
+        request = {"op": "extend", "lease_s": lease_s, **_leased(meta)}
+        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
     def restore(self, partition: str, step: int, *, task: str | None = None) -> RestoreReport:
         """See `TransferQueue.restore`."""
@@ -202,7 +220,8 @@ class QueueClient(TransferQueue):
         if isinstance(meta_or_partition, str):
             self._call({"op": "clear", "is_whole": True, "partition": meta_or_partition}, self.timeout_s)
         elif len(meta_or_partition):
-            self._call({"op": "clear", "is_whole": False, **_rows_of(meta_or_partition)}, self.timeout_s)
+            request = {"op": "clear", "is_whole": False}
+            self._about(meta_or_partition, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
     def stats(self) -> dict[str, Any]:
         """See `TransferQueue.stats`."""
@@ -225,7 +244,8 @@ class QueueClient(TransferQueue):
         while True:
             left = max(0.0, deadline - time.monotonic())
             ready = self._wait(claim, left, is_claim=False, after=after)
-            names = ready["sample_ids"]
+            numbers = lengthen(ready["rows"])
+            names = ready["sample_ids"] or [f"row{number}" for number in numbers]
             tags = ready["tags"] or [{} for _ in names]
             rows = [RowMeta(sample_id=name, tags=tag) for name, tag in zip(names, tags, strict=True)]
             choice = sampler(rows, batch_size)
@@ -233,7 +253,7 @@ class QueueClient(TransferQueue):
             if choice is None:
                 continue
             chosen = _checked_choice(choice, len(rows), batch_size)
-            request = {"op": "claim_rows", **claim, "timeout_s": left, "rows": [ready["rows"][i] for i in chosen]}
+            request = {"op": "claim_rows", **claim, "timeout_s": left, "rows": [numbers[i] for i in chosen]}
             reply = self._call(request, self.timeout_s)
             if "is_conflict" not in reply:
                 return reply
@@ -254,12 +274,13 @@ def _claim(
     return claim
 
 
-def _rows_of(meta: BatchMeta) -> Message:
+def _rows_of(meta: BatchMeta, *, has_names: bool = False) -> Message:
+    """How a request names rows. By number they need their ids in messages of errors only."""
     return {
         "partition": meta.partition,
         "generation": meta.generation,
-        "rows": meta.rows,
-        "sample_ids": meta.sample_ids,
+        "rows": shorten(meta.rows),
+        "sample_ids": meta.sample_ids if has_names or not meta.rows else (),
     }
 
 
@@ -269,7 +290,7 @@ def _leased(meta: BatchMeta) -> Message:
             f"this reference to {len(meta)} rows of partition {meta.partition!r} has no leases: only what get_meta "
             "returned, or was made of that, can be acked, nacked or extended"
         )
-    return {**_rows_of(meta), "task": meta.task, "leases": meta.leases}
+    return {"task": meta.task, "leases": shorten(meta.leases)}
 
 
 def _target_of(meta: BatchMeta, partition: str, num_rows: int) -> Message:
@@ -281,25 +302,26 @@ def _target_of(meta: BatchMeta, partition: str, num_rows: int) -> Message:
     if not meta.rows:
         return {"sample_ids": list(meta.sample_ids)}
     return {
-        "rows": meta.rows,
-        "sample_ids": meta.sample_ids,
-        "generation": meta.generation,
+        **_rows_of(meta, has_names=True),
         "task": meta.task,
-        "leases": meta.leases,
+        "leases": shorten(meta.leases),
     }
 
 
 def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: str = "") -> BatchMeta:
     lease = reply.get("lease", 0)
+    rows = lengthen(reply["rows"])
+    names = reply["sample_ids"]
     return BatchMeta(
         partition=partition,
-        sample_ids=tuple(reply["sample_ids"]),
+        sample_ids=tuple([f"row{number}" for number in rows] if names is None else names),
         columns=tuple(dict.fromkeys(columns)),
         tags=tuple(reply["tags"]),
-        rows=tuple(reply["rows"]),
+        rows=tuple(rows),
         generation=reply["generation"],
         task=task if lease else "",
-        leases=(lease,) * len(reply["rows"]) if lease else (),
+        leases=(lease,) * len(rows) if lease else (),
+        places=from_wire(reply.get("hints")),
     )
 
 

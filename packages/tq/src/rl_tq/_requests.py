@@ -32,6 +32,8 @@ class Batch:
     """For whom they were claimed."""
     lease: int = 0
     """The claim's lease; 0 where nothing was claimed."""
+    columns: frozenset[str] = frozenset()
+    """Those put or claimed, whose places are worth telling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,14 +39,14 @@ class Extent:
     """Who put it, in words."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Row:
     """One row."""
 
     number: int
     """Given once in the life of the store; a smaller one is older."""
-    sample_id: str
-    """The caller's name for it, unique in its partition while it exists."""
+    name: str | None
+    """The caller's name for it, unique in its partition while it exists; None: `row` and the number."""
     tags: Mapping[str, Any]
     """Small values, merged from every put. Replaced, never changed in place."""
     columns: frozenset[str]
@@ -55,6 +55,11 @@ class Row:
     """Extents that hold its values, and its index in each; no two hold the same column."""
     num_leases: int = 0
     """Leases on it, over all tasks."""
+
+    @property
+    def sample_id(self) -> str:
+        """What callers call it."""
+        return f"row{self.number}" if self.name is None else self.name
 
     @property
     def group(self) -> Hashable:
@@ -77,7 +82,8 @@ class Partition:
     schema: dict[str, ColumnSchema] = field(default_factory=dict[str, "ColumnSchema"])
     rows: dict[int, Row] = field(default_factory=dict[int, Row])
     """By number, oldest first."""
-    by_id: dict[str, Row] = field(default_factory=dict[str, Row])
+    by_name: dict[str, Row] = field(default_factory=dict[str, Row])
+    """Those that a caller named."""
     by_version: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
     by_group: dict[Hashable, set[int]] = field(default_factory=dict["Hashable", set[int]])
     nbytes: int = 0
@@ -92,15 +98,29 @@ class Partition:
 
     def enter(self, row: Row) -> None:
         """Take a new row in."""
-        self.rows[row.number] = self.by_id[row.sample_id] = row
-        self._classify(row)
+        self.rows[row.number] = row
+        if row.name is not None:
+            self.by_name[row.name] = row
+        if row.tags:
+            self._classify(row)
 
     def leave(self, row: Row) -> None:
         """Let a row go."""
-        del self.rows[row.number], self.by_id[row.sample_id]
+        del self.rows[row.number]
+        if row.name is not None:
+            del self.by_name[row.name]
         self._declassify(row)
         for ledger in self.tasks.values():
             ledger.forget(row.number)
+
+    def find(self, sample_id: str) -> Row | None:
+        """The row of that name, the caller's or ours."""
+        row = self.by_name.get(sample_id)
+        if row is None and sample_id.startswith("row") and sample_id[3:].isdecimal():
+            row = self.rows.get(int(sample_id[3:]))
+            if row is not None and row.sample_id != sample_id:
+                return None
+        return row
 
     def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
         """Merge tags into a row's."""
@@ -109,8 +129,6 @@ class Partition:
         self._classify(row)
 
     def _classify(self, row: Row) -> None:
-        if not row.tags:
-            return
         if (version := row.version) is not None:
             self.by_version.setdefault(version, set()).add(row.number)
         if (group := row.group) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 
@@ -37,10 +38,15 @@ class ColumnSchema:
     def from_json(cls, value: list[Any]) -> ColumnSchema:
         """The inverse of `to_json`."""
         kind, dtype, shape = value
-        return cls(kind=ColumnKind(kind), dtype=dtype, shape=tuple(shape))
+        return _schema(kind, dtype, tuple(shape))
 
     def __str__(self) -> str:
         if self.kind is ColumnKind.JSON:
             return "json"
         sizes = ["*"] * (self.kind is ColumnKind.RAGGED) + [str(size) for size in self.shape]
         return f"{self.kind.value} {self.dtype} [{', '.join(sizes)}]"
+
+
+@lru_cache(maxsize=4096)
+def _schema(kind: str, dtype: str, shape: tuple[int, ...]) -> ColumnSchema:
+    return ColumnSchema(kind=ColumnKind(kind), dtype=dtype, shape=shape)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq import errors
+from rl_tq._numbers import lengthen, shorten
+from rl_tq._places import pieces_of
 from rl_tq._requests import Admission, Batch, Claim, Outcome, Put
 from rl_tq._schema import ColumnSchema
 from rl_tq._store import MetadataStore
@@ -17,7 +19,7 @@ from rl_tq.policies import Fifo, policy_from_json
 from rl_tq.types import Credit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 Message: TypeAlias = dict[str, Any]
 """One request or reply: JSON values only."""
@@ -40,8 +42,10 @@ class Caller:
 class Service:
     """A metadata store that is spoken to in messages. One call at a time, as the store itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: Callable[[int], Sequence[int] | None] | None = None) -> None:
+        """`where` says segment, offset, bytes, slot and stamp of an extent, if clients can read it without asking."""
         self.store = MetadataStore()
+        self._where = where
         self._operations: dict[str, Callable[[Message, Caller], Message | None]] = {
             "put": self._put,
             "locate": self._locate,
@@ -78,7 +82,7 @@ class Service:
         self.store.now = now
         self.store.expire()
         settled, freed = self.store.drain()
-        return [(request.key, _reply(outcome)) for request, outcome in settled], freed
+        return [(request.key, self._reply(outcome)) for request, outcome in settled], freed
 
     def next_deadline(self) -> float | None:
         """When `drain` must be called again at the latest."""
@@ -108,13 +112,13 @@ class Service:
             sample_ids=request.get("sample_ids"),
             tags=request.get("tags"),
             credit=request.get("credit", 0),
-            rows=request.get("rows", ()),
+            rows=lengthen(request.get("rows", ())),
             generation=request.get("generation", 0),
             task=request.get("task", ""),
-            leases=request.get("leases", ()),
+            leases=lengthen(request.get("leases", ())),
         )
         answer = self.store.put(put)
-        return None if answer is None else _reply(answer)
+        return None if answer is None else self._reply(answer)
 
     def _locate(self, request: Message, _: Caller) -> Message:
         located = self.store.locate(columns=request["columns"], **_rows_of(request))
@@ -132,11 +136,11 @@ class Service:
 
     def _wait(self, request: Message, caller: Caller) -> Message | None:
         answer = self.store.claim(self._claim(request, caller))
-        return None if answer is None else _reply(answer)
+        return None if answer is None else self._reply(answer)
 
     def _claim_rows(self, request: Message, caller: Caller) -> Message:
-        batch = self.store.claim_rows(self._claim(request, caller), request["rows"])
-        return {"is_conflict": True} if batch is None else _reply(batch)
+        batch = self.store.claim_rows(self._claim(request, caller), lengthen(request["rows"]))
+        return {"is_conflict": True} if batch is None else self._reply(batch)
 
     def _claim(self, request: Message, caller: Caller) -> Claim:
         policy = request.get("policy")
@@ -173,10 +177,10 @@ class Service:
     def _dead_letters(self, request: Message, _: Caller) -> Message:
         batch, reasons = self.store.dead_letters(request["partition"], request["task"])
         if batch is None:
-            return {"rows": [], "sample_ids": [], "tags": [], "generation": 0, "columns": []}
+            return {"rows": [], "sample_ids": None, "tags": [], "generation": 0, "columns": []}
         columns = sorted(frozenset.intersection(*(row.columns for row in batch.rows))) if batch.rows else []
         tags = [{**row.tags, "dead_letter": reasons[row.number]} for row in batch.rows]
-        return {**_reply(batch), "tags": tags, "columns": columns}
+        return {**self._reply(batch), "tags": tags, "columns": columns}
 
     # Limits
 
@@ -192,7 +196,7 @@ class Service:
                 num_bytes=request["num_bytes"],
             )
         )
-        return None if answer is None else _reply(answer)
+        return None if answer is None else self._reply(answer)
 
     def _release(self, request: Message, _: Caller) -> Message:
         self.store.release(request["credit"])
@@ -213,29 +217,51 @@ class Service:
     def _stats(self, _: Message, __: Caller) -> Message:
         return self.store.stats()
 
+    def _reply(self, outcome: Outcome) -> Message:
+        if isinstance(outcome, Credit):
+            return asdict(outcome)
+        if not isinstance(outcome, Batch):
+            return error_reply(outcome)
+        rows = outcome.rows
+        names = [row.name for row in rows]
+        reply: Message = {
+            "generation": outcome.generation,
+            "version": outcome.version,
+            "lease": outcome.lease,
+            "rows": shorten([row.number for row in rows]),
+            "sample_ids": [row.sample_id for row in rows] if any(names) else None,
+            "tags": [{**row.tags} for row in rows] if any(row.tags for row in rows) else [],
+        }
+        if self._where is not None and outcome.columns and (hints := self._hints(outcome, self._where)):
+            reply["hints"] = hints
+        return reply
+
+    def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> Message | None:
+        """Where the columns lie; None where that is too long to tell."""
+        pieces = pieces_of(batch.rows, batch.columns)
+        schema = self.store.state.partitions[batch.partition].schema
+        layouts: dict[frozenset[str], int] = {}
+        told: list[list[int]] = []
+        for extent, first, count, start in pieces or ():
+            place = where(extent.number)
+            if place is None:
+                return None
+            layout = layouts.setdefault(extent.columns & batch.columns, len(layouts))
+            told.append([layout, first, count, start, extent.number, *place])
+        return {"layouts": [{c: schema[c].to_json() for c in layout} for layout in layouts], "pieces": told}
+
 
 def _rows_of(request: Message) -> Message:
-    return {name: request[name] for name in ("partition", "generation", "rows", "sample_ids")}
+    return {
+        "partition": request["partition"],
+        "generation": request["generation"],
+        "rows": lengthen(request["rows"]),
+        "sample_ids": request["sample_ids"],
+    }
 
 
 def _leased(request: Message) -> Message:
-    return {name: request[name] for name in ("partition", "generation", "task", "rows", "leases", "sample_ids")}
-
-
-def _reply(outcome: Outcome) -> Message:
-    if isinstance(outcome, Credit):
-        return asdict(outcome)
-    if not isinstance(outcome, Batch):
-        return error_reply(outcome)
-    rows = outcome.rows
-    return {
-        "generation": outcome.generation,
-        "version": outcome.version,
-        "lease": outcome.lease,
-        "rows": [row.number for row in rows],
-        "sample_ids": [row.sample_id for row in rows],
-        "tags": [{**row.tags} for row in rows] if any(row.tags for row in rows) else [],
-    }
+    return {**_rows_of(request), "task": request["task"], "leases": lengthen(request["leases"])}
 
 
 def error_reply(error: Exception) -> Message:

@@ -19,17 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_tq._client import QueueClient
-from rl_tq._gather import Opened, OpenExtent
+from rl_tq._gather import LocatedColumns, Opened, OpenExtent
 from rl_tq._parking import Slot, Turnstile
+from rl_tq._places import StampReader, find_runs
 from rl_tq._segments import RESERVE_S, Arena, Segment
 from rl_tq._service import Message, raise_error
 from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from rl_tq._extent import Layout
+    from rl_tq.types import BatchMeta
 
 GRACE_S = 5.0
 """The server answers by the deadline of a request; this much later it counts as stuck."""
@@ -121,6 +125,7 @@ class ShmQueue(QueueClient):
         self._freed: dict[int, _Readable | None] = {}
         self._reusable: deque[int] = deque()
         self._why_lost: str | None = None
+        self._stamps: StampReader | None = None
         self._turnstile = Turnstile(self._read)
         directory = self._greet()
         self._arena = Arena(self._announce, self._seal, self._retire, directory)
@@ -172,6 +177,36 @@ class ShmQueue(QueueClient):
         finally:
             _unpin(segments)
         return reply, opened
+
+    def _find_here(
+        self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
+    ) -> tuple[LocatedColumns, Opened] | None:
+        self._check_process()
+        found = None if self._stamps is None else find_runs(meta.rows, columns, meta.places)
+        if found is None or self._stamps is None:
+            return None
+        located, places = found
+        segments: dict[int, _Readable | None] = {}
+        with self._lock:
+            self._check_alive()
+            for number in {place.segment for place in places}:
+                if (readable := self._segments.get(number)) is None:
+                    _unpin(segments)
+                    return None
+                readable.pin()
+                segments[number] = readable
+        try:
+            # Pinned first: from here on, what the stamps say is valid stays where it is until it is opened.
+            if not self._stamps.are_valid(places):
+                return None
+            opened: dict[int, OpenExtent] = {}
+            for place in places:
+                segment = segments[place.segment]
+                assert segment is not None
+                opened[place.extent] = segment.open(place.extent, place.offset, place.nbytes, is_copied=is_copied)
+        finally:
+            _unpin(segments)
+        return located, opened
 
     # Requests
 
@@ -255,8 +290,9 @@ class ShmQueue(QueueClient):
             if not self._poll.poll(1e3 * left):
                 continue
             try:
-                for message, _ in self._inbox.receive():
+                for message, fd in self._inbox.receive():
                     if message.get("op") == "hello":
+                        self._stamps = None if fd is None else StampReader(fd)
                         directory = message["directory"]
                         return None if directory is None else Path(directory)
                     self._why_lost = str(message.get("message"))

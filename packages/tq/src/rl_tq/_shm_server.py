@@ -13,34 +13,33 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_tq._segments import Segment
+from rl_tq._segment_table import Member, SegmentTable
 from rl_tq._service import Caller, Message, Service, error_reply
 from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
 from rl_tq.errors import AddressError, TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from rl_tq._journal import Journal
+    from rl_tq._places import Stamps
+    from rl_tq._segments import Segment
     from rl_tq._state import Record
 
 
 _SMALL_BYTES = 1 << 14
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Connection(Member):
     socket: socket.socket
     inbox: Inbox
     pid: int
-    outbox: deque[tuple[memoryview, Segment | None]] = field(default_factory=deque[tuple[memoryview, "Segment | None"]])
-    own: dict[int, int] = field(default_factory=dict[int, int])
-    """The client's number of a segment that it made, to ours."""
-    known: set[int] = field(default_factory=set[int])
-    """Segments whose descriptor it was sent."""
+    outbox: deque[tuple[memoryview, Segment | Stamps | None]] = field(
+        default_factory=deque[tuple[memoryview, "Segment | Stamps | None"]]
+    )
     parked: set[tuple[_Connection, int]] = field(default_factory=set["tuple[_Connection, int]"])
     has_left: bool = False
     """It said good-bye: it did not die."""
@@ -52,41 +51,22 @@ class _Connection:
         return f"process {self.pid}"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Held:
-    segment: Segment
-    is_packed: bool
-    owner: _Connection | None
-    """Who puts into it; None: nobody will any more."""
-    theirs: int
-    """Its number among the owner's."""
-    file: str | None = None
-    """Its file, if it has one."""
-    num_extents: int = 0
-    is_sealed: bool = False
-    readers: set[_Connection] = field(default_factory=set[_Connection])
-    """Clients that may look at it; once it is free, those that still do."""
-    is_free: bool = False
-    """Its extents are all freed, and its readers were told."""
-
-
 class ControlServer:
     """Serves one queue from a thread of this process until `close`."""
 
     def __init__(self, address: str, abstract: str, journal: Journal | None = None) -> None:
         self.address = address
         self._journal = journal
-        self._service = Service()
+        self._table = SegmentTable(self._send, None if journal is None else journal.directory)
+        self._service = Service(self._table.where)
         self._connections: dict[int, _Connection] = {}
-        self._segments: dict[int, _Held] = {}
-        self._extents: dict[int, tuple[int, int, int]] = {}
-        self._numbers = count(1)
         self._to_flush: dict[_Connection, None] = {}
         try:
             if journal is not None:
                 self._resume(journal)
             self._listener = listen(address, abstract)
         except BaseException:
+            self._table.close()
             if journal is not None:
                 journal.close()
             raise
@@ -119,7 +99,7 @@ class ControlServer:
             for each in (self._listener, self._wake_read, self._wake_write):
                 each.close()
             os.close(self._spare_fd)
-            self._segments.clear()
+            self._table.close()
             if self._journal is not None:
                 self._journal.close()
 
@@ -165,11 +145,10 @@ class ControlServer:
             client.send(pack({"op": "refused", **error_reply(PermissionError(refusal))}))
             client.close()
             return
-        connection = self._connections[client.fileno()] = _Connection(client, Inbox(client), pid)
+        connection = self._connections[client.fileno()] = _Connection(socket=client, inbox=Inbox(client), pid=pid)
         self._selector.register(client, selectors.EVENT_READ)
-        self._send(
-            connection, {"op": "hello", "directory": None if self._journal is None else str(self._journal.directory)}
-        )
+        directory = None if self._journal is None else str(self._journal.directory)
+        self._send(connection, {"op": "hello", "directory": directory}, self._table.stamps)
 
     def _turn_away(self) -> None:
         """Close the connection of a client for whom no descriptor is left, so that it learns of it now."""
@@ -201,13 +180,15 @@ class ControlServer:
             reply = error_reply(error)
         # What this made free is told first, so that whoever asked can use it again once he is answered; but never ahead
         # of an answer that names segments, which must still be known when it arrives.
-        if reply is None or "places" not in reply:
+        is_first = reply is not None and "places" in reply
+        if not is_first:
             self._deliver()
         if reply is not None and "id" in message:
             self._send(connection, {**reply, "id": message["id"]})
-        self._deliver()
+        if is_first:
+            self._deliver()
 
-    def _send(self, connection: _Connection, message: Message, segment: Segment | None = None) -> None:
+    def _send(self, connection: _Connection, message: Message, segment: Segment | Stamps | None = None) -> None:
         connection.outbox.append((memoryview(pack(message, has_fd=segment is not None)), segment))
         self._to_flush[connection] = None
 
@@ -241,17 +222,18 @@ class ControlServer:
             self._service.withdraw(key)
         why = f"its consumer ({connection.label}) " + ("left" if connection.has_left else "died")
         self._service.caller_left(connection, why, is_counted=not connection.has_left)
-        for number in connection.own.values():
-            self._segments[number].owner = None
-            self._segments[number].is_sealed = True
-        self._release(connection, list(self._segments))
+        self._table.leave(connection)
 
     def _deliver(self) -> None:
         settled, freed = self._service.drain(time.monotonic())
         for (connection, number), reply in settled:
             connection.parked.discard((connection, number))
             self._send(connection, {**reply, "id": number})
-        self._free(freed)
+        for extent in self._service.store.state.take_shrunk():
+            self._table.stamps.change(extent)
+        if freed:
+            self._commit()  # what is written down must not name a segment that is used again or gone
+            self._table.free(freed)
 
     # The requests
 
@@ -259,13 +241,15 @@ class ControlServer:
         match message["op"]:
             case "segment":
                 if fd is not None:
-                    self._admit(connection, message, fd)
+                    self._table.admit(
+                        connection, message["segment"], fd, is_packed=message["is_packed"], file=message.get("file")
+                    )
             case "seal":
-                self._seal(connection.own[message["segment"]])
+                self._table.seal(connection, message["segment"])
             case "retire":
-                self._retire(connection, message["segment"])
+                self._table.retire(connection, message["segment"])
             case "released":
-                self._release(connection, message["segments"])
+                self._table.release(connection, message["segments"])
             case "withdraw":
                 self._service.withdraw((connection, message["request"]))
             case "bye":
@@ -288,117 +272,27 @@ class ControlServer:
             connection.parked.add(key)
         return reply
 
-    def _admit(self, connection: _Connection, message: Message, fd: int) -> None:
-        number = next(self._numbers)
-        self._segments[number] = _Held(
-            segment=Segment(fd), is_packed=message["is_packed"], owner=connection, theirs=message["segment"],
-            file=message.get("file"),
-        )  # fmt: skip
-        connection.own[message["segment"]] = number
-
     def _put(self, connection: _Connection, message: Message) -> Message | None:
-        number = connection.own.get(message["segment"])
-        if number is None:
-            raise TransferQueueError(
-                f"the server of {self.address} (process {os.getpid()}) could not take the memory of this put: "
-                f"it has no file descriptor left beside {len(self._segments)} segments; clear rows, put more rows at "
-                "once, or raise `ulimit -n`"
-            )
-        held = self._segments[number]
-        offset, nbytes = message["offset"], message["nbytes"]
-        held.is_free, held.is_sealed = False, bool(message["is_last"])
-        extent = next(self._numbers)
+        extent = self._table.enter(
+            connection, message["segment"], message["offset"], message["nbytes"], is_last=bool(message["is_last"])
+        )
+        if (log := self._service.store.state.log) is not None:
+            log.append(self._table.record(extent))
         try:
-            if not (offset >= 0 and nbytes > 0 and offset + nbytes <= held.segment.nbytes):
-                raise TransferQueueError(f"an extent of {nbytes} bytes does not lie in its segment")
-            self._extents[extent] = (number, offset, nbytes)
-            held.num_extents += 1
-            if (log := self._service.store.state.log) is not None:
-                log.append(["note_place", extent, held.file, offset, nbytes, held.is_packed])
             return self._ask(connection, {**message, "extent": extent})
         except Exception:
-            if extent in self._extents:
-                self._free([extent])
-            else:
-                self._free_if_done([number])
+            self._table.free([extent])
             raise
 
     def _locate(self, connection: _Connection, message: Message) -> Message | None:
         reply = self._ask(connection, message)
         assert reply is not None
-        places = [(extent, *self._extents[extent]) for extent in reply["extents"]]
-        for number in {place[1] for place in places} - connection.known:
-            held = self._segments[number]
-            announced = {"op": "segment", "segment": number, "is_packed": held.is_packed}
-            self._send(connection, announced, held.segment)
-            connection.known.add(number)
-            held.readers.add(connection)
+        places = self._table.announce(connection, reply["extents"])
         return {"columns": reply["columns"], "runs": reply["runs"], "places": places}
 
     def _memory(self) -> Message:
-        return {
-            "server_pid": os.getpid(),
-            "clients": sorted(connection.pid for connection in self._connections.values()),
-            "segments": sum(not held.is_free for held in self._segments.values()),
-            "spare_segments": sum(held.is_free for held in self._segments.values()),
-            "shared_bytes": sum(held.segment.nbytes for held in self._segments.values()),
-        }
-
-    # Segments
-
-    def _seal(self, number: int) -> None:
-        self._segments[number].is_sealed = True
-        self._free_if_done([number])
-
-    def _retire(self, connection: _Connection, theirs: int) -> None:
-        """Its owner lets go of a segment that was free."""
-        number = connection.own.pop(theirs)
-        self._segments[number].owner = None
-        self._drop_if_idle(number)
-
-    def _release(self, connection: _Connection, numbers: Iterable[int]) -> None:
-        """A client looks at segments no longer."""
-        for number in numbers:
-            held = self._segments.get(number)
-            if held is not None and connection in held.readers:
-                held.readers.discard(connection)
-                if held.is_free:
-                    self._drop_if_idle(number)
-            elif held is not None and held.owner is None:
-                self._free_if_done([number])
-
-    def _free(self, extents: Iterable[int]) -> None:
-        self._commit()  # what is written down must not name a segment that is used again or gone
-        touched: set[int] = set()
-        for extent in extents:
-            number, _, _ = self._extents.pop(extent)
-            self._segments[number].num_extents -= 1
-            touched.add(number)
-        self._free_if_done(touched)
-
-    def _free_if_done(self, numbers: Iterable[int]) -> None:
-        """Have every client let go of segments that hold nothing and will not be put to."""
-        for number in numbers:
-            held = self._segments[number]
-            if held.is_free or not held.is_sealed or held.num_extents:
-                continue
-            held.is_free = True
-            for reader in held.readers:
-                reader.known.discard(number)
-                self._send(reader, {"op": "freed", "segments": [number]})
-            self._drop_if_idle(number)
-
-    def _drop_if_idle(self, number: int) -> None:
-        """Give a free segment that nobody looks at back to its owner, or to the machine if the owner is gone."""
-        held = self._segments[number]
-        if not held.is_free or held.readers:
-            return
-        if held.owner is not None:
-            self._send(held.owner, {"op": "reuse", "segment": held.theirs})
-        else:
-            if self._journal is not None and held.file is not None:
-                (self._journal.directory / held.file).unlink(missing_ok=True)
-            del self._segments[number]
+        clients = sorted(connection.pid for connection in self._connections.values())
+        return {"server_pid": os.getpid(), "clients": clients, **self._table.counts()}
 
     # What outlives the server
 
@@ -409,36 +303,18 @@ class ControlServer:
         store.now = time.monotonic()
         store.state.replay(record for record in records if record[0] != "note_place")
         places = {record[1]: record[2:] for record in records if record[0] == "note_place"}
-        self._reopen(journal, {extent: places[extent] for extent in store.state.extents})
-        self._numbers = count(max(places, default=0) + len(self._segments) + 1)
+        live = {extent: places[extent] for extent in store.state.extents}
+        self._table.reopen(journal.directory, live, max(places, default=0))
         store.adopt()
         store.state.log = []
         journal.rewrite(self._records())
 
-    def _reopen(self, journal: Journal, places: dict[int, list[Any]]) -> None:
-        by_file: dict[str, int] = {}
-        base = max(places, default=0)
-        for extent, (file, offset, nbytes, is_packed) in places.items():
-            if file not in by_file:
-                number = by_file[file] = base + len(by_file) + 1
-                segment = Segment(os.open(journal.directory / file, os.O_RDWR | os.O_CLOEXEC))
-                self._segments[number] = _Held(
-                    segment=segment, is_packed=is_packed, owner=None, theirs=0, file=file, is_sealed=True
-                )
-            self._extents[extent] = (by_file[file], offset, nbytes)
-            self._segments[by_file[file]].num_extents += 1
-        for path in journal.directory.glob("*.segment"):
-            if path.name not in by_file:
-                path.unlink()
-
     def _records(self) -> Iterator[Record]:
         yield from self._service.store.state.dump()
-        for extent, (number, offset, nbytes) in self._extents.items():
-            held = self._segments[number]
-            yield ["note_place", extent, held.file, offset, nbytes, held.is_packed]
+        yield from self._table.records()
 
 
-def _joined(outbox: deque[tuple[memoryview, Segment | None]]) -> tuple[memoryview, Segment | None]:
+def _joined(outbox: deque[tuple[memoryview, Segment | Stamps | None]]) -> tuple[memoryview, Segment | Stamps | None]:
     """The first of what is to be sent, after joining it with those behind it that are small and have no descriptor."""
     data, segment = outbox[0]
     if segment is None and len(data) < _SMALL_BYTES and len(outbox) > 1 and outbox[1][1] is None:

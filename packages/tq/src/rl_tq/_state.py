@@ -49,6 +49,11 @@ class State:
         self.freed.clear()
         self.shrunk.clear()
 
+    def take_shrunk(self) -> set[int]:
+        """Extents of which a part was cleared since the last call."""
+        shrunk, self.shrunk = self.shrunk, set()
+        return shrunk
+
     def touch(self, home: Partition) -> None:
         """Note that a partition changed."""
         self._changes += 1
@@ -116,14 +121,7 @@ class State:
             row = home.rows.get(number)
             new_tags = tags[i] if tags is not None else NO_TAGS
             if row is None:
-                name = sample_ids[i]
-                row = Row(
-                    number=number,
-                    sample_id=f"row{number}" if name is None else name,
-                    tags=new_tags or NO_TAGS,
-                    columns=columns,
-                    pieces=((held, index),),
-                )
+                row = Row(number, sample_ids[i], new_tags or NO_TAGS, columns, ((held, index),))
                 home.enter(row)
             else:
                 if new_tags:

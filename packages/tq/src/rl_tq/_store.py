@@ -358,7 +358,9 @@ class MetadataStore:
         match request:
             case Put():
                 rows = self._admissions.put(request)
-                return None if rows is None else self._batch(self.state.partitions[request.partition], rows)
+                if rows is None:
+                    return None
+                return self._batch(self.state.partitions[request.partition], rows, frozenset(request.schema))
             case Admission():
                 return self._admissions.admit(request)
             case Claim():
@@ -397,7 +399,7 @@ class MetadataStore:
         found = tuple(home.rows[row] for row in rows)
         return Batch(
             partition=home.name, generation=home.generation, rows=found, version=home.changed, task=claim.task,
-            lease=number,
+            lease=number, columns=frozenset(claim.columns),
         )  # fmt: skip
 
     def _give_back(self, lease: Lease, why: str, *, is_counted: bool) -> None:
@@ -431,5 +433,7 @@ class MetadataStore:
     def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
         return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
 
-    def _batch(self, home: Partition, rows: Collection[Row]) -> Batch:
-        return Batch(partition=home.name, generation=home.generation, rows=tuple(rows), version=home.changed)
+    def _batch(self, home: Partition, rows: Collection[Row], columns: frozenset[str] = frozenset()) -> Batch:
+        return Batch(
+            partition=home.name, generation=home.generation, rows=tuple(rows), version=home.changed, columns=columns
+        )

@@ -14,6 +14,8 @@ from rl_tq._balance import balanced_order
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from rl_tq._places import Place
+
 
 class OnFull(StrEnum):
     """What a put of new rows does in a partition that has no room for them."""
@@ -160,6 +162,8 @@ class BatchMeta:
     """The task that the rows were claimed for; empty where they were not claimed."""
     leases: tuple[int, ...] = ()
     """B lease numbers, in the same order: what `ack` and `nack` show. Empty where the rows were not claimed."""
+    places: tuple[Place, ...] = field(default=(), compare=False, repr=False)
+    """Where the rows lay when the server told, for processes of its host: get needs no question while that holds."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What a storage wants to remember about the whole reference; opaque."""
 
@@ -268,6 +272,7 @@ class BatchMeta:
             generation=self.generation or other.generation,
             task=self.task or other.task,
             leases=self.leases or (_taker(theirs)(other.leases) if other.leases else ()),
+            places=_united([self.places, other.places]),
             extra={**self.extra, **other.extra},
         )
 
@@ -320,6 +325,7 @@ class BatchMeta:
             tags=tuple(chain.from_iterable(p.tags or ({},) * len(p) for p in parts)) if has_tags else (),
             rows=tuple(chain.from_iterable(p.rows for p in parts)) if has_rows else (),
             leases=tuple(chain.from_iterable(p.leases for p in parts)) if has_leases else (),
+            places=_united([p.places for p in parts]),
         )
 
     def _slice(self, start: int, stop: int) -> BatchMeta:
@@ -339,9 +345,10 @@ class BatchMeta:
         for set_field, value in zip(
             _SETTERS,
             (
-                self.partition, sample_ids, self.columns, tags, rows, self.generation, self.task, leases, self.extra,
+                self.partition, sample_ids, self.columns, tags, rows, self.generation, self.task, leases, self.places,
+                self.extra,
             ),
-            strict=False,
+            strict=True,
         ):  # fmt: skip
             set_field(meta, value)
         return meta
@@ -386,6 +393,14 @@ def _taker(index: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     if len(index) > 1:  # itemgetter gives a tuple only then
         return itemgetter(*index)
     return lambda values: tuple([values[i] for i in index])
+
+
+def _united(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
+    """All of them, each once."""
+    distinct = list({id(each): each for each in places if each}.values())
+    if len(distinct) < 2:
+        return distinct[0] if distinct else ()
+    return tuple({(p.extent, p.first_row, p.start, p.stamp): p for p in chain.from_iterable(distinct)}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,179 @@
+"""Where the rows of a reference lie, as far as their server told: so that a process of its host reads without asking.
+
+A place is a hint. Each extent has a stamp, a number in memory that server and clients share, which the server changes
+when any of its rows is cleared and before the clear is answered: a place whose stamp is another is asked for anew.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from bisect import bisect_right
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rl_tq._schema import ColumnSchema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rl_tq._rows import Extent, Row, Run
+
+MAX_PLACES = 64
+"""Rows that lie in more pieces are asked for when they are read: their places would be longer than the question."""
+_NUM_STAMPS = 1 << 16
+_WORD_BYTES = 8
+
+
+class Place(NamedTuple):
+    """Rows of consecutive numbers that lie one after the other in one extent."""
+
+    columns: Mapping[str, ColumnSchema]
+    """What the extent holds of them."""
+    first_row: int
+    num_rows: int
+    start: int
+    """Index of the first row in the extent."""
+    extent: int
+    """The server's number of it."""
+    segment: int
+    """The server's number of the shared memory that it is in."""
+    offset: int
+    """Where it begins there."""
+    nbytes: int
+    slot: int
+    """Which stamp is the extent's."""
+    stamp: int
+    """What that was when this was told."""
+
+
+def find_runs(rows: Sequence[int], columns: Iterable[str], places: Sequence[Place]) -> (
+    tuple[dict[str, tuple[ColumnSchema, list[Run]]], list[Place]] | None
+):  # fmt: skip
+    """Where columns of rows lie, and the places that say so; None where the places do not tell."""
+    found: dict[str, tuple[ColumnSchema, list[Run]]] = {}
+    used: dict[Place | int, Place] = {}
+    known: dict[tuple[int, ...], list[Run]] = {}
+    for column in columns:
+        holders = [place for place in places if column in place.columns]
+        key = tuple(map(id, holders))
+        if key not in known:
+            runs = _runs(rows, holders, used)
+            if runs is None:
+                return None
+            known[key] = runs
+        found[column] = (holders[0].columns[column], known[key])
+    return found, list(used.values())
+
+
+def _runs(rows: Sequence[int], holders: list[Place], used: dict[Any, Place]) -> list[Run] | None:
+    holders.sort(key=attrgetter("first_row"))
+    firsts = [place.first_row for place in holders]
+    runs: list[Run] = []
+    done = 0
+    while done < len(rows):
+        at = bisect_right(firsts, rows[done]) - 1
+        if at < 0:
+            return None
+        place = holders[at]
+        index = rows[done] - place.first_row
+        count = 0
+        for row in rows[done : done + place.num_rows - index]:
+            if row != rows[done] + count:
+                break
+            count += 1
+        if not count:
+            return None
+        used[id(place)] = place
+        run = (place.extent, place.start + index, count)
+        if runs and runs[-1][0] == run[0] and runs[-1][1] + runs[-1][2] == run[1]:
+            run = (run[0], runs[-1][1], runs.pop()[2] + count)
+        runs.append(run)
+        done += count
+    return runs
+
+
+def pieces_of(rows: Iterable[Row], columns: frozenset[str]) -> list[tuple[Extent, int, int, int]] | None:
+    """(extent, first row, rows, start) of what holds any of the columns; None if there are too many."""
+    found: list[tuple[Extent, int, int, int]] = []
+    open_runs: dict[int, list[Any]] = {}
+    for row in rows:
+        number = row.number
+        for extent, index in row.pieces:
+            run = open_runs.get(extent.number)
+            if run is not None and run[1] + run[2] == number and run[3] + run[2] == index:
+                run[2] += 1
+                continue
+            if run is not None:
+                found.append(tuple(run))
+            elif columns.isdisjoint(extent.columns):
+                continue
+            open_runs[extent.number] = [extent, number, 1, index]
+            if len(found) + len(open_runs) > MAX_PLACES:
+                return None
+    return found + [tuple(run) for run in open_runs.values()]
+
+
+def from_wire(told: Mapping[str, Any] | None) -> tuple[Place, ...]:
+    """The places in a reply."""
+    if not told:
+        return ()
+    layouts = [{name: ColumnSchema.from_json(schema) for name, schema in layout.items()} for layout in told["layouts"]]
+    return tuple([Place(layouts[layout], *rest) for layout, *rest in told["pieces"]])
+
+
+class Stamps:
+    """The server's end: one number per extent, in memory that clients can read."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("rl-stamps", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, _WORD_BYTES * _NUM_STAMPS)
+        self._words = memoryview(mmap.mmap(self.fd, _WORD_BYTES * _NUM_STAMPS)).cast("Q")
+        # Numbers that no other server, nor this one before it was started again, is likely to have given.
+        self._next = secrets.randbits(62)
+        self._free = list(range(_NUM_STAMPS - 1, -1, -1))
+        self._slots: dict[int, int] = {}
+
+    def open(self, extent: int) -> None:
+        """Give a new extent a stamp, if there is one left."""
+        if self._free:
+            self._slots[extent] = self._free.pop()
+            self.change(extent)
+
+    def change(self, extent: int) -> None:
+        """Have every place that names an extent be noticed as old."""
+        slot = self._slots.get(extent)
+        if slot is not None:
+            self._next += 1
+            self._words[slot] = self._next
+
+    def close(self, extent: int) -> None:
+        """An extent is freed."""
+        self.change(extent)
+        slot = self._slots.pop(extent, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def of(self, extent: int) -> tuple[int, int] | None:
+        """Slot and stamp of an extent; None if it has none."""
+        slot = self._slots.get(extent)
+        return None if slot is None else (slot, self._words[slot])
+
+    def end(self) -> None:
+        """The queue is closed: no place is good any more."""
+        for extent in list(self._slots):
+            self.close(extent)
+        os.close(self.fd)
+
+
+class StampReader:
+    """A client's end."""
+
+    def __init__(self, fd: int) -> None:
+        self._words = memoryview(mmap.mmap(fd, _WORD_BYTES * _NUM_STAMPS, access=mmap.ACCESS_READ)).cast("Q")
+        os.close(fd)
+
+    def are_valid(self, places: Iterable[Place]) -> bool:
+        """Whether nothing in these places was cleared since they were told."""
+        return all(0 <= place.slot < _NUM_STAMPS and self._words[place.slot] == place.stamp for place in places)
