@@ -112,8 +112,8 @@ void rl_cpu_copy_spans(const void* const* sources, void* const* destinations, co
 uint64_t rl_cpu_read_floor(const void* data, int64_t nbytes);
 void rl_cpu_rewrite_floor(void* data, int64_t nbytes);
 
-/* LM head on tiles (AMX, or the bf16 products of AVX-512), bf16 operands. `in` carries labels and options (its data, row_index and dtype are not used; vocab is
- * that of the weight). The logits are never stored. */
+/* LM head on tiles (AMX, or the bf16 products of AVX-512), bf16 operands. `in` carries labels and options (its data, row_index and
+ * dtype are not used; vocab is that of the weight). The logits are never stored. */
 int rl_cpu_has_tiles(void);
 typedef struct {
   const uint16_t* hidden;  /* [rows, width] bf16, rows `hidden_stride` apart; width a multiple of 32 */
