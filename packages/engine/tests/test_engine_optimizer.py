@@ -52,9 +52,8 @@ def test_a_bad_norm_is_an_error_and_gradients_stay(bad):
 def test_sft_loss_is_a_share_of_the_global_mean():
     rows = ragged_batch([[1], [1]], [[2, 3], [4]], [[1, 0], [1]])
     output = ModelOutput(
-        logprobs=torch.tensor([-0.5, -9.0, -1.5]),
+        token_logprobs=torch.tensor([-0.5, -9.0, -1.5]),
         entropy=None,
-        values=None,
         cu_seqlens=torch.tensor([0, 2, 3]),
         counts=BatchCounts(tokens=8.0, sequences=4.0),
     )
@@ -67,9 +66,8 @@ def test_sft_loss_is_a_share_of_the_global_mean():
 def test_a_sequence_is_right_only_if_all_of_it_is_and_something_was_asked():
     rows = ragged_batch([[1], [1], [1]], [[2, 3], [4, 5], [6]], [[1, 1], [1, 1], [0]])
     output = ModelOutput(
-        logprobs=torch.tensor([-0.1, -0.1, -0.1, -9.0, -0.1]),
+        token_logprobs=torch.tensor([-0.1, -0.1, -0.1, -9.0, -0.1]),
         entropy=None,
-        values=None,
         cu_seqlens=torch.tensor([0, 2, 4, 5]),
         counts=BatchCounts(tokens=4.0, sequences=2.0),
     )

@@ -20,7 +20,7 @@ def test_rows_are_packed_without_their_last_token():
     assert packed.token_ids.tolist() == [4, 8, 9, 1, 2, 3, 5, 6, 11]
     assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2]
     assert packed.lengths == (3, 3, 3)
-    assert packed.predict_index.tolist() == [0, 1, 2, 5, 7, 8]
+    assert packed.score_index.tolist() == [0, 1, 2, 5, 7, 8]
     assert packed.labels.tolist() == [8, 9, 10, 7, 11, 12]
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 6]
 

@@ -115,7 +115,7 @@ def test_loss_shares_add_up_whatever_the_cut():
             {n: jagged(c[part], local) for n, c in columns.items()} | {"loss_mask": jagged(mask[part], local)},
             batch_size=[len(local) - 1],
         )
-        output = ModelOutput(logprobs=values, entropy=None, values=None, cu_seqlens=local, counts=counts)
+        output = ModelOutput(token_logprobs=values, entropy=None, cu_seqlens=local, counts=counts)
         config = AlgorithmConfig(kl_coef=0.1, aggregation=kind, correction="tis", correction_level="sequence")
         loss, metrics = PolicyLossFunction(config=config)(output, data)
         loss.backward()

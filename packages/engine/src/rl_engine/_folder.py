@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.errors import ModelFolderError
-from rl_engine.types import ModelInit
+from rl_engine.types import Head, ModelInit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,21 +35,32 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_model(path: str | Path, *, init: ModelInit, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Build the folder's causal language model on the CPU.
+_SCALAR_HEAD = "score.weight"
+
+
+def load_model(
+    path: str | Path, *, init: ModelInit, dtype: torch.dtype, seed: int, head: Head = Head.LM
+) -> PreTrainedModel:
+    """Build the folder's causal language model, or a sequence classifier with one label on its trunk, on the CPU.
+
+    A scalar head that the folder has not is made of zeros.
 
     Raises:
         ModelFolderError: no config, an unknown architecture, no weights, or tensors that are missing, left over or of
             another shape.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = Path(path)
     config = _read_config(folder)
+    factory: Any = AutoModelForCausalLM
+    if head != Head.LM:
+        factory, config.num_labels = AutoModelForSequenceClassification, 1
     if init == ModelInit.RANDOM:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return _at_any_width(_build(folder, partial(AutoModelForCausalLM.from_config, config, dtype=dtype)))
+            model = _build(folder, partial(factory.from_config, config, dtype=dtype))
+        return _at_any_width(model if head == Head.LM else _with_zero_head(folder, model))
     if not list(folder.glob("*.safetensors")):
         raise ModelFolderError(
             f"Model folder {folder} has no .safetensors file. Give a complete folder, or init=random for new weights."
@@ -57,13 +68,17 @@ def load_model(path: str | Path, *, init: ModelInit, dtype: torch.dtype, seed: i
     _check_shards(folder)
     model, info = _build(
         folder,
-        lambda: AutoModelForCausalLM.from_pretrained(
+        lambda: factory.from_pretrained(
             folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,
         ),
     )  # fmt: skip
-    _refuse(folder, "lacks", info["missing_keys"])
-    _refuse(folder, "has, beyond what the architecture takes,", info["unexpected_keys"])
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if head != Head.LM and missing == {_SCALAR_HEAD}:
+        model, missing = _with_zero_head(folder, model), set[str]()
+        unexpected = {name for name in unexpected if not name.startswith("lm_head.")}
+    _refuse(folder, "lacks", missing)
+    _refuse(folder, "has, beyond what the architecture takes,", unexpected)
     _refuse(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
     return _at_any_width(model)
 
@@ -149,6 +164,16 @@ def _at_any_width(model: PreTrainedModel) -> PreTrainedModel:
     """Torch's grouped product takes no float64, so experts run one by one there."""
     if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
+    return model
+
+
+def _with_zero_head(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
+    head = getattr(model, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise ModelFolderError(
+            f"{type(model).__name__} of {folder} has no linear layer named score, so it cannot carry a scalar head here."
+        )
+    torch.nn.init.zeros_(head.weight)
     return model
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM as a scorer of packed rows: tokens in, log-prob of every completion token out.
+"""A Hugging Face model as a scorer of packed rows: tokens in, one log-prob or one value of every completion token out.
 
 Legend: `T` tokens fed, `C` completion tokens, `B` rows, `L` longest row, `V` vocabulary, `H` hidden.
 """
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rl_csrc import LogProbs, linear_logprobs, logprobs
+from rl_csrc import linear_logprobs, logprobs
 from rl_engine import _attention
 from rl_engine._gather import take_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rl_csrc import LogProbs
     from rl_engine._rows import PackedRows
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -34,25 +35,86 @@ class LinearHead:
     """`c * tanh(logits / c)`."""
 
 
-class Scorer(nn.Module):
-    """Scores packed rows with one causal LM; the root module that is sharded."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a micro-batch's completion tokens were given, each `[C]`."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, entropy: bool) -> None:
+    logprobs: Tensor | None = None
+    """Of the tokens, with a language-model head."""
+    entropy: Tensor | None = None
+    """Of the predicting distributions, where asked for."""
+    values: Tensor | None = None
+    """Of the states, with a scalar head."""
+
+    @property
+    def main(self) -> Tensor:
+        """The one that carries the gradient."""
+        scores = self.values if self.logprobs is None else self.logprobs
+        assert scores is not None
+        return scores
+
+
+class Scorer(nn.Module):
+    """Scores packed rows with one model; the root module that is sharded."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.is_packed = _can_pack(model)
         if self.is_packed:
             model.set_attn_implementation(_attention.register())
+
+    def forward(self, rows: PackedRows) -> Scores:
+        """Score every completion token."""
+        raise NotImplementedError
+
+    def _hidden(self, inputs: dict[str, Any], index: Tensor) -> Tensor:
+        return take_rows(self.model.base_model(**inputs).last_hidden_state.flatten(0, 1), index)
+
+    def _inputs(self, rows: PackedRows) -> tuple[dict[str, Any], Tensor]:
+        """The model's keyword arguments, and where the scored states lie in its flattened output."""
+        if self.is_packed:
+            layout = _attention.row_layout(rows.lengths, rows.token_ids.device)
+            packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
+            return {**packed, "use_cache": False, _attention.LAYOUT_KWARG: layout}, rows.score_index
+        slot, width = _padded_slots(rows)
+        token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)
+        mask = torch.zeros_like(token_ids)
+        token_ids[slot], mask[slot] = rows.token_ids, 1
+        padded = {"input_ids": token_ids.view(-1, width), "attention_mask": mask.view(-1, width)}
+        return {**padded, "use_cache": False}, slot[rows.score_index]
+
+
+class ValueScorer(Scorer):
+    """A sequence classifier with one label, asked at every completion token."""
+
+    def forward(self, rows: PackedRows) -> Scores:
+        """One float32 value of each state (float64 for a float64 model)."""
+        inputs, index = self._inputs(rows)
+        hidden = self._hidden(inputs, index)
+        values = self.model.score(hidden)[:, 0]  # pyright: ignore[reportCallIssue]
+        return Scores(values=values.to(torch.promote_types(values.dtype, torch.float32)))
+
+
+class PolicyScorer(Scorer):
+    """A causal LM whose logits are never kept."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, entropy: bool) -> None:
+        super().__init__(model)
         self.head = find_linear_head(model)
         self._temperature = temperature
         self._entropy = entropy
 
-    def forward(self, rows: PackedRows) -> LogProbs:
-        """Log-prob (and entropy) of each completion token, each `[C]`."""
+    def forward(self, rows: PackedRows) -> Scores:
+        """Log-prob (and entropy) of each completion token."""
+        found = self._score(rows)
+        return Scores(logprobs=found.logprobs, entropy=found.entropy)
+
+    def _score(self, rows: PackedRows) -> LogProbs:
         inputs, index = self._inputs(rows)
         if self.head is None:
             return self._score_logits(rows, inputs, index)
-        hidden = take_rows(self.model.base_model(**inputs).last_hidden_state.flatten(0, 1), index)
+        hidden = self._hidden(inputs, index)
         output = self.model.get_output_embeddings()
         assert isinstance(output, nn.Module)
         scale, softcap = self.head.scale, self.head.softcap
@@ -71,19 +133,6 @@ class Scorer(nn.Module):
         """For a head that does more than one product: let the model make the (C, V) logits."""
         logits = take_rows(self.model(**inputs).logits.flatten(0, 1), index)
         return logprobs(logits, rows.labels, temperature=self._temperature, entropy=self._entropy, ignore_index=None)
-
-    def _inputs(self, rows: PackedRows) -> tuple[dict[str, Any], Tensor]:
-        """The model's keyword arguments, and where the predicting states lie in its flattened output."""
-        if self.is_packed:
-            layout = _attention.row_layout(rows.lengths, rows.token_ids.device)
-            packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
-            return {**packed, "use_cache": False, _attention.LAYOUT_KWARG: layout}, rows.predict_index
-        slot, width = _padded_slots(rows)
-        token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)
-        mask = torch.zeros_like(token_ids)
-        token_ids[slot], mask[slot] = rows.token_ids, 1
-        padded = {"input_ids": token_ids.view(-1, width), "attention_mask": mask.view(-1, width)}
-        return {**padded, "use_cache": False}, slot[rows.predict_index]
 
 
 def find_linear_head(model: PreTrainedModel) -> LinearHead | None:

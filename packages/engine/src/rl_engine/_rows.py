@@ -1,7 +1,8 @@
 """A batch of ragged rows: checked once, then cut into micro-batches and packed without padding.
 
 Legend: `B` rows, `C` completion tokens, `T` tokens fed to the model. Row i feeds its prompt and all but the last
-token of its completion (which predicts nothing): `T = sum(prompt + completion - 1)`.
+token of its completion (which predicts nothing): `T = sum(prompt + completion - 1)`. A head that judges the state
+*after* a token is fed that one too (`feeds_last`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class PackedRows:
     """(T,) int64, from 0 in each row."""
     lengths: tuple[int, ...]
     """B entries, tokens fed per row."""
-    predict_index: Tensor
-    """(C,) int64, the position in T whose hidden state predicts completion token c."""
+    score_index: Tensor
+    """(C,) int64, the position in T whose hidden state predicts completion token c, or with `feeds_last` follows it."""
     labels: Tensor
     """(C,) int64, the completion tokens."""
     cu_seqlens: Tensor
@@ -52,7 +53,7 @@ class _Ragged:
 class RowBatch:
     """This rank's rows of one logical batch, on the engine's device."""
 
-    def __init__(self, data: TensorDict, *, needs_mask: bool, device: torch.device) -> None:
+    def __init__(self, data: TensorDict, *, needs_mask: bool, device: torch.device, feeds_last: bool = False) -> None:
         """Take `data` apart; columns stay as they are given.
 
         Raises:
@@ -75,13 +76,14 @@ class RowBatch:
                 raise BatchError(
                     f"Row {row} has {prompt} prompt and {completion} completion tokens; at least one of each is needed."
                 )
-        self._fed = [prompt + completion - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+        self._lengths = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        self._unfed = 0 if feeds_last else 1
         self._check_mask()
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row, prompt and completion."""
-        return [fed + 1 for fed in self._fed]
+        return list(self._lengths)
 
     @property
     def completion_offsets(self) -> Tensor:
@@ -132,21 +134,23 @@ class RowBatch:
         """The given rows as the model sees them."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._completion.values.device)
         prompts, completions = self._prompt_lengths[index], self._completion_lengths[index]
-        starts = _offsets(prompts + completions - 1)
+        fed = prompts + completions - self._unfed
+        starts = _offsets(fed)
         completion_tokens, cu_seqlens = _token_index(self._completion.offsets, index, [])
         prompt_tokens, _ = _token_index(self._prompt.offsets, index, [])
         labels = self._completion.values[completion_tokens]
-        predict_index = _positions(completions) + (starts[:-1] + prompts - 1).repeat_interleave(completions)
-        token_ids = labels.new_empty(sum(self._fed[row] for row in rows) + 1)
-        # The slot after the one that predicts a completion token holds that token. Each row's last one lands on its
-        # neighbour's first slot (or on the spare one at the end), which that row's prompt then overwrites.
-        token_ids[predict_index + 1] = labels
+        own_index = _positions(completions) + (starts[:-1] + prompts).repeat_interleave(completions)
+        lengths = tuple(self._lengths[row] - self._unfed for row in rows)
+        token_ids = labels.new_empty(sum(lengths) + 1)
+        # The last token of a row that is not fed it lands on its neighbour's first slot (or on the spare one at the
+        # end), which that row's prompt then overwrites.
+        token_ids[own_index] = labels
         token_ids[_positions(prompts) + starts[:-1].repeat_interleave(prompts)] = self._prompt.values[prompt_tokens]
         return PackedRows(
             token_ids=token_ids[:-1],
-            position_ids=_positions(prompts + completions - 1),
-            lengths=tuple(self._fed[row] for row in rows),
-            predict_index=predict_index,
+            position_ids=_positions(fed),
+            lengths=lengths,
+            score_index=own_index - self._unfed,
             labels=labels,
             cu_seqlens=cu_seqlens,
         )
@@ -184,7 +188,7 @@ def one_token_row(device: torch.device) -> PackedRows:
         token_ids=zero,
         position_ids=zero,
         lengths=(1,),
-        predict_index=zero,
+        score_index=zero,
         labels=zero,
         cu_seqlens=torch.tensor([0, 1], device=device),
     )

@@ -104,13 +104,11 @@ class FakeEngine(Engine):
         for rows in plan:
             packed = batch.pack(rows)
             with torch.set_grad_enabled(has_backward):
-                logprobs = self._score(packed.token_ids[packed.predict_index], packed.labels)
+                logprobs = self._score(packed.token_ids[packed.score_index], packed.labels)
                 order, parts = order + rows, [*parts, logprobs.detach()]
                 if loss_function is None:
                     continue
-                output = ModelOutput(
-                    logprobs=logprobs, entropy=None, values=None, cu_seqlens=packed.cu_seqlens, counts=counts
-                )
+                output = ModelOutput(token_logprobs=logprobs, entropy=None, cu_seqlens=packed.cu_seqlens, counts=counts)
                 loss, shares = loss_function(output, batch.select(rows))
             if has_backward:
                 loss.backward()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from rl_engine.errors import ConfigError
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
@@ -34,6 +36,17 @@ class MatmulPrecision(StrEnum):
     """In TF32 or three bfloat16 products, where the device has them."""
     MEDIUM = "medium"
     """In bfloat16 with float32 sums, where the device has it."""
+
+
+class Head(StrEnum):
+    """What the model gives for a completion token."""
+
+    LM = "lm"
+    """The token's log-prob: policy, reference, SFT, DPO."""
+    VALUE = "value"
+    """One number for the state *before* the token, which has not read it: a critic."""
+    REWARD = "reward"
+    """One number for the state *after* the token: a reward model, whose outcome is that of the last token."""
 
 
 class ModelInit(StrEnum):
@@ -75,6 +88,9 @@ class EngineConfig:
     """A Hugging Face model folder."""
     init: ModelInit = ModelInit.PRETRAINED
     """Where the weights come from."""
+    head: Head = Head.LM
+    """What it gives for a completion token. A folder without the scalar head that `value` and `reward` need (a causal LM)
+    gets one of zeros; `save_model` then writes a sequence classifier with one label, in Hugging Face's layout."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """None builds a frozen engine (a reference): no optimizer state, no gradients."""
     precision: Precision = Precision.FLOAT32
@@ -107,18 +123,31 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutput:
-    """One micro-batch seen by the model. Token tensors are packed: T completion tokens of B rows."""
+    """One micro-batch seen by the model. Token tensors are packed: T completion tokens of B rows.
 
-    logprobs: Tensor
-    """(T,) float32, log-prob of each completion token under the current weights; carries gradient when training."""
+    Read `logprobs` or `values`, whichever the engine's head gives; the other raises `ConfigError`.
+    """
+
+    token_logprobs: Tensor | None
+    """What `logprobs` gives; None with another head."""
+    token_values: Tensor | None = None
+    """What `values` gives; None with another head."""
     entropy: Tensor | None
     """(T,) float32 entropy of the predicting distribution, nats; None unless asked for."""
-    values: Tensor | None
-    """(T,) float32 value head output; None without one."""
     cu_seqlens: Tensor
     """(B + 1,) int64 row offsets into T."""
     counts: BatchCounts
     """Denominators of the whole logical batch."""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """(T,) float32, log-prob of each completion token under the current weights; carries gradient when training."""
+        return _given(self.token_logprobs, "log-probs", "head=lm")
+
+    @property
+    def values(self) -> Tensor:
+        """(T,) float32, the scalar head's number for each completion token; carries gradient when training."""
+        return _given(self.token_values, "values", "head=value or head=reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +155,14 @@ class EngineOutput:
     """What a call of `forward_backward_batch` returns."""
 
     columns: TensorDict
-    """Jagged `logprobs` (and `entropy`, `values` where computed), one row per row of this rank's input, detached."""
+    """Jagged `logprobs` (and `entropy` where asked for), or `values`, one row per row of this rank's input, detached."""
     metrics: dict[str, float]
     """Loss and the loss function's metrics, summed over micro-batches and ranks."""
     num_micro_batches: int
     """Micro-batches that ran on this rank."""
+
+
+def _given(tensor: Tensor | None, what: str, wanted: str) -> Tensor:
+    if tensor is None:
+        raise ConfigError(f"The loss reads {what}, which this engine's head does not give; it needs {wanted}.")
+    return tensor

@@ -1,4 +1,4 @@
-"""The `fsdp` backend: any Hugging Face causal LM, sharded by FSDP2 over the data-parallel ranks.
+"""The `fsdp` backend: any Hugging Face causal LM, or a scalar head on its trunk, sharded by FSDP2 over the data-parallel ranks.
 
 One rank computing in one number format needs neither sharding nor a process group and gets the bare module. Otherwise
 parameters are DTensors; everything here but `_shard` is the same for both.
@@ -20,19 +20,19 @@ from torch.distributed.tensor import DTensor
 
 from rl_engine import _checkpoint, _folder
 from rl_engine._distributed import World, join_world
-from rl_engine._model import Scorer
+from rl_engine._model import PolicyScorer, Scorer, ValueScorer
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._plan import plan_micro_batches
 from rl_engine._rows import RowBatch, one_token_row
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, ModelOutput, PeftConfig, Precision
+from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, Head, ModelOutput, PeftConfig, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
     from pathlib import Path
 
-    from rl_csrc import LogProbs
+    from rl_engine._model import Scores
     from rl_engine._rows import PackedRows
 
 _DTYPES = {
@@ -55,11 +55,11 @@ class _Tally:
     columns: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
-    def add(self, rows: list[int], scores: LogProbs, metrics: Mapping[str, Tensor]) -> None:
+    def add(self, rows: list[int], scores: Scores, metrics: Mapping[str, Tensor]) -> None:
         self.rows += rows
-        self.columns.setdefault("logprobs", []).append(scores.logprobs.detach())
-        if scores.entropy is not None:
-            self.columns.setdefault("entropy", []).append(scores.entropy.detach())
+        for name in ("logprobs", "entropy", "values"):
+            if (column := getattr(scores, name)) is not None:
+                self.columns.setdefault(name, []).append(column.detach())
         for name, share in metrics.items():
             self.metrics[name] = self.metrics[name] + share.detach() if name in self.metrics else share.detach()
 
@@ -93,11 +93,18 @@ class FsdpEngine(Engine):
         config = self._config
         trains_narrow = config.optimizer is not None and self._dtype == torch.bfloat16
         master = torch.float32 if trains_narrow else self._dtype
-        model = _folder.load_model(config.model_path, init=config.init, dtype=master, seed=config.seed)
+        if config.entropy and config.head != Head.LM:
+            raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
+        model = _folder.load_model(
+            config.model_path, init=config.init, dtype=master, seed=config.seed, head=config.head
+        )
         if config.activation_checkpointing:
             _recompute_layers(model)
         world = join_world(timeout_s=config.timeout_s, needs_group=trains_narrow)
-        scorer = Scorer(model, temperature=config.temperature, entropy=config.entropy)
+        if config.head == Head.LM:
+            scorer = PolicyScorer(model, temperature=config.temperature, entropy=config.entropy)
+        else:
+            scorer = ValueScorer(model)
         scorer.requires_grad_(config.optimizer is not None)
         scorer.train(config.optimizer is not None)
         if world.size > 1 or trains_narrow:
@@ -197,7 +204,7 @@ class FsdpEngine(Engine):
         for share in world.exchange(tally.metric_values()) if loss_function is not None else []:
             for name, value in share.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-        columns = _columns(batch, tally, data)
+        columns = _columns(batch, tally, data, "logprobs" if self._config.head == Head.LM else "values")
         return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=num_micro_batches)
 
     def optimizer_step(self) -> float:
@@ -222,7 +229,9 @@ class FsdpEngine(Engine):
         batch: RowBatch | None = None
         mine: tuple[float, float, int] | BatchError
         try:
-            batch = RowBatch(data, needs_mask=needs_mask, device=world.device)
+            batch = RowBatch(
+                data, needs_mask=needs_mask, device=world.device, feeds_last=self._config.head == Head.REWARD
+            )
             self._check_fit(batch)
             mine = (*batch.counts(), len(plan_micro_batches(batch.lengths, budget)))
         except BatchError as error:
@@ -258,12 +267,12 @@ class FsdpEngine(Engine):
         """One micro-batch; without rows, one that keeps the collectives company and adds nothing."""
         world, scorer = self._group(), self._built()
         if rows is None or batch is None:
-            scores: LogProbs = scorer(one_token_row(world.device))
+            idle: Scores = scorer(one_token_row(world.device))
             if has_backward:
-                (scores.logprobs.sum() * 0.0).backward()
+                (idle.main.sum() * 0.0).backward()
             return
         packed = batch.pack(rows)
-        scores = scorer(packed)
+        scores: Scores = scorer(packed)
         metrics: dict[str, Tensor] = {}
         if loss_function is not None:
             loss, shares = loss_function(_output(packed, scores, counts), batch.select(rows))
@@ -385,16 +394,20 @@ def _shard(scorer: Scorer, world: World, compute: torch.dtype) -> None:
 
 def _output(packed: PackedRows, scores: LogProbs, counts: BatchCounts) -> ModelOutput:
     return ModelOutput(
-        logprobs=scores.logprobs, entropy=scores.entropy, values=None, cu_seqlens=packed.cu_seqlens, counts=counts
+        token_logprobs=scores.logprobs,
+        token_values=scores.values,
+        entropy=scores.entropy,
+        cu_seqlens=packed.cu_seqlens,
+        counts=counts,
     )
 
 
-def _columns(batch: RowBatch | None, tally: _Tally, data: TensorDict) -> TensorDict:
+def _columns(batch: RowBatch | None, tally: _Tally, data: TensorDict, main: str) -> TensorDict:
     """Per-token results in the order of the caller's rows, on the device the caller's rows came from."""
     assert batch is not None
     place = data.get("completion_token_ids").device
     if not tally.rows:
-        tally.columns["logprobs"] = [torch.empty(0)]
+        tally.columns[main] = [torch.empty(0)]
     return TensorDict(
         {name: batch.restore(tally.rows, parts).to(place) for name, parts in tally.columns.items()},
         batch_size=[batch.num_rows],
