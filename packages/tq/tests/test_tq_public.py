@@ -10,7 +10,8 @@ from rl_tq._registry import GROUP
 def test_public_names():
     assert sorted(rl_tq.__all__) == [
         "AddressError", "BatchMeta", "Credit", "LeaseLostError", "MissingDataError", "OnFull", "PartitionOptions",
-        "PolicyError", "QueueFullError", "RestoreReport", "RowMeta", "Sampler", "SchemaError", "ServerLostError",
+        "PerGroup", "PolicyError", "QueueFullError", "RestoreReport", "RowMeta", "Sampler", "SchemaError",
+        "ServerLostError",
         "StaleReferenceError", "StaleVersionError", "Storage", "StorageError", "TransferQueue", "TransferQueueError",
         "WaitTimeoutError", "connect", "policies", "serve",
     ]  # fmt: skip

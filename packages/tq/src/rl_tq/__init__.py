@@ -17,7 +17,7 @@ from rl_tq.errors import (
     TransferQueueError,
     WaitTimeoutError,
 )
-from rl_tq.types import BatchMeta, Credit, OnFull, PartitionOptions, RestoreReport, RowMeta
+from rl_tq.types import BatchMeta, Credit, OnFull, PartitionOptions, PerGroup, RestoreReport, RowMeta
 
 __all__ = [
     "AddressError",
@@ -27,6 +27,7 @@ __all__ = [
     "MissingDataError",
     "OnFull",
     "PartitionOptions",
+    "PerGroup",
     "PolicyError",
     "QueueFullError",
     "RestoreReport",

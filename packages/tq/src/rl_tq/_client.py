@@ -66,7 +66,7 @@ class QueueClient(TransferQueue):
         timeout_s: float | None = None,
     ) -> BatchMeta:
         """See `TransferQueue.put`."""
-        columns = parse_columns(data)
+        columns = parse_columns(data, sample_ids.tags if tags is None and isinstance(sample_ids, BatchMeta) else tags)
         layout = plan_extent(columns)
         limit = self._limit(timeout_s)
         request: Message = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,9 +13,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from rl_tq._schema import ColumnKind, ColumnSchema
 from rl_tq.errors import SchemaError
+from rl_tq.types import PerGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +30,36 @@ class Column:
     pieces: Sequence[torch.Tensor]
     """The values: tensors of shape (n, *row shape), to be laid one after the other."""
     offsets: torch.Tensor | None = None
-    """int64 [B + 1] into the values; None where the column is dense."""
+    """int64 [B + 1] into the values, or into the turns; None where the column is dense."""
+    turns: torch.Tensor | None = None
+    """int64 [turns + 1] into the values; None where rows have no turns."""
+    index: torch.Tensor | None = None
+    """int64 [B]: which of G values is each row's, where rows share them; the other lengths are then G's."""
 
 
-def parse_columns(data: TensorDictBase | Mapping[str, Any]) -> dict[str, Column]:
-    """Classify every column of `data`.
+INDEX = "\0"
+"""The index of a shared column lies in the extent under the column's name and this."""
+
+
+def parse_columns(
+    data: TensorDictBase | Mapping[str, Any], tags: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Column]:
+    """Classify every column of `data`, whose rows have `tags`.
 
     Raises:
         SchemaError: there are no columns or rows, row counts differ, or a value is of no kind that a queue holds.
     """
     names = list(cast("Mapping[Any, Any]", data).keys())
-    wrong = [name for name in names if not isinstance(name, str)]
+    wrong = [name for name in names if not isinstance(name, str) or INDEX in name]
     if wrong or not names:
-        raise SchemaError(f"a put takes one or more columns named by strings, not {wrong or 'none'}")
+        raise SchemaError(f"a put takes one or more columns named by strings without NUL, not {wrong or 'none'}")
     # TensorDict.get keeps a NonTensorStack as it is, where [] would unwrap it; a Mapping's get does the same for both.
-    columns = {name: _column(name, data.get(name)) for name in names}
+    columns = {
+        name: _shared_column(name, value, tags)
+        if isinstance(value := data.get(name), PerGroup)
+        else _column(name, value)
+        for name in names
+    }
     counts = {name: column.num_rows for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         raise SchemaError(f"the columns of one put have one value per row, but their row counts differ: {counts}")
@@ -60,15 +77,22 @@ def _column(name: str, value: Any) -> Column:
         items = cast("Sequence[Any]", value)
         if not items:
             raise SchemaError(f"column {name!r} has no rows: a put takes at least one")
+        if any(isinstance(item, list) and any(isinstance(turn, torch.Tensor) for turn in item) for item in items):
+            return _turns_column(name, items)
+        if any(isinstance(item, bytes | bytearray | memoryview) for item in items):
+            return _bytes_column(name, items)
         is_tensor = [isinstance(item, torch.Tensor) for item in items]
         if any(is_tensor):
             if not all(is_tensor):
                 raise SchemaError(f"column {name!r} mixes tensors with other values in one list: use one or the other")
             return _list_column(name, [item.detach() for item in items])
         return _json_column(name, items)
+    if isinstance(value, Mapping | TensorDictBase) and {*cast("Any", value).keys()} == {"values", "lengths"}:
+        return _packed_turns_column(name, cast("Any", value))
     raise SchemaError(
         f"column {name!r} is a {type(value).__module__}.{type(value).__qualname__}: pass a tensor of shape (B, ...), "
-        "a jagged nested tensor, a list of B tensors or a list of B JSON values (numpy: torch.from_numpy)"
+        "a jagged nested tensor, or a list of B tensors, lists of tensors, bytes or JSON values (of numpy: "
+        "torch.from_numpy)"
     )
 
 
@@ -120,10 +144,67 @@ def _ragged(dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[torch.Ten
     )
 
 
+def _turns_column(name: str, rows: Sequence[Any]) -> Column:
+    wrong = [row for row in rows if not isinstance(row, list) or not all(isinstance(t, torch.Tensor) for t in row)]
+    if wrong:
+        raise SchemaError(f"column {name!r} mixes lists of tensors with other values in one list: use one or the other")
+    flat = _list_column(name, [turn.detach() for row in rows for turn in row])
+    assert flat.offsets is not None
+    counts = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
+    schema = replace(flat.schema, kind=ColumnKind.TURNS)
+    return Column(schema=schema, num_rows=len(rows), pieces=flat.pieces, offsets=counts, turns=flat.offsets)
+
+
+def _packed_turns_column(name: str, value: Mapping[str, Any]) -> Column:
+    """What a get gave: jagged `values`, and the jagged int64 `lengths` of each row's turns."""
+    parts = [_column(name, value[part]) for part in ("values", "lengths")]
+    values, lengths = parts
+    is_ragged = all(part.schema.kind is ColumnKind.RAGGED for part in parts)
+    if not is_ragged or lengths.schema.dtype != "int64" or lengths.schema.shape or values.num_rows != lengths.num_rows:
+        raise SchemaError(
+            f"column {name!r} is given as 'values' {values.schema} and 'lengths' {lengths.schema}: turns are jagged "
+            "values, and as many jagged rows of int64 lengths"
+        )
+    assert values.offsets is not None
+    assert lengths.offsets is not None
+    sizes = torch.cat([*lengths.pieces]).cpu()
+    turns = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    if (sizes < 0).any() or not torch.equal(turns[lengths.offsets], values.offsets):
+        raise SchemaError(
+            f"column {name!r}: the 'lengths' of a row's turns must be 0 or more, and add up to its values"
+        )
+    return Column(
+        schema=replace(values.schema, kind=ColumnKind.TURNS), num_rows=values.num_rows, pieces=values.pieces,
+        offsets=lengths.offsets, turns=turns,
+    )  # fmt: skip
+
+
+def _bytes_column(name: str, rows: Sequence[Any]) -> Column:
+    wrong = [row for row in rows if not isinstance(row, bytes | bytearray | memoryview)]
+    if wrong:
+        raise SchemaError(f"column {name!r} mixes bytes with other values in one list: use one or the other")
+    return _documents(ColumnSchema(kind=ColumnKind.BYTES, dtype="uint8", shape=()), [bytes(row) for row in rows])
+
+
+def _shared_column(name: str, value: PerGroup, tags: Sequence[Mapping[str, Any]] | None) -> Column:
+    groups = [tag.get("group_id") for tag in tags or ()]
+    if not groups or None in groups:
+        raise SchemaError(f"column {name!r} is given per group, and rows have no tag 'group_id': tag all of them")
+    order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    column = _column(name, value.values)
+    if column.num_rows != len(order):
+        raise SchemaError(f"column {name!r} has {column.num_rows} values for {len(order)} groups: one each is needed")
+    return replace(column, num_rows=len(groups), index=torch.tensor([order[group] for group in groups]))
+
+
 def _json_column(name: str, values: Sequence[Any]) -> Column:
     documents = [_encode(name, row, value) for row, value in enumerate(values)]
+    return _documents(ColumnSchema(kind=ColumnKind.JSON, dtype="utf8", shape=()), documents)
+
+
+def _documents(schema: ColumnSchema, documents: Sequence[bytes]) -> Column:
     return Column(
-        schema=ColumnSchema(kind=ColumnKind.JSON, dtype="utf8", shape=()),
+        schema=schema,
         num_rows=len(documents),
         pieces=[torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)],
         offsets=torch.tensor([0, *accumulate(map(len, documents))], dtype=torch.int64),

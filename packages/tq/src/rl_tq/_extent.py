@@ -13,6 +13,7 @@ import torch
 
 from rl_csrc import frames
 from rl_csrc.errors import FrameError
+from rl_tq._columns import INDEX
 from rl_tq.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def plan_extent(columns: Mapping[str, Column]) -> Layout:
     for name, column in columns.items():
         flat, is_it = _one_piece(column)
         is_whole = is_whole and is_it
-        values[name] = flat if column.offsets is None else (flat, column.offsets)
+        rows = flat if column.turns is None else (flat, column.turns)
+        values[name] = rows if column.offsets is None else (rows, column.offsets)
+        if column.index is not None:
+            values[name + INDEX] = column.index
     try:
         frame = frames.encode(values)
     except FrameError as error:
@@ -76,8 +80,7 @@ def _regions(frame: frames.Frame, columns: Mapping[str, Column]) -> list[tuple[i
     sources: list[Sequence[torch.Tensor]] = []
     for column in columns.values():
         sources.append(column.pieces)
-        if column.offsets is not None:
-            sources.append([column.offsets])
+        sources += [[each] for each in (column.turns, column.offsets, column.index) if each is not None]
     regions: list[tuple[int, int, Sequence[torch.Tensor]]] = []
     cursor = len(frame.header)
     for buffer, pieces in zip(frame.buffers, sources, strict=True):

@@ -15,6 +15,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from rl_csrc import frames
+from rl_tq._columns import INDEX
 from rl_tq._extent import as_bytes, copied, copy_bytes, read_extent
 from rl_tq._schema import ColumnKind, ColumnSchema
 
@@ -54,9 +55,31 @@ class OpenExtent:
             self.bounds[name] = column.offsets.tolist()
         return column.values, self.bounds[name]
 
+    def turns(self, name: str) -> tuple[torch.Tensor, list[int], list[int]]:
+        """The values of a column of turns, the turns' offsets, and the rows' offsets into these."""
+        column = self.views[name]
+        assert isinstance(column, frames.Ragged)
+        assert isinstance(column.values, frames.Ragged)
+        assert isinstance(column.values.values, torch.Tensor)
+        return column.values.values, column.values.offsets.tolist(), column.offsets.tolist()
+
+    def stretches(self, name: str, start: int, count: int) -> list[tuple[int, int]]:
+        """Where the values of `count` rows from `start` on lie, as (first, number): elsewhere, if they are shared."""
+        if name + INDEX not in self.views:
+            return [(start, count)]
+        found: list[tuple[int, int]] = []
+        indexes = self.views[name + INDEX]
+        assert isinstance(indexes, torch.Tensor)
+        for index in indexes[start : start + count].tolist():
+            if found and found[-1][0] + found[-1][1] == index:
+                found[-1] = (found[-1][0], found[-1][1] + 1)
+            else:
+                found.append((index, 1))
+        return found
+
     def num_rows(self, name: str) -> int:
         """Rows it was written with."""
-        column = self.views[name]
+        column = self.views[name + INDEX] if name + INDEX in self.views else self.views[name]
         return len(column.offsets) - 1 if isinstance(column, frames.Ragged) else len(column)
 
 
@@ -125,8 +148,8 @@ class Landing:
 
 Parts: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
 """Column name to its values, in pieces that follow one another."""
-Lengths: TypeAlias = Mapping[str, Sequence[int]]
-"""Name of a ragged or JSON column to the lengths of its rows."""
+Lengths: TypeAlias = Mapping[str, Sequence[Any]]
+"""Name of a column that is not dense to the lengths of its rows, or (turns) to those of each row's turns."""
 
 
 def gather(
@@ -143,10 +166,16 @@ def gather(
 def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> tuple[Parts, Lengths]:
     """Where the values of rows lie: views of the extents, nothing copied."""
     parts: dict[str, Sequence[torch.Tensor]] = {}
-    lengths: dict[str, Sequence[int]] = {}
+    lengths: dict[str, Sequence[Any]] = {}
     for name, (schema, runs) in columns.items():
         if schema.kind is ColumnKind.DENSE:
-            parts[name] = [_rows(opened[extent].views[name], start, count) for extent, start, count in runs]
+            parts[name] = [
+                _rows(opened[extent].views[name], first, number)
+                for extent, start, count in runs
+                for first, number in opened[extent].stretches(name, start, count)
+            ]
+        elif schema.kind is ColumnKind.TURNS:
+            parts[name], lengths[name] = _turns(name, runs, opened)
         else:
             parts[name], lengths[name] = _ragged(name, runs, opened)
     return parts, lengths
@@ -166,21 +195,20 @@ def assemble(
     """
     if landing.is_given:
         landing.reserve(
-            [
-                sum(part.nbytes for part in parts[name])
-                for name, schema in schemas.items()
-                if schema.kind is not ColumnKind.JSON
-            ]
+            [sum(part.nbytes for part in parts[name]) for name, schema in schemas.items() if schema.is_tensor]
         )
     shared_offsets: dict[tuple[int, ...], torch.Tensor] = {}
     result: dict[str, Any] = {}
     for name, schema in schemas.items():
-        if schema.kind is ColumnKind.JSON:
-            result[name] = _json(_joined(parts[name], is_view=True), lengths[name])
+        if not schema.is_tensor:
+            result[name] = _documents(_joined(parts[name], is_view=True), lengths[name], schema.kind)
             continue
         values = landing.place(parts[name]) if landing.is_given else _joined(parts[name], is_view=is_own[name])
         if schema.kind is ColumnKind.DENSE:
             result[name] = values
+            continue
+        if schema.kind is ColumnKind.TURNS:
+            result[name] = _packed_turns(values, lengths[name], num_rows)
             continue
         key = tuple(lengths[name])
         if key not in shared_offsets:
@@ -214,9 +242,23 @@ def _ragged(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.
     lengths: list[int] = []
     for extent, start, count in runs:
         values, offsets = opened[extent].ragged(name)
-        edges = offsets[start : start + count + 1]
-        parts.append(_rows(values, edges[0], edges[-1] - edges[0]))
-        lengths += [b - a for a, b in pairwise(edges)]
+        for first, number in opened[extent].stretches(name, start, count):
+            edges = offsets[first : first + number + 1]
+            parts.append(_rows(values, edges[0], edges[-1] - edges[0]))
+            lengths += [b - a for a, b in pairwise(edges)]
+    return parts, lengths
+
+
+def _turns(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """The values of all rows, in pieces, and the lengths of each row's turns."""
+    parts: list[torch.Tensor] = []
+    lengths: list[list[int]] = []
+    for extent, start, count in runs:
+        values, turns, offsets = opened[extent].turns(name)
+        for first, number in opened[extent].stretches(name, start, count):
+            edges = offsets[first : first + number + 1]
+            parts.append(_rows(values, turns[edges[0]], turns[edges[-1]] - turns[edges[0]]))
+            lengths += [[b - a for a, b in pairwise(turns[a : b + 1])] for a, b in pairwise(edges)]
     return parts, lengths
 
 
@@ -232,14 +274,23 @@ def _joined(parts: Sequence[torch.Tensor], *, is_view: bool) -> torch.Tensor:
     return parts[0] if is_view else copied(parts[0])
 
 
-def _json(values: torch.Tensor, lengths: Sequence[int]) -> NonTensorStack:
+def _documents(values: torch.Tensor, lengths: Sequence[int], kind: ColumnKind) -> NonTensorStack:
     text = values.numpy().tobytes()
     documents: list[Any] = []
     start = 0
     for length in lengths:
-        documents.append(json.loads(text[start : start + length]))
+        document = text[start : start + length]
+        documents.append(json.loads(document) if kind is ColumnKind.JSON else document)
         start += length
     return NonTensorStack(*documents)
+
+
+def _packed_turns(values: torch.Tensor, lengths: Sequence[Sequence[int]], num_rows: int) -> TensorDict:
+    sizes = torch.tensor([length for row in lengths for length in row], dtype=torch.int64, device=values.device)
+    rows = _cumulated([sum(row) for row in lengths]).to(values.device)
+    counts = _cumulated([len(row) for row in lengths]).to(values.device)
+    packed: dict[str, Any] = {"values": NestedTensor(values, rows), "lengths": NestedTensor(sizes, counts)}
+    return TensorDict(packed, batch_size=[num_rows])
 
 
 def _cumulated(lengths: Sequence[int]) -> torch.Tensor:

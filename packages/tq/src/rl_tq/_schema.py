@@ -15,6 +15,10 @@ class ColumnKind(StrEnum):
     """Every row has the same shape."""
     RAGGED = "ragged"
     """Rows differ in their first dimension."""
+    TURNS = "turns"
+    """Every row is a list of turns, which differ in their first dimension: doubly ragged."""
+    BYTES = "bytes"
+    """Every row is a string of bytes."""
     JSON = "json"
     """Every row is one JSON document, in UTF-8."""
 
@@ -28,7 +32,12 @@ class ColumnSchema:
     dtype: str
     """`int64`, `bfloat16`, ...: torch's name. `utf8` for JSON."""
     shape: tuple[int, ...]
-    """Shape of one row; of a ragged one, without its first dimension."""
+    """Shape of one row; of a ragged one, without its first dimension; of turns, that of one turn without its first."""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether its values are tensors when they come back."""
+        return self.kind not in (ColumnKind.JSON, ColumnKind.BYTES)
 
     def to_json(self) -> list[Any]:
         """The three fields, in order, as JSON values."""
@@ -41,9 +50,10 @@ class ColumnSchema:
         return _schema(kind, dtype, tuple(shape))
 
     def __str__(self) -> str:
-        if self.kind is ColumnKind.JSON:
-            return "json"
-        sizes = ["*"] * (self.kind is ColumnKind.RAGGED) + [str(size) for size in self.shape]
+        if self.kind in (ColumnKind.JSON, ColumnKind.BYTES):
+            return self.kind.value
+        stars = {ColumnKind.RAGGED: 1, ColumnKind.TURNS: 2}.get(self.kind, 0)
+        sizes = ["*"] * stars + [str(size) for size in self.shape]
         return f"{self.kind.value} {self.dtype} [{', '.join(sizes)}]"
 
 

@@ -51,7 +51,8 @@ class TransferQueue(ABC):
 
         Args:
             data: Column name to B rows: a tensor of shape (B, ...), a jagged nested tensor, a list of B tensors
-                (ragged), or a list of B JSON-able Python values. Neither pickled nor kept by reference.
+                (ragged), of B lists of tensors (turns), of B `bytes`, or of B JSON-able Python values; or any of these
+                as a `PerGroup` of one value per group. Neither pickled nor kept by reference.
             partition: Created on first use.
             sample_ids: B ids. Existing rows get new columns; None makes new rows with fresh ids. A `BatchMeta` names
                 existing rows exactly: not others that were put under the same ids since, and, where it was claimed,
@@ -84,8 +85,9 @@ class TransferQueue(ABC):
     ) -> TensorDict:
         """Fetch columns (all of `meta.columns` when None) of rows, in the order of `meta.sample_ids`.
 
-        Ragged columns come as jagged nested tensors (those of equal row lengths share their offsets), JSON columns as
-        `NonTensorStack`: `batch["column"].tolist()`. What is returned is the caller's: writing to it changes nobody
+        Ragged columns come as jagged nested tensors (those of equal row lengths share their offsets), turns as a
+        `TensorDict` of jagged `values` and of the jagged `lengths` of the turns, bytes and JSON as `NonTensorStack`:
+        `batch["column"].tolist()`. What is returned is the caller's: writing to it changes nobody
         else's.
 
         Args:

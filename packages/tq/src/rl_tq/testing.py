@@ -32,7 +32,7 @@ from rl_tq.errors import (
     StaleVersionError,
     WaitTimeoutError,
 )
-from rl_tq.types import BatchMeta, Policy
+from rl_tq.types import BatchMeta, PerGroup, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,6 +51,12 @@ def rows_of(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [row.tolist() for row in value.unbind()]
     return value.tolist()
+
+
+def turns_of(value: TensorDict) -> list[Any]:
+    """A fetched column of turns as plain lists, one list of turns per row."""
+    rows = zip(value["values"].unbind(), value["lengths"].unbind(), strict=True)
+    return [[turn.tolist() for turn in values.split(lengths.tolist())] for values, lengths in rows]
 
 
 class TransferQueueContract:
@@ -97,6 +103,52 @@ class TransferQueueContract:
         assert [tuple(image.shape) for image in batch["images"].unbind()] == [(1, 2, 2), (3, 2, 2), (2, 2, 2)]
         assert batch["images"].unbind()[2].unique().tolist() == [7.0]
         assert batch["info"].tolist() == [{"answer": "72", "ids": [1, 2]}, "ä\n", None]
+
+    def test_turns_and_bytes_come_back_as_they_were_put(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """A list of turns per row, of none, of empty ones, and of two dimensions; packed again as it came."""
+        turns = [[torch.tensor([1, 2]), torch.tensor([3])], [], [torch.tensor([], dtype=torch.int64), torch.arange(4)]]
+        images = [[torch.full((n, 2), float(n)) for n in row] for row in ((1, 2), (3,), ())]
+        data = {"turns": turns, "images": images, "raw": [b"\xff\x00", b"", b"JSON"], "x": torch.arange(3)}
+        meta = queue.put(data, partition="p")
+        batch = peer.get(meta)
+        assert turns_of(batch["turns"]) == [[[1, 2], [3]], [], [[], [0, 1, 2, 3]]]
+        assert turns_of(batch["images"])[0] == [[[1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]]
+        assert batch["turns", "values"].layout is torch.jagged
+        assert batch["raw"].tolist() == [b"\xff\x00", b"", b"JSON"]
+        again = queue.put(batch.select("turns", "images"), partition="p")
+        mixed = BatchMeta.concat([again.reorder([2]), meta.select_columns(["turns", "images"]).reorder([0, 0])])
+        assert turns_of(peer.get(mixed)["turns"]) == [[[], [0, 1, 2, 3]], [[1, 2], [3]], [[1, 2], [3]]]
+        landed = peer.get(meta, out=torch.zeros(2048, dtype=torch.uint8))
+        assert turns_of(landed["turns"]) == turns_of(batch["turns"])
+        assert landed["raw"].tolist() == batch["raw"].tolist()
+
+    def test_values_of_a_group_are_stored_once(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """They come back row by row, whatever their kind, and their column may be put row by row as well."""
+        groups = ["b", "b", "a", "b", "a"]
+        tags = [{"group_id": group} for group in groups]
+        image = torch.rand(2, 100_000)
+        shared: dict[str, Any] = {
+            "image": PerGroup(image),
+            "prompt": PerGroup([torch.tensor([1]), torch.tensor([2, 3])]),
+            "turns": PerGroup([[torch.tensor([4]), torch.tensor([5])], []]),
+            "info": PerGroup([{"of": "b"}, {"of": "a"}]),
+            "raw": PerGroup([b"b", b"aa"]),
+        }
+        meta = queue.put({**shared, "x": torch.arange(5)}, partition="p", tags=tags)
+        assert queue.stats()["bytes"] < 1.5 * image.nbytes
+        alone = queue.put({"image": image[:1], "prompt": [torch.tensor([9])]}, partition="p")
+        batch = peer.get(meta.reorder([4, 0, 1, 2]))
+        assert torch.equal(batch["image"], image[[1, 0, 0, 1]])
+        assert rows_of(batch["prompt"]) == [[2, 3], [1], [1], [2, 3]]
+        assert turns_of(batch["turns"]) == [[], [[4], [5]], [[4], [5]], []]
+        assert batch["info"].tolist() == [{"of": group} for group in "abba"]
+        assert batch["raw"].tolist() == [b"aa", b"b", b"b", b"aa"]
+        assert batch["x"].tolist() == [4, 0, 1, 2]
+        both = BatchMeta.concat([alone, meta.reorder([2])])
+        assert rows_of(peer.get(both, ["prompt"])["prompt"]) == [[9], [2, 3]]
+        assert torch.equal(peer.get(both, ["image"], out=torch.zeros(900_000, dtype=torch.uint8))["image"], image)
+        added = peer.put({"late": PerGroup(torch.tensor([0.5, 1.5]))}, partition="p", sample_ids=meta)
+        assert queue.get(added)["late"].tolist() == [0.5, 0.5, 1.5, 0.5, 1.5]
 
     def test_a_tensordict_round_trips(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """What a get returned can be put again."""
@@ -203,6 +255,14 @@ class TransferQueueContract:
             ({"b": 3}, "builtins.int"),
             ({}, "one or more columns"),
             ({"b": torch.zeros(2).to_sparse()}, "strided"),
+            ({"a": [b"x", b"y"]}, "dense.*bytes"),
+            ({"a": [[torch.zeros(1)], []]}, r"dense.*turns float32 \[\*, \*\]"),
+            ({"b": [[torch.zeros(1)], torch.zeros(1)]}, "mixes lists of tensors"),
+            ({"b": [[torch.zeros(1)], [torch.zeros(1, 1)]]}, "in their first only"),
+            ({"b": [b"x", "y"]}, "mixes bytes"),
+            ({"b": PerGroup(torch.zeros(1))}, "no tag 'group_id'"),
+            ({"b\0": torch.zeros(2)}, "without NUL"),
+            ({"b": {"values": torch.zeros(2, 1), "lengths": torch.ones(2, 1)}}, "jagged values"),
         ],
     )
     def test_what_does_not_fit_is_refused_whole(self, queue: TransferQueue, data: Any, message: str) -> None:

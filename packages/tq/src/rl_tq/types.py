@@ -115,6 +115,19 @@ class Credit:
     """The partition's weight version when it was given."""
 
 
+@dataclass(frozen=True, slots=True)
+class PerGroup:
+    """A column of a put whose rows share their value with all rows of their group (tag `group_id`): stored once each.
+
+    `values` is whatever a column may be, of one value per group, in the order in which the groups first stand in the
+    put's tags (or in those of the `BatchMeta` that names its rows). What comes back has a value per row, as any column:
+    rows of one column may be put in either way. Rows of a group that are put later bring their own copy.
+    """
+
+    values: Any
+    """G values, one per group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
     """What `restore` did."""

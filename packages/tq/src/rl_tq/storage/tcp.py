@@ -19,6 +19,7 @@ import torch
 
 from rl_tq import _stream
 from rl_tq._client import QueueClient
+from rl_tq._columns import INDEX
 from rl_tq._extent import as_bytes, read_extent
 from rl_tq._gather import Landing, Opened, assemble, collect
 from rl_tq._hub import Hub
@@ -333,8 +334,9 @@ class TcpQueue(QueueClient):
     def _place(self, message: Message, nbytes: int) -> torch.Tensor | None:
         with self._lock:
             landing = self._landings.pop(message.get("id", 0), None)
-        has_json = any(column[0][0] == "json" for column in message.get("columns", {}).values())
-        return None if landing is None or has_json else landing.take_over(nbytes)
+        schemas = [ColumnSchema.from_json(column[0]) for column in message.get("columns", {}).values()]
+        is_all_tensors = all(schema.is_tensor for schema in schemas)
+        return landing.take_over(nbytes) if landing is not None and is_all_tensors else None
 
     def _lose(self, why: str) -> None:
         with self._lock:
@@ -384,7 +386,7 @@ def _checked(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
     if payload is None:
         raise SchemaError("a put came without its values")
     try:
-        columns = set(read_extent(payload))
+        columns = {name for name in read_extent(payload) if INDEX not in name}
     except ValueError as error:
         raise SchemaError(f"a put's values cannot be read: {error}") from error
     if columns != set(message["schema"]):
