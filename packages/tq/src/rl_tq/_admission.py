@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rl_tq import _checks
@@ -84,15 +85,14 @@ class Admissions:
         if put.partition not in state.partitions:
             state.open(put.partition, state.next_generation)
         home = state.partitions[put.partition]
-        numbers: list[int] = []
         names: list[str | None] = list(put.sample_ids) if put.sample_ids is not None else [None] * put.num_rows
-        following = state.next_row
-        for i, row in enumerate(existing or [None] * put.num_rows):
-            numbers.append(row.number if row else following)
-            if row is None:
-                if names[i] is None and home.by_name:
-                    names[i] = _untaken(f"row{following}", home)
-                following += 1
+        following = count(state.next_row)
+        if existing:
+            numbers = [next(following) if row is None else row.number for row in existing]
+        else:
+            numbers = list(range(state.next_row, state.next_row + put.num_rows))
+            if home.by_name:
+                names = [_untaken(f"row{number}", home) for number in numbers]
         schema = {name: column.to_json() for name, column in put.schema.items()}
         return state.put(
             put.partition, put.extent, schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags

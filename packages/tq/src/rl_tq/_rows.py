@@ -96,13 +96,16 @@ class Partition:
     changed: int = 0
     """Grows whenever it changes."""
 
-    def enter(self, row: Row) -> None:
-        """Take a new row in."""
-        self.rows[row.number] = row
-        if row.name is not None:
-            self.by_name[row.name] = row
-        if row.tags:
-            self._classify(row)
+    def enter(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]] | None) -> None:
+        """Take new rows in, with their tags."""
+        for row in rows:
+            self.rows[row.number] = row
+            if row.name is not None:
+                self.by_name[row.name] = row
+        for row, given in zip(rows, tags or (), strict=False):
+            if given:
+                row.tags = given
+                self._classify(row)
 
     def leave(self, row: Row) -> None:
         """Let a row go."""

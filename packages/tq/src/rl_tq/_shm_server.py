@@ -113,7 +113,8 @@ class ControlServer:
                 self._accept()
             elif connection := self._connections.get(key.fd):
                 self._serve(connection, events)
-        self._deliver()
+        if deadline is not None and deadline <= time.monotonic():
+            self._deliver()
         self._commit()
         while self._to_flush:
             connection, _ = self._to_flush.popitem()
@@ -180,12 +181,12 @@ class ControlServer:
             reply = error_reply(error)
         # What this made free is told first, so that whoever asked can use it again once he is answered; but never ahead
         # of an answer that names segments, which must still be known when it arrives.
-        is_first = reply is not None and "places" in reply
-        if not is_first:
+        names_segments = reply is not None and "places" in reply
+        if not names_segments:
             self._deliver()
         if reply is not None and "id" in message:
             self._send(connection, {**reply, "id": message["id"]})
-        if is_first:
+        if names_segments:
             self._deliver()
 
     def _send(self, connection: _Connection, message: Message, segment: Segment | Stamps | None = None) -> None:
@@ -223,6 +224,7 @@ class ControlServer:
         why = f"its consumer ({connection.label}) " + ("left" if connection.has_left else "died")
         self._service.caller_left(connection, why, is_counted=not connection.has_left)
         self._table.leave(connection)
+        self._deliver()
 
     def _deliver(self) -> None:
         settled, freed = self._service.drain(time.monotonic())

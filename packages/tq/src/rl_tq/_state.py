@@ -115,22 +115,21 @@ class State:
             number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner
         )
         home.nbytes += nbytes
-        rows: list[Row] = []
-        for i, number in enumerate(numbers):
-            index = i if places is None else places[i]
-            row = home.rows.get(number)
-            new_tags = tags[i] if tags is not None else NO_TAGS
-            if row is None:
-                row = Row(number, sample_ids[i], new_tags or NO_TAGS, columns, ((held, index),))
-                home.enter(row)
-            else:
-                if new_tags:
-                    for ledger in home.tasks.values():
-                        ledger.withdraw([number])
-                    home.tag(row, new_tags)
+        indexes = range(len(numbers)) if places is None else places
+        if numbers[0] >= self.next_row:
+            rows = [
+                Row(number, name, NO_TAGS, columns, ((held, index),))
+                for number, name, index in zip(numbers, sample_ids, indexes, strict=True)
+            ]
+            home.enter(rows, tags)
+        else:
+            rows = [
+                self._extended(home, home.rows.get(number), number, sample_ids[i], tags[i] if tags else NO_TAGS)
+                for i, number in enumerate(numbers)
+            ]
+            for row, index in zip(rows, indexes, strict=True):
                 row.columns = self._interned(row.columns | columns)
                 row.pieces = (*row.pieces, (held, index))
-            rows.append(row)
         self.next_row = max(self.next_row, max(numbers) + 1)
         for ledger in home.tasks.values():
             ledger.offer(rows)
@@ -318,6 +317,19 @@ class State:
         if ledger is None:
             ledger = home.tasks[task] = TaskLedger()
         return ledger
+
+    def _extended(
+        self, home: Partition, row: Row | None, number: int, name: str | None, tags: Mapping[str, Any]
+    ) -> Row:
+        """A row that gets columns, with its new tags; made if it is not there."""
+        if row is None:
+            row = Row(number, name, NO_TAGS, frozenset(), ())
+            home.enter([row], [tags])
+        elif tags:
+            for ledger in home.tasks.values():
+                ledger.withdraw([number])
+            home.tag(row, tags)
+        return row
 
     def _why_dead(self, home: Partition, ledger: TaskLedger, row: Row, reason: str, *, is_grouped: bool) -> str:
         attempts = ledger.attempts.get(row.number, 0)
