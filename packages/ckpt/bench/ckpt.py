@@ -103,14 +103,18 @@ class Child:
         if self.process.stdout.readline() != "ready\n":
             raise RuntimeError(f"the receiving process {self.process.args} died")
 
-    def tell(self):
-        self.process.stdin.write("go\n")
+    def tell(self, what="go"):
+        self.process.stdin.write(f"{what}\n")
 
     def hear(self):
-        said = self.process.stdout.readline().split()
-        if said[:1] != ["done"]:
+        if not (said := self.process.stdout.readline().strip()):
             raise RuntimeError(f"the receiving process {self.process.args} died")
-        return int(said[1])
+        return said
+
+    def resident_bytes(self):
+        """Memory that is its own."""
+        self.tell("memory")
+        return int(self.hear())
 
     def close(self):
         self.process.stdin.close()
@@ -126,7 +130,7 @@ def resident_bytes():
 
 
 def child(system, num_layers, vocab_size, where, *cores):
-    """Take a sync for every line on stdin, into tensors of this process."""
+    """Take a sync for every `go` on stdin, into tensors of this process."""
     os.sched_setaffinity(0, map(int, cores))
     torch.set_num_threads(1)
     mine = tensors((int(num_layers), int(vocab_size)), torch.zeros)
@@ -138,7 +142,10 @@ def child(system, num_layers, vocab_size, where, *cores):
     elif system == "socket":
         connection = dial(where)
     print("ready", flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if line == "memory\n":  # takes as long as a fifth of a sync, so not with each
+            print(resident_bytes(), flush=True)
+            continue
         if system == "ckpt-into":
             engine.recv_into(mine)
         elif system == "ckpt-iterate":
@@ -155,7 +162,7 @@ def child(system, num_layers, vocab_size, where, *cores):
             from safetensors.torch import load_file
 
             copy_into(mine, load_file(where).items())
-        print("done", resident_bytes(), flush=True)
+        print("done", flush=True)
 
 
 def queue_child(queue, done, size, cores):
@@ -179,12 +186,12 @@ class Sending:
         self.child = Child(system, size, self.engine.address, cores)
         stack.callback(self.child.close)
         self.child.wait()
-        self.versions, self.reports, self.resident = itertools.count(), [], []
+        self.versions, self.reports = itertools.count(), []
 
     def __call__(self, weights):
         self.child.tell()
         self.reports.append(self.engine.send(weights.items(), version=next(self.versions)))
-        self.resident.append(self.child.hear())
+        self.child.hear()
 
 
 def change(weights, step):
@@ -303,10 +310,10 @@ def verification(run, weights):
 
 def growth_of(sending, weights, count):
     """What the receiving process has more of its own after `count` further syncs, bytes."""
-    before = sending.resident[-1]
+    before = sending.child.resident_bytes()
     for _ in range(count):
         sending(weights)
-    return max(0, sending.resident[-1] - before)
+    return max(0, sending.child.resident_bytes() - before)
 
 
 def sockets(run, stack, scheme, size, cores, weights, num_bytes):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rl_ckpt.testing import CheckpointEngineSuite, ProcessSuite, new_name
+from rl_ckpt.testing import CheckpointEngineSuite, ProcessSuite, VersionSuite, new_name
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 
@@ -16,27 +16,27 @@ def free_port():
 
 
 @pytest.mark.contract
-class TestInproc(CheckpointEngineSuite):
+class TestInproc(CheckpointEngineSuite, VersionSuite):
     def new_address(self):
         return f"inproc://{new_name()}"
 
 
 @pytest.mark.contract
 @on_linux
-class TestShm(CheckpointEngineSuite, ProcessSuite):
+class TestShm(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     def new_address(self):
         return f"shm://{new_name()}"
 
 
 @pytest.mark.contract
 @on_linux
-class TestUds(CheckpointEngineSuite, ProcessSuite):
+class TestUds(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     def new_address(self):
         return f"uds://{new_name()}"
 
 
 @pytest.mark.contract
-class TestTcp(CheckpointEngineSuite, ProcessSuite):
+class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     token = "known to both"
 
     def new_address(self):

@@ -55,7 +55,9 @@ def honest(slot):
     for tensor, spec in enumerate(SPECS):
         for piece in plan.place(spec.num_bytes):
             digest = rl_csrc.digest(slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
-            span = Span(tensor, Codec.RAW, piece.offset, piece.bucket_offset, piece.num_bytes, spec.num_bytes, digest)
+            span = Span(
+                tensor, Codec.RAW, 0, piece.offset, piece.bucket_offset, piece.num_bytes, spec.num_bytes, digest
+            )
             buckets.setdefault(piece.bucket, []).append(span)
     return [
         Bucket(sequence, 0, aligned(spans[-1].bucket_offset + spans[-1].num_bytes), tuple(spans))
@@ -77,7 +79,7 @@ def test_what_an_honest_sender_sends_is_taken():
 
 small = st.integers(0, 2**13) | st.sampled_from([0, 256, 512, 1024, 120, 3000, 2**32 - 1])
 wide = small | st.integers(0, 2**64 - 1)
-field = st.sampled_from(["tensor", "codec", "offset", "bucket_offset", "num_bytes", "total_bytes", "digest"])
+field = st.sampled_from(["tensor", "codec", "start", "offset", "bucket_offset", "num_bytes", "total_bytes", "digest"])
 
 
 @settings(max_examples=120, deadline=None)
@@ -113,7 +115,9 @@ def test_one_wrong_field_is_always_found(data):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.builds(Span, small, st.integers(0, 3), wide, wide, wide, wide, wide), max_size=6), small, small)
+@given(
+    st.lists(st.builds(Span, small, st.integers(0, 3), wide, wide, wide, wide, wide, wide), max_size=6), small, small
+)
 def test_any_bucket_is_read_or_refused(spans, slot, used_bytes):
     ring, one = Ring(), landing({spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}, has_base=True)
     before = ring.memory.clone()
@@ -136,7 +140,7 @@ def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
     if is_plausible:  # an honest one with some bytes overwritten
         fresh = base.clone()
         fresh[::7] += 1
-        made = _delta.encode(fresh.view(torch.uint8), base.view(torch.uint8), spec)
+        made = _delta.encode(fresh.view(torch.uint8), base.view(torch.uint8), 4)
         raw = bytearray(made.tolist())
         for i, value in enumerate(content[:4]):
             raw[(value * 7 + i) % len(raw)] ^= value

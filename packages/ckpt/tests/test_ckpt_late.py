@@ -2,11 +2,10 @@
 
 import asyncio
 
-import pytest
 import torch
 
-from rl_ckpt import ReceiverState, SyncAbortedError, UsageError, connect, tree_digest
-from rl_ckpt.testing import assert_same, failure, new_name, receive_all, sample_weights
+from rl_ckpt import ReceiverState, SyncAbortedError, UsageError, connect
+from rl_ckpt.testing import assert_same, failure, new_name, receive_all
 
 
 def run(work, url="shm://{}", **options):
@@ -30,33 +29,6 @@ async def late(sender):
         while (report := await sender.serve_late()) is None:  # noqa: ASYNC110  # it is the poll that is tested
             await asyncio.sleep(0.02)
     return report
-
-
-@pytest.mark.parametrize("url", ["shm://{}", "uds://{}?streams=2", "inproc://{}"])
-def test_a_joiner_gets_the_version_in_force_and_then_differences(url):
-    async def work(sender, first, joiner, _):
-        weights = sample_weights() | {"large": torch.randn(100_000)}
-        mine, theirs = ({n: torch.zeros_like(t).contiguous() for n, t in weights.items()} for _ in range(2))
-        await asyncio.gather(sender.send_weights(weights.items(), version=1), first.receive_into(mine))
-        assert await sender.serve_late() is None
-        receiving = asyncio.ensure_future(joiner.receive_into(theirs))
-        report = await late(sender)
-        assert (await receiving, report.version, len(report.receipts)) == (1, 1, 1)
-        assert_same(theirs, weights)
-        assert joiner.digest == first.digest == sender.digest == report.digest == tree_digest(weights)
-        assert await sender.serve_late() is None
-        weights["large"] = weights["large"].clone()
-        weights["large"][5] += 1
-        report, *_ = await asyncio.gather(
-            sender.send_weights(weights.items(), version=2, num_peers=2),
-            first.receive_into(mine),
-            joiner.receive_into(theirs),
-        )
-        assert report.num_deltas > 5
-        assert_same(mine, weights)
-        assert_same(theirs, weights)
-
-    run(work, url, delta=True)
 
 
 def test_a_joiner_after_a_sync_of_a_part_gets_the_whole():

@@ -35,7 +35,7 @@ from rl_ckpt._wire import (
 )
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
-span = st.builds(Span, u32, u32, u64, u64, u64, u64, u64)
+span = st.builds(Span, u32, u32, u64, u64, u64, u64, u64, u64)
 spec = st.builds(
     TensorSpec,
     name=st.text(max_size=20).filter(lambda s: s.isprintable()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import rl_csrc
@@ -40,13 +41,13 @@ def pack_leaves(content: Tensor, slot: Tensor) -> list[int]:
         slot.copy_(content)
         return leaves_of(slot)
     pairs = zip(_leaves(content), _leaves(slot), strict=True)
-    return [_digest(pack(_whole(leaf), [leaf], into, digest=True)) for leaf, into in pairs]
+    return [_digest(pack(_plan(leaf.numel()), [leaf], into, digest=True)) for leaf, into in pairs]
 
 
 def unpack_leaves(slot: Tensor, content: Tensor) -> list[int]:
     """Copy `slot` into `content`, uint8 [num_bytes] on the CPU both, and return the digests of what was read."""
     pairs = zip(_leaves(slot), _leaves(content), strict=True)
-    return [_digest(unpack(_whole(leaf), leaf, [into], digest=True)) for leaf, into in pairs]
+    return [_digest(unpack(_plan(leaf.numel()), leaf, [into], digest=True)) for leaf, into in pairs]
 
 
 def model_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> int:
@@ -70,8 +71,9 @@ def _leaves(raw: Tensor) -> list[Tensor]:
     return [raw[start : start + LEAF_BYTES] for start in range(0, num_bytes, LEAF_BYTES)] or [raw]
 
 
-def _whole(leaf: Tensor) -> Bucket:
-    num_bytes = leaf.numel()
+@lru_cache(maxsize=256)
+def _plan(num_bytes: int) -> Bucket:
+    """One content, whole."""
     return Bucket(pieces=(Piece(tensor=0, tensor_offset=0, bucket_offset=0, nbytes=num_bytes),), nbytes=num_bytes)
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from rl_ckpt._fork import close_in_children
-from rl_ckpt._outbox import MAX_BUFFERS, set_patience
+from rl_ckpt._outbox import set_patience
 from rl_ckpt._tensors import memory_of
 from rl_ckpt._wire import Session, Stream, encode
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._transport import ReceiveTransport
+
+
+MAX_BUFFERS = 512
+"""Most buffers of one scattering read; the kernel's limit is 1,024."""
 
 
 class Inlet:

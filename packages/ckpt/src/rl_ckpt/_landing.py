@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rl_ckpt import _delta
+import rl_csrc
+from rl_ckpt import _delta, _zstd
 from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
 from rl_ckpt._plan import ALIGNMENT_BYTES, Codec, Span, aligned
 from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes
@@ -62,7 +63,7 @@ class Place:
     span: Span
     spec: TensorSpec
     content: Tensor | None
-    """uint8 [total_bytes], of which it is a part; None: it is whole, and is in the slot."""
+    """uint8 [total_bytes], of which it is a piece; None: it is whole, and is in the slot."""
     is_target: bool
     """Whether `content` is the memory of the consumer's own tensor."""
 
@@ -100,8 +101,10 @@ class Landing:
     _names: set[str] = field(default_factory=set[str])
     _partial: Span | None = None
     """The last piece of a tensor that is not whole yet."""
+    _pieces: list[int] = field(default_factory=list[int])
+    """Digests of the leaves of the pieces of the part that lands."""
     _leaves: list[int] = field(default_factory=list[int])
-    """Of its pieces so far."""
+    """Digests of the leaves of its parts that are whole."""
 
     @property
     def digest(self) -> int:
@@ -124,12 +127,12 @@ class Landing:
         places = self._places(bucket)
         self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
         is_fetched = memory.fetch(sequence, _contents(bucket, places, slot))
-        for place in places:
-            self._check(place, bucket, slot, is_fetched, memory.refresh)
+        found = [self._check(place, bucket, slot, is_fetched, memory.refresh) for place in places]
         self.num_buckets += 1
         items: list[tuple[str, Tensor]] = []
-        for place in places:
-            if place.span.offset + place.span.num_bytes == place.span.total_bytes:
+        for place, leaves in zip(places, found, strict=True):
+            self._pieces += leaves
+            if place.span.is_last:
                 content = place.content if place.content is not None else _piece(slot, place.span)
                 self._complete(place, content, items)
         self.is_touched = self.is_touched or bool(items)
@@ -153,10 +156,10 @@ class Landing:
             if span.bucket_offset != end or end + span.num_bytes > bucket.used_bytes or not self._follows(span, spec):
                 raise ProtocolError(f"{self.sender} sent {span} of {spec}, which does not fit after what came before")
             end = aligned(span.bucket_offset + span.num_bytes)
-            is_last = span.offset + span.num_bytes == span.total_bytes
-            self._partial = None if is_last else span
+            is_whole = span.is_last and _end_of(span, spec) == spec.num_bytes
+            self._partial = None if is_whole else span
             places.append(self._choose(span, spec))
-            if is_last:
+            if is_whole:
                 self._names.add(spec.name)
         if end != bucket.used_bytes:
             raise ProtocolError(f"{self.sender} sent a bucket of {bucket.used_bytes} bytes with spans for {end}")
@@ -165,29 +168,44 @@ class Landing:
     def _follows(self, span: Span, spec: TensorSpec) -> bool:
         """Whether the span continues the tensor that is begun, or begins one."""
         before = self._partial
-        if span.codec == Codec.RAW:
-            is_sized = span.total_bytes == spec.num_bytes
-        else:
-            is_sized = span.codec == Codec.DELTA and self.has_base and 0 < span.total_bytes <= spec.num_bytes + 4096
-        if not is_sized or span.num_bytes > span.total_bytes - span.offset or span.bucket_offset % ALIGNMENT_BYTES:
+        if not self._is_sized(span, spec) or span.num_bytes > span.total_bytes - span.offset:
+            return False
+        if span.bucket_offset % ALIGNMENT_BYTES:
             return False
         if span.num_bytes < span.total_bytes and (span.num_bytes == 0 or span.bucket_offset):
             return False
         if before is None:
-            return span.offset == 0 and spec.name not in self._names
-        return (span.tensor, span.codec, span.total_bytes, span.offset) == (
+            return span.start == span.offset == 0 and spec.name not in self._names
+        if before.is_last:  # another part of the same tensor
+            return (span.tensor, span.start, span.offset) == (before.tensor, _end_of(before, spec), 0)
+        return (span.tensor, span.codec, span.start, span.total_bytes, span.offset) == (
             before.tensor,
             before.codec,
+            before.start,
             before.total_bytes,
             before.offset + before.num_bytes,
         )
+
+    def _is_sized(self, span: Span, spec: TensorSpec) -> bool:
+        """Whether a part of this tensor can have this length."""
+        if span.codec == Codec.RAW and span.start == 0 and span.total_bytes == spec.num_bytes:
+            return True
+        if not self.has_base or span.start % LEAF_BYTES or span.start >= max(1, spec.num_bytes):
+            return False
+        leaf_bytes = _leaf_bytes(span, spec)
+        if span.codec == Codec.RAW:
+            return span.total_bytes == leaf_bytes
+        return span.codec in (Codec.DELTA, Codec.DELTA_ZSTD) and 0 < span.total_bytes < leaf_bytes
 
     def _choose(self, span: Span, spec: TensorSpec) -> Place:
         """Decide where the piece goes."""
         is_whole = span.num_bytes == span.total_bytes
         target = None if self.targets is None else self._target(spec)
         if span.codec == Codec.RAW and target is not None and _is_plain(target):
-            return Place(span, spec, as_bytes(target), is_target=True)
+            content = as_bytes(target)[span.start : span.start + span.total_bytes]
+            return Place(span, spec, content, is_target=True)
+        if span.codec == Codec.RAW and span.total_bytes < spec.num_bytes:
+            raise ProtocolError(f"{self.sender} sent a leaf of {spec.name!r}, which this end did not ask for")
         return Place(span, spec, None if is_whole else self.scratch.get(span.total_bytes), is_target=False)
 
     def _target(self, spec: TensorSpec) -> Tensor:
@@ -204,8 +222,8 @@ class Landing:
 
     def _check(
         self, place: Place, bucket: Bucket, slot: Tensor, is_fetched: bool, refresh: Callable[[int], bool]
-    ) -> None:
-        """Bring the piece where it goes, and compare its digest."""
+    ) -> list[int]:
+        """Bring the piece where it goes, and compare its digest; return those of its leaves."""
         span = place.span
         piece = _piece(slot, span)
         into = piece if place.content is None else place.content[span.offset : span.offset + span.num_bytes]
@@ -222,32 +240,53 @@ class Landing:
                 f"{span.num_bytes} bytes of {place.spec.name!r}; {self.sender} sent {span.digest:#018x}. "
                 "None of its tensors is handed out"
             )
-        self._leaves = leaves if span.offset == 0 else self._leaves + leaves
-        if span.offset + span.num_bytes == span.total_bytes and span.codec == Codec.RAW:
-            is_cut = span.num_bytes == span.total_bytes or self.bucket_bytes % LEAF_BYTES == 0
-            whole = self._leaves if is_cut or place.content is None else leaves_of(place.content)
-            self.digests[place.spec] = combine(whole)
+        return leaves
 
     def _complete(self, place: Place, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
-        """Do with a whole tensor what the consumer wants."""
-        spec = place.spec
+        """Do with a whole part what the consumer wants."""
+        span, spec = place.span, place.spec
+        if span.codec == Codec.RAW:
+            is_cut_into_leaves = span.num_bytes == span.total_bytes or self.bucket_bytes % LEAF_BYTES == 0
+            self._leaves += self._pieces if is_cut_into_leaves else leaves_of(content)
+        else:
+            self._leaves.append(self._apply(content, span, spec))
+        self._pieces = []
+        if _end_of(span, spec) < spec.num_bytes:
+            return
         self.num_bytes += spec.num_bytes
-        if place.span.codec == Codec.DELTA:
-            self._apply(content, spec)
-        elif self.targets is None:
+        self.digests[spec], self._leaves = combine(self._leaves), []
+        if self.targets is None:
             items.append((spec.name, from_bytes(content, spec)))
-        elif not place.is_target:
+        elif span.codec == Codec.RAW and not place.is_target:
             self.is_touched = True
             self._target(spec).detach().copy_(from_bytes(content, spec))
 
-    def _apply(self, content: Tensor, spec: TensorSpec) -> None:
+    def _apply(self, content: Tensor, span: Span, spec: TensorSpec) -> int:
+        """Apply a difference to a leaf; return the digest of what the leaf is then, read back from where it is."""
         target = self._target(spec) if self.targets is not None else None
         if target is None or not _is_plain(target):
             raise ProtocolError(f"{self.sender} sent {spec.name!r} as a difference, which this end did not ask for")
-        raw = as_bytes(target)
+        leaf = as_bytes(target)[span.start : _end_of(span, spec)]
         self.is_touched = True
-        _delta.apply(content, raw, spec)
-        self.digests[spec] = combine(leaves_of(raw))
+        if span.codec == Codec.DELTA_ZSTD:
+            content = _zstd.decompress(content, leaf.numel(), spec.name)
+        _delta.apply(content, leaf, spec)
+        return rl_csrc.digest(leaf)
+
+
+def _leaf_bytes(span: Span, spec: TensorSpec) -> int:
+    return min(LEAF_BYTES, spec.num_bytes - span.start)
+
+
+def _end_of(span: Span, spec: TensorSpec) -> int:
+    """Where the part of a span ends in its tensor, bytes."""
+    return span.start + (span.total_bytes if span.codec == Codec.RAW else _leaf_bytes(span, spec))
+
+
+def readable_codecs() -> int:
+    """A bit for every `Codec` that this end can read."""
+    is_unreadable = {Codec.DELTA_ZSTD} if not _zstd.is_installed() else set[Codec]()
+    return sum(1 << codec for codec in Codec if codec not in is_unreadable)
 
 
 def is_base(targets: Mapping[str, Tensor]) -> bool:

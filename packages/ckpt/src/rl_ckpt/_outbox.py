@@ -5,18 +5,12 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
-from itertools import islice
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_ckpt._tensors import memory_of
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
-MAX_BUFFERS = 512
-"""Most buffers of one gather write; the kernel's limit is 1,024."""
 BUFFER_BYTES = 4 << 20
 """Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""
 PATIENCE_S = 0.02
@@ -32,16 +26,31 @@ def set_patience(connection: socket.socket) -> socket.socket:
     return connection
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a slot, or of a tensor of the source."""
+
+    num_bytes: int
+    """How many."""
+    slot: int = 0
+    """Number of the slot."""
+    start: int = 0
+    """Where they start in the slot."""
+    view: memoryview | None = None
+    """The tensor's memory, instead."""
+
+
 class Outbox:
-    """Writes tensors to non-blocking sockets without copying them, as far as these take them. Owns the sockets."""
+    """Writes slots to sockets, as far as these take them. Owns the sockets."""
 
     def __init__(self) -> None:
         self._streams: dict[int, tuple[int, socket.socket]] = {}
-        self._queues: dict[int, deque[tuple[memoryview, Tensor]]] = {}
+        self._queues: dict[int, deque[tuple[Run, int]]] = {}
+        """Of each stream what it has not taken yet, in order, and how much it has taken of the first."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything was taken by the kernel, so that the tensors may change."""
+        """Whether everything was taken by the kernel, so that tensors may change."""
         return not any(self._queues.values())
 
     def attach(self, index: int, opened: int, connection: socket.socket) -> None:
@@ -60,35 +69,38 @@ class Outbox:
             range(num_streams), opened
         )
 
-    def put(self, sequence: int, contents: Sequence[Tensor]) -> None:
-        """Queue the payload of a bucket: uint8 CPU tensors that follow one another. They must not change meanwhile."""
-        queue = self._queues[sequence % len(self._queues)]
-        queue.extend((memory_of(content), content) for content in contents if content.numel())
+    def put(self, sequence: int, payload: Sequence[Run]) -> None:
+        """Queue the payload of a bucket. Slots must not change before it is freed, tensors before they are taken."""
+        self._queues[sequence % len(self._queues)].extend((run, 0) for run in payload if run.num_bytes)
 
-    def flush(self, *, is_patient: bool) -> None:
+    def flush(self, write: Callable[[socket.socket, int, int, int], int], *, is_patient: bool) -> None:
         """Write what the sockets take now or, if patient, a moment later.
+
+        Args:
+            write: Of a transport: puts bytes `start` to `end` of a slot on a stream and returns how many went.
+            is_patient: Whether to wait a moment.
 
         Raises:
             OSError: the other end is gone.
         """
-        flags = 0 if is_patient else socket.MSG_DONTWAIT
         for index, queue in self._queues.items():
             connection = self._streams[index][1]
+            connection.setblocking(is_patient)
             while queue:
-                buffers = [view for view, _ in islice(queue, MAX_BUFFERS)]
+                run, taken = queue[0]
                 try:
-                    sent = connection.sendmsg(buffers, [], flags)
+                    if run.view is None:
+                        taken += write(connection, run.slot, run.start + taken, run.start + run.num_bytes)
+                    else:
+                        taken += connection.send(run.view[taken:])
                 except (BlockingIOError, InterruptedError):
                     break
-                is_full = sent < sum(view.nbytes for view in buffers)
-                while sent:
-                    view, keep = queue.popleft()
-                    if sent < view.nbytes:
-                        queue.appendleft((view[sent:], keep))
-                        break
-                    sent -= view.nbytes
-                if is_full:
-                    break
+                if taken == run.num_bytes:
+                    queue.popleft()
+                else:
+                    queue[0] = (run, taken)
+                    if is_patient:
+                        break  # it waited already: look up
 
     def blocked(self) -> list[int]:
         """Descriptors of the streams that have more to write."""

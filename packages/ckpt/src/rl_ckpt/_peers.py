@@ -39,8 +39,7 @@ from rl_ckpt.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
+    from rl_ckpt._outbox import Run
     from rl_ckpt._transport import SendTransport
 
 _ERRORS = {
@@ -77,6 +76,8 @@ class Peer:
     """Whether it was sent every tensor of the snapshot."""
     opened: int = 0
     """Generation of its streams that it will read."""
+    codecs: int = 0
+    """A bit for every `Codec` that it can read."""
     sync: int = 0
     """Its number of the sync that it takes part in; 0 for none."""
     num_declared: int = 0
@@ -180,7 +181,6 @@ class Peers:
             CkptError: what one of them did wrong instead.
             PeerTimeoutError: names those that did nothing; they are dropped.
         """
-        self.poll()
         deadline = Deadline(self.timeout_s)
         while True:
             for peer in peers:
@@ -209,10 +209,10 @@ class Peers:
                 self._take_in(peer)  # it may have said why
             self.drop(peer, error)
 
-    def put(self, peer: Peer, sequence: int, contents: Sequence[Tensor]) -> None:
+    def put(self, peer: Peer, sequence: int, payload: Sequence[Run]) -> None:
         """Begin to write the payload of a bucket to one receiver's streams."""
         if peer.error is None:
-            peer.outbox.put(sequence, contents)
+            peer.outbox.put(sequence, payload)
             self._flush(peer)
 
     def abort(self, peers: Sequence[Peer], reason: AbortReason, text: str) -> None:
@@ -262,7 +262,9 @@ class Peers:
 
     def _flush(self, peer: Peer) -> None:
         try:
-            peer.outbox.flush(is_patient=len(self.all) == 1)  # or the others would wait for this one
+            peer.outbox.flush(
+                self.transport.write, is_patient=len(self.all) == 1
+            )  # or the others would wait for this one
         except OSError as cause:
             error = PeerLostError(f"{peer.name} takes no payload any more: {cause}")
             self._take_in(peer)  # it may have said why
@@ -283,6 +285,7 @@ class Peers:
             self._get_to_know(peer, message)
         elif isinstance(message, Ready):
             peer.waiting, peer.held, peer.opened = sync, message.held, message.opened
+            peer.codecs = message.codecs
             peer.committed = (message.version, message.digest)
         elif isinstance(message, Abort) and sync == peer.waiting:
             peer.waiting = 0

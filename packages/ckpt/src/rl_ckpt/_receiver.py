@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt._digest import tree_digest
-from rl_ckpt._landing import Landing, Scratch, is_base
+from rl_ckpt._landing import Landing, Scratch, is_base, readable_codecs
 from rl_ckpt._line import Line
 from rl_ckpt._link import Deadline, wait_for
 from rl_ckpt._wire import (
@@ -233,7 +233,7 @@ class Receiver(CheckpointEngine):
         except OSError as error:
             raise PeerLostError(f"{line.peer} took no connection for payload: {error}") from error
         has = self._version if self._state is ReceiverState.COMMITTED else None
-        ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, inlet.opened)
+        ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, inlet.opened, readable_codecs())
         line.post(ready, deadline)
         message = line.next(deadline, "began no sync")
         if isinstance(message, Begin) and message.base in {held, NO_VERSION}:

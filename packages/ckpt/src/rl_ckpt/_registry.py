@@ -32,6 +32,7 @@ def connect(
     timeout_s: float = 60.0,
     bucket_bytes: int | None = None,
     delta: bool = False,
+    zstd: bool = False,
     token: str | None = None,
 ) -> CheckpointEngine:
     """Open one end of a weight-transfer session. Nothing is allocated and no peer is called before `prepare`.
@@ -46,6 +47,7 @@ def connect(
             sender's counts. A larger tensor is split, at the price of one more copy for a receiver that iterates.
         delta: Let a sender keep a copy of the weights on the CPU, and send bit-exact differences to receivers that use
             `receive_into` and hold the version before. Whoever does not is sent everything.
+        zstd: Compress the differences, for links that are slower than about 100 MB/s. Both ends need `rl-ckpt[zstd]`.
         token: Secret that both ends must know, for `tcp`; the variable RL_CKPT_TOKEN if it is not given.
 
     Raises:
@@ -67,6 +69,8 @@ def connect(
         raise BackendError(f"no backend {scheme!r} is installed for {url!r}; there are: {', '.join(sorted(installed))}")
     if delta and role != Role.SEND:
         raise AddressError("delta=True is for the sender; a receiver takes differences whenever it uses receive_into")
+    if zstd and not delta:
+        raise AddressError("zstd=True compresses differences, and there are none without delta=True")
     try:
         options = tuple(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError as error:
@@ -78,6 +82,7 @@ def connect(
         timeout_s=timeout_s,
         bucket_bytes=bucket_bytes,
         delta=delta,
+        zstd=zstd,
         token=token,
         options=options,
     )

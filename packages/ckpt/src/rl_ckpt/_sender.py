@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, cast
 
 from rl_ckpt._delta import Snapshot
 from rl_ckpt._peers import Peers
+from rl_ckpt._plan import Codec
 from rl_ckpt._sync import Clock, Schema, Source, Sync
 from rl_ckpt._wire import AbortReason, Session
 from rl_ckpt._worker import AsyncSource, Worker
+from rl_ckpt._zstd import compressor
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AttestationError,
@@ -54,7 +56,7 @@ class Sender(CheckpointEngine):
         self._bucket_bytes = config.bucket_bytes or transport.bucket_bytes
         self._worker = Worker(f"the sender of {config.address}")
         self._schema = Schema()
-        self._snapshot = Snapshot() if config.delta else None
+        self._snapshot = Snapshot(compressor() if config.zstd else None) if config.delta else None
         self._peers: Peers | None = None
         self._slots: list[Tensor] = []
         self._num_peers = 1
@@ -183,9 +185,16 @@ class Sender(CheckpointEngine):
         peers = self._open()
         with clock("wire_s"):
             participants = peers.wait_for_ready(self._num_peers)
+        self._require_codecs(participants)
         report = self._run(peers, participants, source, version, clock, self._snapshot)
         self._digest, self._in_force = report.digest, {(version, report.digest)}
         return report
+
+    def _require_codecs(self, participants: Sequence[Peer]) -> None:
+        if self._config.zstd:
+            for peer in participants:
+                if not peer.codecs >> Codec.DELTA_ZSTD & 1:
+                    raise UsageError(f"{peer.name} cannot read zstd; there: pip install 'rl-ckpt[zstd]'")
 
     def _serve_late(self) -> SyncReport | None:
         """Send the version in force to those who wait and do not have it."""

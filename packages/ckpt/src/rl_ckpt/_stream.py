@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rl_ckpt._tensors import memory_of
 from rl_ckpt._transport import ReceiveTransport, SendTransport
 from rl_ckpt.errors import AddressError, ProtocolError
 
@@ -59,7 +60,8 @@ def stream_count(options: dict[str, str], config: SessionConfig, default: int) -
 class StreamSend(SendTransport):
     """Owns a listener, and slots in ordinary memory, in which small tensors are packed."""
 
-    bucket_bytes = 8 << 20
+    is_direct = True
+    bucket_bytes = 4 << 20
     """Small enough that what was read for its digest is still in the cache when it is sent."""
 
     def __init__(
@@ -71,15 +73,26 @@ class StreamSend(SendTransport):
         self._config = config
         self._listen = listen
         self._listener: Listener | None = None
+        self._views: list[memoryview] = []
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Take the address and allocate."""
         if bucket_bytes > MAX_BUCKET_BYTES:
             raise AddressError(f"bucket_bytes is {bucket_bytes}; on streams at most {MAX_BUCKET_BYTES} are allowed")
         self._listener = self._listen(self._config)
-        slots = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        slots = self.allocate(num_slots, bucket_bytes)
         self._listener.listen()
         return slots
+
+    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """The ring, in memory of this process."""
+        slots = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        self._views = [memory_of(slot) for slot in slots]
+        return slots
+
+    def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
+        """Let the kernel copy it."""
+        return connection.send(self._views[slot][start:end])
 
     def fileno(self) -> int:
         """The listening socket."""
@@ -96,6 +109,7 @@ class StreamSend(SendTransport):
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self._views = []
 
 
 class StreamReceive(ReceiveTransport):

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, pack_leaves
 from rl_ckpt._link import Deadline
-from rl_ckpt._plan import BucketPlan, Codec, Span, aligned
-from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
+from rl_ckpt._outbox import Run
+from rl_ckpt._plan import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
+from rl_ckpt._tensors import TensorSpec, as_bytes, memory_of, spec_of
 from rl_ckpt._wire import NO_VERSION, Begin, Bucket, Commit, Manifest, Seal
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.types import Receipt, SyncReport
@@ -31,8 +30,10 @@ MANIFEST_CHUNK = 4096
 MAX_SPANS = 1 << 16
 """Most pieces in one Bucket message."""
 DIRECT_BYTES = 1 << 20
-"""From this size on, streams are written straight from the source's tensor."""
-_FILLING = torch.zeros(256, dtype=torch.uint8)
+"""From this size on, streams are written straight from the source's tensor where that saves a copy."""
+_FILLING = memoryview(bytes(ALIGNMENT_BYTES))
+EAGER_BYTES = 256 << 10
+"""From this size on, a bucket of differences is sent to receivers that have nothing to do."""
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ class Sync:
         self._plan = BucketPlan(peers.session.bucket_bytes)
         self._num_buckets = 0
         self._spans: list[Span] = []
-        self._direct: dict[int, Tensor] = {}
+        self._direct: dict[int, memoryview] = {}
         """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
         self._digests: dict[TensorSpec, int] = {}
         self._names: set[str] = set()
@@ -233,21 +234,46 @@ class Sync:
         self._num_bytes += spec.num_bytes
         with self._clock("pack_s"):
             raw = as_bytes(tensor)
-            difference = None
-            if self._snapshot is not None:
-                difference = self._snapshot.advance(spec, raw, is_base=self._base is not None)
-        if difference is None or difference.numel() >= spec.num_bytes:
-            self._digests[spec] = self._place(spec, raw, Codec.RAW)
+        index = self._schema.index(spec)
+        if self._snapshot is None:
+            self._digests[spec] = combine(self._place(index, 0, Codec.RAW, raw))
+        elif self._base is None or not self._snapshot.knows(spec):
+            with self._clock("pack_s"):
+                copied = self._snapshot.replace(spec, raw)
+            leaves = self._place(index, 0, Codec.RAW, copied)
+            self._snapshot.note(spec, leaves)
+            self._digests[spec] = combine(leaves)
         else:
-            self._num_deltas += 1
-            self._place(spec, difference, Codec.DELTA)
-            with self._clock("verify_s"):
-                self._digests[spec] = combine(leaves_of(raw))
+            self._digests[spec] = self._tell_differences(index, spec, raw, self._snapshot)
 
-    def _place(self, spec: TensorSpec, raw: Tensor, codec: Codec) -> int:
-        """Put the content of a tensor into buckets; return its digest."""
-        index, total = self._schema.index(spec), raw.numel()
-        is_direct = self._has_streams and total >= DIRECT_BYTES and raw.device.type == "cpu"
+    def _tell_differences(self, index: int, spec: TensorSpec, raw: Tensor, snapshot: Snapshot) -> int:
+        """Send a tensor leaf by leaf, so that the receivers work on one while the next is looked through."""
+        parts = snapshot.advance(spec, raw)
+        leaves: list[int] = []
+        is_different = False
+        while True:
+            with self._clock("pack_s"):
+                part = next(parts, None)
+            if part is None:
+                break
+            self._place(index, part.start, part.codec, part.content)
+            leaves.append(part.digest)
+            is_different = is_different or part.codec is not Codec.RAW
+            if self._plan.offset >= EAGER_BYTES and self._is_awaited():
+                self._publish()
+                self._plan.close()
+        self._num_deltas += is_different
+        return combine(leaves)
+
+    def _is_awaited(self) -> bool:
+        """Whether a receiver has taken all that was sent."""
+        self._peers.poll()
+        return any(peer.num_freed == self._num_buckets for peer in self._participants)
+
+    def _place(self, index: int, start: int, codec: Codec, raw: Tensor) -> list[int]:
+        """Put the content of a part of a tensor into buckets; return the digests of its leaves."""
+        total = raw.numel()
+        is_direct = self._peers.transport.is_direct and total >= DIRECT_BYTES and raw.device.type == "cpu"
         leaves: list[int] = []
         if len(self._spans) == MAX_SPANS:
             self._plan.close()
@@ -258,21 +284,22 @@ class Sync:
                 self._wait_for_slot(piece.bucket)
             part = raw[piece.offset : piece.offset + piece.num_bytes]
             if is_direct:
-                self._direct[len(self._spans)] = part
+                self._direct[len(self._spans)] = memory_of(part)
             with self._clock("verify_s" if is_direct else "pack_s"):
                 slot = self._slots[piece.bucket % len(self._slots)]
                 into = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
                 found = leaves_of(part) if is_direct else pack_leaves(part, into)
-            digest = combine(found)
             leaves += found
-            span = Span(index, codec, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
-            self._spans.append(span)
+            digest = combine(found)
+            self._spans.append(
+                Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
+            )
         if is_direct:  # the tensor may change as soon as the source is asked for the next one
             self._publish()
             self._plan.close()
-            self._wait(lambda peer: peer.outbox.is_empty, f"take the bytes of {spec.name!r}")
+            self._wait(lambda peer: peer.outbox.is_empty, "take the bytes of a tensor")
         is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
-        return combine(leaves if is_cut_into_leaves else leaves_of(raw))
+        return leaves if is_cut_into_leaves else leaves_of(raw)
 
     def _publish(self) -> None:
         """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""
@@ -280,7 +307,7 @@ class Sync:
             return
         sequence, slot, last = self._num_buckets, self._num_buckets % len(self._slots), self._spans[-1]
         bucket = Bucket(sequence, slot, aligned(last.bucket_offset + last.num_bytes), tuple(self._spans))
-        payload = self._payload(self._slots[slot]) if self._has_streams else []
+        payload = self._payload(slot, bucket.used_bytes)
         with self._clock("wire_s"):
             for peer in self._participants:
                 self._declare(peer)
@@ -292,17 +319,20 @@ class Sync:
         self._spans = []
         self._direct = {}
 
-    def _payload(self, slot: Tensor) -> list[Tensor]:
+    def _payload(self, slot: int, used_bytes: int) -> list[Run]:
         """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
-        contents: list[Tensor] = []
+        runs: list[Run] = []
         packed = 0
-        for i, span in enumerate(self._spans):
-            if i in self._direct:
-                end = span.bucket_offset + span.num_bytes
-                contents += [slot[packed : span.bucket_offset], self._direct[i], _FILLING[: aligned(end) - end]]
-                packed = aligned(end)
-        last = self._spans[-1]
-        return [*contents, slot[packed : aligned(last.bucket_offset + last.num_bytes)]]
+        for i, view in self._direct.items():
+            span = self._spans[i]
+            end = span.bucket_offset + span.num_bytes
+            runs += [
+                Run(span.bucket_offset - packed, slot, packed),
+                Run(view.nbytes, view=view),
+                Run(aligned(end) - end, view=_FILLING[: aligned(end) - end]),
+            ]
+            packed = aligned(end)
+        return [*runs, Run(used_bytes - packed, slot, packed)]
 
     def _declare(self, peer: Peer) -> None:
         specs = self._schema.specs

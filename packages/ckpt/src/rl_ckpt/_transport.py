@@ -59,10 +59,12 @@ class SendTransport(ABC):
 
     address: str
     """URL under which it is found."""
-    bucket_bytes: int = 32 << 20
-    """Size of a bucket where the caller asked for none: large enough that few messages are needed."""
+    bucket_bytes: int = 8 << 20
+    """Size of a bucket where the caller asked for none: few messages, and the other end is not kept waiting long."""
     num_streams: int = 0
     """Connections per receiver that payload is written to; 0 where receivers see the ring itself."""
+    is_direct: bool = False
+    """Whether a stream may be written straight from a tensor, because the kernel copies what it takes."""
     token: bytes | None = None
     """Secret that receivers must know; None where the kernel vouches for them."""
 
@@ -85,6 +87,17 @@ class SendTransport(ABC):
     def descriptors(self) -> Sequence[int]:
         """File descriptors that go with the `Session` message."""
         return ()
+
+    def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
+        """Put bytes `start` to `end` of a slot on a stream and return how many went. Only for sessions with streams.
+
+        The slot does not change before the receiver has freed its bucket, so the kernel may refer to it till then.
+
+        Raises:
+            BlockingIOError: the stream takes nothing now.
+            OSError: the receiver is gone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no streams")
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,7 @@ from rl_ckpt.errors import ProtocolError
 from rl_csrc.frames import DTYPES
 
 MAGIC = b"RLCK"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_BODY_BYTES = 1 << 26
 GREETING_BYTES = 1 << 12
 """Longest body of a message of a peer that is not known yet."""
@@ -33,7 +33,7 @@ _CHECKED_BYTES = 16
 _MANIFEST = struct.Struct("<II")
 _SPEC = struct.Struct("<BBHI")
 _BUCKET = struct.Struct("<IIQII")
-_SPAN = struct.Struct("<IIQQQQQ")
+_SPAN = struct.Struct("<IIQQQQQQ")
 _ABORT = struct.Struct("<HH")
 
 
@@ -103,6 +103,7 @@ class Ready:
     version: int = NO_VERSION
     digest: int = 0
     opened: int = 0
+    codecs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ _FIXED: dict[type[Message], struct.Struct] = {
     Proof: struct.Struct(f"<{PROOF_BYTES}s"),
     Session: struct.Struct("<QIIQ"),
     Stream: struct.Struct("<QII"),
-    Ready: struct.Struct("<QQQI4x"),
+    Ready: struct.Struct("<QQQII"),
     Begin: struct.Struct("<QQ"),
     Free: struct.Struct("<I"),
     Seal: struct.Struct("<IIQQ"),
@@ -318,7 +319,7 @@ def _encode_body(message: Message) -> bytes:
         spans = message.spans
         head = _BUCKET.pack(message.sequence, message.slot, message.used_bytes, len(spans), 0)
         return head + b"".join(
-            _SPAN.pack(s.tensor, s.codec, s.offset, s.bucket_offset, s.num_bytes, s.total_bytes, s.digest)
+            _SPAN.pack(s.tensor, s.codec, s.start, s.offset, s.bucket_offset, s.num_bytes, s.total_bytes, s.digest)
             for s in spans
         )
     if isinstance(message, Abort):

@@ -44,6 +44,8 @@ class SessionConfig:
     """Size of one transfer bucket, bytes; a multiple of 256. None: the backend's own. A receiver's is not used."""
     delta: bool = False
     """Whether a sender keeps a copy of what it sent, to send differences to receivers that hold it."""
+    zstd: bool = False
+    """Whether a sender compresses the differences."""
     token: str | None = None
     """Secret that both ends know, for backends whose peers the kernel cannot vouch for."""
     options: tuple[tuple[str, str], ...] = ()

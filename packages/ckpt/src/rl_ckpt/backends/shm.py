@@ -12,8 +12,8 @@ import os
 from typing import TYPE_CHECKING
 
 from rl_ckpt._receiver import Receiver
+from rl_ckpt._ring import cut, make_ring
 from rl_ckpt._sender import Sender
-from rl_ckpt._tensors import buffer_tensor
 from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_name
 from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
 from rl_ckpt.errors import AddressError, ProtocolError
@@ -56,12 +56,9 @@ class ShmSend(SendTransport):
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Bind, allocate, map, listen: who reaches this end finds it whole."""
         self._listener = UnixListener(self._config)
-        self._memory = os.memfd_create(f"rl-ckpt-{self._config.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._memory, num_slots * bucket_bytes)
-        fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = mmap.mmap(self._memory, num_slots * bucket_bytes, mmap.MAP_SHARED)
+        self._memory, slots = make_ring(self._config.name, num_slots, bucket_bytes)
         self._listener.listen()
-        return _cut(memory, num_slots, bucket_bytes)
+        return slots
 
     def fileno(self) -> int:
         """The listening socket."""
@@ -117,7 +114,7 @@ class ShmReceive(ReceiveTransport):
         finally:
             os.close(descriptor)
         self._memory, self._bucket_bytes = memory, session.bucket_bytes
-        return _cut(memory, session.num_slots, session.bucket_bytes)
+        return cut(memory, session.num_slots, session.bucket_bytes)
 
     def release(self) -> None:
         """Forget the mapping; it goes when the last tensor over it goes."""
@@ -129,7 +126,3 @@ class ShmReceive(ReceiveTransport):
             return False
         self._memory.madvise(mmap.MADV_DONTNEED, slot * self._bucket_bytes, self._bucket_bytes)
         return True
-
-
-def _cut(memory: mmap.mmap, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-    return [buffer_tensor(memory, offset=slot * bucket_bytes, num_bytes=bucket_bytes) for slot in range(num_slots)]

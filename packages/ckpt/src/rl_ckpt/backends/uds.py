@@ -5,16 +5,22 @@ For where two containers share no memory, but the network namespace. `?streams=N
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from rl_ckpt._receiver import Receiver
+from rl_ckpt._ring import make_ring
 from rl_ckpt._sender import Sender
 from rl_ckpt._stream import StreamReceive, StreamSend, stream_count
-from rl_ckpt._transport import checked_name
+from rl_ckpt._transport import SendTransport, checked_name
 from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
+    import socket
+
+    from torch import Tensor
+
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 
@@ -29,5 +35,31 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     require_linux(config)
     num_streams = stream_count(checked_name(config, "streams"), config, default=1)
     if config.role is Role.SEND:
-        return Sender(config, StreamSend(config, UnixListener, num_streams, None))
+        return Sender(config, UdsSend(config, UnixListener, num_streams, None))
     return Receiver(config, StreamReceive(config, dial, link_of, None))
+
+
+class UdsSend(StreamSend):
+    """Owns a ring in a memfd, whose pages the kernel lends to the receiver's socket instead of copying them."""
+
+    is_direct = False
+    bucket_bytes = SendTransport.bucket_bytes
+    _memory = -1
+    _bucket_bytes = 0
+
+    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """The ring."""
+        self._bucket_bytes = bucket_bytes
+        self._memory, slots = make_ring(self._config.name, num_slots, bucket_bytes)
+        return slots
+
+    def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
+        """Lend the pages."""
+        return os.sendfile(connection.fileno(), self._memory, slot * self._bucket_bytes + start, end - start)
+
+    def close(self) -> None:
+        """Give name and memory back."""
+        super().close()
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1

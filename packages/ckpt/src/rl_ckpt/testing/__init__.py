@@ -1,7 +1,7 @@
 """For tests: faults to inject into `inproc://`, and the conformance suites that backends must pass.
 
 ```python
-class TestMine(CheckpointEngineSuite, ProcessSuite):
+class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     def new_address(self) -> str:
         return f"mine://{new_name()}"
 ```
@@ -11,6 +11,7 @@ from rl_ckpt.testing.faults import Fault, Injector, inject
 from rl_ckpt.testing.helpers import assert_same, failure, new_name, receive_all, sample_weights, until
 from rl_ckpt.testing.processes import EndProcess, ProcessSuite
 from rl_ckpt.testing.suite import CheckpointEngineSuite
+from rl_ckpt.testing.versions import VersionSuite
 
 __all__ = [
     "CheckpointEngineSuite",
@@ -18,6 +19,7 @@ __all__ = [
     "Fault",
     "Injector",
     "ProcessSuite",
+    "VersionSuite",
     "assert_same",
     "failure",
     "inject",

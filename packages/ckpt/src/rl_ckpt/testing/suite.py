@@ -4,55 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from abc import ABC, abstractmethod
-from contextlib import AsyncExitStack, aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_ckpt import connect
 from rl_ckpt.errors import CkptError, PeerTimeoutError, SyncAbortedError, VersionError
+from rl_ckpt.testing._pair import Pair, Suite
 from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights, until
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SyncReport
 
-T = TypeVar("T")
 
-
-class CheckpointEngineSuite(ABC):
+class CheckpointEngineSuite(Suite):
     """What every backend must do. Both ends run in this process, on one event loop or in threads."""
-
-    short_s = 1.0
-    """Timeout of waits that the suite lets pass, seconds."""
-    long_s = 60.0
-    """Timeout of waits that must not pass, seconds."""
-    token: str | None = None
-    """Of the sessions, where the backend wants one."""
-
-    @abstractmethod
-    def new_address(self) -> str:
-        """A URL that nobody else uses."""
-
-    def run(self, work: Callable[[_Pair], Awaitable[T]], *, timeout_s: float | None = None, **options: Any) -> T:
-        """Run a coroutine function with a fresh address, and close every end that it opened."""
-
-        async def main() -> T:
-            async with AsyncExitStack() as stack:
-                return await work(_Pair(self.new_address(), timeout_s or self.long_s, self.token, options, stack))
-
-        return asyncio.run(main())
 
     def test_every_kind_of_tensor_arrives_bit_for_bit(self) -> None:
         """Empty, scalar, strided, tied, float8 and all the others."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             weights = sample_weights()
             sender, receiver = await pair.send_end(), await pair.receive_end()
             got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=3))
@@ -65,7 +43,7 @@ class CheckpointEngineSuite(ABC):
     def test_tensors_larger_than_a_bucket_are_put_together(self) -> None:
         """And so are many small ones around them, through more buckets than there are slots."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sizes = [100, 5000, 3, 1024, 1025, 2048, 40_000, 1, 0, 9999]
             weights = {f"t{i}": torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
             sender, receiver = await pair.send_end(), await pair.receive_end()
@@ -77,7 +55,7 @@ class CheckpointEngineSuite(ABC):
     def test_versions_states_and_receipts(self) -> None:
         """Over three syncs of changing tensors."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
             assert (sender.version, receiver.version, receiver.state) == (None, None, ReceiverState.IDLE)
             for version in (1, 2, 7):
@@ -96,7 +74,7 @@ class CheckpointEngineSuite(ABC):
     def test_equal_weights_have_equal_digests(self) -> None:
         """Whatever was in the ring before; other weights have another digest."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
             digests: list[int] = []
             for version, seed in enumerate((1, 2, 1)):
@@ -111,7 +89,7 @@ class CheckpointEngineSuite(ABC):
     def test_a_receiver_may_come_before_the_sender(self) -> None:
         """And waits for it."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             receiver = await pair.receive_end()
             receiving = asyncio.ensure_future(receive_all(receiver))
             await asyncio.sleep(0.1)
@@ -124,7 +102,7 @@ class CheckpointEngineSuite(ABC):
     def test_many_receivers_one_joining_late(self) -> None:
         """All get the same bits, and the late one takes part from the next sync on."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender = await pair.send_end()
             receivers = [await pair.receive_end() for _ in range(2)]
             for version in (0, 1):
@@ -143,7 +121,7 @@ class CheckpointEngineSuite(ABC):
     def test_nobody_commits_before_everybody_has_everything(self) -> None:
         """A receiver that is done waits for one that is not, and both are called off if that one leaves."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender = await pair.send_end()
             quick, slow = await pair.receive_end(), await pair.receive_end()
             done = asyncio.ensure_future(receive_all(quick))
@@ -167,7 +145,7 @@ class CheckpointEngineSuite(ABC):
     def test_a_source_that_raises_aborts_everywhere_and_the_next_sync_works(self) -> None:
         """The receivers that were handed tensors are poisoned until then."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
 
             def broken() -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +166,7 @@ class CheckpointEngineSuite(ABC):
     def test_a_consumer_that_leaves_aborts_the_sync(self) -> None:
         """It is poisoned, the sender says who it was, the rest of the source is drained, and the next sync works."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
             taken: list[int] = []
 
@@ -212,7 +190,7 @@ class CheckpointEngineSuite(ABC):
     def test_waits_end_at_the_deadline_and_name_who_did_not_answer(self) -> None:
         """No sender; no receiver; a receiver that does not receive; a consumer that stops taking."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             receiver = await pair.receive_end()
             error = await failure(PeerTimeoutError, receive_all(receiver))
             assert pair.address in str(error), error
@@ -239,7 +217,7 @@ class CheckpointEngineSuite(ABC):
     def test_versions_must_rise(self) -> None:
         """The same or an older one is refused, and nobody is harmed."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
             await self._works(sender, receiver, 5)
             for version in (5, 4, -1):
@@ -252,7 +230,7 @@ class CheckpointEngineSuite(ABC):
     def test_a_view_stays_until_the_iterator_advances(self) -> None:
         """However far ahead the sender is, and whatever a consumer wrote to an earlier one."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             weights = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(20)}
             sender, receiver = await pair.send_end(), await pair.receive_end()
             sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=0))
@@ -266,7 +244,7 @@ class CheckpointEngineSuite(ABC):
     def test_the_event_loop_goes_on(self) -> None:
         """While an end waits for its peer, and while a slow source is drained."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
             gate = threading.Event()
 
@@ -286,7 +264,7 @@ class CheckpointEngineSuite(ABC):
     def test_an_async_source(self) -> None:
         """Is iterated on the caller's own event loop."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             loop = asyncio.get_running_loop()
 
             async def source() -> AsyncIterator[tuple[str, Tensor]]:
@@ -304,7 +282,7 @@ class CheckpointEngineSuite(ABC):
     def test_cancelling_either_end(self) -> None:
         """Ends the call, aborts the sync for the other, and harms no later one."""
 
-        async def work(pair: _Pair) -> None:
+        async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
             waiting = asyncio.ensure_future(receive_all(receiver))
             await asyncio.sleep(0.05)
@@ -343,29 +321,6 @@ class CheckpointEngineSuite(ABC):
         assert_same(got, weights)
         assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
         return report
-
-
-class _Pair:
-    """Opens ends of one session, which are closed with the stack."""
-
-    def __init__(
-        self, address: str, timeout_s: float, token: str | None, options: dict[str, Any], stack: AsyncExitStack
-    ) -> None:
-        self.address = address
-        self._token = token
-        self._timeout_s = timeout_s
-        self._options = options
-        self._stack = stack
-
-    async def send_end(self) -> CheckpointEngine:
-        engine = connect(self.address, role="send", timeout_s=self._timeout_s, token=self._token, **self._options)
-        await self._stack.enter_async_context(engine)
-        await engine.prepare()
-        return engine
-
-    async def receive_end(self) -> CheckpointEngine:
-        engine = connect(self.address, role="receive", timeout_s=self._timeout_s, token=self._token)
-        return await self._stack.enter_async_context(engine)
 
 
 def _generator(engine: CheckpointEngine) -> Any:
