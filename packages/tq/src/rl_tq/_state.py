@@ -116,7 +116,7 @@ class State:
         )
         home.nbytes += nbytes
         indexes = range(len(numbers)) if places is None else places
-        if numbers[0] >= self.next_row:
+        if min(numbers) >= self.next_row:
             rows = [
                 Row(number, name, NO_TAGS, columns, ((held, index),))
                 for number, name, index in zip(numbers, sample_ids, indexes, strict=True)
