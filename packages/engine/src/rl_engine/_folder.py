@@ -171,7 +171,7 @@ def _with_zero_head(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear):
         raise ModelFolderError(
-            f"{type(model).__name__} of {folder} has no linear layer named score, so it cannot carry a scalar head here."
+            f"{type(model).__name__} of {folder} has no linear layer named score for its scalar head."
         )
     torch.nn.init.zeros_(head.weight)
     return model

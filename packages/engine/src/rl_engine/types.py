@@ -89,8 +89,8 @@ class EngineConfig:
     init: ModelInit = ModelInit.PRETRAINED
     """Where the weights come from."""
     head: Head = Head.LM
-    """What it gives for a completion token. A folder without the scalar head that `value` and `reward` need (a causal LM)
-    gets one of zeros; `save_model` then writes a sequence classifier with one label, in Hugging Face's layout."""
+    """What it gives for a completion token. A folder without the scalar head that `value` and `reward` need (a causal
+    LM) gets one of zeros; `save_model` then writes a sequence classifier with one label, in Hugging Face's layout."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """None builds a frozen engine (a reference): no optimizer state, no gradients."""
     precision: Precision = Precision.FLOAT32
@@ -155,7 +155,7 @@ class EngineOutput:
     """What a call of `forward_backward_batch` returns."""
 
     columns: TensorDict
-    """Jagged `logprobs` (and `entropy` where asked for), or `values`, one row per row of this rank's input, detached."""
+    """Jagged `logprobs` (and `entropy`), or `values`; one row per row of this rank's input, detached."""
     metrics: dict[str, float]
     """Loss and the loss function's metrics, summed over micro-batches and ranks."""
     num_micro_batches: int

@@ -1,4 +1,4 @@
-"""The `fsdp` backend: any Hugging Face causal LM, or a scalar head on its trunk, sharded by FSDP2 over the data-parallel ranks.
+"""The `fsdp` backend: any Hugging Face causal LM, or a scalar head on its trunk, sharded by FSDP2.
 
 One rank computing in one number format needs neither sharding nor a process group and gets the bare module. Otherwise
 parameters are DTensors; everything here but `_shard` is the same for both.
@@ -392,7 +392,7 @@ def _shard(scorer: Scorer, world: World, compute: torch.dtype) -> None:
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
 
 
-def _output(packed: PackedRows, scores: LogProbs, counts: BatchCounts) -> ModelOutput:
+def _output(packed: PackedRows, scores: Scores, counts: BatchCounts) -> ModelOutput:
     return ModelOutput(
         token_logprobs=scores.logprobs,
         token_values=scores.values,
