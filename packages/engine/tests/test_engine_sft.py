@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rl_engine import DataError, EngineConfig, create_engine
+from rl_engine import ConfigError, DataError, EngineConfig, create_engine
+from rl_engine._training import batches
 from rl_engine.cli import parse_config, sft_main
-from rl_engine.sft import SftConfig, batches, tokenize_file, train
+from rl_engine.sft import SftConfig, tokenize_file, train
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 
@@ -40,7 +41,7 @@ def test_it_learns_and_saves_a_folder_that_loads(tmp_path, model):
     outcome = train(config, lines.append)
     assert len(lines) == 6
     assert lines[-1].startswith("step 60/60  loss ")
-    assert outcome.loss < 0.7  # 4.4 at first
+    assert outcome.metrics["loss"] < 0.7  # 4.4 at first
     assert (outcome.steps, outcome.num_rows) == (60, 25)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     engine = create_engine("fsdp", EngineConfig(model_path=str(tmp_path / "out"), optimizer=None))
@@ -57,7 +58,7 @@ def test_it_stops_at_the_target_loss(tmp_path, model):
         steps=200, batch_size=2, lr=1e-2, log_every=5, target_loss=0.5,
     )  # fmt: skip
     outcome = train(config, lambda _: None)
-    assert outcome.loss <= 0.5
+    assert outcome.metrics["loss"] <= 0.5
     assert outcome.steps < 200
 
 
@@ -68,7 +69,7 @@ def test_it_stops_at_the_target_sequence_accuracy(tmp_path, model):
         steps=200, batch_size=2, lr=1e-2, log_every=5, target_sequence_accuracy=1.0,
     )  # fmt: skip
     outcome = train(config, lambda _: None)
-    assert outcome.sequence_accuracy == 1.0
+    assert outcome.metrics["sequence_accuracy"] == 1.0
     assert 5 < outcome.steps < 200
 
 
@@ -83,6 +84,41 @@ def test_text_goes_through_the_template_and_ends_with_eos(tmp_path, model):
     assert tokenizer.decode(completions[0]) == "2<eos>"
     assert (prompts[1].tolist(), completions[1].tolist()) == ([9, 8], [7])
     assert rows["loss_mask"].values().tolist() == [1, 1, 1]
+
+
+def test_every_assistant_turn_of_a_chat_is_learned_and_nothing_else(tmp_path, model):
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows = tokenize_file(write(tmp_path / "data.jsonl", [{"messages": messages}]), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt, completion, mask = (
+        rows[name].values() for name in ("prompt_token_ids", "completion_token_ids", "loss_mask")
+    )
+    assert tokenizer.decode(prompt) == "<user>1+1=<assistant>"
+    assert tokenizer.decode(completion) == "2<eos><user>2+2=<assistant>4<eos>"
+    assert tokenizer.decode(completion[mask.bool()]) == "2<eos>4<eos>"
+
+
+def test_what_a_template_adds_behind_eos_is_not_learned(tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<eos>", "<eos>\n")
+    tokenizer.save_pretrained(folder)
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    rows = tokenize_file(write(tmp_path / "data.jsonl", [{"messages": messages}]), folder)
+    assert tokenizer.decode(rows["completion_token_ids"].values()) == "2<eos>\n"
+    assert rows["loss_mask"].values().tolist() == [1, 1, 0]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}] * 2
+    data = write(tmp_path / "data.jsonl", [{"messages": messages}])
+    with pytest.raises(DataError, match="row 1: the chat template writes an earlier turn differently"):
+        tokenize_file(data, folder)
 
 
 def test_pretokenised_rows_need_no_tokenizer(tmp_path):
@@ -108,6 +144,11 @@ def test_every_row_comes_once_before_any_comes_again():
         ("{", "line 1 is not JSON"),
         ("", "has no rows"),
         ('{"prompt_token_ids": [], "completion_token_ids": [1]}', "row 1 needs at least one prompt token"),
+        (
+            '{"prompt_token_ids": [1], "completion_token_ids": [1, 2], "loss_mask": [1]}',
+            "row 1 has 1 of loss_mask for 2 tokens",
+        ),
+        ('{"messages": [{"role": "user", "content": "1"}]}', "row 1: messages has no assistant turn"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, model, text, message):
@@ -158,3 +199,47 @@ def test_help_lists_the_keys(capsys):
     assert code == 0
     assert "  model.path=needed" in out
     assert "  batch_size=256" in out
+
+
+def resumable(folder, model, **changes):
+    data = write(folder / "data.jsonl", [chat(f"{a}+{b}=", str(a + b)) for a in range(4) for b in range(4)])
+    options = {"steps": 8, "batch_size": 6, "lr": 1e-2, "log_every": 1, "save_every": 4}
+    return SftConfig(model_path=str(model), data_path=str(data), output_dir=str(folder / "out"), **(options | changes))
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model):
+    straight, stopped = [], []
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    train(resumable(tmp_path / "a", model), straight.append)
+
+    def stop(line):
+        stopped.append(line)
+        if line.startswith("step 6"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(resumable(tmp_path / "b", model), stop)
+    outcome = train(resumable(tmp_path / "b", model, resume=True), stopped.append)
+    assert outcome.steps == 8
+    assert stopped[6] == "resumed after step 4"
+    losses = [[line.split("  ")[:4] for line in lines if line.startswith("step")] for lines in (straight, stopped)]
+    assert losses[1][6:] == losses[0][4:]
+
+
+def test_another_run_is_not_resumed(tmp_path, model):
+    train(resumable(tmp_path, model), lambda _: None)
+    with pytest.raises(ConfigError, match=r"written with batch_size=6, this run has 5"):
+        train(resumable(tmp_path, model, resume=True, batch_size=5), lambda _: None)
+
+
+def test_held_out_rows_are_scored_and_not_learned(tmp_path, model):
+    lines = []
+    held_out = write(tmp_path / "eval.jsonl", [chat("9+9=", "18")])
+    outcome = train(resumable(tmp_path, model, eval_path=str(held_out), eval_every=4), lines.append)
+    assert [line.split("  ")[0] for line in lines if "held out" in line] == ["step 4/8", "step 8/8"]
+    engine = create_engine("fsdp", EngineConfig(model_path=str(tmp_path / "out"), optimizer=None))
+    engine.initialize()
+    scored = engine.forward_backward_batch(tokenize_file(held_out, model), None).columns["logprobs"].values()
+    engine.close()
+    assert outcome.eval_metrics["loss"] == pytest.approx(-scored.mean().item(), abs=1e-4)

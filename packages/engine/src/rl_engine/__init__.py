@@ -1,7 +1,8 @@
 """rl-engine trains one language model: forward, backward, step, and the weights out again, with the loss injected.
 
-`create_engine("fsdp", EngineConfig(...))` gives an `Engine` (see `rl_engine.base`). Loss functions live in
-`rl_engine.losses`, supervised fine-tuning in `rl_engine.sft`, fakes and the conformance suite in `rl_engine.testing`.
+`create_engine("fsdp", EngineConfig(...))` gives an `Engine` (see `rl_engine.base`), `TrainingWorker` one with fewer
+verbs. Loss functions live in `rl_engine.losses`, fine-tuning in `rl_engine.sft`, preferences in `rl_engine.dpo`, reward
+models in `rl_engine.rm`, fakes and the conformance suite in `rl_engine.testing`.
 """
 
 from rl_engine._registry import create_engine
@@ -28,6 +29,7 @@ from rl_engine.types import (
     PeftConfig,
     Precision,
 )
+from rl_engine.worker import StepOutcome, TrainingWorker
 
 __all__ = [
     "BackendError",
@@ -50,5 +52,7 @@ __all__ = [
     "OptimizerConfig",
     "PeftConfig",
     "Precision",
+    "StepOutcome",
+    "TrainingWorker",
     "create_engine",
 ]

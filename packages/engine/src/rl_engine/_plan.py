@@ -11,6 +11,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+def plan_rows(
+    lengths: Sequence[int], units: Sequence[Sequence[int]] | None, max_tokens: int, *, min_count: int = 0
+) -> list[list[int]]:
+    """`plan_micro_batches` for rows of which some, those of one unit, must stay side by side.
+
+    Raises:
+        BatchError: a unit is longer than the budget.
+    """
+    if units is None:
+        return plan_micro_batches(lengths, max_tokens, min_count=min_count)
+    sums = [sum(lengths[row] for row in unit) for unit in units]
+    longest = max(range(len(units)), key=sums.__getitem__, default=None)
+    if longest is not None and sums[longest] > max_tokens:
+        raise BatchError(
+            f"Rows {', '.join(map(str, units[longest]))} share a pair_id and have {sums[longest]} tokens; "
+            f"max_tokens_per_gpu is {max_tokens}. Raise the budget or shorten them."
+        )
+    plan = plan_micro_batches(sums, max_tokens, min_count=min_count)
+    return [[row for unit in chosen for row in units[unit]] for chosen in plan]
+
+
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_count: int = 0) -> list[list[int]]:
     """Cut rows into micro-batches of nearly equal token counts, none above `max_tokens`.
 

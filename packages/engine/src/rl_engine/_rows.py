@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROMPT = "prompt_token_ids"
 COMPLETION = "completion_token_ids"
 MASK = "loss_mask"
+PAIR = "pair_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,22 @@ class RowBatch:
     def completion_offsets(self) -> Tensor:
         """(B + 1,) int64 row offsets into the completion tokens, as given."""
         return self._completion.offsets
+
+    def units(self) -> list[list[int]] | None:
+        """Rows that share a `pair_id`, in order of first appearance; None without that column.
+
+        Raises:
+            BatchError: the column is not one whole number per row.
+        """
+        column = self._columns.get(PAIR)
+        if column is None:
+            return None
+        if not isinstance(column, Tensor) or column.ndim != 1 or column.is_floating_point():
+            raise BatchError(f"Column {PAIR} must be one whole number per row, shape (B,).")
+        units: dict[int, list[int]] = {}
+        for row, pair in enumerate(column.tolist()):
+            units.setdefault(pair, []).append(row)
+        return list(units.values())
 
     def check_tokens(self, vocab_size: int) -> None:
         """Refuse token ids outside the model's vocabulary.

@@ -32,7 +32,8 @@ class Engine(ABC):
     One engine serves SFT, DPO, reward modelling, actor, critic and reference, because the loss comes from outside.
 
     Batch columns: `prompt_token_ids` and `completion_token_ids` (ragged int64; a row needs at least one of each) and
-    `loss_mask` (ragged, aligned with the completion). Whatever else the loss function reads is carried along.
+    `loss_mask` (ragged, aligned with the completion). Rows with the same `pair_id` ((B,) int64, optional) are never cut
+    apart. Whatever else the loss function reads is carried along.
 
     Order of a training step: `optimizer_zero_grad`, `forward_backward_batch`, `optimizer_step`, `lr_scheduler_step`.
     Every collective has a deadline. Not picklable; not thread-safe.

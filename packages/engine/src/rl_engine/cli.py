@@ -10,34 +10,65 @@ from enum import StrEnum
 from types import NoneType
 from typing import Any, TypeVar
 
-from rl_engine.errors import BackendError, BatchError, ConfigError, DataError, ModelFolderError
+from rl_engine.errors import (
+    BackendError,
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelFolderError,
+)
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-_Config = TypeVar("_Config")
-_SFT_DOC = "rl-sft model.path=DIR data.path=FILE.jsonl output_dir=DIR [key=value ...]"
+    from rl_engine._training import RunConfig, RunReport
+
+_Config = TypeVar("_Config", bound="RunConfig")
+_NEEDED = "model.path=DIR data.path=FILE.jsonl output_dir=DIR"
+_BAD_INPUT = (BackendError, BatchError, CheckpointError, ConfigError, DataError, ModelFolderError)
 
 
 def sft_main(arguments: Sequence[str] | None = None) -> int:
     """`rl-sft`: supervised fine-tuning; see `rl_engine.sft`. Returns the exit code."""
     from rl_engine.sft import SftConfig, train
 
+    return _main("rl-sft", SftConfig, train, arguments)
+
+
+def dpo_main(arguments: Sequence[str] | None = None) -> int:
+    """`rl-dpo`: preference optimisation; see `rl_engine.dpo`. Returns the exit code."""
+    from rl_engine.dpo import DpoConfig, train
+
+    return _main("rl-dpo", DpoConfig, train, arguments)
+
+
+def rm_main(arguments: Sequence[str] | None = None) -> int:
+    """`rl-rm`: reward modelling; see `rl_engine.rm`. Returns the exit code."""
+    from rl_engine.rm import RmConfig, train
+
+    return _main("rl-rm", RmConfig, train, arguments)
+
+
+def _main(
+    program: str, config_class: type[_Config], train: Callable[[_Config], RunReport], arguments: Sequence[str] | None
+) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in ("-h", "--help"):
-        print(_SFT_DOC, *_key_lines(SftConfig), sep="\n")
+        print(f"{program} {_NEEDED} [key=value ...]", *_key_lines(config_class), sep="\n")
         return 0
     try:
-        config = parse_config(SftConfig, given)
+        config = parse_config(config_class, given, program=program)
         outcome = train(config)
-    except (BackendError, BatchError, ConfigError, DataError, ModelFolderError) as error:
-        print(f"rl-sft: {error}", file=sys.stderr)
+    except _BAD_INPUT as error:
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
-    print(f"{outcome.steps} steps in {outcome.wall_s:.1f} s, loss {outcome.loss:.4f}; model in {config.output_dir}")
+    loss = outcome.metrics.get("loss", float("nan"))
+    print(f"{outcome.steps} steps in {outcome.wall_s:.1f} s, loss {loss:.4f}; model in {config.output_dir}")
     return 0
 
 
-def parse_config(config_class: type[_Config], arguments: Sequence[str]) -> _Config:
+def parse_config(config_class: type[_Config], arguments: Sequence[str], *, program: str = "rl-sft") -> _Config:
     """Build a config dataclass from `key=value` arguments; `model.path` and `model_path` are the same key.
 
     Raises:
@@ -58,13 +89,13 @@ def parse_config(config_class: type[_Config], arguments: Sequence[str]) -> _Conf
         values[name] = _parse(key, text, types[name])
     needed = [
         _spelled(field.name)
-        for field in dataclasses.fields(config_class)  # pyright: ignore[reportArgumentType] - a dataclass by contract
+        for field in dataclasses.fields(config_class)
         if field.default is dataclasses.MISSING
         and field.default_factory is dataclasses.MISSING
         and field.name not in values
     ]
     if needed:
-        raise ConfigError(f"{' and '.join(needed)} must be given, as in: {_SFT_DOC}")
+        raise ConfigError(f"{' and '.join(needed)} must be given, as in: {program} {_NEEDED} [key=value ...]")
     return config_class(**values)
 
 
@@ -86,7 +117,7 @@ def _parse(key: str, text: str, kind: Any) -> Any:
 
 def _spelled(name: str) -> str:
     """`model.path` and `data.path` are written as in rl-train."""
-    return {"model_path": "model.path", "data_path": "data.path"}.get(name, name)
+    return {"model_path": "model.path", "data_path": "data.path", "eval_path": "eval.path"}.get(name, name)
 
 
 def _key_lines(config_class: Any) -> list[str]:

@@ -1,13 +1,20 @@
 """Loss functions that any backend takes. Each returns this micro-batch's share of the global value.
 
-Legend: `C` completion tokens of the micro-batch.
+Legend: `C` completion tokens of the micro-batch, `B` its rows, `P` its pairs.
+
+Preference losses take two rows per pair, told apart by `is_chosen` ((B,) bool) and held together by `pair_id`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
+
+from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -28,12 +35,89 @@ def sft_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, T
     mask = token_values(rows, "loss_mask", output.logprobs)
     loss = -token_mean(output.logprobs, mask, output)
     likely = (output.logprobs.detach() > _LOG_HALF).to(mask.dtype)
-    lengths = output.cu_seqlens.diff()
-    row_of = torch.arange(lengths.numel(), device=mask.device).repeat_interleave(lengths)
-    counted, right = mask.new_zeros(2, lengths.numel()).index_add_(1, row_of, torch.stack([mask, mask * likely]))
+    counted, right = row_sum(mask, output), row_sum(mask * likely, output)
     is_exact = (counted > 0) & (counted == right)
     exact = is_exact.to(mask.dtype).sum() / max(output.counts.sequences, 1.0)
     return loss, {"accuracy": token_mean(likely, mask, output), "sequence_accuracy": exact}
+
+
+class DpoKind(StrEnum):
+    """How the margin between two completions becomes a loss."""
+
+    SIGMOID = "sigmoid"
+    """Direct preference optimisation (Rafailov et al., 2305.18290)."""
+    IPO = "ipo"
+    """Squared distance of the margin from 1 / (2 beta) (Azar et al., 2310.12036), log-ratios averaged over tokens."""
+    HINGE = "hinge"
+    """max(0, 1 - beta * margin), as in SLiC (Zhao et al., 2305.10425)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpoLoss:
+    """Preference loss of a policy against the reference whose log-probs are in `ref_logprobs` (ragged, `[C]`).
+
+    Metrics: `accuracy`, the share of pairs whose chosen completion has the larger implicit reward, `margin`, the mean
+    difference of those rewards, and `chosen_reward` and `rejected_reward`.
+    """
+
+    kind: DpoKind = DpoKind.SIGMOID
+    """Which loss."""
+    beta: float = 0.1
+    """Weight of staying near the reference."""
+    label_smoothing: float = 0.0
+    """Probability that a label is the wrong way round (sigmoid only; conservative DPO)."""
+    is_reference_free: bool = False
+    """Leave the reference out: implicit rewards are beta times the policy's own log-probs."""
+
+    def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the mean over pairs."""
+        mask = token_values(rows, "loss_mask", output.logprobs)
+        ratio = output.logprobs
+        if not self.is_reference_free:
+            ratio = ratio - token_values(rows, "ref_logprobs", output.logprobs)
+        scores = row_sum(ratio * mask, output)
+        if self.kind == DpoKind.IPO:
+            scores = scores / row_sum(mask, output).clamp(min=1.0)
+        chosen, rejected = pairs_of(scores, rows)
+        margin = chosen - rejected
+        if self.kind == DpoKind.IPO:
+            losses = (margin - 1.0 / (2.0 * self.beta)).square()
+        elif self.kind == DpoKind.HINGE:
+            losses = functional.relu(1.0 - self.beta * margin)
+        else:
+            right, wrong = functional.logsigmoid(self.beta * margin), functional.logsigmoid(-self.beta * margin)
+            losses = -(1.0 - self.label_smoothing) * right - self.label_smoothing * wrong
+        rewards = {"chosen_reward": self.beta * chosen.detach(), "rejected_reward": self.beta * rejected.detach()}
+        return pair_mean(losses, output), {
+            "accuracy": pair_mean((margin > 0).to(losses.dtype), output),
+            "margin": pair_mean(self.beta * margin.detach(), output),
+            **{name: pair_mean(value, output) for name, value in rewards.items()},
+        }
+
+
+def reward_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bradley-Terry: -log sigmoid(chosen - rejected) of the rewards at each row's last token with `loss_mask` 1.
+
+    Bradley and Terry (1952), as in 2203.02155. Metrics: `accuracy` and `margin`.
+    """
+    mask = token_values(rows, "loss_mask", output.values)
+    chosen, rejected = pairs_of(row_sum(output.values * last_token(mask, output), output), rows)
+    margin = chosen - rejected
+    return pair_mean(-functional.logsigmoid(margin), output), {
+        "accuracy": pair_mean((margin > 0).to(margin.dtype), output),
+        "margin": pair_mean(margin.detach(), output),
+    }
+
+
+def process_reward_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+    """Binary cross-entropy of the reward at every step's end with `step_labels` (ragged, 0 to 1, `[C]`).
+
+    `loss_mask` is 1 where a step ends. Lightman et al., 2305.20050. Metrics: `accuracy` of the sign.
+    """
+    mask, labels = (token_values(rows, name, output.values) for name in ("loss_mask", "step_labels"))
+    losses = functional.binary_cross_entropy_with_logits(output.values, labels, reduction="none")
+    right = ((output.values.detach() > 0) == (labels > 0.5)).to(mask.dtype)
+    return token_mean(losses, mask, output), {"accuracy": token_mean(right, mask, output)}
 
 
 def token_mean(values: Tensor, mask: Tensor, output: ModelOutput) -> Tensor:
@@ -44,3 +128,37 @@ def token_mean(values: Tensor, mask: Tensor, output: ModelOutput) -> Tensor:
 def token_values(rows: TensorDict, column: str, like: Tensor) -> Tensor:
     """A ragged column's (C,) values in the number format of `like`."""
     return rows.get(column).values().to(like.dtype)
+
+
+def row_sum(values: Tensor, output: ModelOutput) -> Tensor:
+    """Sum of (C,) `values` over each row, `[B]`."""
+    lengths = output.cu_seqlens.diff()
+    row_of = torch.arange(lengths.numel(), device=values.device).repeat_interleave(lengths)
+    return values.new_zeros(lengths.numel()).index_add(0, row_of, values)
+
+
+def last_token(mask: Tensor, output: ModelOutput) -> Tensor:
+    """(C,) 1 at each row's last masked token, 0 elsewhere."""
+    lengths = output.cu_seqlens.diff()
+    total = row_sum(mask, output).repeat_interleave(lengths)
+    up_to = functional.pad(mask.cumsum(0), (1, 0))
+    return mask * (up_to[1:] - up_to[output.cu_seqlens[:-1]].repeat_interleave(lengths) == total)
+
+
+def pairs_of(scores: Tensor, rows: TensorDict) -> tuple[Tensor, Tensor]:
+    """(B,) row scores as those of the chosen and of the rejected rows, each `[P]`, matched by `pair_id`.
+
+    Raises:
+        BatchError: a pair is not one chosen row and one rejected one.
+    """
+    pair, is_chosen = rows.get("pair_id"), rows.get("is_chosen").bool()
+    order = torch.argsort(pair, stable=True)
+    chosen, rejected = order[is_chosen[order]], order[~is_chosen[order]]
+    if not torch.equal(pair[chosen], pair[rejected]) or pair[chosen].unique().numel() != chosen.numel():
+        raise BatchError("Every pair_id needs one row with is_chosen and one without.")
+    return scores[chosen], scores[rejected]
+
+
+def pair_mean(values: Tensor, output: ModelOutput) -> Tensor:
+    """This micro-batch's share of the mean of (P,) `values`; both rows of every pair have a loss token."""
+    return values.sum() / max(output.counts.sequences / 2.0, 1.0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from rl_engine._conformance import EngineConformance
 from rl_engine._folder import replace_folder
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
-from rl_engine._plan import plan_micro_batches
+from rl_engine._plan import plan_rows
 from rl_engine._rows import RowBatch
 from rl_engine._tiny import write_tiny_model
 from rl_engine.base import Engine, LossFunction
@@ -100,7 +100,7 @@ class FakeEngine(Engine):
         order: list[int] = []
         parts: list[Tensor] = []
         metrics: dict[str, float] = {}
-        plan = plan_micro_batches(batch.lengths, self._config.max_tokens_per_gpu)
+        plan = plan_rows(batch.lengths, batch.units(), self._config.max_tokens_per_gpu)
         for rows in plan:
             packed = batch.pack(rows)
             with torch.set_grad_enabled(has_backward):

@@ -22,7 +22,7 @@ from rl_engine import _checkpoint, _folder
 from rl_engine._distributed import World, join_world
 from rl_engine._model import PolicyScorer, Scorer, ValueScorer
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
-from rl_engine._plan import plan_micro_batches
+from rl_engine._plan import plan_rows
 from rl_engine._rows import RowBatch, one_token_row
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
@@ -233,7 +233,7 @@ class FsdpEngine(Engine):
                 data, needs_mask=needs_mask, device=world.device, feeds_last=self._config.head == Head.REWARD
             )
             self._check_fit(batch)
-            mine = (*batch.counts(), len(plan_micro_batches(batch.lengths, budget)))
+            mine = (*batch.counts(), len(plan_rows(batch.lengths, batch.units(), budget)))
         except BatchError as error:
             mine = error
         answers = world.exchange(mine)
@@ -243,7 +243,7 @@ class FsdpEngine(Engine):
         good = [answer for answer in answers if not isinstance(answer, BatchError)]
         assert batch is not None
         num_micro_batches = max(count for _, _, count in good)
-        plan = plan_micro_batches(batch.lengths, budget, min_count=num_micro_batches)
+        plan = plan_rows(batch.lengths, batch.units(), budget, min_count=num_micro_batches)
         counts = BatchCounts(tokens=sum(tokens for tokens, _, _ in good), sequences=sum(rows for _, rows, _ in good))
         return batch, plan, counts, num_micro_batches
 

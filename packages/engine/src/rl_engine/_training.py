@@ -1,0 +1,281 @@
+"""The loop that rl-sft, rl-dpo and rl-rm share: order of rows, steps, evaluation, checkpoints, progress lines."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rl_engine._rows import RowBatch
+from rl_engine.errors import ConfigError
+from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tensordict import TensorDict
+
+    from rl_engine.base import LossFunction
+    from rl_engine.worker import TrainingWorker
+
+
+_FREE_ON_RESUME = ("resume", "save_every", "eval_every", "eval_path", "log_every", "max_tokens_per_gpu", "backend")
+"""Keys that change nothing of what is learned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What every training command line takes."""
+
+    model_path: str
+    """A Hugging Face model folder with a tokenizer."""
+    data_path: str
+    """A JSONL file."""
+    output_dir: str
+    """Where the trained model folder is written; checkpoints go to `OUTPUT_DIR.checkpoint`."""
+    eval_path: str | None = None
+    """A JSONL file of held-out rows."""
+    eval_every: int = 0
+    """Steps between two evaluations; 0: at the end alone."""
+    steps: int = 300
+    """Optimizer steps."""
+    batch_size: int = 256
+    """Rows (or pairs) per step, over all ranks."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up; the rate then falls along a cosine to a tenth of the peak."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm is clipped to this."""
+    max_tokens_per_gpu: int = 8192
+    """Tokens of one micro-batch."""
+    precision: Precision = Precision.FLOAT32
+    """Of parameters and activations."""
+    matmul_precision: MatmulPrecision = MatmulPrecision.MEDIUM
+    """Of matrix products inside float32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass."""
+    seed: int = 0
+    """Of initialisation, dropout and the order of rows."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: none."""
+    resume: bool = False
+    """Go on from the checkpoint, or start where there is none; a run with other keys is refused."""
+    log_every: int = 20
+    """Steps between two progress lines."""
+    backend: str = "fsdp"
+    """Engine backend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a run came to."""
+
+    steps: int
+    """Optimizer steps taken, those before a resume included."""
+    metrics: Mapping[str, float]
+    """Loss and the loss function's metrics, mean over the last `log_every` steps, each before its batch was learned."""
+    eval_metrics: Mapping[str, float]
+    """The same on the held-out rows after the last step; empty without them."""
+    num_rows: int
+    """Rows in the data file."""
+    tokens: int
+    """Prompt and completion tokens learned from by this process and its peers."""
+    wall_s: float
+    """Seconds since `started`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A tokenised data file. Item i (a row, or a pair) is rows `[i * rows_per_item, (i + 1) * rows_per_item)`."""
+
+    columns: TensorDict
+    """As an engine takes them."""
+    rows_per_item: int = 1
+    """2 for pairs."""
+
+
+def check(config: RunConfig) -> None:
+    """Refuse numbers that cannot be meant.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for name, low in (
+        ("steps", 1),
+        ("batch_size", 1),
+        ("max_tokens_per_gpu", 1),
+        ("log_every", 1),
+        ("save_every", 0),
+        ("eval_every", 0),
+    ):
+        if getattr(config, name) < low:
+            raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least {low}.")
+    if Path(config.output_dir).is_file():
+        raise ConfigError(f"output_dir {config.output_dir} is a file; give a folder.")
+    if config.eval_every and config.eval_path is None:
+        raise ConfigError(f"eval_every is {config.eval_every}, but there is no eval_path to evaluate on.")
+    if config.resume and not config.save_every:
+        raise ConfigError("resume=true needs save_every, or the run would write no checkpoint to go on from.")
+
+
+def engine_config(config: RunConfig, *, head: Head = Head.LM, init: ModelInit = ModelInit.PRETRAINED) -> EngineConfig:
+    """The engine of a run."""
+    return EngineConfig(
+        model_path=config.model_path,
+        init=init,
+        head=head,
+        optimizer=OptimizerConfig(
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            warmup_steps=min(config.warmup_steps, config.steps // 2),
+            total_steps=config.steps,
+            min_lr_ratio=0.1,
+        ),
+        precision=config.precision,
+        matmul_precision=config.matmul_precision,
+        max_tokens_per_gpu=config.max_tokens_per_gpu,
+        activation_checkpointing=config.activation_checkpointing,
+        seed=config.seed,
+    )
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    """Where a run keeps its one checkpoint."""
+    output = Path(config.output_dir)
+    return output.with_name(f"{output.name}.checkpoint")
+
+
+def run(
+    config: RunConfig,
+    worker: TrainingWorker,
+    loss_function: LossFunction,
+    train: Rows,
+    held_out: Rows | None,
+    report: Callable[[str], None],
+    started: float,
+    is_reached: Callable[[Mapping[str, float]], bool] = lambda _: False,
+) -> RunReport:
+    """Learn from `train` for `config.steps` steps, or until `is_reached` of the mean metrics; write the model folder.
+
+    Args:
+        config: The run.
+        worker: Its engine, as built.
+        loss_function: Of every step and evaluation.
+        train: To learn from.
+        held_out: To evaluate on.
+        report: Takes one progress line at a time, on rank 0.
+        started: `time.perf_counter()` when the command began.
+        is_reached: Asked once `log_every` steps have been taken.
+
+    Raises:
+        NonFiniteError: a gradient is NaN or infinite.
+        CheckpointError: `resume` found another model's checkpoint.
+    """
+    rank, size = rank_and_size()
+    source = RowBatch(train.columns, needs_mask=True, device=torch.device("cpu"))
+    lengths = torch.tensor(source.lengths)
+    num_items = source.num_rows // train.rows_per_item
+    recent: deque[dict[str, float]] = deque(maxlen=config.log_every)
+    means: dict[str, float] = {}
+    evaluated: dict[str, float] = {}
+    tokens, folder = 0, checkpoint_folder(config)
+    done = _resumed(config, worker, num_items)
+    if done and rank == 0:
+        report(f"resumed after step {done}")
+    for step, items in enumerate(batches(num_items, config.batch_size, config.seed, config.steps), start=1):
+        if step <= done:
+            continue
+        mine = source.select(rows_of(items[rank::size], train.rows_per_item))
+        recent.append(worker.forward_backward(mine, loss_function).metrics)
+        outcome = worker.optim_step()
+        tokens += int(lengths[rows_of(items, train.rows_per_item)].sum())
+        means = {name: fmean(entry[name] for entry in recent) for name in recent[-1]}
+        is_last = step == config.steps or (len(recent) == config.log_every and is_reached(means))
+        if rank == 0 and (step % config.log_every == 0 or is_last):
+            speed = tokens / (time.perf_counter() - started)
+            report(
+                f"step {step}/{config.steps}  {_shown(means)}  grad norm {outcome.grad_norm:.2f}  "
+                f"lr {outcome.lr:.2e}  {speed:.0f} tokens/s"
+            )
+        if held_out is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
+            evaluated = evaluate(worker, loss_function, held_out)
+            if rank == 0:
+                report(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
+        if config.save_every and (step % config.save_every == 0 or is_last):
+            worker.save_state(folder)
+        if is_last:
+            break
+    worker.save_weights(config.output_dir)
+    return RunReport(
+        steps=worker.step,
+        metrics=means,
+        eval_metrics=evaluated,
+        num_rows=source.num_rows,
+        tokens=tokens,
+        wall_s=time.perf_counter() - started,
+    )
+
+
+def _resumed(config: RunConfig, worker: TrainingWorker, num_items: int) -> int:
+    """Load the checkpoint of the same run, if there is one and it is wanted; steps taken by then."""
+    folder = checkpoint_folder(config)
+    record = folder.with_name(f"{folder.name}.json")
+    same = {name: value for name, value in asdict(config).items() if name not in _FREE_ON_RESUME}
+    mine = json.loads(json.dumps(same | {"rows in data_path": num_items}))
+    if config.resume and (folder / "manifest.json").is_file():
+        written = json.loads(record.read_text()) if record.is_file() else {}
+        for name in sorted(mine.keys() | written.keys()):
+            if mine.get(name) != written.get(name):
+                raise ConfigError(
+                    f"{folder} was written with {name}={written.get(name)}, this run has {mine.get(name)}; "
+                    "resumed, it would not be the same run. Say resume=false to start anew."
+                )
+        return worker.load_state(folder)
+    if config.save_every and rank_and_size()[0] == 0:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(mine))
+    return 0
+
+
+def evaluate(worker: TrainingWorker, loss_function: LossFunction, rows: Rows) -> dict[str, float]:
+    """Loss and metrics over all rows, as one logical batch."""
+    rank, size = rank_and_size()
+    source = RowBatch(rows.columns, needs_mask=True, device=torch.device("cpu"))
+    items = list(range(source.num_rows // rows.rows_per_item))[rank::size]
+    return worker.forward(source.select(rows_of(items, rows.rows_per_item)), loss_function).metrics
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process among its peers."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def rows_of(items: list[int], rows_per_item: int) -> list[int]:
+    """The rows of the given items, in order."""
+    return [item * rows_per_item + offset for item in items for offset in range(rows_per_item)]
+
+
+def batches(num_items: int, batch_size: int, seed: int, steps: int) -> Iterator[list[int]]:
+    """Items of each step: every item once before any comes again, in an order drawn anew each time round."""
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    for _ in range(steps):
+        while len(queue) < batch_size:
+            queue += torch.randperm(num_items, generator=generator).tolist()
+        yield queue[:batch_size]
+        del queue[:batch_size]
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())

@@ -1,0 +1,232 @@
+import json
+import math
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rl_engine import BatchError, DataError, EngineConfig, OptimizerConfig, Precision, create_engine
+from rl_engine.cli import dpo_main, rm_main
+from rl_engine.dpo import DpoConfig, tokenize_pairs
+from rl_engine.dpo import train as train_dpo
+from rl_engine.losses import DpoLoss, process_reward_loss, reward_loss
+from rl_engine.rm import RmConfig, tokenize_steps
+from rl_engine.rm import train as train_rm
+from rl_engine.testing import ragged, ragged_batch, write_tiny_model
+from rl_engine.types import BatchCounts, ModelOutput
+
+VOWELS = "aeiou"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("preferences") / "model")
+
+
+def vowels_are_better(path, count, seed):
+    """Pairs of random strings; the one with more vowels is chosen."""
+    draw, rows = random.Random(seed), []
+    while len(rows) < count:
+        texts = ["".join(draw.choice("bcdfghaeiou") for _ in range(draw.randint(5, 9))) for _ in range(2)]
+        worse, better = sorted(texts, key=lambda text: sum(text.count(vowel) for vowel in VOWELS))
+        if sum(better.count(vowel) - worse.count(vowel) for vowel in VOWELS) >= 2:
+            rows.append({"prompt": [{"role": "user", "content": "say"}], "chosen": better, "rejected": worse})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def output_of(rows, **scores):
+    lengths = [len(row) for row in rows]
+    return ModelOutput(
+        **({"token_logprobs": None} | scores),
+        entropy=None,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        counts=BatchCounts(tokens=float(sum(lengths)), sequences=float(len(rows))),
+    )
+
+
+def two_pairs(**columns):
+    """Completions of 2, 1, 1 and 2 tokens; the second pair's rows come rejected first."""
+    batch = ragged_batch([[1]] * 4, [[2, 3], [4], [5], [6, 7]])
+    batch["pair_id"], batch["is_chosen"] = torch.tensor([7, 7, 3, 3]), torch.tensor([True, False, False, True])
+    for name, values in columns.items():
+        batch[name] = ragged(values, torch.float32)
+    return batch
+
+
+LOGPROBS = torch.tensor([-1.0, -2.0, -2.0, -3.0, -0.5, -0.5])
+REFERENCE = [[-1.5, -2.0], [-1.0], [-3.0], [-0.5, -1.5]]
+MARGINS = (1.5, 1.0)  # (0.5 - -1) and (1 - 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "want"),
+    [
+        ("sigmoid", sum(math.log(1 + math.exp(-0.5 * margin)) for margin in MARGINS) / 2),
+        ("hinge", sum(max(0.0, 1 - 0.5 * margin) for margin in MARGINS) / 2),
+        ("ipo", sum((margin - 1.0) ** 2 for margin in (0.25 + 1.0, 0.5 - 0.0)) / 2),  # log-ratios averaged over tokens
+    ],
+)
+def test_preference_losses_by_hand(kind, want):
+    loss, metrics = DpoLoss(kind=kind, beta=0.5)(
+        output_of(REFERENCE, token_logprobs=LOGPROBS), two_pairs(ref_logprobs=REFERENCE)
+    )
+    assert float(loss) == pytest.approx(want, rel=1e-6)
+    assert float(metrics["accuracy"]) == 1.0
+
+
+def test_label_smoothing_and_no_reference_by_hand():
+    output = output_of(REFERENCE, token_logprobs=LOGPROBS)
+    loss, metrics = DpoLoss(beta=1.0, label_smoothing=0.1, is_reference_free=True)(output, two_pairs())
+    margins = (-3.0 + 2.0, -1.0 + 3.0)
+    softplus = lambda x: math.log(1 + math.exp(x))  # noqa: E731
+    assert float(loss) == pytest.approx(sum(0.9 * softplus(-m) + 0.1 * softplus(m) for m in margins) / 2, rel=1e-6)
+    assert (float(metrics["accuracy"]), float(metrics["margin"])) == (0.5, 0.5)
+
+
+def test_reward_losses_by_hand():
+    values = torch.tensor([9.0, 1.0, 0.5, -1.0, 9.0, 2.0])  # the last masked token of each row decides
+    loss, metrics = reward_loss(output_of(REFERENCE, token_values=values), two_pairs())
+    assert float(loss) == pytest.approx((math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(-3.0))) / 2, rel=1e-6)
+    assert (float(metrics["accuracy"]), float(metrics["margin"])) == (1.0, 1.75)
+    rows = two_pairs(step_labels=[[0, 1], [1], [0], [0, 1]])
+    rows["loss_mask"] = ragged([[0, 1], [1], [1], [0, 1]])
+    output = output_of(REFERENCE, token_values=values)
+    loss, metrics = process_reward_loss(output, rows)
+    want = sum(math.log(1 + math.exp(-x)) for x in (1.0, 0.5, 1.0, 2.0)) / 6  # counts are those of `output`
+    assert float(loss) == pytest.approx(want, rel=1e-6)
+    assert float(metrics["accuracy"]) == pytest.approx(4 / 6)
+
+
+def test_a_pair_without_its_other_half_is_refused():
+    batch = two_pairs(ref_logprobs=REFERENCE)
+    batch["is_chosen"] = torch.tensor([True, True, False, True])
+    with pytest.raises(BatchError, match="one row with is_chosen and one without"):
+        DpoLoss()(output_of(REFERENCE, token_logprobs=LOGPROBS), batch)
+
+
+def test_pairs_stay_together_whatever_the_cut(model):
+    draw, seen = random.Random(0), []
+    rows = [[[draw.randrange(4, 70) for _ in range(draw.randint(1, 9))] for _ in range(12)] for _ in range(2)]
+    batch = ragged_batch(*rows)
+    order = torch.tensor([0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0])
+    batch["pair_id"], batch["is_chosen"] = order, torch.arange(12) < 6
+    for budget in (4096, 60, 40):
+        config = EngineConfig(
+            model_path=str(model), precision=Precision.FLOAT64, max_tokens_per_gpu=budget, optimizer=OptimizerConfig()
+        )
+        engine = create_engine("fsdp", config)
+        engine.initialize()
+        output = engine.forward_backward_batch(batch, DpoLoss(is_reference_free=True))
+        seen.append((output.metrics["loss"], output.metrics["margin"], engine.optimizer_step()))
+        if budget == 40:
+            assert output.num_micro_batches > 1
+        engine.close()
+    assert seen[1] == pytest.approx(seen[0], rel=1e-9)
+    assert seen[2] == pytest.approx(seen[0], rel=1e-9)
+
+
+def test_a_pair_over_the_budget_is_named(model):
+    engine = create_engine("fsdp", EngineConfig(model_path=str(model), max_tokens_per_gpu=10))
+    engine.initialize()
+    batch = ragged_batch([[1], [1] * 3, [1] * 3], [[2], [2] * 3, [2] * 3])
+    batch["pair_id"] = torch.tensor([0, 1, 1])
+    with pytest.raises(BatchError, match=r"Rows 1, 2 share a pair_id and have 12 tokens; max_tokens_per_gpu is 10"):
+        engine.forward_backward_batch(batch, None)
+    engine.close()
+
+
+def test_preferences_are_learned_and_hold_on_pairs_not_seen(tmp_path, model):
+    config = DpoConfig(
+        model_path=str(model),
+        data_path=vowels_are_better(tmp_path / "train.jsonl", 256, 0),
+        eval_path=vowels_are_better(tmp_path / "eval.jsonl", 64, 1),
+        output_dir=str(tmp_path / "out"),
+        steps=40, batch_size=32, lr=3e-3, eval_every=40, log_every=40,
+    )  # fmt: skip
+    lines = []
+    outcome = train_dpo(config, lines.append)
+    assert outcome.eval_metrics["accuracy"] > 0.9
+    assert outcome.eval_metrics["margin"] > 0.1  # 0 before: policy and reference are the same
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_dpo_starts_at_log_two_because_the_reference_is_the_model_itself(tmp_path, model):
+    config = DpoConfig(
+        model_path=str(model), data_path=vowels_are_better(tmp_path / "train.jsonl", 8, 0),
+        output_dir=str(tmp_path / "out"), steps=1, batch_size=8, lr=0.0,
+    )  # fmt: skip
+    outcome = train_dpo(config, lambda _: None)
+    assert outcome.metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert outcome.metrics["margin"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_reward_model_ranks_pairs_not_seen_and_loads_elsewhere(tmp_path, model):
+    config = RmConfig(
+        model_path=str(model),
+        data_path=vowels_are_better(tmp_path / "train.jsonl", 512, 0),
+        eval_path=vowels_are_better(tmp_path / "eval.jsonl", 100, 1),
+        output_dir=str(tmp_path / "out"),
+        steps=60, batch_size=64, lr=5e-3, log_every=60,
+    )  # fmt: skip
+    outcome = train_rm(config, lambda _: None)
+    assert outcome.eval_metrics["accuracy"] > 0.9
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    pairs = tokenize_pairs(config.eval_path, model).columns
+    rows = zip(pairs["prompt_token_ids"].unbind(), pairs["completion_token_ids"].unbind(), strict=True)
+    with torch.no_grad():
+        scores = torch.cat([judge(torch.cat(row)[None]).logits[:, 0] for row in rows]).view(-1, 2)
+    assert float((scores[:, 0] > scores[:, 1]).float().mean()) == pytest.approx(
+        outcome.eval_metrics["accuracy"], abs=0.011
+    )
+
+
+def test_process_rewards_are_learned(tmp_path, model):
+    draw, rows = random.Random(0), []
+    for _ in range(256):
+        steps = ["".join(draw.choice("bcdfg") for _ in range(3)) + draw.choice("ab") for _ in range(3)]
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": "say"}],
+                "steps": steps,
+                "labels": [int(step[-1] == "a") for step in steps],
+            }
+        )
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RmConfig(
+        model_path=str(model), data_path=str(tmp_path / "train.jsonl"), output_dir=str(tmp_path / "out"),
+        loss="process", steps=30, batch_size=32, lr=1e-2, log_every=5,
+    )  # fmt: skip
+    assert train_rm(config, lambda _: None).metrics["accuracy"] > 0.95
+
+
+def test_steps_are_judged_at_their_last_token(tmp_path, model):
+    path = tmp_path / "steps.jsonl"
+    path.write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "x"}], "steps": ["ab", "c"], "labels": [1, 0.5]})
+    )
+    rows = tokenize_steps(path, model).columns
+    assert rows["loss_mask"].values().tolist() == [0, 1, 1]
+    assert rows["step_labels"].values().tolist() == [1, 1, 0.5]
+    path.write_text(json.dumps({"prompt": [], "steps": ["ab"], "labels": []}))
+    with pytest.raises(DataError, match="row 1 has 1 steps and 0 labels"):
+        tokenize_steps(path, model)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (dpo_main, ["loss=kto"], "rl-dpo: loss is 'kto'; wanted sigmoid, ipo, hinge."),
+        (dpo_main, ["beta=0"], "rl-dpo: beta is 0.0"),
+        (dpo_main, ["loss=ipo", "label_smoothing=0.1"], "rl-dpo: label_smoothing does nothing with loss=ipo"),
+        (rm_main, ["betas=1"], "rl-rm: Unknown key 'betas'"),
+        (rm_main, ["eval_every=3"], "rl-rm: eval_every is 3, but there is no eval_path"),
+        (rm_main, ["resume=true"], "rl-rm: resume=true needs save_every"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, main, arguments, message):
+    assert main(["model.path=m", "data.path=d", "output_dir=o", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert err.count("\n") == 1
