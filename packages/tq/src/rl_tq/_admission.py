@@ -12,7 +12,7 @@ from rl_tq.errors import QueueFullError, SchemaError
 from rl_tq.types import Credit, OnFull, PartitionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from rl_tq._rows import Partition, Row
     from rl_tq._state import State
@@ -161,6 +161,13 @@ class Admissions:
         if gone:
             self._state.clear(partition, sorted(gone), "stale")
         return len(gone)
+
+    def drop_rejected(self, home: Partition, rejected: Mapping[int, Row]) -> bool:
+        """Clear rows that a policy rejects, and their groups, leased ones excepted; whether there were any."""
+        gone = {mate for row in rejected.values() for mate in self._unit(home, row)}
+        if gone:
+            self._state.clear(home.name, sorted(gone), "rejected")
+        return bool(gone)
 
     # What is said of it
 

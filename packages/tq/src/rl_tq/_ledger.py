@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_tq._ready import ReadyRows, make_index
+from rl_tq.policies import RankAware
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -64,10 +65,10 @@ class TaskLedger:
 
     def index(self, home: Partition, columns: Collection[str], policy: Policy) -> ReadyRows:
         """The rows that can be claimed with `columns`; made on first use, kept up to date from then on."""
-        key = (frozenset(columns), policy)
+        key = (frozenset(columns), policy.then if isinstance(policy, RankAware) else policy)
         index = self.indexes.get(key)
         if index is None:
-            index = self.indexes[key] = make_index(policy, lambda: self._given_groups(home))
+            index = self.indexes[key] = make_index(key[1], lambda: self._given_groups(home))
             for number, row in home.rows.items():
                 if key[0] <= row.columns and self.is_free(number):
                     index.add(row, is_back=number in self.returned)

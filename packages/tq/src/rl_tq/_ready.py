@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_tq import policies
 from rl_tq._balance import balanced_order
 from rl_tq.errors import PolicyError
+from rl_tq.types import RowMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -29,6 +30,8 @@ class ReadyRows:
         self._head = 0
         self._late: list[int] = []
         """A heap: rows that came after younger ones."""
+        self.rejected: dict[int, Row] = {}
+        """Rows that are to be cleared."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -262,6 +265,82 @@ class _Balanced(ReadyRows):
         return [rows[i].number for i in balanced_order([length or 0.0 for length in lengths], self._num_parts)]
 
 
+class _Filtered(ReadyRows):
+    """What another index gives, among the rows that a predicate accepts."""
+
+    def __init__(self, policy: policies.Where, inner: ReadyRows) -> None:
+        super().__init__()
+        self._policy = policy
+        self._inner = inner
+        self.members = inner.members
+        self._undecided: dict[int, Row] = {}
+        self._refused: dict[int, Row] = {}
+        self.rejected = {} if not policy.is_clearing else self._refused
+
+    def add(self, row: Row, *, is_back: bool = False) -> None:
+        is_good = self._accepts(row)
+        if is_good:
+            self._inner.add(row, is_back=is_back)
+        else:
+            (self._undecided if is_good is None else self._refused)[row.number] = row
+
+    def discard(self, rows: Iterable[int]) -> None:
+        numbers = list(rows)
+        self._inner.discard(numbers)
+        for number in numbers:
+            self._undecided.pop(number, None)
+            self._refused.pop(number, None)
+
+    def take(self, count: int) -> list[int] | None:
+        for row in self._undecided.values():
+            if row.tags and self._policy.tag in row.tags:
+                self._policy.accepts(row.tags)  # raises: it cannot be compared
+        return self._inner.take(count)
+
+    def lacks(self) -> str:
+        told = [self._inner.lacks()] if self._inner.lacks() else []
+        if self._undecided:
+            told.append(f"{len(self._undecided)} have no tag {self._policy.tag!r} that can be compared yet")
+        if self._refused:
+            told.append(f"{len(self._refused)} have one that is not {self._policy.op} {self._policy.value!r}")
+        return ", ".join(told)
+
+    def _accepts(self, row: Row) -> bool | None:
+        try:
+            return self._policy.accepts(row.tags)
+        except PolicyError:  # said to whoever claims, and not to whoever puts
+            return None
+
+
+class _Chosen(ReadyRows):
+    """What a policy of somebody's own chooses."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def take(self, count: int) -> list[int] | None:
+        numbers = self.oldest()
+        rows = [RowMeta(sample_id=row.sample_id, tags=row.tags) for row in map(self.members.__getitem__, numbers)]
+        try:
+            choice = self._policy.choose(rows, count)
+        except Exception as error:
+            raise PolicyError(f"policy {self._policy} failed on {len(rows)} ready rows: {error!r}") from error
+        if choice is None:
+            return None
+        if len(set(choice)) != len(choice) or not choice or not all(0 <= i < len(rows) for i in choice):
+            raise PolicyError(
+                f"policy {self._policy} chose {list(choice)[:8]}: it must return different positions below "
+                f"{len(rows)}, or None to wait"
+            )
+        taken = [numbers[i] for i in choice]
+        self.discard(taken)
+        return taken
+
+    def lacks(self) -> str:
+        return "among which the policy did not choose" if self.members else ""
+
+
 def make_index(policy: Policy, closed: Callable[[], Iterable[Hashable]]) -> ReadyRows:
     """An empty index in the order of `policy`; `closed` names the groups that its task was given before."""
     match policy:
@@ -275,8 +354,12 @@ def make_index(policy: Policy, closed: Callable[[], Iterable[Hashable]]) -> Read
             return _Budgeted(budget)
         case policies.LengthBalanced(num_parts=num_parts):
             return _Balanced(num_parts)
-        case _:
+        case policies.Where():
+            return _Filtered(policy, make_index(policy.then, closed))
+        case policies.Fifo():
             return ReadyRows()
+        case _:
+            return _Chosen(policy)
 
 
 def _number(row: Row, tag: str) -> float | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rl_tq import _checks, _explain
 from rl_tq._admission import Admissions
 from rl_tq._ledger import Lease, Timers
+from rl_tq._replicas import Replicas
 from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Request
 from rl_tq._rows import runs_of
 from rl_tq._state import State
@@ -41,6 +42,9 @@ class MetadataStore:
         self._where: dict[Any, str] = {}
         self._timers = Timers()
         self._owned: dict[Any, set[int]] = {}
+        self._replicas = Replicas()
+        self._has_rejected = False
+        """Whether a claim cleared rows, so that somebody who waits for room may have it now."""
         self._settled: list[tuple[Request, Outcome]] = []
 
     # Rows in and out
@@ -105,6 +109,7 @@ class MetadataStore:
         """Forget a partition: rows, schema and who consumed what. Nothing happens when it is not there."""
         if partition in self.state.partitions:
             self.state.clear_all(partition)
+            self._replicas.forget(partition)
             self._settle(partition)
 
     def configure(self, partition: str, options: Mapping[str, Any]) -> None:
@@ -310,12 +315,14 @@ class MetadataStore:
             if isinstance(request, Put):
                 self._admissions.check(request)
         elif (answer := self._try(request)) is not None:
-            if isinstance(request, Put):
+            if isinstance(request, Put) or self._has_rejected:
                 self._settle(request.partition)
             return answer
         self._parked.setdefault(request.partition, {})[request.key] = request
         self._where[request.key] = request.partition
         self._timers.set(("wait", request.key), request.deadline)
+        if self._has_rejected:
+            self._settle(request.partition)
         return None
 
     def _unpark(self, key: Any) -> Request:
@@ -335,14 +342,14 @@ class MetadataStore:
     def _settle(self, partition: str) -> None:
         """Answer whom the last change made answerable, in the order in which they came; puts before claims."""
         parked = self._parked.get(partition)
-        if not parked:
-            return
-        producers = [r for r in parked.values() if not isinstance(r, Claim)]
-        for request in producers:
-            if not self._settle_one(request):
-                break  # those behind it wait their turn
-        for request in [r for r in parked.values() if isinstance(r, Claim)]:
-            self._settle_one(request)
+        self._has_rejected = bool(parked)
+        while parked and self._has_rejected:  # once, and again after a claim made room
+            self._has_rejected = False
+            for request in [r for r in parked.values() if not isinstance(r, Claim)]:
+                if not self._settle_one(request):
+                    break  # those behind it wait their turn
+            for request in [r for r in parked.values() if isinstance(r, Claim)]:
+                self._settle_one(request)
 
     def _settle_one(self, request: Request) -> bool:
         try:
@@ -379,13 +386,22 @@ class MetadataStore:
             )
         if home is None:
             return None
-        index = self.state.ledger(home, claim.task).index(home, claim.columns, claim.policy)
+        ledger = self.state.ledger(home, claim.task)
+        if (given := self._replicas.find(claim, home, ledger)) is not None:
+            return given
+        index = ledger.index(home, claim.columns, claim.policy)
+        if index.rejected and self._admissions.drop_rejected(home, index.rejected):
+            self._has_rejected = True
         if not claim.is_claim:
             if len(index) < claim.batch_size or home.changed <= claim.after:
                 return None
             return self._batch(home, [home.rows[number] for number in index.oldest()])
         rows = index.take(claim.batch_size)
-        return None if rows is None else self._lease(home, claim, rows)
+        if rows is None:
+            return None
+        batch = self._lease(home, claim, rows)
+        self._replicas.note(claim, home, batch)
+        return batch
 
     # Parts
 

@@ -671,6 +671,70 @@ class TransferQueueContract:
         with pytest.raises(ValueError, match="groups have 4 rows"):
             given(6, policies.GroupComplete(group_size=4), groups)
 
+    def test_a_predicate_on_tags_and_what_it_rejects(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Rows without the tag wait for it; rejected groups leave, and a producer that waits for room gets theirs."""
+        queue.configure("p", max_rows=4)
+        good = policies.Where(
+            tag="spread", op=">", value=0.0, is_clearing=True, then=policies.GroupComplete(group_size=2)
+        )
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "batch_size": 2, "task": "t", "sampler": good}
+        tags = [{"group_id": g} for g in (0, 0, 1, 1)]
+        meta = queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
+        with pytest.raises(WaitTimeoutError, match="4 have no tag 'spread' that can be compared yet"):
+            peer.get_meta(**claim, timeout_s=0.0)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(peer.get_meta, **claim)
+            refill = pool.submit(peer.admit, partition="p", num_rows=2)
+            _until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 2)
+            queue.put({"b": torch.zeros(2)}, partition="p", sample_ids=meta.reorder([0, 1]), tags=[{"spread": 0.0}] * 2)
+            credit = refill.result(20)
+            again = [{"group_id": 2, "spread": 0.5}] * 2
+            peer.put({"a": torch.tensor([4, 5])}, partition="p", credit=credit, tags=again)
+            assert queue.get(waiting.result(20))["a"].tolist() == [4, 5]
+        assert queue.stats()["partitions"]["p"]["dropped"] == {"rejected": 2}
+        with pytest.raises(StaleReferenceError):
+            queue.get(meta)
+        kept: dict[str, Any] = {"partition": "q", "columns": ["a"], "batch_size": 1, "task": "t"}
+        queue.put({"a": torch.arange(3)}, partition="q", tags=[{"kind": kind} for kind in ("x", "y", "z")])
+        few = policies.Where(tag="kind", op="in", value=["y", "z"], then=policies.Fifo())
+        taken = [queue.get(queue.get_meta(**kept, sampler=few))["a"].tolist() for _ in range(2)]
+        assert taken == [[1], [2]]
+        with pytest.raises(WaitTimeoutError, match=r"1 have one that is not in \('y', 'z'\)"):
+            queue.get_meta(**kept, sampler=few, timeout_s=0.0)
+        with pytest.raises(PolicyError, match="'x', which cannot be compared by '>' with 3"):
+            queue.get_meta(**kept, sampler=policies.Where(tag="kind", op=">", value=3))
+        assert queue.stats()["partitions"]["q"]["rows"] == 3
+
+    def test_ranks_of_one_replica_get_the_same_rows(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Each batch once per rank, data-parallel ranks different ones; what went back is given anew."""
+        queue.put({"a": torch.arange(8)}, partition="p", tags=[{"num_tokens": n} for n in range(8)])
+
+        def ask(client: TransferQueue, dp_rank: int, batch_index: int, **options: Any) -> BatchMeta:
+            policy = policies.RankAware(dp_rank=dp_rank, batch_index=batch_index, num_replicas=2, **options)
+            return client.get_meta(
+                partition="p", columns=["a"], batch_size=2, task="t", sampler=policy, timeout_s=0.0
+            )  # fmt: skip
+
+        first, other, second = ask(queue, 0, 0), ask(queue, 1, 0), ask(peer, 0, 0)
+        assert (first.rows, first.leases) == (second.rows, second.leases)
+        assert not set(first.rows) & set(other.rows)
+        queue.ack(first)
+        peer.ack(second)
+        queue.nack(other)
+        anew = ask(peer, 1, 0)
+        assert (anew.rows, anew.leases != other.leases) == (other.rows, True)
+        assert ask(queue, 1, 0) == anew
+        balanced = ask(queue, 0, 1, then=policies.LengthBalanced(num_parts=2))
+        queue.ack(balanced)
+        queue.clear(balanced)
+        late = ask(peer, 0, 1, then=policies.LengthBalanced(num_parts=2))
+        assert late.rows == balanced.rows
+        with pytest.raises(StaleReferenceError):
+            peer.get(late)
+        assert ask(queue, 0, 2).rows != balanced.rows
+        with pytest.raises(ValueError, match="outermost"):
+            policies.Where(tag="x", op="==", value=1, then=policies.RankAware(dp_rank=0, batch_index=0, num_replicas=1))
+
     def test_a_late_sample_never_mixes_groups(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """A group waits for its last sample while others pass; rows of a group that was given come whole or not."""
         claim: dict[str, Any] = {

@@ -418,13 +418,29 @@ def _united(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Base of `rl_tq.policies`: plain values that travel to the server as JSON."""
+    """Base of `rl_tq.policies`: plain values that travel to the server as JSON.
+
+    A policy of your own is a subclass, a frozen dataclass of JSON values that overrides `choose`, installed under its
+    `name` in the entry point group `rl_tq.policies` where the server runs.
+    """
 
     name: ClassVar[str]
 
     def check(self, batch_size: int) -> None:
         """Raise ValueError if no claim of `batch_size` rows can be made this way."""
 
+    def choose(self, rows: Sequence[RowMeta], batch_size: int) -> Sequence[int] | None:
+        """For policies of one's own: positions in the ready rows (oldest first), or None to wait until they change.
+
+        Runs in the server, under its lock, at every change while a claim waits: be quick. Those of `rl_tq.policies` do
+        without: the server keeps indexes for them.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} must override choose(rows, batch_size)")
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"name": self.name, **asdict(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            "name": self.name,
+            **{key: value.to_json() if isinstance(value, Policy) else value for key, value in values.items()},
+        }
