@@ -9,6 +9,7 @@ import rl_csrc
 from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
 from rl_ckpt._landing import Landing, Scratch
 from rl_ckpt._plan import BucketPlan, Codec, Span, aligned
+from rl_ckpt._shelf import Shelf
 from rl_ckpt._tensors import TensorSpec
 from rl_ckpt._wire import Bucket
 
@@ -44,6 +45,7 @@ def landing(targets=None, has_base=False):
         bucket_bytes=BUCKET_BYTES,
         specs=SPECS,
         scratch=Scratch(),
+        shelf=Shelf(1, is_debug=False),
         has_base=has_base,
         targets=targets,
     )

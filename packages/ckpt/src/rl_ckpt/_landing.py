@@ -6,6 +6,7 @@ is a view of the slot; one that came in several is put together in scratch memor
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._shelf import Shelf
     from rl_ckpt._wire import Bucket
     from rl_ckpt.types import ReceiverState
 
@@ -55,6 +57,10 @@ class Scratch:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         return self._memory[:num_bytes]
 
+    def forget(self) -> None:
+        """Use other memory from now on: who has a tensor in this keeps it."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -84,10 +90,16 @@ class Landing:
     """The manifest, which grows."""
     scratch: Scratch
     """Of the session."""
+    shelf: Shelf
+    """What the consumer looks at."""
     has_base: bool
     """Whether differences are allowed."""
     targets: Mapping[str, Tensor] | None
     """Where the consumer wants its tensors; None: it iterates."""
+    verify_s: float = 0.0
+    """Time in checking bytes, and in bringing them where they go in the same pass, seconds."""
+    install_s: float = 0.0
+    """Time in doing with checked bytes what the consumer wants, and of the consumer itself, seconds."""
     num_buckets: int = 0
     """Buckets that landed."""
     num_bytes: int = 0
@@ -127,7 +139,9 @@ class Landing:
         places = self._places(bucket)
         self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
         is_fetched = memory.fetch(sequence, _contents(bucket, places, slot))
+        since = time.perf_counter()
         found = [self._check(place, bucket, slot, is_fetched, memory.refresh) for place in places]
+        checked = time.perf_counter()
         self.num_buckets += 1
         items: list[tuple[str, Tensor]] = []
         for place, leaves in zip(places, found, strict=True):
@@ -136,6 +150,8 @@ class Landing:
                 content = place.content if place.content is not None else _piece(slot, place.span)
                 self._complete(place, content, items)
         self.is_touched = self.is_touched or bool(items)
+        self.verify_s += checked - since
+        self.install_s += time.perf_counter() - checked
         return items
 
     def missing(self) -> list[str]:

@@ -82,8 +82,10 @@ class Peer:
     """Its number of the sync that it takes part in; 0 for none."""
     num_declared: int = 0
     """Tensors of the manifest that it was told."""
-    num_freed: int = 0
-    """Buckets that its consumer is done with."""
+    num_sent: int = 0
+    """Buckets that it was told of."""
+    freed: set[int] = field(default_factory=set[int])
+    """Those of them that its consumer is done with."""
     staged: Staged | None = None
     """Its vote."""
     is_committed: bool = False
@@ -101,7 +103,8 @@ class Peer:
     def join(self) -> None:
         """Take part in the sync that its consumer waits for."""
         self.sync, self.waiting = self.waiting, 0
-        self.num_freed, self.staged, self.is_committed, self.error = 0, None, False, None
+        self.num_sent, self.staged, self.is_committed, self.error = 0, None, False, None
+        self.freed.clear()
 
 
 @dataclass(slots=True)
@@ -292,10 +295,12 @@ class Peers:
         elif sync != peer.sync:
             return  # about a sync that is over for one of the two
         elif isinstance(message, Free):
-            if message.sequence != peer.num_freed:
-                raise ProtocolError(f"it freed bucket {message.sequence}; its next one is {peer.num_freed}")
-            peer.num_freed += 1
+            if message.sequence >= peer.num_sent or message.sequence in peer.freed:
+                raise ProtocolError(f"it freed bucket {message.sequence}, which it does not have")
+            peer.freed.add(message.sequence)
         elif isinstance(message, Staged):
+            if len(peer.freed) < peer.num_sent:
+                raise ProtocolError(f"it voted, and has freed {len(peer.freed)} of {peer.num_sent} buckets")
             peer.staged = message
         elif isinstance(message, Committed):
             peer.is_committed = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ from rl_ckpt._digest import tree_digest
 from rl_ckpt._landing import Landing, Scratch, is_base, readable_codecs
 from rl_ckpt._line import Line
 from rl_ckpt._link import Deadline, wait_for
+from rl_ckpt._shelf import Shelf
 from rl_ckpt._wire import (
     NO_VERSION,
     AbortReason,
@@ -36,11 +39,12 @@ from rl_ckpt.errors import (
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
     from rl_ckpt._transport import ReceiveTransport
+    from rl_ckpt.base import Hold
     from rl_ckpt.types import SessionConfig, SyncReport
 
 DIAL_AGAIN_S = 0.02
@@ -62,6 +66,8 @@ class Receiver(CheckpointEngine):
         self._line: Line | None = None
         self._landing: Landing | None = None
         self._scratch = Scratch()
+        self._handed_at: float | None = None
+        """Since when the consumer has its tensors."""
         self._state = ReceiverState.IDLE
         self._version: int | None = None
         self._digest: int | None = None
@@ -116,13 +122,31 @@ class Receiver(CheckpointEngine):
 
     async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield tensors as they land. See `CheckpointEngine`."""
+        async with aclosing(self._batches(clone)) as batches:
+            async for batch in batches:
+                for item in batch:
+                    yield item
+
+    async def receive_batches(self, *, clone: bool = False) -> AsyncIterator[list[tuple[str, Tensor]]]:
+        """Yield the tensors of a bucket at a time. See `CheckpointEngine`."""
+        async with aclosing(self._batches(clone)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def _batches(self, clone: bool) -> AsyncGenerator[list[tuple[str, Tensor]]]:
         landing = await self._begin_async(None)
         try:
             while (tensors := await self._worker.run(self._next_step(landing))) is not None:
-                for name, tensor in tensors:
-                    yield name, tensor.clone() if clone else tensor
+                yield [(name, tensor.clone()) for name, tensor in tensors] if clone else tensors
         finally:
             self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+
+    def hold(self) -> Hold:
+        """Keep the tensors that were handed out last. See `CheckpointEngine`."""
+        if self._landing is None:
+            raise UsageError(f"hold() is for tensors of a sync that is under way; there is none at {self.address}")
+        self._scratch.forget()
+        return self._landing.shelf.hold()
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
         """Land tensors where they belong. See `CheckpointEngine`."""
@@ -198,12 +222,13 @@ class Receiver(CheckpointEngine):
             previous=self._state,
             sender=line.peer,
             bucket_bytes=line.session.bucket_bytes if line.session is not None else 0,
+            shelf=Shelf(line.session.num_slots if line.session is not None else 0, is_debug=self._config.debug),
             specs=line.specs,
             scratch=self._scratch,
             has_base=begin.base != NO_VERSION,
             targets=targets,
         )
-        self._state = ReceiverState.PREPARING
+        self._state, self._handed_at = ReceiverState.PREPARING, None
         return self._landing
 
     def _dial(self, deadline: Deadline) -> Line:
@@ -252,16 +277,22 @@ class Receiver(CheckpointEngine):
     def _advance(self, landing: Landing, strict: bool) -> list[tuple[str, Tensor]] | None:
         """Free the bucket handed out last; the tensors of the next one, or None after the commit."""
         line = self._line_of(landing)
+        if self._handed_at is not None:
+            landing.install_s += time.perf_counter() - self._handed_at
+            self._handed_at = None
         try:
-            if landing.num_buckets:
-                line.say(Free(landing.num_buckets - 1))
+            for sequence in landing.shelf.recycle():
+                line.say(Free(sequence))
             while True:
                 message = line.hear("sent nothing more")
                 if isinstance(message, Bucket) and line.inlet is not None:
                     if tensors := landing.land(message, line.inlet):
-                        return tensors
+                        self._handed_at = time.perf_counter()
+                        return landing.shelf.hand_out(message.sequence, tensors)
                     line.say(Free(message.sequence))
                 elif isinstance(message, Seal):
+                    for sequence in landing.shelf.close():
+                        line.say(Free(sequence))
                     self._finish(line, landing, message, strict)
                     return None
                 else:
@@ -286,7 +317,14 @@ class Receiver(CheckpointEngine):
                 f"{len(missing)} tensors were to be received into and did not come, {missing[0]!r} the first; "
                 "strict=False allows that"
             )
-        vote = self._attest(landing, Staged(landing.version, digest, len(landing.digests)))
+        vote = Staged(
+            landing.version,
+            digest,
+            len(landing.digests),
+            verify_ns=int(landing.verify_s * 1e9),
+            install_ns=int(landing.install_s * 1e9),
+        )
+        vote = self._attest(landing, vote)
         self._state = ReceiverState.STAGED
         line.say(vote)
         verdict = line.hear("gave no verdict")

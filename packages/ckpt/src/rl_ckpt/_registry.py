@@ -33,6 +33,7 @@ def connect(
     bucket_bytes: int | None = None,
     delta: bool = False,
     zstd: bool = False,
+    debug: bool = False,
     token: str | None = None,
 ) -> CheckpointEngine:
     """Open one end of a weight-transfer session. Nothing is allocated and no peer is called before `prepare`.
@@ -48,6 +49,8 @@ def connect(
         delta: Let a sender keep a copy of the weights on the CPU, and send bit-exact differences to receivers that use
             `receive_into` and hold the version before. Whoever does not is sent everything.
         zstd: Compress the differences, for links that are slower than about 100 MB/s. Both ends need `rl-ckpt[zstd]`.
+        debug: Let a receiver that iterates hand out copies, all of whose bytes become 0xFF (NaN) when the iterator
+            advances, so that who keeps a view too long sees it at once. Costs a copy.
         token: Secret that both ends must know, for `tcp`; the variable RL_CKPT_TOKEN if it is not given.
 
     Raises:
@@ -69,6 +72,8 @@ def connect(
         raise BackendError(f"no backend {scheme!r} is installed for {url!r}; there are: {', '.join(sorted(installed))}")
     if delta and role != Role.SEND:
         raise AddressError("delta=True is for the sender; a receiver takes differences whenever it uses receive_into")
+    if debug and role != Role.RECEIVE:
+        raise AddressError("debug=True is for a receiver: it poisons tensors that its consumer must not look at")
     if zstd and not delta:
         raise AddressError("zstd=True compresses differences, and there are none without delta=True")
     try:
@@ -83,6 +88,7 @@ def connect(
         bucket_bytes=bucket_bytes,
         delta=delta,
         zstd=zstd,
+        debug=debug,
         token=token,
         options=options,
     )

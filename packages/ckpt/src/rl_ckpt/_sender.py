@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from rl_ckpt._delta import Snapshot
 from rl_ckpt._peers import Peers
 from rl_ckpt._plan import Codec
-from rl_ckpt._sync import Clock, Schema, Source, Sync
+from rl_ckpt._sync import Clock, Schema, Source, Sync, copy_gb_per_s
 from rl_ckpt._wire import AbortReason, Session
 from rl_ckpt._worker import AsyncSource, Worker
 from rl_ckpt._zstd import compressor
@@ -59,6 +59,7 @@ class Sender(CheckpointEngine):
         self._snapshot = Snapshot(compressor() if config.zstd else None) if config.delta else None
         self._peers: Peers | None = None
         self._slots: list[Tensor] = []
+        self._limit_gb_per_s: float | None = None
         self._num_peers = 1
         self._version: int | None = None
         self._digest: int | None = None
@@ -155,6 +156,7 @@ class Sender(CheckpointEngine):
     def _open(self) -> Peers:
         if self._peers is None:
             self._slots = self._transport.open(NUM_SLOTS, self._bucket_bytes)
+            self._limit_gb_per_s = copy_gb_per_s(self._slots[0], self._slots[1])
             self.address = self._transport.address
             self._peers = Peers(
                 transport=self._transport,
@@ -238,6 +240,7 @@ class Sender(CheckpointEngine):
                 schema=self._schema,
                 snapshot=snapshot,
                 clock=clock,
+                limit_gb_per_s=self._limit_gb_per_s,
             )
             sync.stream(source)
             sync.stage()

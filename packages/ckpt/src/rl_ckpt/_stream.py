@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_BUCKET_BYTES = 1 << 30
 """A receiver allocates a bucket before it knows the sender well."""
 MAX_STREAMS = 64
+MAX_SLOTS = 64
 
 
 class Listener(Protocol):
@@ -113,7 +114,7 @@ class StreamSend(SendTransport):
 
 
 class StreamReceive(ReceiveTransport):
-    """Dials, and lands buckets in one slot of its own: the kernel holds what comes meanwhile."""
+    """Dials, and lands buckets in slots of its own."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class StreamReceive(ReceiveTransport):
         self._config = config
         self._dial = dial
         self._link_of = link_of
-        self._slot = torch.empty(0, dtype=torch.uint8)
+        self._slots: list[Tensor] = []
 
     def dial(self) -> Link | None:
         """Connect, if there is a sender."""
@@ -141,9 +142,10 @@ class StreamReceive(ReceiveTransport):
         return connection
 
     def map_slots(self, session: Session, link: Link) -> list[Tensor]:
-        """One slot, under every number."""
+        """As many slots of its own as the sender has; memory that is never written to costs nothing."""
         if not (1 <= session.num_streams <= MAX_STREAMS and 0 < session.bucket_bytes <= MAX_BUCKET_BYTES):
             raise ProtocolError(f"{link.peer} announced {session}, which is not a session with streams")
-        if self._slot.numel() != session.bucket_bytes:
-            self._slot = torch.empty(session.bucket_bytes, dtype=torch.uint8)
-        return [self._slot] * min(session.num_slots, 64)
+        num_slots = min(session.num_slots, MAX_SLOTS)
+        if [slot.numel() for slot in self._slots] != [session.bucket_bytes] * num_slots:
+            self._slots = [torch.empty(session.bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        return self._slots

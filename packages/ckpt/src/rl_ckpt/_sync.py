@@ -56,6 +56,16 @@ class Clock:
             setattr(self, name, getattr(self, name) + time.perf_counter() - since)
 
 
+def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
+    """What this thread copies from one slot to another, 1e9 bytes per second: the best of three, the first to warm."""
+    times: list[float] = []
+    for _ in range(4):
+        since = time.perf_counter()
+        other.copy_(one)
+        times.append(time.perf_counter() - since)
+    return one.numel() / max(min(times[1:]), 1e-9) / 1e9
+
+
 class Source:
     """The caller's weights, taken one by one."""
 
@@ -118,7 +128,10 @@ class Sync:
         schema: Schema,
         snapshot: Snapshot | None,
         clock: Clock,
+        limit_gb_per_s: float | None,
     ) -> None:
+        self._limit_gb_per_s = limit_gb_per_s
+        self._began = 0.0
         self._version = version
         self._peers = peers
         self._participants = participants
@@ -129,6 +142,10 @@ class Sync:
         self._has_streams = peers.session.num_streams > 0
         self._plan = BucketPlan(peers.session.bucket_bytes)
         self._num_buckets = 0
+        self._slot = 0
+        """Slot of the bucket being filled."""
+        self._in_slot: dict[int, int] = {}
+        """The last bucket that each slot was given to."""
         self._spans: list[Span] = []
         self._direct: dict[int, memoryview] = {}
         """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
@@ -143,6 +160,7 @@ class Sync:
     def stream(self, source: Source) -> None:
         """Send every tensor of the source, bucket by bucket."""
         self._base = base = self._choose_base()
+        self._began = time.perf_counter()
         for peer in self._participants:
             self._peers.send(peer, Begin(self._version, NO_VERSION if base is None else base))
         for name, tensor in source:
@@ -174,7 +192,10 @@ class Sync:
                 peer.is_complete = peer.is_complete or self._names >= self._snapshot.names
         with self._clock("wire_s"):
             self._confirm()
-        clock = self._clock
+        clock, now = self._clock, time.perf_counter()
+        receipts = tuple(
+            self._receipt(peer, peer.staged) for peer in self._participants if peer.is_committed and peer.staged
+        )
         return SyncReport(
             version=self._version,
             digest=self._digest,
@@ -186,10 +207,11 @@ class Sync:
             pack_s=clock.pack_s,
             wire_s=clock.wire_s,
             verify_s=clock.verify_s,
-            wall_s=time.perf_counter() - clock.started,
-            receipts=tuple(
-                self._receipt(peer, peer.staged) for peer in self._participants if peer.is_committed and peer.staged
-            ),
+            install_s=max((receipt.install_s for receipt in receipts), default=0.0),
+            pause_s=now - self._began,
+            wall_s=now - clock.started,
+            limit_gb_per_s=self._limit_gb_per_s,
+            receipts=receipts,
             lost=tuple(peer.name for peer in self._participants if not peer.is_committed),
         )
 
@@ -225,6 +247,8 @@ class Sync:
             is_attested=bool(staged.is_attested),
             num_bound=staged.num_bound,
             num_expected=staged.num_expected,
+            verify_s=staged.verify_ns / 1e9,
+            install_s=staged.install_ns / 1e9,
         )
 
     def _pack(self, spec: TensorSpec, tensor: Tensor) -> None:
@@ -268,7 +292,7 @@ class Sync:
     def _is_awaited(self) -> bool:
         """Whether a receiver has taken all that was sent."""
         self._peers.poll()
-        return any(peer.num_freed == self._num_buckets for peer in self._participants)
+        return any(len(peer.freed) == self._num_buckets for peer in self._participants)
 
     def _place(self, index: int, start: int, codec: Codec, raw: Tensor) -> list[int]:
         """Put the content of a part of a tensor into buckets; return the digests of its leaves."""
@@ -281,12 +305,12 @@ class Sync:
             if piece.bucket > self._num_buckets:
                 self._publish()
             if not self._spans:
-                self._wait_for_slot(piece.bucket)
+                self._wait_for_slot()
             part = raw[piece.offset : piece.offset + piece.num_bytes]
             if is_direct:
                 self._direct[len(self._spans)] = memory_of(part)
             with self._clock("verify_s" if is_direct else "pack_s"):
-                slot = self._slots[piece.bucket % len(self._slots)]
+                slot = self._slots[self._slot]
                 into = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
                 found = leaves_of(part) if is_direct else pack_leaves(part, into)
             leaves += found
@@ -305,13 +329,14 @@ class Sync:
         """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""
         if not self._spans:
             return
-        sequence, slot, last = self._num_buckets, self._num_buckets % len(self._slots), self._spans[-1]
+        sequence, slot, last = self._num_buckets, self._slot, self._spans[-1]
         bucket = Bucket(sequence, slot, aligned(last.bucket_offset + last.num_bytes), tuple(self._spans))
         payload = self._payload(slot, bucket.used_bytes)
         with self._clock("wire_s"):
             for peer in self._participants:
                 self._declare(peer)
                 self._peers.send(peer, bucket)
+                peer.num_sent += 1
                 if self._has_streams:
                     self._peers.put(peer, sequence, payload)
         self._num_wire_bytes += bucket.used_bytes
@@ -342,9 +367,22 @@ class Sync:
             self._peers.send(peer, Manifest(first, chunk))
             peer.num_declared += len(chunk)
 
-    def _wait_for_slot(self, bucket: int) -> None:
-        needed = bucket - len(self._slots) + 1
-        self._wait(lambda peer: peer.num_freed >= needed, f"take the tensors of bucket {max(0, needed - 1)}")
+    def _wait_for_slot(self) -> None:
+        """Choose a slot that no receiver looks at any more for the next bucket."""
+
+        def is_done(peer: Peer) -> bool:
+            return self._free_slot() is not None or peer.freed.issuperset(self._in_slot.values())
+
+        self._wait(is_done, f"take the tensors of bucket {min(self._in_slot.values(), default=0)}")
+        self._slot = self._free_slot() or 0
+        self._in_slot[self._slot] = self._num_buckets
+
+    def _free_slot(self) -> int | None:
+        for slot in range(len(self._slots)):
+            sequence = self._in_slot.get(slot)
+            if sequence is None or all(sequence in peer.freed for peer in self._participants):
+                return slot
+        return None
 
     def _wait(self, is_done: Callable[[Peer], bool], doing: str) -> None:
         with self._clock("wire_s"):

@@ -160,6 +160,8 @@ class Staged:
     held_digest: int = 0
     num_bound: int = 0
     num_expected: int = 0
+    verify_ns: int = 0
+    install_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ _FIXED: dict[type[Message], struct.Struct] = {
     Begin: struct.Struct("<QQ"),
     Free: struct.Struct("<I"),
     Seal: struct.Struct("<IIQQ"),
-    Staged: struct.Struct("<QQIIQII"),
+    Staged: struct.Struct("<QQIIQIIQQ"),
     Commit: struct.Struct("<Q"),
     Committed: struct.Struct("<Q"),
 }

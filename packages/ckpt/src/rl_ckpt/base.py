@@ -18,6 +18,25 @@ if TYPE_CHECKING:
     from rl_ckpt.types import Metadata, ReceiverState, SyncReport
 
 
+class Hold:
+    """Tensors that stay valid; see `CheckpointEngine.hold`. A context manager that releases."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+
+    def release(self) -> None:
+        """Let their memory be used again, from the next step of the iterator on. Idempotent."""
+        self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
 class CheckpointEngine(ABC):
     """One end of a weight-transfer session.
 
@@ -114,6 +133,22 @@ class CheckpointEngine(ABC):
         Raises:
             DigestError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError: the sync failed; see `state`.
         """
+
+    async def receive_batches(self, *, clone: bool = False) -> AsyncIterator[list[tuple[str, Tensor]]]:
+        """Yield what lands as `receive_weights` does, as many `(name, tensor)` at a time as landed together."""
+        async for item in self.receive_weights(clone=clone):
+            yield [item]
+
+    def hold(self) -> Hold:
+        """Keep the tensors that `receive_weights` or `receive_batches` handed out last, beyond the next step.
+
+        They stay valid until `release()` or the end of the sync, and their bucket is not used for others meanwhile: at
+        most all but one of the session's buckets (four, where the backend says nothing else) can be held.
+
+        Raises:
+            UsageError: there are no such tensors, or too many buckets are held.
+        """
+        return Hold(lambda: None)  # where tensors are the consumer's own there is nothing to keep
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
         """Receive one sync into tensors of the caller, by name, and return its version.

@@ -46,6 +46,8 @@ class SessionConfig:
     """Whether a sender keeps a copy of what it sent, to send differences to receivers that hold it."""
     zstd: bool = False
     """Whether a sender compresses the differences."""
+    debug: bool = False
+    """Whether a receiver hands out copies that turn into NaN when they are not valid any more."""
     token: str | None = None
     """Secret that both ends know, for backends whose peers the kernel cannot vouch for."""
     options: tuple[tuple[str, str], ...] = ()
@@ -82,6 +84,10 @@ class Receipt:
     """Tensors of this sync that the engine was found to hold, under their names; 0 if not attested."""
     num_expected: int
     """Tensors that the engine has in all; 0 if not attested. More than `num_bound` after a sync of a part."""
+    verify_s: float = 0.0
+    """Its time in checking what landed and, in the same pass, copying it to where it belongs, seconds."""
+    install_s: float = 0.0
+    """Its time in applying differences and in whatever its consumer did with tensors, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +114,14 @@ class SyncReport:
     """Waiting for a free bucket or a peer, seconds."""
     verify_s: float
     """Computing the digests that need a pass of their own, seconds."""
+    install_s: float = 0.0
+    """The longest `install_s` of a receipt, seconds."""
+    pause_s: float = 0.0
+    """From the announcement of the sync to the last receipt: how long receivers were between two versions, seconds."""
     wall_s: float
     """From the first call to the last receipt, seconds."""
+    limit_gb_per_s: float | None = None
+    """What one core of the sender copies, as probed when the session was opened, 1e9 bytes per second."""
     receipts: tuple[Receipt, ...] = field(default=())
     """One per receiver that confirmed the commit."""
     lost: tuple[str, ...] = field(default=())
@@ -119,3 +131,8 @@ class SyncReport:
     def gb_per_s(self) -> float:
         """Payload over wall time, 1e9 bytes per second."""
         return self.num_bytes / self.wall_s / 1e9 if self.wall_s > 0 else 0.0
+
+    @property
+    def fraction_of_limit(self) -> float | None:
+        """`gb_per_s` of the probed limit; above 1 where differences were sent. None where nothing was probed."""
+        return None if not self.limit_gb_per_s else self.gb_per_s / self.limit_gb_per_s

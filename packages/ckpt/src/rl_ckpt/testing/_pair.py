@@ -54,11 +54,13 @@ class Pair:
         self._stack = stack
 
     async def send_end(self) -> CheckpointEngine:
+        """The sender, prepared."""
         engine = connect(self.address, role="send", timeout_s=self._timeout_s, token=self._token, **self._options)
         await self._stack.enter_async_context(engine)
         await engine.prepare()
         return engine
 
-    async def receive_end(self) -> CheckpointEngine:
-        engine = connect(self.address, role="receive", timeout_s=self._timeout_s, token=self._token)
+    async def receive_end(self, **options: Any) -> CheckpointEngine:
+        """A receiver."""
+        engine = connect(self.address, role="receive", timeout_s=self._timeout_s, token=self._token, **options)
         return await self._stack.enter_async_context(engine)

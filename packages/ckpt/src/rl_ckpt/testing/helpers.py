@@ -77,6 +77,15 @@ async def failure(kind: type[E], awaitable: Awaitable[object]) -> E:
     raise AssertionError(f"expected {kind.__name__}, got the result {result!r}")
 
 
+def refusal(kind: type[E], call: Callable[[], object]) -> E:
+    """The error of a plain call that must fail with this kind of error."""
+    try:
+        result = call()
+    except kind as error:
+        return error
+    raise AssertionError(f"expected {kind.__name__}, got the result {result!r}")
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Wait for something that another thread does, at most `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):

@@ -11,8 +11,8 @@ import torch
 
 from rl_ckpt import connect
 from rl_ckpt.errors import CkptError, PeerTimeoutError, SyncAbortedError, VersionError
-from rl_ckpt.testing._pair import Pair, Suite
 from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights, until
+from rl_ckpt.testing.views import ViewSuite
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.testing._pair import Pair
     from rl_ckpt.types import SyncReport
 
 
-class CheckpointEngineSuite(Suite):
+class CheckpointEngineSuite(ViewSuite):
     """What every backend must do. Both ends run in this process, on one event loop or in threads."""
 
     def test_every_kind_of_tensor_arrives_bit_for_bit(self) -> None:
@@ -226,20 +227,6 @@ class CheckpointEngineSuite(Suite):
             await self._works(sender, receiver, 6)
 
         self.run(work)
-
-    def test_a_view_stays_until_the_iterator_advances(self) -> None:
-        """However far ahead the sender is, and whatever a consumer wrote to an earlier one."""
-
-        async def work(pair: Pair) -> None:
-            weights = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(20)}
-            sender, receiver = await pair.send_end(), await pair.receive_end()
-            sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=0))
-            async for name, tensor in receiver.receive_weights():
-                await asyncio.sleep(0.005)
-                assert torch.equal(tensor, weights[name]), name
-            await sending
-
-        self.run(work, bucket_bytes=1024)
 
     def test_the_event_loop_goes_on(self) -> None:
         """While an end waits for its peer, and while a slow source is drained."""
