@@ -1,5 +1,6 @@
 """Every backend against the conformance suites."""
 
+import importlib.util
 import socket
 import sys
 
@@ -41,3 +42,12 @@ class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
 
     def new_address(self):
         return f"tcp://127.0.0.1:{free_port()}?streams=3"
+
+
+@pytest.mark.contract
+@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
+class TestNixl(CheckpointEngineSuite, ProcessSuite):
+    token = "known to both"
+
+    def new_address(self):
+        return f"nixl://127.0.0.1:{free_port()}"

@@ -45,7 +45,7 @@ spec = st.builds(
 message = st.one_of(
     st.builds(Hello, u16, u16, u32, st.binary(min_size=16, max_size=16)),
     st.builds(Proof, st.binary(min_size=32, max_size=32)),
-    st.builds(Session, u64, u32, u32, u64),
+    st.builds(Session, u64, u32, u32, u64, st.binary(max_size=40)),
     st.builds(Stream, u64, u32, u32),
     st.builds(Ready, u64, u64, u64, u32),
     st.builds(Begin, u64, u64),

@@ -32,6 +32,7 @@ class Inlet:
         session: What the sender said of it.
         slots: uint8 [bucket_bytes] each.
         wait: Called with a descriptor when it has nothing to read: waits until it has, or raises.
+        await_pull: Given to `ReceiveTransport.pull`.
         end: Called when a stream has ended: raises why.
     """
 
@@ -42,6 +43,7 @@ class Inlet:
         slots: Sequence[Tensor],
         *,
         wait: Callable[[int], None],
+        await_pull: Callable[[Callable[[], bool]], None],
         end: Callable[[], None],
     ) -> None:
         self.slots = slots
@@ -50,6 +52,7 @@ class Inlet:
         self._transport = transport
         self._session = session
         self._wait = wait
+        self._await_pull = await_pull
         self._end = end
         self._streams: list[socket.socket] = []
 
@@ -73,6 +76,8 @@ class Inlet:
     def fetch(self, sequence: int, contents: Sequence[Tensor]) -> bool:
         """Read a bucket into memory. See `rl_ckpt._landing.Memory`."""
         if self._session.num_streams == 0:
+            num_bytes = sum(content.numel() for content in contents)
+            self._transport.pull(sequence % self._session.num_slots, num_bytes, self._await_pull)
             return False
         stream = self._streams[sequence % len(self._streams)]
         views = deque(memory_of(content) for content in contents)

@@ -28,7 +28,12 @@ from rl_ckpt._wire import (
 from rl_ckpt.errors import AddressError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_ckpt._transport import ReceiveTransport
+
+PULL_PAUSE_S = 0.001
+"""Between two looks at a read of the sender's memory, which rings no bell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +88,7 @@ class Line:
             session,
             slots,
             wait=self._await_payload,
+            await_pull=self._await_pull,
             end=self._await_end,
         )
         return self.inlet
@@ -148,6 +154,17 @@ class Line:
                 return
             if not ready:
                 raise PeerTimeoutError(f"{self.peer} sent no more payload within {deadline.timeout_s:g} s")
+
+    def _await_pull(self, is_done: Callable[[], bool]) -> None:
+        """Wait until what is read of the sender's memory is here, and hear meanwhile if the sync is off."""
+        deadline = Deadline(self.timeout_s)
+        while not is_done():
+            self._read()
+            if self.link.is_closed:
+                raise self.link.loss()
+            if not deadline.remaining_s():
+                raise PeerTimeoutError(f"{self.peer} let nothing be read of its memory within {deadline.timeout_s:g} s")
+            wait_for(self.waker, Deadline(PULL_PAUSE_S), readable=[self.link.fileno()])
 
     def _await_end(self) -> None:
         """Hear why the sender has closed a stream."""

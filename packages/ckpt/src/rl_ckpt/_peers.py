@@ -338,7 +338,11 @@ class Peers:
             self.send(peer, Proof(proof_of(self.transport.token, "sender", hello.nonce, peer.nonce)))
 
     def _let_in(self, peer: Peer) -> None:
-        self.send(peer, replace(self.session, ticket=peer.ticket), self.transport.descriptors())
+        self.send(
+            peer,
+            replace(self.session, ticket=peer.ticket, memory=self.transport.memory()),
+            self.transport.descriptors(),
+        )
         if peer.error is None:
             peer.link.trust()
             self.strangers.remove(peer)

@@ -71,7 +71,7 @@ class Receiver(CheckpointEngine):
         self._state = ReceiverState.IDLE
         self._version: int | None = None
         self._digest: int | None = None
-        self._held: Callable[[], Mapping[str, Tensor]] | None = None
+        self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._base: Mapping[str, Tensor] | None = None
         """What the last committed sync was received into, if it was, and differences can be applied to it."""
 
@@ -116,7 +116,7 @@ class Receiver(CheckpointEngine):
         """Raise `UsageError`: not for this end."""
         raise UsageError(f"this is a receiving end of {self.address}; open one with role='send' to send")
 
-    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Look into the engine before every vote. See `CheckpointEngine`."""
         self._held = held
 
@@ -337,14 +337,13 @@ class Receiver(CheckpointEngine):
 
     def _attest(self, landing: Landing, vote: Staged) -> Staged:
         """The vote, with what the engine holds."""
-        if self._held is None:
+        held = None if self._held is None else self._held()
+        if held is None:
             return vote
-        held = self._held()
         sent = {spec.name for spec in landing.digests}
-        bound = {name: tensor for name, tensor in held.items() if name in sent}
-        return replace(
-            vote, is_attested=1, held_digest=tree_digest(bound), num_bound=len(bound), num_expected=len(held)
-        )
+        bound = [name for name in held if name in sent]
+        digest = tree_digest((name, held[name]) for name in bound)  # one by one: they may be read back from a device
+        return replace(vote, is_attested=1, held_digest=digest, num_bound=len(bound), num_expected=len(held))
 
     def _give_up(self, landing: Landing, reason: AbortReason, text: str) -> None:
         """Leave a sync that is not over. Tells the sender without waiting; never raises."""

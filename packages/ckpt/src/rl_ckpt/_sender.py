@@ -131,7 +131,7 @@ class Sender(CheckpointEngine):
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 
-    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 

@@ -10,7 +10,7 @@ from rl_ckpt.errors import AddressError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -99,6 +99,10 @@ class SendTransport(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no streams")
 
+    def memory(self) -> bytes:
+        """What a receiver must know to read the ring from afar; goes with the `Session` message."""
+        return b""
+
     @abstractmethod
     def close(self) -> None:
         """Give the name and the ring back. Idempotent."""
@@ -135,6 +139,15 @@ class ReceiveTransport(ABC):
             ConnectionError: the sender is gone.
         """
         raise NotImplementedError(f"{type(self).__name__} has no streams")
+
+    def pull(self, slot: int, num_bytes: int, wait: Callable[[Callable[[], bool]], None]) -> None:  # noqa: B027
+        """Bring what the sender has put into a slot here. Nothing where receivers see the ring itself.
+
+        Args:
+            slot: Number of the slot.
+            num_bytes: How much of it, from its start.
+            wait: Returns when what it was given says True; raises what ends the sync, or when the deadline has passed.
+        """
 
     def release(self) -> None:  # noqa: B027  # most transports have nothing to do here
         """Let go of the slots; the connection they came with is closed. Idempotent."""

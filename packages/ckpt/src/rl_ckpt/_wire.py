@@ -19,7 +19,7 @@ from rl_csrc.frames import DTYPES
 MAGIC = b"RLCK"
 WIRE_VERSION = 3
 MAX_BODY_BYTES = 1 << 26
-GREETING_BYTES = 1 << 12
+GREETING_BYTES = 1 << 16
 """Longest body of a message of a peer that is not known yet."""
 MAX_NDIM = 64
 NO_VERSION = 2**64 - 1
@@ -35,6 +35,7 @@ _SPEC = struct.Struct("<BBHI")
 _BUCKET = struct.Struct("<IIQII")
 _SPAN = struct.Struct("<IIQQQQQQ")
 _ABORT = struct.Struct("<HH")
+_SESSION = struct.Struct("<QIIQ")
 
 
 class AbortReason(IntEnum):
@@ -84,6 +85,7 @@ class Session:
     num_slots: int
     num_streams: int = 0
     ticket: int = 0
+    memory: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,6 @@ _CODES = {message: kind for kind, message in _KINDS.items()}
 _FIXED: dict[type[Message], struct.Struct] = {
     Hello: struct.Struct(f"<HHI{NONCE_BYTES}s"),
     Proof: struct.Struct(f"<{PROOF_BYTES}s"),
-    Session: struct.Struct("<QIIQ"),
     Stream: struct.Struct("<QII"),
     Ready: struct.Struct("<QQQII"),
     Begin: struct.Struct("<QQ"),
@@ -301,6 +302,9 @@ def decode(kind: int, body: bytes) -> Message:
             return _decode_manifest(body)
         if message is Bucket:
             return _decode_bucket(body)
+        if message is Session:
+            bucket_bytes, num_slots, num_streams, ticket = _SESSION.unpack_from(body)
+            return Session(bucket_bytes, num_slots, num_streams, ticket, body[_SESSION.size :])
         if message is Abort:
             reason, _ = _ABORT.unpack_from(body)
             return Abort(AbortReason(reason), body[_ABORT.size :].decode())
@@ -324,6 +328,9 @@ def _encode_body(message: Message) -> bytes:
             _SPAN.pack(s.tensor, s.codec, s.start, s.offset, s.bucket_offset, s.num_bytes, s.total_bytes, s.digest)
             for s in spans
         )
+    if isinstance(message, Session):
+        head = _SESSION.pack(message.bucket_bytes, message.num_slots, message.num_streams, message.ticket)
+        return head + message.memory
     if isinstance(message, Abort):
         return _ABORT.pack(message.reason, 0) + message.text.encode()
     return _FIXED[type(message)].pack(*(getattr(message, field.name) for field in fields(message)))

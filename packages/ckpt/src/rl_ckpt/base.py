@@ -178,12 +178,13 @@ class CheckpointEngine(ABC):
         return self.version
 
     @abstractmethod
-    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Have a receiver look into its engine before each vote, and attest what it finds.
 
         `held` returns what the engine holds now, under the names of the sender (views of fused tensors will do). It is
         called when the consumer has taken every tensor; the digest of what it returns must be that of what was sent, or
-        the sync is called off everywhere. None ends it. Costs one read of the weights per sync.
+        the sync is called off everywhere; if it raises, as well. It may install what has landed first, and return None
+        where it cannot look: the vote is then not attested. None ends it. Costs one read of the weights per sync.
         """
 
     @abstractmethod

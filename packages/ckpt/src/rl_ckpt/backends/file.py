@@ -145,7 +145,7 @@ class FileSender(FileEnd):
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 
-    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 
@@ -229,7 +229,7 @@ class FileReceiver(FileEnd):
 
     def __init__(self, config: SessionConfig, folder: Folder) -> None:
         super().__init__(config, folder)
-        self._held: Callable[[], Mapping[str, Tensor]] | None = None
+        self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
 
     async def prepare(self) -> Metadata:
         """Nothing to allocate."""
@@ -245,7 +245,7 @@ class FileReceiver(FileEnd):
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 
-    def attest_with(self, held: Callable[[], Mapping[str, Tensor]] | None) -> None:
+    def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Look into the engine before a version counts as taken. See `CheckpointEngine`."""
         self._held = held
 
@@ -303,10 +303,11 @@ class FileReceiver(FileEnd):
         self._version, self._digest, self._state = manifest.version, found, ReceiverState.COMMITTED
 
     def _attest(self, names: set[str], digest: int) -> None:
-        if self._held is None:
+        engine = None if self._held is None else self._held()
+        if engine is None:
             return
-        bound = {name: tensor for name, tensor in self._held().items() if name in names}
-        held = tree_digest(bound)
+        bound = [name for name in engine if name in names]
+        held = tree_digest((name, engine[name]) for name in bound)
         if held != digest:
             raise AttestationError(
                 f"{len(names)} tensors with digest {digest:#018x} were read; the engine holds {len(bound)} of them, "

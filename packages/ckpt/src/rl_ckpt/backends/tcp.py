@@ -40,23 +40,35 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     Raises:
         AddressError: the URL has no host and port, an option is not allowed, or there is no token.
     """
-    _host_and_port(config)
     num_streams = stream_count(checked_options(config, "streams"), config, default=1)
+    token = token_of(config)
+    if config.role is Role.SEND:
+        return Sender(config, TcpSend(config, Listener, num_streams, token))
+    return Receiver(config, StreamReceive(config, dial, link_of, token))
+
+
+def token_of(config: SessionConfig) -> bytes:
+    """The secret of a session that is reached over TCP, after a look at its place.
+
+    Raises:
+        AddressError: there is none, or the URL has no host and port.
+    """
+    _host_and_port(config)
     token = config.token if config.token is not None else os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise AddressError(
             f"{config.address} needs a token, or anybody who reaches the port could send or take weights: pass "
             f"token=... to connect, or set {TOKEN_VARIABLE}, at both ends"
         )
-    if config.role is Role.SEND:
-        return Sender(config, TcpSend(config, Listener, num_streams, token.encode()))
-    return Receiver(config, StreamReceive(config, _dial, _link_of, token.encode()))
+    return token.encode()
 
 
 def _host_and_port(config: SessionConfig) -> tuple[str, int]:
     found = _PLACE.fullmatch(config.name)
     if found is None or int(found["port"]) > 65535:  # the last port
-        raise AddressError(f"the place in {config.address!r} is {config.name!r}; write tcp://host:port")
+        raise AddressError(
+            f"the place in {config.address!r} is {config.name!r}; write {config.address.partition(':')[0]}://host:port"
+        )
     return found["host"], int(found["port"])
 
 
@@ -87,6 +99,7 @@ class Listener:
 
     def __init__(self, config: SessionConfig) -> None:
         family, address = _resolve(config)
+        self._config = config
         self._timeout_s = config.timeout_s
         self._socket = close_in_children(socket.socket(family, socket.SOCK_STREAM))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -102,9 +115,10 @@ class Listener:
         self._socket.setblocking(False)
 
     @property
-    def port(self) -> int:
-        """The one it has."""
-        return int(self._socket.getsockname()[1])
+    def place(self) -> str:
+        """`host:port`, with the port that it has."""
+        host, _ = _host_and_port(self._config)
+        return _place_of((host, int(self._socket.getsockname()[1])))
 
     def listen(self) -> None:
         """It does already."""
@@ -133,15 +147,15 @@ class TcpSend(StreamSend):
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Take the port, a free one for port 0."""
         slots = super().open(num_slots, bucket_bytes)
-        host, port = _host_and_port(self._config)
-        if port == 0 and isinstance(self._listener, Listener):
-            name = f"[{host}]:{self._listener.port}" if ":" in host else f"{host}:{self._listener.port}"
+        if isinstance(self._listener, Listener):
+            name = self._listener.place
             self._config = replace(self._config, name=name, address=f"tcp://{name}")
             self.address = self._config.address
         return slots
 
 
-def _dial(config: SessionConfig) -> socket.socket | None:
+def dial(config: SessionConfig) -> socket.socket | None:
+    """Connect to the sender; None while nobody answers."""
     family, address = _resolve(config)
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.settimeout(min(DIAL_S, config.timeout_s))
@@ -156,6 +170,7 @@ def _dial(config: SessionConfig) -> socket.socket | None:
     return _tune(connection, config.timeout_s)
 
 
-def _link_of(connection: socket.socket) -> Link:
+def link_of(connection: socket.socket) -> Link:
+    """The link of a connection that `dial` made."""
     place = _place_of(connection.getpeername())
     return Link(connection, f"sender at {place}", place=place)

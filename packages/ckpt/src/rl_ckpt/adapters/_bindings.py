@@ -1,0 +1,192 @@
+"""Where a model's own loader puts the tensors it is given, and what lies there afterwards.
+
+An inference engine fuses, cuts and renames the weights of a checkpoint. Instead of knowing how each of its models does
+that, we watch the copies that its loader makes, and read the same places back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_ckpt._tensors import as_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which elements of its memory a tensor is."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """That of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def view(self, whole: Tensor) -> Tensor:
+        """The same elements of another tensor, which lies in its memory as the first did."""
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One copy that the loader made: from a part of a tensor it was given into a part of one of the model's."""
+
+    source: Layout
+    """What was copied of the given tensor."""
+    path: str
+    """Name of the model's parameter or buffer."""
+    whole: Layout
+    """The model's tensor, when it was filled."""
+    part: Layout
+    """What was filled of it."""
+
+
+class LoadRecorder(TorchDispatchMode):
+    """While it is entered, notes where the given tensors are copied to in a model.
+
+    A loader that changes a tensor before it copies it (or copies it twice) leaves no binding for it.
+
+    Args:
+        model: Whose parameters and buffers are filled.
+        given: Name to tensor on the CPU, as the loader is given them; each has memory of its own.
+    """
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.bindings: dict[str, list[Binding]] = {}
+        """By the name of the given tensor."""
+        self._model = model
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items() if tensor.numel()}
+        self._paths: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and args[0].device.type != "meta" and args[1].device.type == "cpu":
+            self._note(args[0], args[1])
+        return result
+
+    def _note(self, target: Tensor, source: Tensor) -> None:
+        name = self._names.get(source.untyped_storage().data_ptr())
+        path = None if name is None else self._find(target)
+        if name is not None and path is not None:
+            whole = Layout.of(_tensors(self._model, path)[0])
+            self.bindings.setdefault(name, []).append(Binding(Layout.of(source), path, whole, Layout.of(target)))
+
+    def _find(self, target: Tensor) -> str | None:
+        """The name of the tensor whose memory that is now: layers may be filled and freed one after the other."""
+        pointer = target.untyped_storage().data_ptr()
+        path = self._paths.get(pointer)
+        if path is not None and any(_pointer(tensor) == pointer for tensor in _tensors(self._model, path)):
+            return path
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if _pointer(tensor) == pointer:
+                self._paths[pointer] = name
+                return name
+        return None
+
+
+def copies_in(model: nn.Module, path: str, whole: Layout) -> list[Tensor]:
+    """What the model has under that name: one tensor or none. An engine that packs its weights has more."""
+    del whole
+    return _tensors(model, path)
+
+
+class Held(Mapping[str, "Tensor"]):
+    """What a model holds of the tensors that its loader was given, under their names; read when it is asked for.
+
+    Where the model has a part of a tensor (as one rank of several), the rest is completed from what was given: the two
+    are equal if and only if the part is. Names that the loader took nowhere, or whose place cannot be read any more
+    because the model keeps something else there, are not in it.
+
+    Args:
+        model: The model, after loading.
+        given: Name to tensor, as the loader was given them.
+        bindings: What the recorder saw.
+        copies: All that the model keeps under the name of one of its tensors, which was laid out like that when it was
+            filled. It is asked for every name that the tensor has: tied layers may keep copies of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Tensor],
+        bindings: Mapping[str, Sequence[Binding]],
+        copies: Callable[[nn.Module, str, Layout], Sequence[Tensor]] = copies_in,
+    ) -> None:
+        self._model = model
+        self._given = given
+        self._copies = copies
+        self._aliases: dict[int | None, list[str]] = {}
+        for path, tensor in model.named_parameters(remove_duplicate=False):
+            if tensor.numel():
+                self._aliases.setdefault(_pointer(tensor), []).append(path)
+        self._bindings = dict(bindings) | {
+            name: tied for name in given if name not in bindings if (tied := _tied(model, name, bindings))
+        }
+        self._names = dict.fromkeys(name for name in given if self._is_readable(name))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        given = self._given[name]
+        tensor = given
+        for binding in self._bindings.get(name, ()):
+            for copy in self._all_copies(binding):
+                tensor = given.clone()
+                binding.source.view(tensor).copy_(binding.part.view(copy))
+                if not torch.equal(as_bytes(tensor), as_bytes(given)):
+                    return tensor
+        return tensor
+
+    def _is_readable(self, name: str) -> bool:
+        bindings = self._bindings.get(name, ())
+        return not self._given[name].numel() or (bool(bindings) and all(map(self._is_as_filled, bindings)))
+
+    def _all_copies(self, binding: Binding) -> list[Tensor]:
+        pointers = [_pointer(tensor) for tensor in _tensors(self._model, binding.path)]
+        paths = {binding.path, *(path for pointer in pointers for path in self._aliases.get(pointer, ()))}
+        return [copy for path in sorted(paths) for copy in self._copies(self._model, path, binding.whole)]
+
+    def _is_as_filled(self, binding: Binding) -> bool:
+        copies = self._all_copies(binding)
+        return bool(copies) and all(Layout.of(copy) == binding.whole for copy in copies)
+
+
+def _tied(model: nn.Module, name: str, bindings: Mapping[str, Sequence[Binding]]) -> Sequence[Binding]:
+    """The bindings of the tensor that a model uses in place of the one of this name, which its loader left out."""
+    mine = [_pointer(tensor) for tensor in _tensors(model, name)]
+    for other in bindings.values():
+        if mine and mine == [_pointer(tensor) for tensor in _tensors(model, other[0].path)]:
+            return other
+    return ()
+
+
+def _tensors(model: nn.Module, path: str) -> list[Tensor]:
+    """The parameter or buffer of that name, if there is one."""
+    owner, _, name = path.rpartition(".")
+    try:
+        tensor = getattr(model.get_submodule(owner), name)
+    except AttributeError:
+        return []
+    return [tensor] if isinstance(tensor, torch.Tensor) else []
+
+
+def _pointer(tensor: Tensor) -> int | None:
+    return None if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()

@@ -1,0 +1,219 @@
+"""The receiving end of a session inside a vLLM worker.
+
+A sync lands in host memory, where it is verified, while the model is not touched. When all of it is there, vLLM's own
+loader puts it into the model, and what the model then holds is read back and attested, before the sender commits. If
+anything fails before that, the model is what it was; if it fails later, the weights before are loaded again.
+"""
+
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# vLLM is never in the environment that this is checked in.
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+import rl_ckpt
+from rl_ckpt.adapters._bindings import Held, Layout, LoadRecorder, copies_in
+from rl_ckpt.adapters._staging import Staging
+from rl_ckpt.errors import AttestationError, TensorError, UsageError, VersionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+PROBE_ROWS = 256
+"""Rows of the identity matrix that a packed layer is read with at a time."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Body of `/init_weight_transfer_engine`, under `init_info`."""
+
+    url: str
+    """Of the session, as for `rl_ckpt.connect`."""
+    token: str | None = None
+    """Of the session; for `tcp` the variable RL_CKPT_TOKEN of the server is better."""
+    timeout_s: float = 60.0
+    """Longest wait for the sender, seconds."""
+    attest: bool = True
+    """Whether the model is read back after loading, before the vote."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Body of `/update_weights`, under `update_info`."""
+
+    version: int | None = None
+    """Version that must come; None takes any."""
+
+
+class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's receiving end. Every worker of the server is a receiver of its own in the session."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    _receiver: rl_ckpt.CheckpointEngine | None = None
+    _attests = True
+    _is_touched = False
+    """Whether the model has got something of a sync that is not committed."""
+    _refusal: Any = None
+    """Handle of the hook that keeps a mixed model from serving."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Open the receiving end. The sender may come later."""
+        parallel = self.parallel_config
+        if init_info.attest and (parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel):
+            raise UsageError(
+                "attest is true, and this server spreads whole tensors over its workers (pipeline or expert "
+                "parallelism), so that none of them can attest all; pass attest=false in init_info"
+            )
+        self.shutdown()
+        self._staging = Staging()
+        self._attests = init_info.attest
+        self._receiver = rl_ckpt.connect(
+            init_info.url, role="receive", timeout_s=init_info.timeout_s, token=init_info.token
+        )
+        self._receiver.attest_with(self._install)
+
+    def start_weight_update(self) -> None:
+        """Nothing: the model goes on being whole until the new weights are verified."""
+        self._require_receiver()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Take one sync, from its first byte to the commit.
+
+        Raises:
+            rl_ckpt.CkptError: the sync failed; the model holds the weights before.
+        """
+        receiver = self._require_receiver()
+        try:
+            for name, tensor in receiver.recv():
+                if update_info.version not in {None, receiver.version}:
+                    raise VersionError(f"version {receiver.version} came, and {update_info.version} was asked for")
+                self._staging.put(name, tensor)
+        except BaseException as error:
+            self._staging.abort()
+            if self._is_touched:
+                self._go_back(error)
+            raise
+        self._is_touched = False
+        self._staging.commit()
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: `receive_weights` ends with the commit."""
+
+    def shutdown(self) -> None:
+        """Leave the session."""
+        if self._receiver is not None:
+            asyncio.run(self._receiver.close())
+            self._receiver = None
+
+    def _require_receiver(self) -> rl_ckpt.CheckpointEngine:
+        if self._receiver is None:
+            raise UsageError("no session is open; POST /init_weight_transfer_engine with a url in init_info first")
+        return self._receiver
+
+    def _install(self) -> Mapping[str, Tensor] | None:
+        """Called by the receiver when everything has landed and was verified, before it votes."""
+        self._is_touched = True
+        return self._load(self._staging.merged())
+
+    def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Put all weights into the model; return what it then holds of them, if that is to be attested."""
+        expected = {name for name, _ in self.model.named_parameters()}
+        recorder = LoadRecorder(self.model, weights)
+        initialize_layerwise_reload(self.model)
+        with recorder:
+            loaded: set[str] | None = self.model.load_weights(iter(weights.items()))
+            finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied(self.model)
+        if loaded is not None and self.model_config.quantization is None and (missing := sorted(expected - loaded)):
+            raise TensorError(
+                f"{len(missing)} parameters of the model got nothing, {missing[0]!r} the first; the first sync must "
+                "bring all weights, later ones may bring a part"
+            )
+        return Held(self.model, weights, recorder.bindings, _copies) if self._attests else None
+
+    def _go_back(self, error: BaseException) -> None:
+        """Load the weights of the version before."""
+        before = self._staging.current
+        try:
+            held = self._load(before) if before else self._load_from_disk()
+            if before and held is not None and rl_ckpt.tree_digest(held) != rl_ckpt.tree_digest(before):
+                raise AttestationError("the model does not hold what was loaded again")
+        except Exception as another:  # noqa: BLE001  # whatever it is, the model is mixed, and the first error is raised
+            error.add_note(f"the weights before could not be loaded again, so the model refuses to serve: {another}")
+            self._refuse(error)
+        self._is_touched = False
+
+    def _load_from_disk(self) -> None:
+        """What the server was started with."""
+        loader = get_model_loader(self.vllm_config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise UsageError(f"{type(loader).__name__} has no weights on disk")
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(loader.get_all_weights(self.model_config, self.model))
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied(self.model)
+
+    def _refuse(self, error: BaseException) -> None:
+        text = f"this server's weights are mixed since a failed sync ({error}); send a whole version"
+
+        def refuse(*_: object) -> NoReturn:
+            raise UsageError(text)
+
+        if self._refusal is None:
+            self._refusal = self.model.register_forward_pre_hook(refuse)
+
+
+def _repack_tied(model: nn.Module) -> None:
+    """Let layers that share a weight with a loaded one pack it again: vLLM 0.32 leaves their old packed copy in use.
+
+    That is so on CPUs alone, where a layer computes with a packed copy, and a tied `lm_head` would go on giving the
+    log-probs of the version before. To be deleted when `finalize_layerwise_reload` does it; `Held` looks in any case.
+    """
+    layers: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
+            layers.setdefault(weight.data_ptr(), []).append(layer)
+    for tied in layers.values():
+        for layer in tied if len(tied) > 1 else ():
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _copies(model: nn.Module, path: str, whole: Layout) -> Sequence[Tensor]:
+    """All that vLLM computes with: the parameter, unless it was emptied, and on a CPU what its layer has packed."""
+    owner, _, name = path.rpartition(".")
+    packed = getattr(model.get_submodule(owner), "cpu_linear", None) if name == "weight" else None
+    if packed is None or len(whole.size) != 2:
+        return copies_in(model, path, whole)
+    kept = [tensor for tensor in copies_in(model, path, whole) if tensor.numel()]
+    return [*kept, _unpacked(packed, whole)]
+
+
+def _unpacked(packed: Callable[[Tensor, Tensor | None, Tensor | None], Tensor], whole: Layout) -> Tensor:
+    """The weight [N, K] of a packed layer: what it makes of the identity matrix, which no rounding touches."""
+    num_outputs, num_inputs = whole.size
+    weight = torch.empty(num_outputs, num_inputs, dtype=whole.dtype)
+    for start in range(0, num_inputs, PROBE_ROWS):
+        rows = torch.arange(start, min(start + PROBE_ROWS, num_inputs))
+        probe = torch.nn.functional.one_hot(rows, num_inputs).to(whole.dtype)
+        weight[:, start : start + len(rows)] = packed(probe, None, None).t()
+    return weight

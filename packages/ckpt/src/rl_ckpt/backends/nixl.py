@@ -1,0 +1,201 @@
+"""`nixl://host:port`: receivers read the sender's ring by RDMA, through NVIDIA's NIXL; `pip install 'rl-ckpt[nixl]'`.
+
+What is said goes over TCP, as with `tcp://`, and with the same token. Payload does not: the sender registers its ring
+once, each receiver prepares descriptors of it once, and pulls every bucket with one call. UCX, which NIXL uses, chooses
+the wire; if you set UCX_TLS yourself, leave `tcp` in it, because UCX sets up its connections with that.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nixl._api import nixl_agent, nixl_agent_config
+
+from rl_ckpt._receiver import Receiver
+from rl_ckpt._sender import Sender
+from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_options
+from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of
+from rl_ckpt.errors import AddressError, PeerLostError, ProtocolError
+from rl_ckpt.types import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from rl_ckpt._link import Link
+    from rl_ckpt._wire import Session
+    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.types import SessionConfig
+
+CHUNK_BYTES = 1 << 20
+"""What one prepared descriptor covers: a bucket that is not full is pulled as far as it is filled."""
+MAX_RING_BYTES = 1 << 34
+_ADDRESS = struct.Struct("<Q")
+_IN_FLIGHT = "PROC"
+_DONE = "DONE"
+
+
+def open_session(config: SessionConfig) -> CheckpointEngine:
+    """Return one end of a session over NIXL.
+
+    Raises:
+        AddressError: the URL has no host and port, there is an option, or there is no token.
+    """
+    checked_options(config)
+    token = token_of(config)
+    if config.role is Role.SEND:
+        return Sender(config, NixlSend(config, token))
+    return Receiver(config, NixlReceive(config, token))
+
+
+def _agent(role: str) -> Any:
+    """An end of NIXL's own; its name must be nobody else's."""
+    return nixl_agent(f"rl-ckpt-{role}-{os.getpid()}-{secrets.token_hex(8)}", nixl_agent_config(backends=["UCX"]))
+
+
+def _chunks(address: int, num_slots: int, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """(address, length, device) of every chunk of every slot."""
+    chunks: list[tuple[int, int, int]] = []
+    for slot in range(num_slots):
+        start = address + slot * bucket_bytes
+        offsets = range(0, bucket_bytes, CHUNK_BYTES)
+        chunks += [(start + offset, min(CHUNK_BYTES, bucket_bytes - offset), 0) for offset in offsets]
+    return chunks
+
+
+class NixlSend(SendTransport):
+    """Listens on a TCP port and owns the registered ring."""
+
+    def __init__(self, config: SessionConfig, token: bytes) -> None:
+        self.address = config.address
+        self.token = token
+        self._config = config
+        self._listener: Listener | None = None
+        self._agent: Any = None
+        self._ring: Tensor | None = None
+        self._memory = b""
+
+    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Take the port, a free one for port 0; allocate and register."""
+        self._listener = Listener(self._config)
+        self.address = f"nixl://{self._listener.place}"
+        self._ring = torch.empty(num_slots * bucket_bytes, dtype=torch.uint8)
+        self._agent = _agent("sender")
+        self._agent.register_memory([self._ring])
+        self._memory = _ADDRESS.pack(self._ring.data_ptr()) + self._agent.get_agent_metadata()
+        return list(self._ring.split(bucket_bytes))
+
+    def fileno(self) -> int:
+        """The listening socket."""
+        if self._listener is None:
+            raise AddressError(f"{self.address} is not open")
+        return self._listener.fileno()
+
+    def accept(self) -> Link | None:
+        """The next that dialled."""
+        return None if self._listener is None else self._listener.accept()
+
+    def memory(self) -> bytes:
+        """The ring's address in this process, and how NIXL reaches it."""
+        return self._memory
+
+    def close(self) -> None:
+        """Give port and memory back."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._agent = self._ring = None  # in this order: the memory outlives its registration
+
+
+class Reader:
+    """One bucket of local memory, and everything prepared to read a sender's ring into it."""
+
+    def __init__(self, session: Session) -> None:
+        self.slot = torch.empty(session.bucket_bytes, dtype=torch.uint8)
+        self._num_chunks = -(-session.bucket_bytes // CHUNK_BYTES)
+        self._agent: Any = _agent("receiver")
+        self._agent.register_memory([self.slot])
+        (address,) = _ADDRESS.unpack_from(session.memory)
+        peer = self._agent.add_remote_agent(session.memory[_ADDRESS.size :])
+        theirs = _chunks(address, session.num_slots, session.bucket_bytes)
+        mine = _chunks(self.slot.data_ptr(), 1, session.bucket_bytes)
+        self._theirs = self._agent.prep_xfer_dlist(peer, theirs, "DRAM")
+        self._mine = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, "DRAM")
+        self._handle: Any = None
+        self._state = _DONE
+
+    def close(self) -> None:
+        """Let go of the sender's memory. Reads that are under way end with the agent, before the slot's memory goes."""
+        self._handle = self._mine = self._theirs = None
+        self._agent = None
+
+    def start(self, slot: int, num_bytes: int) -> None:
+        """Begin to read the first bytes of a slot."""
+        chunks = list(range(-(-num_bytes // CHUNK_BYTES)))
+        theirs = [slot * self._num_chunks + chunk for chunk in chunks]
+        self._handle = self._agent.make_prepped_xfer("READ", self._mine, chunks, self._theirs, theirs)
+        self._state = self._agent.transfer(self._handle)
+
+    def is_done(self) -> bool:
+        """Whether everything is here.
+
+        Raises:
+            PeerLostError: NIXL says that it failed.
+        """
+        if self._state == _IN_FLIGHT:
+            self._state = self._agent.check_xfer_state(self._handle)
+        if self._state == _IN_FLIGHT:
+            return False
+        self._agent.release_xfer_handle(self._handle)
+        if self._state != _DONE:
+            raise PeerLostError(f"NIXL could not read the sender's memory: the transfer is in state {self._state}")
+        return True
+
+
+class NixlReceive(ReceiveTransport):
+    """Dials, and pulls buckets into one slot of its own."""
+
+    def __init__(self, config: SessionConfig, token: bytes) -> None:
+        self.token = token
+        self._config = config
+        self._session: Session | None = None
+        self._reader: Reader | None = None
+        self._slots: list[Tensor] = []
+
+    def dial(self) -> Link | None:
+        """Connect, if there is a sender."""
+        connection = dial(self._config)
+        return None if connection is None else link_of(connection)
+
+    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+        """One slot, under every number."""
+        num_bytes = session.num_slots * session.bucket_bytes
+        if len(session.memory) <= _ADDRESS.size or not 0 < num_bytes <= MAX_RING_BYTES:
+            raise ProtocolError(f"{link.peer} announced a session without a ring that NIXL could read")
+        self._session, self._reader = session, Reader(session)
+        self._slots = [self._reader.slot] * session.num_slots
+        return self._slots
+
+    def pull(self, slot: int, num_bytes: int, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Read a bucket."""
+        if self._reader is None or self._session is None:
+            raise PeerLostError("the sender's ring was let go")
+        try:
+            self._reader.start(slot, num_bytes)
+            wait(self._reader.is_done)
+        except BaseException:  # the read may go on, so nothing else may land in that memory
+            self._reader.close()
+            self._reader = Reader(self._session)
+            self._slots[:] = [self._reader.slot] * len(self._slots)
+            raise
+
+    def release(self) -> None:
+        """Let go of the sender's memory."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
