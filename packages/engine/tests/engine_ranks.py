@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
-from rl_engine import BatchError, EngineConfig, OptimizerConfig, Precision, create_engine
+from rl_engine import BatchError, EngineConfig, LoraConfig, OptimizerConfig, Precision, create_engine
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch
 
@@ -111,6 +111,12 @@ def main(folder):
     seen["bfloat16"] = one_step(narrow, mine)
     seen["bfloat16_dtypes"] = {str(tensor.dtype) for tensor in weights(narrow).values()}
     narrow.close()
+    adapted = build(model, lora=LoraConfig(rank=2))
+    with adapted.eval_mode(), adapted.adapter_off():
+        seen["without_adapter"] = adapted.forward_backward_batch(mine, sft_loss, forward_only=True).metrics["loss"]
+    seen["adapted"] = [one_step(adapted, mine) for _ in range(3)]
+    seen["merged"] = weights(adapted)
+    adapted.close()
     frozen = build(model, optimizer=None, entropy=True)
     with frozen.eval_mode():
         seen["frozen_keys"] = sorted(frozen.forward_backward_batch(mine, None).columns.keys())

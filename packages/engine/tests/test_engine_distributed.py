@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl_engine import LoraConfig
 from rl_engine.testing import write_tiny_model
 
 SCRIPT = Path(__file__).with_name("engine_ranks.py")
@@ -114,6 +115,17 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
 def test_bfloat16_trains_on_two_ranks(two):
     assert two["bfloat16"] == pytest.approx(two["first"], rel=0.03)
     assert two["bfloat16_dtypes"] == {"torch.bfloat16"}
+
+
+def test_an_adapter_on_two_ranks_is_that_of_one(two):
+    alone = ranks.build(two["folder"] / "model", lora=LoraConfig(rank=2))
+    data = ranks.batch_of(ranks.draw_rows(7))
+    steps = [ranks.one_step(alone, data) for _ in range(3)]
+    merged = ranks.weights(alone)
+    alone.close()
+    assert two["without_adapter"] == pytest.approx(steps[0][0], rel=1e-9)  # B is zero at first
+    assert two["adapted"] == [pytest.approx(step, rel=1e-6) for step in steps]
+    torch.testing.assert_close(two["merged"], merged, rtol=1e-5, atol=1e-8)
 
 
 def test_a_frozen_engine_scores_on_two_ranks(two):

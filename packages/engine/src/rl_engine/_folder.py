@@ -16,7 +16,7 @@ from rl_engine.errors import ModelFolderError
 from rl_engine.types import Head, ModelInit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from transformers import PreTrainedModel
 
@@ -85,16 +85,25 @@ def load_model(
 
 def write_model(path: str | Path, model: PreTrainedModel, weights: dict[str, Tensor], source: str | Path) -> None:
     """Write config, safetensors and the source folder's tokenizer files; the folder appears complete or not at all."""
+
+    def write(draft: Path) -> None:
+        # Names are final already, so transformers has nothing left to convert.
+        _save_weights(draft, weights)
+        model.config.save_pretrained(draft)
+        if model.can_generate():
+            model.generation_config.save_pretrained(draft)
+        copy_tokenizer(source, draft)
+
+    publish(path, write)
+
+
+def publish(path: str | Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a draft folder, then put that in its place."""
     target = Path(path).absolute()
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    # Names are final already, so transformers has nothing left to convert.
-    _save_weights(draft, weights)
-    model.config.save_pretrained(draft)
-    if model.can_generate():
-        model.generation_config.save_pretrained(draft)
-    copy_tokenizer(source, draft)
+    write(draft)
     replace_folder(draft, target)
 
 

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from rl_engine.errors import ConfigError
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
@@ -55,6 +57,16 @@ class Engine(ABC):
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
         """Like `train_mode` for forward passes only: no dropout, no gradients."""
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Forward passes inside see the model without its LoRA adapter: a reference for nothing.
+
+        Raises:
+            ConfigError: the engine has no adapter.
+        """
+        raise ConfigError(
+            "This engine has no adapter to turn off; give EngineConfig a lora, or a reference of its own."
+        )
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:

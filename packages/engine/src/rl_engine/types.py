@@ -80,6 +80,31 @@ class OptimizerConfig:
     """Final rate over peak rate (cosine decay)."""
 
 
+class LoraExport(StrEnum):
+    """What leaves an engine with a LoRA adapter."""
+
+    MERGED = "merged"
+    """The whole model with the adapter added in, under its own names: any server takes it."""
+    ADAPTER = "adapter"
+    """The adapter alone, under the names that peft gives it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """A low-rank adapter, the only thing trained (Hu et al., 2106.09685), as made by peft."""
+
+    rank: int = 16
+    """Columns of A's transpose and of B."""
+    alpha: float = 32.0
+    """The adapter is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Of the adapter's input while training."""
+    target_modules: tuple[str, ...] = ()
+    """Names of linear layers, such as q_proj; empty: every linear layer but the head."""
+    export: LoraExport = LoraExport.MERGED
+    """What `get_per_tensor_param` and `save_model` give."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What one engine is built from. Every rank of an engine gets the same one."""
@@ -91,6 +116,8 @@ class EngineConfig:
     head: Head = Head.LM
     """What it gives for a completion token. A folder without the scalar head that `value` and `reward` need (a causal
     LM) gets one of zeros; `save_model` then writes a sequence classifier with one label, in Hugging Face's layout."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the model; needs `pip install 'rl-engine[lora]'`."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """None builds a frozen engine (a reference): no optimizer state, no gradients."""
     precision: Precision = Precision.FLOAT32

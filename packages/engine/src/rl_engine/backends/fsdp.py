@@ -16,9 +16,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from rl_engine import _checkpoint, _folder
+from rl_engine import _checkpoint, _folder, _lora
 from rl_engine._distributed import World, join_world
 from rl_engine._model import PolicyScorer, Scorer, ValueScorer
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
@@ -26,7 +25,16 @@ from rl_engine._plan import plan_rows
 from rl_engine._rows import RowBatch, one_token_row
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, Head, ModelOutput, PeftConfig, Precision
+from rl_engine.types import (
+    BatchCounts,
+    EngineConfig,
+    EngineOutput,
+    Head,
+    LoraExport,
+    ModelOutput,
+    PeftConfig,
+    Precision,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -82,6 +90,7 @@ class FsdpEngine(Engine):
         self._scorer: Scorer | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._schedule_step = 0
+        self._peft: PeftConfig | None = None
         self._places: dict[str, torch.device] = {}
 
     # Building
@@ -98,6 +107,10 @@ class FsdpEngine(Engine):
         model = _folder.load_model(
             config.model_path, init=config.init, dtype=master, seed=config.seed, head=config.head
         )
+        if config.lora is not None:
+            if config.optimizer is None:
+                raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
+            self._peft = _lora.add_adapter(model, config.lora, config.seed)
         if config.activation_checkpointing:
             _recompute_layers(model)
         world = join_world(timeout_s=config.timeout_s, needs_group=trains_narrow)
@@ -105,7 +118,8 @@ class FsdpEngine(Engine):
             scorer = PolicyScorer(model, temperature=config.temperature, entropy=config.entropy)
         else:
             scorer = ValueScorer(model)
-        scorer.requires_grad_(config.optimizer is not None)
+        if config.lora is None:
+            scorer.requires_grad_(config.optimizer is not None)
         scorer.train(config.optimizer is not None)
         if world.size > 1 or trains_narrow:
             _shard(scorer, world, self._dtype)
@@ -149,6 +163,10 @@ class FsdpEngine(Engine):
     def eval_mode(self) -> Any:
         """The model onto the device, dropout and gradients off; back on exit."""
         return self._mode(train=False)
+
+    def adapter_off(self) -> Any:
+        """See `Engine`."""
+        return super().adapter_off() if self._peft is None else _lora.without_adapter(self._built().model)
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
@@ -289,21 +307,29 @@ class FsdpEngine(Engine):
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
         """Full tensors in `precision`, in the model's order; an unsharded one is a view of the live weight."""
-        return self._export(), None
+        return self._export(), self._peft if self._exports_adapter() else None
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         model = self._built().model
-        for name, tensor in _named_weights(model).items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if full.is_floating_point():
-                full = full.to(self._dtype)
-            yield from transformers.core_model_loading.revert_weight_conversion(model, {name: full}).items()
+        named = _named_weights(model)
+        if self._exports_adapter():
+            yield from ((name, tensor.to(self._dtype)) for name, tensor in _lora.adapter_weights(named))
+            return
+        whole = ((name, _lora.whole(tensor)) for name, tensor in named.items())
+        for name, full in whole if self._peft is None else _lora.merged_weights(model, named):
+            wanted = full.to(self._dtype) if full.is_floating_point() else full
+            yield from transformers.core_model_loading.revert_weight_conversion(model, {name: wanted}).items()
+
+    def _exports_adapter(self) -> bool:
+        return self._config.lora is not None and self._config.lora.export == LoraExport.ADAPTER
 
     def save_model(self, path: str | Path) -> None:
         """Rank 0 writes; the others take part in gathering."""
         world = self._group()
         weights = {name: tensor.cpu() for name, tensor in self._export() if world.rank == 0}
-        if world.rank == 0:
+        if world.rank == 0 and self._peft is not None and self._exports_adapter():
+            _lora.write_adapter(path, weights, self._peft, self._config.model_path)
+        elif world.rank == 0:
             _folder.write_model(path, self._built().model, weights, self._config.model_path)
         world.barrier()
 
