@@ -17,7 +17,8 @@ from rl_ckpt.errors import (
     UsageError,
     VersionError,
 )
-from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, SyncReport
+from rl_ckpt.resharding import Resharding
+from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, ShardSpec, SyncReport
 
 __all__ = [
     "AddressError",
@@ -32,8 +33,10 @@ __all__ = [
     "ProtocolError",
     "Receipt",
     "ReceiverState",
+    "Resharding",
     "Role",
     "SessionConfig",
+    "ShardSpec",
     "SyncAbortedError",
     "SyncReport",
     "TensorError",

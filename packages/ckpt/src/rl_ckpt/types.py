@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Role(StrEnum):
@@ -136,3 +140,67 @@ class SyncReport:
     def fraction_of_limit(self) -> float | None:
         """`gb_per_s` of the probed limit; above 1 where differences were sent. None where nothing was probed."""
         return None if not self.limit_gb_per_s else self.gb_per_s / self.limit_gb_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """Which part of a tensor one rank holds: a box in the coordinates of the whole tensor."""
+
+    name: str
+    """Of the tensor, the same at both ends."""
+    shape: tuple[int, ...]
+    """Elements of the whole tensor along each axis."""
+    offsets: tuple[int, ...]
+    """Where the box starts along each axis, elements."""
+    sizes: tuple[int, ...]
+    """Its length along each axis, elements; 0 if the rank holds nothing of the tensor."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` if the box is not one inside the tensor."""
+        is_inside = len(self.shape) == len(self.offsets) == len(self.sizes) and all(
+            start >= 0 and size >= 0 and start + size <= whole
+            for start, size, whole in zip(self.offsets, self.sizes, self.shape, strict=True)
+        )
+        if not is_inside:
+            raise ValueError(
+                f"the shard of {self.name!r} starts at {self.offsets} and is {self.sizes} long; "
+                f"the tensor is {self.shape}"
+            )
+
+    @classmethod
+    def on_mesh(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        *,
+        mesh: Sequence[int],
+        placements: Sequence[int | None],
+        coordinate: Sequence[int],
+    ) -> ShardSpec:
+        """The shard of one rank of a device mesh, cut as `torch.distributed.tensor` cuts: the first ranks get more.
+
+        Args:
+            name: Of the tensor.
+            shape: Elements of the whole tensor along each axis.
+            mesh: Ranks along each axis of the mesh, for example (replicas, shards) for HSDP.
+            placements: For each axis of the mesh the axis of the tensor that is cut over it, or None: replicated. An
+                axis that is cut twice is cut by the first axis of the mesh first.
+            coordinate: Of the rank in the mesh.
+
+        Raises:
+            ValueError: the mesh, the placements and the coordinate do not fit one another, or the tensor.
+        """
+        if not len(mesh) == len(placements) == len(coordinate):
+            raise ValueError(f"a mesh of {len(mesh)} axes has {len(placements)} placements and coordinate {coordinate}")
+        offsets, sizes = [0] * len(shape), list(shape)
+        for num_ranks, axis, rank in zip(mesh, placements, coordinate, strict=True):
+            if not 0 <= rank < num_ranks or (axis is not None and not 0 <= axis < len(shape)):
+                raise ValueError(
+                    f"rank {rank} of {num_ranks} cuts axis {axis} of {name!r}, whose shape is {tuple(shape)}"
+                )
+            if axis is not None:
+                chunk = -(-sizes[axis] // num_ranks)
+                start = min(rank * chunk, sizes[axis])
+                sizes[axis] = min(chunk, sizes[axis] - start)
+                offsets[axis] += start
+        return cls(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
