@@ -274,6 +274,21 @@ class StoreAgainstModel(RuleBasedStateMachine):
                 by_id[name]["columns"].update(dict.fromkeys(columns, extent))
         self._drain()
 
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """Rows of some extents of like columns are copied together; some may have been cleared since."""
+        extents = self.store.state.extents
+        like = extents[data.draw(st.sampled_from(sorted(self.live_extents)))].columns
+        alike = [number for number, extent in extents.items() if extent.columns == like]
+        old = data.draw(st.lists(st.sampled_from(alike), unique=True, min_size=1))
+        new = next(EXTENTS)
+        self.live_extents.add(new)
+        self.store.move(extent=new, nbytes=50, old=old, rows=[n for each in old for n in extents[each].rows])
+        for row in self.rows:
+            row["columns"] = {name: new if extent in old else extent for name, extent in row["columns"].items()}
+        self._drain()
+
     @rule(
         columns=st.sets(st.sampled_from("abc"), min_size=1),
         task=st.sampled_from(["s", "t"]),

@@ -37,6 +37,15 @@ class Extent:
     """Rows that still refer to it."""
     owner: str
     """Who put it, in words."""
+    partition: str
+    """Where its rows are."""
+    rows: Sequence[int]
+    """Their numbers, those that are cleared among them."""
+
+    @property
+    def live_nbytes(self) -> int:
+        """About how many of its bytes are of rows that still refer to it."""
+        return self.nbytes * self.num_live // self.num_rows
 
 
 @dataclass(slots=True, eq=False)

@@ -43,7 +43,9 @@ class _Held:
     """Its number among the owner's."""
     file: str | None = None
     """Its file, if it has one."""
-    num_extents: int = 0
+    extents: set[int] = field(default_factory=set[int])
+    put_nbytes: int = 0
+    """Of all extents since it was empty."""
     is_sealed: bool = False
     readers: set[Member] = field(default_factory=set[Member])
     """Clients that may look at it; once it is free, those that still do."""
@@ -95,9 +97,25 @@ class SegmentTable:
             raise TransferQueueError(f"an extent of {nbytes} bytes does not lie in its segment")
         extent = next(self._numbers)
         self._extents[extent] = (number, offset, nbytes)
-        held.num_extents += 1
+        held.extents.add(extent)
+        held.put_nbytes += nbytes
         self.stamps.open(extent)
         return extent
+
+    def segment_of(self, extent: int) -> int:
+        """Which segment an extent is in."""
+        return self._extents[extent][0]
+
+    def usage(self, number: int) -> tuple[set[int], int]:
+        """The extents in a segment, and the bytes put into it since it was empty."""
+        held = self._segments.get(number)
+        return (held.extents, held.put_nbytes) if held is not None and not held.is_free else (set(), 0)
+
+    def ask_to_seal(self, number: int) -> None:
+        """Have its owner put nothing more into a segment."""
+        held = self._segments[number]
+        if held.owner is not None and not held.is_sealed:
+            self._tell(held.owner, {"op": "fill no more", "segment": held.theirs}, None)
 
     def seal(self, member: Member, theirs: int) -> None:
         """Nothing more will be put into a segment."""
@@ -143,6 +161,7 @@ class SegmentTable:
             "segments": sum(not held.is_free for held in self._segments.values()),
             "spare_segments": sum(held.is_free for held in self._segments.values()),
             "shared_bytes": sum(held.segment.nbytes for held in self._segments.values()),
+            "resident_bytes": sum(held.segment.resident_nbytes for held in self._segments.values()),
         }
 
     # Freeing
@@ -153,7 +172,7 @@ class SegmentTable:
         for extent in extents:
             number, _, _ = self._extents.pop(extent)
             self.stamps.close(extent)
-            self._segments[number].num_extents -= 1
+            self._segments[number].extents.discard(extent)
             touched.add(number)
         self._free_if_done(touched)
 
@@ -169,9 +188,10 @@ class SegmentTable:
         """Have every client let go of segments that hold nothing and will not be put to."""
         for number in numbers:
             held = self._segments.get(number)
-            if held is None or held.is_free or not held.is_sealed or held.num_extents:
+            if held is None or held.is_free or not held.is_sealed or held.extents:
                 continue
             held.is_free = True
+            held.put_nbytes = 0
             for reader in held.readers:
                 reader.known.discard(number)
                 self._tell(reader, {"op": "freed", "segments": [number]}, None)
@@ -213,7 +233,9 @@ class SegmentTable:
                 )
             self._extents[extent] = (by_file[file], offset, nbytes)
             self.stamps.open(extent)
-            self._segments[by_file[file]].num_extents += 1
+            held = self._segments[by_file[file]]
+            held.extents.add(extent)
+            held.put_nbytes = held.segment.nbytes
         for path in directory.glob("*.segment"):
             if path.name not in by_file:
                 path.unlink()

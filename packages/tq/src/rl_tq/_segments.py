@@ -69,6 +69,11 @@ class Segment:
             raise
         return cls(segment_fd)
 
+    @property
+    def resident_nbytes(self) -> int:
+        """Memory (or disk) that it takes: what was written of it, in whole pages."""
+        return 512 * os.fstat(self.fd).st_blocks
+
     def map(self, *, is_shared: bool, when_gone: Callable[[], None] | None = None) -> torch.Tensor:
         """The whole segment as uint8 [nbytes]. Writes reach everybody if it is shared, else nobody (copy on write).
 
@@ -154,6 +159,13 @@ class Arena:
             start = self._cursor
             self._cursor += nbytes + -nbytes % 64
             return Block(self._current, start, self._memory[self._current][start : start + nbytes], is_alone=False)
+
+    def leave(self, number: int) -> None:
+        """Put no more into a common segment."""
+        with self._lock:
+            if number == self._current:
+                self._current = 0
+                self._seal(number)
 
     def reuse(self, number: int) -> None:
         """Nobody looks at a segment any more: keep it for the next put."""

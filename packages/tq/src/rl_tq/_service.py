@@ -49,6 +49,7 @@ class Service:
         self._operations: dict[str, Callable[[Message, Caller], Message | None]] = {
             "put": self._put,
             "locate": self._locate,
+            "move": self._move,
             "wait": self._wait,
             "claim_rows": self._claim_rows,
             "clear": self._clear,
@@ -124,6 +125,10 @@ class Service:
         located = self.store.locate(columns=request["columns"], **_rows_of(request))
         columns = {name: [schema.to_json(), which] for name, (schema, which) in located.columns.items()}
         return {"columns": columns, "runs": located.runs, "extents": sorted(located.extents)}
+
+    def _move(self, request: Message, _: Caller) -> Message:
+        self.store.move(extent=request["extent"], nbytes=request["nbytes"], old=request["old"], rows=request["rows"])
+        return {}
 
     def _clear(self, request: Message, _: Caller) -> Message:
         if request["is_whole"]:

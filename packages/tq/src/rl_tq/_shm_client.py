@@ -108,9 +108,9 @@ Reply = tuple[Message, "dict[int, _Readable | None]"]
 class ShmQueue(QueueClient):
     """A client in any process of the host."""
 
-    def __init__(self, address: str, socket_name: str, *, timeout_s: float, server: Any = None) -> None:
+    def __init__(self, address: str, socket_name: str, *, timeout_s: float, host: Any = None) -> None:
         super().__init__(address, timeout_s=timeout_s)
-        self._server = server
+        self._host = host
         self._pid = os.getpid()
         self._socket = _dial(address, socket_name, timeout_s)
         self._server_pid, _ = peer(self._socket)
@@ -124,6 +124,7 @@ class ShmQueue(QueueClient):
         self._segments: dict[int, _Readable | None] = {}
         self._freed: dict[int, _Readable | None] = {}
         self._reusable: deque[int] = deque()
+        self._to_seal: deque[int] = deque()
         self._why_lost: str | None = None
         self._stamps: StampReader | None = None
         self._turnstile = Turnstile(self._read)
@@ -141,8 +142,8 @@ class ShmQueue(QueueClient):
                 self._send({"op": "bye"})
         self._lose("this client was closed")
         self._idler.join()
-        if self._server is not None:
-            self._server.close()
+        if self._host is not None:
+            self._host.close()
 
     # What QueueClient asks for
 
@@ -272,6 +273,9 @@ class ShmQueue(QueueClient):
         with contextlib.suppress(IndexError):  # another thread does the same
             while True:
                 self._arena.reuse(self._reusable.popleft())
+        with contextlib.suppress(IndexError):
+            while True:
+                self._arena.leave(self._to_seal.popleft())
         if not self._freed:
             return
         with self._lock:
@@ -354,6 +358,8 @@ class ShmQueue(QueueClient):
                             readable.let_go()
             case "reuse":
                 self._reusable.append(message["segment"])
+            case "fill no more":
+                self._to_seal.append(message["segment"])
             case "refused":
                 self._lose(message["message"])
             case _:

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rl_tq._compaction import Wasted
 from rl_tq._segment_table import Member, SegmentTable
 from rl_tq._service import Caller, Message, Service, error_reply
 from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
@@ -43,6 +44,8 @@ class _Connection(Member):
     parked: set[tuple[_Connection, int]] = field(default_factory=set["tuple[_Connection, int]"])
     has_left: bool = False
     """It said good-bye: it did not die."""
+    is_agent: bool = False
+    """It compacts memory, and is nobody's client."""
     is_writing: bool = False
     """Whether the selector is to say when it takes more."""
 
@@ -59,6 +62,9 @@ class ControlServer:
         self._journal = journal
         self._table = SegmentTable(self._send, None if journal is None else journal.directory)
         self._service = Service(self._table.where)
+        self._wasted = Wasted(self._table, self._service.store.state)
+        self.has_waste = threading.Event()
+        """Set when something was cleared that may be worth compacting."""
         self._connections: dict[int, _Connection] = {}
         self._to_flush: dict[_Connection, None] = {}
         try:
@@ -231,11 +237,19 @@ class ControlServer:
         for (connection, number), reply in settled:
             connection.parked.discard((connection, number))
             self._send(connection, {**reply, "id": number})
-        for extent in self._service.store.state.take_shrunk():
+        shrunk = self._service.store.state.take_shrunk()
+        for extent in shrunk:
             self._table.stamps.change(extent)
-        if freed:
-            self._commit()  # what is written down must not name a segment that is used again or gone
-            self._table.free(freed)
+        if freed or shrunk:
+            self._free(freed, shrunk)
+
+    def _free(self, freed: list[int], shrunk: set[int]) -> None:
+        self._commit()  # what is written down must not name a segment that is used again or gone
+        now = time.monotonic()
+        for extent in (*freed, *shrunk):
+            self._wasted.note(self._table.segment_of(extent), now)
+        self._table.free(freed)
+        self.has_waste.set()
 
     # The requests
 
@@ -256,7 +270,15 @@ class ControlServer:
                 self._service.withdraw((connection, message["request"]))
             case "bye":
                 connection.has_left = True
-            case "put":
+            case "agent":
+                connection.is_agent = True
+            case "plan":
+                return self._plan()
+            case "keep":
+                for extent in message["old"]:
+                    self._wasted.forget(extent)
+                return {}
+            case "put" | "move":
                 return self._put(connection, message)
             case "locate":
                 return self._locate(connection, message)
@@ -286,6 +308,12 @@ class ControlServer:
             self._table.free([extent])
             raise
 
+    def _plan(self) -> Message:
+        plan = self._wasted.plan(time.monotonic())
+        nbytes = 0 if plan is None else sum(self._service.store.state.extents[number].nbytes for number in plan.old)
+        told = None if plan is None else {**plan._asdict(), "nbytes": nbytes}
+        return {"plan": told, "is_more_to_come": bool(self._wasted)}
+
     def _locate(self, connection: _Connection, message: Message) -> Message | None:
         reply = self._ask(connection, message)
         assert reply is not None
@@ -293,7 +321,7 @@ class ControlServer:
         return {"columns": reply["columns"], "runs": reply["runs"], "places": places}
 
     def _memory(self) -> Message:
-        clients = sorted(connection.pid for connection in self._connections.values())
+        clients = sorted(connection.pid for connection in self._connections.values() if not connection.is_agent)
         return {"server_pid": os.getpid(), "clients": clients, **self._table.counts()}
 
     # What outlives the server

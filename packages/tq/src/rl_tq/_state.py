@@ -112,8 +112,9 @@ class State:
                 home.schema[name] = ColumnSchema.from_json(value)
         columns = self._interned(frozenset(schema))
         held = self.extents[extent] = Extent(
-            number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner
-        )
+            number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner,
+            partition=partition, rows=_as_range(numbers),
+        )  # fmt: skip
         home.nbytes += nbytes
         indexes = range(len(numbers)) if places is None else places
         if min(numbers) >= self.next_row:
@@ -135,6 +136,32 @@ class State:
             ledger.offer(rows)
         self.touch(home)
         return rows
+
+    def move(self, extent: int, nbytes: int, old: Sequence[int], numbers: Sequence[int]) -> None:
+        """Have rows refer to a new extent, where row i lies at index i, instead of old ones that have its columns.
+
+        Rows that were cleared since it was written are left out; if that is all of them, it is freed at once.
+        """
+        self._record("move", extent, nbytes, old, numbers)
+        first = self.extents[old[0]]
+        home = self.partitions[first.partition]
+        held = self.extents[extent] = Extent(
+            number=extent, columns=first.columns, nbytes=nbytes, num_rows=len(numbers), num_live=0, owner=first.owner,
+            partition=home.name, rows=_as_range(numbers),
+        )  # fmt: skip
+        home.nbytes += nbytes
+        gone = {self.extents[number] for number in old}
+        for index, number in enumerate(numbers):
+            row = home.rows.get(number)
+            left = [piece for piece in row.pieces if piece[0] in gone] if row is not None else []
+            if row is not None and left:
+                [(there, _)] = left
+                row.pieces = (*(piece for piece in row.pieces if piece[0] is not there), (held, index))
+                held.num_live += 1
+                self._leave(home, there)
+        if not held.num_live:
+            held.num_live = 1
+            self._leave(home, held)
 
     def lease(
         self, partition: str, task: str, number: int, rows: Sequence[int], lease_s: float | None, is_grouped: bool
@@ -345,14 +372,18 @@ class State:
 
     def _release(self, home: Partition, row: Row) -> None:
         for extent, _ in row.pieces:
-            extent.num_live -= 1
-            if extent.num_live:
-                self.shrunk.add(extent.number)
-            else:
-                del self.extents[extent.number]
-                self.shrunk.discard(extent.number)
-                home.nbytes -= extent.nbytes
-                self.freed.append(extent.number)
+            self._leave(home, extent)
+
+    def _leave(self, home: Partition, extent: Extent) -> None:
+        """A row refers to an extent no more."""
+        extent.num_live -= 1
+        if extent.num_live:
+            self.shrunk.add(extent.number)
+        else:
+            del self.extents[extent.number]
+            self.shrunk.discard(extent.number)
+            home.nbytes -= extent.nbytes
+            self.freed.append(extent.number)
 
     def _interned(self, columns: frozenset[str]) -> frozenset[str]:
         return self._columns.setdefault(columns, columns)
@@ -360,3 +391,9 @@ class State:
     def _record(self, *record: Any) -> None:
         if self.log is not None:
             self.log.append(list(record))
+
+
+def _as_range(numbers: Sequence[int]) -> Sequence[int]:
+    """The same numbers, in less memory where they follow one another."""
+    whole = range(numbers[0], numbers[0] + len(numbers))
+    return whole if list(numbers) == list(whole) else tuple(numbers)

@@ -223,6 +223,16 @@ class MetadataStore:
             return None, {}
         return self._batch(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
 
+    def move(self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int]) -> None:
+        """Have rows lie in a copy of what old extents hold of them. What was cleared meanwhile stays cleared."""
+        left = [number for number in old if number in self.state.extents]
+        if not left:
+            self.state.freed.append(extent)
+        else:
+            partition = self.state.extents[left[0]].partition
+            self.state.move(extent, nbytes, left, rows)
+            self._settle(partition)
+
     # Time, and clients that go
 
     def withdraw(self, key: Any) -> None:

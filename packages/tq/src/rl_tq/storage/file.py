@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from rl_tq._agent import Host
 from rl_tq._journal import Journal
 from rl_tq._shm_client import ShmQueue
-from rl_tq._shm_server import ControlServer
 from rl_tq.errors import AddressError
 
 
 def serve(name: str, *, timeout_s: float) -> ShmQueue:
     """See `rl_tq.serve`."""
     address, abstract, directory = _names(name)
-    server = ControlServer(address, abstract, Journal(directory))
+    host = Host(address, abstract, Journal(directory))
     try:
-        return ShmQueue(address, abstract, timeout_s=timeout_s, server=server)
+        return ShmQueue(address, abstract, timeout_s=timeout_s, host=host)
     except BaseException:
-        server.close()
+        host.close()
         raise
 
 

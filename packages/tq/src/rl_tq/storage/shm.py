@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import uuid
 
+from rl_tq._agent import Host
 from rl_tq._shm_client import ShmQueue
-from rl_tq._shm_server import ControlServer, socket_name
+from rl_tq._shm_server import socket_name
 
 
 def serve(name: str, *, timeout_s: float) -> ShmQueue:
     """See `rl_tq.serve`."""
     name = name or uuid.uuid4().hex[:12]
     address = f"shm://{name}"
-    server = ControlServer(address, socket_name(address))
+    host = Host(address, socket_name(address))
     try:
-        return ShmQueue(address, socket_name(address), timeout_s=timeout_s, server=server)
+        return ShmQueue(address, socket_name(address), timeout_s=timeout_s, host=host)
     except BaseException:
-        server.close()
+        host.close()
         raise
 
 

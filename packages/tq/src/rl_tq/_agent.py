@@ -1,0 +1,125 @@
+"""What runs in the process that serves a queue of this host: the control server, and the agent that compacts memory.
+
+The agent is a client like others, in a thread of its own: it copies the rows that are left in segments that are mostly
+cleared, and has the server refer to the copy. Readers keep what they look at; references find the rows by number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_tq._columns import Column
+from rl_tq._compaction import REST_S
+from rl_tq._extent import plan_extent
+from rl_tq._gather import collect
+from rl_tq._schema import ColumnKind, ColumnSchema
+from rl_tq._shm_client import ShmQueue
+from rl_tq._shm_server import ControlServer
+from rl_tq.errors import ServerLostError, StaleReferenceError, TransferQueueError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_tq._journal import Journal
+    from rl_tq._service import Message
+
+_PAUSE_S = 0.05
+_LOG = logging.getLogger(__name__)
+
+
+class Host:
+    """The server and the agent of one queue."""
+
+    def __init__(self, address: str, abstract: str, journal: Journal | None = None) -> None:
+        self._server = ControlServer(address, abstract, journal)
+        self._address = address
+        self._abstract = abstract
+        self._is_closed = threading.Event()
+        self._agent = threading.Thread(target=self._run, name=f"rl-tq-agent-{address}", daemon=True)
+        self._agent.start()
+
+    def close(self) -> None:
+        """End the queue. Idempotent."""
+        self._is_closed.set()
+        self._server.has_waste.set()
+        self._agent.join()
+        self._server.close()
+
+    def _run(self) -> None:
+        has_waste = self._server.has_waste
+        with contextlib.ExitStack() as stack:
+            compactor: Compactor | None = None
+            while has_waste.wait() and not self._is_closed.wait(_PAUSE_S):
+                has_waste.clear()
+                try:
+                    if compactor is None:
+                        compactor = stack.enter_context(Compactor(self._address, self._abstract, timeout_s=60.0))
+                    while compactor.step() and not self._is_closed.is_set():
+                        pass
+                    if compactor.is_more_to_come and not self._is_closed.wait(REST_S):
+                        has_waste.set()
+                except ServerLostError:
+                    return
+                except (OSError, TransferQueueError) as error:  # no memory or no descriptor is left: for now
+                    _LOG.warning("memory of cleared rows in %s was not compacted: %s", self._address, error)
+
+
+class Compactor(ShmQueue):
+    """A client that copies the rest of what was cleared together."""
+
+    def __init__(self, address: str, socket_name: str, *, timeout_s: float) -> None:
+        super().__init__(address, socket_name, timeout_s=timeout_s)
+        self.is_more_to_come = False
+        """Whether there are segments that may be worth it later."""
+        self._send({"op": "agent"})
+
+    def step(self) -> bool:
+        """Copy once, if that is worth it; returns whether there may be more to do."""
+        reply = self._call({"op": "plan"}, self.timeout_s)
+        self.is_more_to_come = reply["is_more_to_come"]
+        plan = reply["plan"]
+        if plan is None:
+            return False
+        rows = {"partition": plan["partition"], "generation": 0, "rows": plan["rows"], "sample_ids": ()}
+        try:
+            located, opened = self._locate({"op": "locate", "columns": plan["columns"], **rows}, is_copied=True)
+        except StaleReferenceError:
+            return True  # some of it was cleared meanwhile: plan again
+        schemas = {name: ColumnSchema.from_json(schema) for name, (schema, _) in located["columns"].items()}
+        columns = {name: (schemas[name], located["runs"][which]) for name, (_, which) in located["columns"].items()}
+        parts, lengths = collect(columns, opened)
+        layout = plan_extent(
+            {
+                name: _column(schema, parts[name], lengths.get(name), len(plan["rows"]))
+                for name, schema in schemas.items()
+            }
+        )
+        # Values that rows share are copied for each: that may be more than there was.
+        is_gain = layout.nbytes < plan["nbytes"]
+        if is_gain:
+            move: Message = {"op": "move", "old": plan["old"], "rows": plan["rows"], "nbytes": layout.nbytes}
+            self._store_extent(layout, move, self.timeout_s)
+        else:
+            self._call({"op": "keep", "old": plan["old"]}, self.timeout_s)
+        return True
+
+
+def _column(
+    schema: ColumnSchema, parts: Sequence[torch.Tensor], lengths: Sequence[Any] | None, num_rows: int
+) -> Column:
+    if lengths is None:
+        return Column(schema=schema, num_rows=num_rows, pieces=parts)
+    if schema.kind is ColumnKind.TURNS:
+        counts, turns = _offsets([len(row) for row in lengths]), _offsets(list(chain.from_iterable(lengths)))
+        return Column(schema=schema, num_rows=num_rows, pieces=parts, offsets=counts, turns=turns)
+    return Column(schema=schema, num_rows=num_rows, pieces=parts, offsets=_offsets(lengths))
+
+
+def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)

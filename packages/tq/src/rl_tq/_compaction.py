@@ -1,0 +1,83 @@
+"""Which memory is worth copying together: segments most of whose bytes are of rows that were cleared.
+
+Copying costs what is left, and frees what is gone. Where rows are consumed in the order in which they were put, whole
+segments empty by themselves, so one is left alone until half of it is gone, or nothing more went for a while.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rl_tq._segment_table import SegmentTable
+    from rl_tq._state import State
+
+_MIN_WASTE_BYTES = 64 << 10
+_AT_ONCE = 0.5
+"""Live share of a segment at which it is copied at once,"""
+_AT_REST = 0.93
+"""and once nothing in it was cleared for so long:"""
+REST_S = 0.5
+_MAX_BYTES = 64 << 20
+_MAX_EXTENTS = 4096
+
+
+class Plan(NamedTuple):
+    """What one copy takes."""
+
+    partition: str
+    columns: list[str]
+    old: list[int]
+    """Extents, all of these columns."""
+    rows: list[int]
+    """Numbers of the rows in them that are not cleared."""
+
+
+class Wasted:
+    """Segments in which something was cleared, and when last."""
+
+    def __init__(self, table: SegmentTable, state: State) -> None:
+        self._table = table
+        self._state = state
+        self._since: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._since)
+
+    def note(self, segment: int, now: float) -> None:
+        """Something in a segment was cleared."""
+        self._since[segment] = now
+
+    def forget(self, extent: int) -> None:
+        """Copying an extent would gain nothing."""
+        if extent in self._state.extents:
+            self._since.pop(self._table.segment_of(extent), None)
+
+    def plan(self, now: float) -> Plan | None:
+        """What to copy next; None: nothing yet."""
+        for segment, since in list(self._since.items()):
+            numbers, put_nbytes = self._table.usage(segment)
+            extents = [self._state.extents[number] for number in sorted(numbers) if number in self._state.extents]
+            live = sum(extent.live_nbytes for extent in extents)
+            if live > _AT_REST * put_nbytes or put_nbytes - live < _MIN_WASTE_BYTES:
+                del self._since[segment]
+                continue
+            if (not extents or live > _AT_ONCE * put_nbytes) and now - since < REST_S:
+                continue
+            self._table.ask_to_seal(segment)
+            if not extents:
+                del self._since[segment]
+                continue
+            first = extents[0]
+            home = self._state.partitions[first.partition]
+            chosen: list[int] = []
+            rows: dict[int, None] = {}
+            nbytes = 0
+            for extent in extents:
+                alike = extent.partition == first.partition and extent.columns == first.columns
+                if alike and (not chosen or (nbytes + extent.live_nbytes <= _MAX_BYTES and len(chosen) < _MAX_EXTENTS)):
+                    chosen.append(extent.number)
+                    nbytes += extent.live_nbytes
+                    rows.update(dict.fromkeys(number for number in extent.rows if number in home.rows))
+            return Plan(first.partition, sorted(first.columns), chosen, list(rows))
+        return None

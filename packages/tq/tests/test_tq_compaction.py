@@ -1,0 +1,150 @@
+"""Memory of cleared rows goes although neighbours of theirs stay: with real clients, readers and processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import rl_tq
+
+WORDS = 1 << 15  # int64 values of a row: 256 KiB
+
+
+def until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def queue() -> Iterator[rl_tq.TransferQueue]:
+    with rl_tq.serve("shm://", timeout_s=60.0) as served:
+        yield served
+
+
+def resident(queue: rl_tq.TransferQueue) -> int:
+    queue._arena.trim(0.0)  # what the next put would use again
+    return queue.stats()["resident_bytes"]
+
+
+def rows(numbers: range) -> dict:
+    return {"a": torch.stack([torch.full((WORDS,), n) for n in numbers]), "n": [[n] for n in numbers]}
+
+
+@pytest.mark.parametrize("rows_per_put", [1, 64])
+def test_after_a_clear_of_nearly_all_rows_memory_is_what_is_left(queue, rows_per_put):
+    """One extent per segment, and many in one."""
+    metas = [queue.put(rows(range(i, i + rows_per_put)), partition="p") for i in range(0, 128, rows_per_put)]
+    meta = rl_tq.BatchMeta.concat(metas)
+    kept = [5, 100]
+    queue.clear(meta.reorder([i for i in range(128) if i not in kept]))
+    live = 8 * WORDS * len(kept)
+    until(lambda: resident(queue) <= 1.1 * live)
+    left = meta.reorder(kept)
+    assert queue.get(left)["a"][:, ::WORDS].flatten().tolist() == kept
+    assert queue.get(left)["n"].tolist() == [[n] for n in kept]
+    claimed = queue.get_meta(partition="p", columns=["a", "n"], batch_size=2, task="t")
+    assert claimed.rows == left.rows
+    assert queue.get(claimed)["a"][:, -1].tolist() == kept
+    assert queue.stats()["partitions"]["p"]["bytes"] <= 1.1 * live
+    queue.clear("p")
+    until(lambda: queue.stats()["segments"] == 0)
+
+
+def test_all_kinds_of_columns_move(queue):
+    data = {
+        "dense": torch.arange(600.0).view(300, 2),
+        "ragged": [torch.arange(i % 3) for i in range(300)],
+        "turns": [[torch.arange(j) for j in range(i % 3)] for i in range(300)],
+        "bytes": [bytes([i % 256]) * (i % 5) for i in range(300)],
+        "json": [{"i": i} for i in range(300)],
+        "shared": rl_tq.PerGroup([torch.full((5000,), g) for g in range(3)]),
+    }
+    meta = queue.put(data, partition="p", tags=[{"group_id": i % 3} for i in range(300)])
+    added = queue.put({"pad": torch.zeros(300, 5000)}, partition="p", sample_ids=meta)
+    before = queue.get(meta.reorder([299, 7]))
+    queue.clear(meta.reorder([i for i in range(300) if i not in (7, 299)]))
+    until(lambda: queue.stats()["bytes"] < 200_000)
+    after = queue.get(meta.union(added).reorder([299, 7]))
+    for name in ("dense", "pad"):
+        assert after[name].shape[0] == 2
+    assert torch.equal(after["dense"], before["dense"])
+    for name in ("ragged", "shared"):
+        assert all(torch.equal(a, b) for a, b in zip(after[name].unbind(), before[name].unbind(), strict=True))
+    for name in ("values", "lengths"):
+        assert torch.equal(after["turns"][name].values(), before["turns"][name].values())
+    assert after["bytes"].tolist() == before["bytes"].tolist()
+    assert after["json"].tolist() == [{"i": 299}, {"i": 7}]
+
+
+def test_readers_go_on_while_rows_move(queue):
+    """Two threads read what is left, by references of before and after, while all else is cleared bit by bit."""
+    meta = queue.put(rows(range(96)), partition="p")
+    kept = list(range(0, 96, 24))
+    with rl_tq.connect(queue.address) as peer, ThreadPoolExecutor(2) as pool:
+        held = peer.get(meta, ["a"])["a"]
+        is_done = False
+
+        def read() -> int:
+            times = 0
+            while not is_done:
+                assert peer.get(meta.reorder(kept), ["a"])["a"][:, 7].tolist() == kept
+                times += 1
+            return times
+
+        readers = [pool.submit(read) for _ in range(2)]
+        try:
+            for number in range(96):
+                if number not in kept:
+                    queue.clear(meta.reorder([number]))
+            until(lambda: queue.stats()["bytes"] <= 1.1 * 8 * WORDS * len(kept))
+        finally:
+            is_done = True
+        assert all(reader.result(60) for reader in readers)
+        assert held[:, 0].tolist() == list(range(96))  # a view of what is gone
+        del held
+        until(lambda: resident(queue) <= 1.1 * 8 * WORDS * len(kept))
+
+
+HOLDER = """
+import sys, time, rl_tq
+queue = rl_tq.connect(sys.argv[1])
+meta = queue.get_meta(partition="p", columns=["a"], batch_size=64, task="t")
+batch = queue.get(meta)
+print(int(batch["a"][:, 0].sum()), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_reader_keeps_no_memory(queue):
+    meta = queue.put(rows(range(64)), partition="p")
+    reader = subprocess.Popen([sys.executable, "-c", HOLDER, queue.address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert int(reader.stdout.readline()) == sum(range(64))
+        queue.clear(meta.reorder(range(1, 64)))
+        until(lambda: queue.stats()["bytes"] <= 1.1 * 8 * WORDS)
+        assert resident(queue) > 64 * 8 * WORDS  # the reader still looks at it
+    finally:
+        os.kill(reader.pid, signal.SIGKILL)
+        reader.communicate()
+    until(lambda: resident(queue) <= 1.1 * 8 * WORDS)
+    assert queue.get(meta.reorder([0]))["a"][0, -1].item() == 0
+
+
+def test_what_was_moved_survives_a_restart(tmp_path):
+    address = f"file://{tmp_path}/q"
+    with rl_tq.serve(address) as queue:
+        meta = queue.put(rows(range(64)), partition="p")
+        queue.clear(meta.reorder([i for i in range(64) if i != 9]))
+        until(lambda: queue.stats()["bytes"] <= 1.1 * 8 * WORDS)
+    with rl_tq.serve(address) as queue:
+        assert queue.get(meta.reorder([9]))["a"][0].unique().tolist() == [9]
+        assert queue.stats()["rows"] == 1
+        assert resident(queue) <= 1.1 * 8 * WORDS
