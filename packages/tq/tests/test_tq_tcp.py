@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def namespaces() -> Iterator[tuple[list[str], list[str]]]:
 
 
 @pytest.fixture
-def start() -> Iterator:
+def start(monkeypatch) -> Iterator:
+    monkeypatch.setenv("RL_TQ_TOKEN", "a secret of a test")
     started = []
 
     def run(prefix: list[str], code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -121,7 +123,8 @@ def test_a_stranger_is_dropped_and_harms_nobody(garbage):
     with rl_tq.serve("tcp://127.0.0.1:0", timeout_s=20.0) as queue:
         host, port = queue.address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port)), timeout=20.0) as stranger:
-            stranger.sendall(garbage)
+            stranger.recv(41, socket.MSG_WAITALL)
+            stranger.sendall(garbage + bytes(100))
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b""
         with rl_tq.connect(queue.address, timeout_s=20.0) as client:
@@ -159,3 +162,77 @@ def test_a_killed_server_is_lost_at_once(start):
         server.send_signal(signal.SIGKILL)
         with pytest.raises(rl_tq.ServerLostError, match="closed or died|sending"):
             client.get_meta(partition="p", columns=["z"], batch_size=1, task="t", timeout_s=600.0)
+
+
+def test_beyond_this_host_a_token_is_needed(monkeypatch):
+    monkeypatch.delenv("RL_TQ_TOKEN", raising=False)
+    for host in ("0.0.0.0", "10.1.2.3", "[::]", "a-host"):
+        with pytest.raises(rl_tq.AddressError, match="no token is set.*Set RL_TQ_TOKEN"):
+            rl_tq.serve(f"tcp://{host}:0")
+    monkeypatch.setenv("RL_TQ_TOKEN", "x")
+    with rl_tq.serve("tcp://0.0.0.0:0") as queue:
+        with rl_tq.connect(queue.address.replace("0.0.0.0", "127.0.0.1")) as client:
+            client.put({"a": torch.ones(1)}, partition="p")
+        assert queue.stats()["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ("a", "b", "another RL_TQ_TOKEN"),
+        ("a", "", "has no token and the server"),
+        ("", "a", "has a token and the server"),
+    ],
+)
+def test_whoever_has_another_token_is_told_and_kept_out(monkeypatch, ours, theirs, message):
+    # The server reads its token when somebody comes: a process of its own keeps the two apart.
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER.replace("10.77.0.1", "127.0.0.1")], stdout=subprocess.PIPE, stdin=subprocess.PIPE,
+        text=True, env={**os.environ, "RL_TQ_TOKEN": ours},
+    )  # fmt: skip
+    try:
+        address = server.stdout.readline().strip()
+        monkeypatch.setenv("RL_TQ_TOKEN", theirs)
+        with pytest.raises(rl_tq.AddressError, match=message):
+            rl_tq.connect(address, timeout_s=60.0)
+        monkeypatch.setenv("RL_TQ_TOKEN", ours)
+        with rl_tq.connect(address, timeout_s=60.0) as client:
+            assert client.stats()["rows"] == 0
+    finally:
+        server.communicate("")
+
+
+def test_a_recorded_proof_opens_nothing(monkeypatch):
+    """What a client sent once is refused the next time, as the server's nonce is another."""
+    monkeypatch.setenv("RL_TQ_TOKEN", "x")
+    with rl_tq.serve("tcp://127.0.0.1:0", timeout_s=20.0) as queue:
+        port = int(queue.address.rpartition(":")[2])
+        sent: list[bytes] = []
+        sendall = socket.socket.sendall
+
+        def record(self, data, *flags):
+            if self.getpeername()[1] == port:
+                sent.append(bytes(data))
+            return sendall(self, data, *flags)
+
+        monkeypatch.setattr(socket.socket, "sendall", record)
+        rl_tq.connect(queue.address, timeout_s=20.0).close()
+        monkeypatch.undo()
+        monkeypatch.setenv("RL_TQ_TOKEN", "x")
+        with socket.create_connection(("127.0.0.1", port), timeout=20.0) as stranger:
+            stranger.recv(41, socket.MSG_WAITALL)
+            stranger.sendall(sent[0])
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+
+
+def test_a_server_that_is_none_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(rl_tq.connect, address, timeout_s=20.0)
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request" + bytes(100))
+                with pytest.raises(rl_tq.AddressError, match="is no queue of this version"):
+                    answer.result(30)

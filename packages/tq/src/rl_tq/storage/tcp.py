@@ -1,7 +1,8 @@
 """`tcp://HOST:PORT`: a queue for the processes of several hosts. The values lie in the serving process's memory.
 
 A put sends its extent once; a get receives the rows and columns it names, in one message, straight into the memory that
-it returns. Nothing is encrypted and nobody is asked for a password: serve inside a network that you trust.
+it returns. Beyond the loopback interface both ends must have the same token in `RL_TQ_TOKEN`, which they prove when
+they connect. Nothing is encrypted: serve inside a network whose wires you trust.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_tq import _stream
+from rl_tq import _handshake, _stream
 from rl_tq._client import QueueClient
 from rl_tq._columns import INDEX
 from rl_tq._extent import as_bytes, read_extent
@@ -73,6 +74,7 @@ class _Remote:
 
     def _read(self) -> None:
         try:
+            _handshake.welcome(self._connection)
             while True:
                 message, payload = _stream.receive(self._connection)
                 self._take(message, payload)
@@ -148,6 +150,7 @@ class _Gateway:
     """Lets the clients of other processes into a hub."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        _handshake.check_exposure(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -223,8 +226,18 @@ class TcpQueue(QueueClient):
                 f"nobody serves {self.address} ({error.strerror or error}): start it with rl_tq.serve, and check that "
                 "this host reaches it"
             ) from error
-        self._socket.settimeout(None)
         close_after_fork(self._socket)
+        try:
+            _handshake.introduce(self._socket, self.address, timeout_s)
+        except AddressError:
+            self._socket.close()
+            raise
+        except OSError as error:
+            self._socket.close()
+            raise ServerLostError(
+                f"the server of {self.address} did not greet within {timeout_s} s: {error}"
+            ) from error
+        self._socket.settimeout(None)
         _stream.prepare(self._socket, timeout_s)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
