@@ -1,3 +1,7 @@
+from importlib.util import find_spec
+
+import pytest
+
 from rl_tq.testing import TransferQueueContract
 
 
@@ -11,3 +15,8 @@ class TestShm(TransferQueueContract):
 
 class TestTcp(TransferQueueContract):
     address = "tcp://127.0.0.1:0"
+
+
+@pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed")
+class TestZmq(TransferQueueContract):
+    address = "zmq://127.0.0.1:0"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ def test_a_missing_row_or_column_never_shortens_a_batch(queue):
             queue.get(rl_tq.BatchMeta(partition="p", sample_ids=ids, columns=columns))
 
 
+HAS_ZMQ = pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed")
 CONSUMER = """
 import sys, rl_tq
 queue = rl_tq.connect(sys.argv[1])
@@ -68,8 +70,10 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0"])
-def test_rows_that_a_dead_consumer_fetched_are_not_lost(address):
+@pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0", pytest.param("zmq://127.0.0.1:0", marks=HAS_ZMQ)])
+def test_rows_that_a_dead_consumer_fetched_are_not_lost(address, monkeypatch):
+    if address.startswith("zmq"):
+        monkeypatch.setattr("rl_tq.storage.zmq._SILENCE_S", 2.5)
     with rl_tq.serve(address, timeout_s=60.0) as queue:
         queue.put({"a": torch.arange(3)}, partition="p")
         command = [sys.executable, "-c", CONSUMER, queue.address]

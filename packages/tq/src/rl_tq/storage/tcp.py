@@ -14,51 +14,36 @@ import socket
 import threading
 from itertools import count
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from rl_tq import _handshake, _stream
-from rl_tq._client import QueueClient
-from rl_tq._columns import INDEX
-from rl_tq._extent import as_bytes, read_extent
-from rl_tq._gather import Landing, Opened, assemble, collect
 from rl_tq._hub import Hub
 from rl_tq._parking import Slot, Turnstile
-from rl_tq._schema import ColumnSchema
-from rl_tq._service import Message, error_reply, raise_error
+from rl_tq._remote import Desk, Payload, RemoteQueue, landing_place
+from rl_tq._service import Message, raise_error
 from rl_tq._shm_client import GRACE_S
 from rl_tq._wire import close_after_fork
-from rl_tq.errors import AddressError, SchemaError, ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, WaitTimeoutError
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    import torch
 
-    from tensordict import TensorDict
-
-    from rl_tq._extent import Layout
+    from rl_tq._gather import Landing
 
 _TICK_S = 0.1
-_ALIGNMENT = 64
 
 
 class _Remote:
     """One client, as the server has it: a thread that reads and handles, and one that sends."""
 
     def __init__(self, hub: Hub, connection: socket.socket, peer: str) -> None:
-        self._hub = hub
         self._connection = connection
-        self._peer = peer
-        self._pending: dict[int, Future[Message]] = {}
-        self._outgoing: SimpleQueue[tuple[Message, list[torch.Tensor]] | None] = SimpleQueue()
-        self._has_left = False
+        self._outgoing: SimpleQueue[tuple[Message, Payload] | None] = SimpleQueue()
+        self._desk = Desk(hub, peer, lambda message, payload: self._outgoing.put((message, payload)))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
-
-    def __str__(self) -> str:
-        return self._peer
 
     @property
     def is_alive(self) -> bool:
@@ -76,63 +61,14 @@ class _Remote:
         try:
             _handshake.welcome(self._connection)
             while True:
-                message, payload = _stream.receive(self._connection)
-                self._take(message, payload)
+                self._desk.take(*_stream.receive(self._connection))
         except (OSError, ValueError, KeyError):
             return  # it closed, died, or does not speak our language: nothing of it can be answered any more
         finally:
-            for future in list(self._pending.values()):
-                self._hub.abandon(future, f"{self} is gone")
-            self._hub.leave(self, has_died=not self._has_left)
+            self._desk.leave()
             self._outgoing.put(None)
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-
-    def _take(self, message: Message, payload: torch.Tensor | None) -> None:
-        number: int = message["id"]
-        try:
-            match message["op"]:
-                case "bye":
-                    self._has_left = True
-                case "withdraw":
-                    if (future := self._pending.pop(message["request"], None)) is not None:
-                        self._hub.abandon(future, "withdrawn")
-                case "fetch":
-                    self._outgoing.put(self._fetch(number, message))
-                case "put":
-                    self._expect(number, self._hub.publish(message, _checked(message, payload), self))
-                case _:
-                    self._expect(number, self._hub.call(message, self))
-        except TransferQueueError as error:
-            self._outgoing.put(({**error_reply(error), "id": number}, []))
-
-    def _expect(self, number: int, future: Future[Message]) -> None:
-        def answer(done: Future[Message]) -> None:
-            self._pending.pop(number, None)
-            self._outgoing.put(({**done.result(), "id": number}, []))
-
-        self._pending[number] = future
-        future.add_done_callback(answer)
-
-    def _fetch(self, number: int, message: Message) -> tuple[Message, list[torch.Tensor]]:
-        """The values of rows: column after column, each filled up to a multiple of 64 bytes."""
-        reply, opened = self._hub.locate({**message, "op": "locate"}, self)
-        raise_error(reply)
-        columns = {
-            name: (ColumnSchema.from_json(schema), reply["runs"][which])
-            for name, (schema, which) in reply["columns"].items()
-        }
-        parts, lengths = collect(columns, opened)
-        payload: list[torch.Tensor] = []
-        described: dict[str, Any] = {}
-        for name, pieces in parts.items():
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
-            data = as_bytes(whole)
-            described[name] = [reply["columns"][name][0], len(whole), len(data), lengths.get(name)]
-            payload.append(data)
-            if gap := -len(data) % _ALIGNMENT:
-                payload.append(torch.zeros(gap, dtype=torch.uint8))
-        return {"id": number, "columns": described}, payload
 
     def _write(self) -> None:
         try:
@@ -213,7 +149,7 @@ class _ServedQueue(InprocQueue):
         super().close()
 
 
-class TcpQueue(QueueClient):
+class TcpQueue(RemoteQueue):
     """A client in any process that reaches the server."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
@@ -259,33 +195,6 @@ class TcpQueue(QueueClient):
         self._lose("this client was closed")
         with self._send_lock:
             self._socket.close()
-
-    def _call(self, request: Message, timeout_s: float) -> Message:
-        return self._request({"timeout_s": timeout_s, **request}, [], timeout_s)[0]
-
-    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
-        memory = torch.empty(layout.nbytes, dtype=torch.uint8)
-        layout.write(memory)
-        return self._request(request, [memory], timeout_s)[0]
-
-    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
-        raise NotImplementedError("the values themselves are fetched: see _fetch")
-
-    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
-        reply, payload = self._request({"op": "fetch", **request}, [], self.timeout_s, landing)
-        schemas: dict[str, ColumnSchema] = {}
-        parts: dict[str, list[torch.Tensor]] = {}
-        lengths: dict[str, list[int]] = {}
-        start = 0
-        for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
-            schema = schemas[name] = ColumnSchema.from_json(schema_json)
-            dtype = torch.uint8 if schema.dtype == "utf8" else getattr(torch, schema.dtype)
-            data = torch.empty(0, dtype=torch.uint8) if payload is None else payload[start : start + nbytes]
-            parts[name] = [data.view(dtype).view(size, *schema.shape)]
-            if sizes is not None:
-                lengths[name] = sizes
-            start += nbytes + -nbytes % _ALIGNMENT
-        return assemble(schemas, parts, lengths, dict.fromkeys(schemas, True), num_rows, landing)
 
     def _request(
         self, request: Message, payload: list[torch.Tensor], timeout_s: float, landing: Landing | None = None
@@ -347,9 +256,7 @@ class TcpQueue(QueueClient):
     def _place(self, message: Message, nbytes: int) -> torch.Tensor | None:
         with self._lock:
             landing = self._landings.pop(message.get("id", 0), None)
-        schemas = [ColumnSchema.from_json(column[0]) for column in message.get("columns", {}).values()]
-        is_all_tensors = all(schema.is_tensor for schema in schemas)
-        return landing.take_over(nbytes) if landing is not None and is_all_tensors else None
+        return landing_place(landing, message, nbytes)
 
     def _lose(self, why: str) -> None:
         with self._lock:
@@ -388,20 +295,3 @@ def _split(name: str) -> tuple[str, int]:
 
 def _address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _checked(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
-    """A put's extent, if it is one: whatever the bytes are, they are read safely from now on.
-
-    Raises:
-        SchemaError: it is none, or of other columns than announced.
-    """
-    if payload is None:
-        raise SchemaError("a put came without its values")
-    try:
-        columns = {name for name in read_extent(payload) if INDEX not in name}
-    except ValueError as error:
-        raise SchemaError(f"a put's values cannot be read: {error}") from error
-    if columns != set(message["schema"]):
-        raise SchemaError(f"a put announces the columns {sorted(message['schema'])} and brings {sorted(columns)}")
-    return payload

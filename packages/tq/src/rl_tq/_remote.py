@@ -1,0 +1,169 @@
+"""A queue whose values lie in the serving process, and whose clients are elsewhere: what `tcp` and `zmq` share.
+
+Requests and replies are those of the service. Besides, a `put` brings its extent as payload, and `fetch` is answered
+with values as payload: column after column, each filled up with zeros to a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from rl_tq._client import QueueClient
+from rl_tq._columns import INDEX
+from rl_tq._extent import as_bytes, read_extent
+from rl_tq._gather import Landing, Opened, assemble, collect
+from rl_tq._schema import ColumnSchema
+from rl_tq._service import Message, error_reply, raise_error
+from rl_tq.errors import SchemaError, TransferQueueError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from tensordict import TensorDict
+
+    from rl_tq._extent import Layout
+    from rl_tq._hub import Hub
+
+Payload: TypeAlias = "list[torch.Tensor]"
+"""uint8 tensors, one after the other."""
+
+_ALIGNMENT = 64
+
+
+class Desk:
+    """Where a server answers one client; `send` is called from any thread, and must not wait for the client."""
+
+    def __init__(self, hub: Hub, label: str, send: Callable[[Message, Payload], None]) -> None:
+        self._hub = hub
+        self._label = label
+        self._send = send
+        self._pending: dict[int, Future[Message]] = {}
+        self.has_left = False
+        """It said good-bye: it did not die."""
+
+    def __str__(self) -> str:
+        return self._label
+
+    def take(self, message: Message, payload: torch.Tensor | None) -> None:
+        """Handle one message of the client.
+
+        Raises:
+            KeyError: it is none.
+        """
+        number: int = message["id"]
+        try:
+            match message["op"]:
+                case "bye":
+                    self.has_left = True
+                case "withdraw":
+                    if (future := self._pending.pop(message["request"], None)) is not None:
+                        self._hub.abandon(future, "withdrawn")
+                case "fetch":
+                    self._send(*self._fetch(number, message))
+                case "put":
+                    self._expect(number, self._hub.publish(message, _checked(message, payload), self))
+                case _:
+                    self._expect(number, self._hub.call(message, self))
+        except TransferQueueError as error:
+            self._send({**error_reply(error), "id": number}, [])
+
+    def leave(self) -> None:
+        """The client is gone."""
+        for future in list(self._pending.values()):
+            self._hub.abandon(future, f"{self} is gone")
+        self._hub.leave(self, has_died=not self.has_left)
+
+    def _expect(self, number: int, future: Future[Message]) -> None:
+        def answer(done: Future[Message]) -> None:
+            self._pending.pop(number, None)
+            self._send({**done.result(), "id": number}, [])
+
+        self._pending[number] = future
+        future.add_done_callback(answer)
+
+    def _fetch(self, number: int, message: Message) -> tuple[Message, Payload]:
+        reply, opened = self._hub.locate({**message, "op": "locate"}, self)
+        raise_error(reply)
+        columns = {
+            name: (ColumnSchema.from_json(schema), reply["runs"][which])
+            for name, (schema, which) in reply["columns"].items()
+        }
+        parts, lengths = collect(columns, opened)
+        payload: Payload = []
+        described: dict[str, Any] = {}
+        for name, pieces in parts.items():
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+            data = as_bytes(whole)
+            described[name] = [reply["columns"][name][0], len(whole), len(data), lengths.get(name)]
+            payload.append(data)
+            if gap := -len(data) % _ALIGNMENT:
+                payload.append(torch.zeros(gap, dtype=torch.uint8))
+        return {"id": number, "columns": described}, payload
+
+
+def _checked(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
+    """A put's extent, if it is one: whatever the bytes are, they are read safely from now on.
+
+    Raises:
+        SchemaError: it is none, or of other columns than announced.
+    """
+    if payload is None:
+        raise SchemaError("a put came without its values")
+    try:
+        columns = {name for name in read_extent(payload) if INDEX not in name}
+    except ValueError as error:
+        raise SchemaError(f"a put's values cannot be read: {error}") from error
+    if columns != set(message["schema"]):
+        raise SchemaError(f"a put announces the columns {sorted(message['schema'])} and brings {sorted(columns)}")
+    return payload
+
+
+class RemoteQueue(QueueClient):
+    """A client of such a server, over `_request`."""
+
+    @abstractmethod
+    def _request(
+        self, request: Message, payload: Payload, timeout_s: float, landing: Landing | None = None
+    ) -> tuple[Message, torch.Tensor | None]:
+        """Have a request answered, or raise the error it is answered with.
+
+        `landing`: where to receive the reply's payload, if it may lie there (see `landing_place`).
+        """
+
+    def _call(self, request: Message, timeout_s: float) -> Message:
+        return self._request({"timeout_s": timeout_s, **request}, [], timeout_s)[0]
+
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.write(memory)
+        return self._request(request, [memory], timeout_s)[0]
+
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
+        raise NotImplementedError("the values themselves are fetched: see _fetch")
+
+    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+        reply, payload = self._request({"op": "fetch", **request}, [], self.timeout_s, landing)
+        schemas: dict[str, ColumnSchema] = {}
+        parts: dict[str, list[torch.Tensor]] = {}
+        lengths: dict[str, list[int]] = {}
+        start = 0
+        for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
+            schema = schemas[name] = ColumnSchema.from_json(schema_json)
+            dtype = torch.uint8 if schema.dtype == "utf8" else getattr(torch, schema.dtype)
+            data = torch.empty(0, dtype=torch.uint8) if payload is None else payload[start : start + nbytes]
+            parts[name] = [data.view(dtype).view(size, *schema.shape)]
+            if sizes is not None:
+                lengths[name] = sizes
+            start += nbytes + -nbytes % _ALIGNMENT
+        return assemble(schemas, parts, lengths, dict.fromkeys(schemas, True), num_rows, landing)
+
+
+def landing_place(landing: Landing | None, message: Message, nbytes: int) -> torch.Tensor | None:
+    """The caller's buffer, if the payload of such a reply can be received straight into it."""
+    schemas = [ColumnSchema.from_json(column[0]) for column in message.get("columns", {}).values()]
+    is_all_tensors = all(schema.is_tensor for schema in schemas)
+    return landing.take_over(nbytes) if landing is not None and is_all_tensors else None

@@ -1,0 +1,386 @@
+"""`zmq://HOST:PORT`: a queue for networks that one does not trust. The values lie in the serving process's memory.
+
+Choose it over `tcp` where others can reach or hear the wire: ZeroMQ's CURVE (curvezmq.org) encrypts and authenticates
+every message, and only who has the address that `serve` returned, with the server's key in it, gets in. One thread and
+one port serve any number of clients. It is slower than `tcp`, encryption and one more copy being the price. A client or
+server that dies is noticed by its silence, after 10 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket as plain_socket
+import threading
+import time
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import zmq
+from zmq.utils import z85
+
+from rl_tq._hub import Hub
+from rl_tq._parking import Slot
+from rl_tq._remote import Desk, Payload, RemoteQueue, landing_place
+from rl_tq._service import Message, raise_error
+from rl_tq._shm_client import GRACE_S
+from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.storage.inproc import InprocQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_tq._gather import Landing
+
+_BEAT_S = 1.0
+_SILENCE_S = 10.0
+_TICK_S = 0.1
+_LINGER_MS = 1000
+
+
+class _Loop:
+    """A thread that alone has a socket, and a pair of sockets by which other threads wake it."""
+
+    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], name: str) -> None:
+        self.socket = socket
+        self._wake_read, self._wake_write = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._wake_read.bind(f"inproc://{id(self)}")
+        self._wake_write.connect(f"inproc://{id(self)}")
+        self._wake_lock = threading.Lock()
+        self._outgoing: deque[list[Any]] = deque()
+        self._is_ending = False
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def send(self, frames: list[Any]) -> None:
+        """Have frames sent, from any thread."""
+        self._outgoing.append(frames)
+        self._wake()
+
+    def end(self) -> None:
+        """Send what there is, and end."""
+        self._is_ending = True
+        self._wake()
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
+    def receive(self, frames: list[zmq.Frame]) -> None:
+        """A message came."""
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        """Some time passed."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """The thread ends."""
+
+    def _wake(self) -> None:
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # woken already, or ended
+            self._wake_write.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            ticked = time.monotonic()
+            while not self._is_ending:
+                ready = dict(poller.poll(round(1e3 * _TICK_S)))
+                while self._wake_read in ready and self._wake_read.poll(0):
+                    self._wake_read.recv()
+                for _ in range(64 if self.socket in ready else 0):
+                    try:
+                        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    except zmq.Again:
+                        break
+                    self.receive(frames)
+                if time.monotonic() - ticked >= _TICK_S:
+                    ticked = time.monotonic()
+                    self.tick()
+                self._flush()
+        finally:
+            self.stop()
+            self._flush()
+            for each in (self._wake_read, self._wake_write):
+                each.close(0)
+            self.socket.close(_LINGER_MS)
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            with contextlib.suppress(zmq.Again, zmq.error.ZMQError):  # a client that is gone
+                self.socket.send_multipart(self._outgoing.popleft(), zmq.NOBLOCK, copy=False)
+
+
+class _Gateway(_Loop):
+    """Lets the clients of other processes into a hub."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        public, secret = zmq.curve_keypair()
+        for option, value in (
+            (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0),
+            (zmq.ROUTER_HANDOVER, 0), (zmq.IPV6, int(":" in host)),
+        ):  # fmt: skip
+            socket.setsockopt(option, value)
+        try:
+            if port:
+                socket.bind(_endpoint(host, port))
+            else:
+                port = socket.bind_to_random_port(_endpoint(host, 0).rpartition(":")[0])
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self._context.term()
+            raise AddressError(
+                f"zmq://{host}:{port} cannot be served: {error.strerror}; take another port, or an address of this host"
+            ) from error
+        super().__init__(self._context, socket, "rl-tq-zmq-server")
+        self.hub = Hub(f"zmq://{_bracketed(host)}:{port}/{z85.decode(public).hex()}")
+        self._desks: dict[bytes, Desk] = {}
+        self._heard: dict[bytes, float] = {}
+        self.thread.start()
+
+    def close(self) -> None:
+        """End the queue for every client."""
+        if self.thread.is_alive():
+            self.end()
+            self.hub.close()
+            self._context.destroy(_LINGER_MS)
+
+    def receive(self, frames: list[zmq.Frame]) -> None:
+        client = frames[0].bytes
+        self._heard[client] = time.monotonic()
+        try:
+            message = json.loads(frames[1].bytes)
+            if message.get("op") == "beat":
+                self._outgoing.append([client, b'{"op":"beat"}'])
+                return
+            if client not in self._desks:
+                label = f"client {message['id'] if message.get('op') == 'hello' else client.hex()}"
+                self._desks[client] = Desk(self.hub, label, self._sender(client))
+            if message.get("op") == "hello":
+                self._outgoing.append([client, b'{"op":"beat"}'])
+                return
+            payload = None
+            if len(frames) > 2:  # its own copy: the extent lives for long, and must lie at a multiple of 64
+                payload = torch.empty(len(frames[2]), dtype=torch.uint8)
+                payload.numpy()[:] = frames[2].buffer
+            self._desks[client].take(message, payload)
+            if self._desks[client].has_left:
+                self._drop(client)
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError):
+            self._drop(client)  # it does not speak our language
+
+    def tick(self) -> None:
+        self.hub.expire()
+        now = time.monotonic()
+        for client in [client for client, heard in self._heard.items() if now - heard > _SILENCE_S]:
+            self._drop(client)
+
+    def stop(self) -> None:
+        for client in self._desks:
+            self._outgoing.append([client, b'{"op":"closed"}'])
+
+    def _drop(self, client: bytes) -> None:
+        self._heard.pop(client, None)
+        desk = self._desks.pop(client, None)
+        if desk is not None:
+            desk.leave()
+
+    def _sender(self, client: bytes) -> Callable[[Message, Payload], None]:
+        def send(message: Message, payload: Payload) -> None:
+            self.send([client, json.dumps(message).encode(), *(part.numpy().data for part in payload)])
+
+        return send
+
+
+class _ServedQueue(InprocQueue):
+    """The client of the process that serves."""
+
+    def __init__(self, gateway: _Gateway, *, timeout_s: float) -> None:
+        super().__init__(gateway.hub, timeout_s=timeout_s, is_owner=True)
+        self._gateway = gateway
+
+    def close(self) -> None:
+        """See `TransferQueue.close`."""
+        self._gateway.close()
+        super().close()
+
+
+class ZmqQueue(RemoteQueue, _Loop):
+    """A client in any process that reaches the server and has its key."""
+
+    def __init__(self, host: str, port: int, key: bytes, *, timeout_s: float) -> None:
+        RemoteQueue.__init__(self, f"zmq://{_bracketed(host)}:{port}/{key.hex()}", timeout_s=timeout_s)
+        self._pid = os.getpid()
+        try:  # ZeroMQ would go on trying
+            plain_socket.create_connection((host, port), timeout=timeout_s).close()
+        except OSError as error:
+            raise ServerLostError(
+                f"nobody serves {self.address} ({error.strerror or error}): start it with rl_tq.serve, and check that "
+                "this host reaches it"
+            ) from error
+        self._context: zmq.Context[Any] = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        public, secret = zmq.curve_keypair()
+        for option, value in (
+            (zmq.CURVE_SERVERKEY, z85.encode(key)), (zmq.CURVE_PUBLICKEY, public),
+            (zmq.CURVE_SECRETKEY, secret), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IPV6, int(":" in host)),
+        ):  # fmt: skip
+            socket.setsockopt(option, value)
+        socket.connect(_endpoint(host, port))
+        _Loop.__init__(self, self._context, socket, f"rl-tq-client-{self.address}")
+        self._lock = threading.Lock()
+        self._ids = count(1)
+        self._pending: dict[int, tuple[Slot[tuple[Message, torch.Tensor | None]], Landing | None]] = {}
+        self._why_lost: str | None = None
+        self._heard = self._beaten = time.monotonic()
+        self._greeted = threading.Event()
+        self._outgoing.append([json.dumps({"op": "hello", "id": f"process {os.getpid()}"}).encode()])
+        self.thread.start()
+        if not self._greeted.wait(min(timeout_s, _SILENCE_S)):
+            self.close()
+            raise ServerLostError(
+                f"who listens at {host}:{port} does not serve {self.address}: pass the address that serve() returned, "
+                "whose end is the server's key"
+            )
+
+    def close(self) -> None:
+        """See `TransferQueue.close`."""
+        if os.getpid() != self._pid:
+            return
+        if self._why_lost is None:
+            self._outgoing.append([b'{"op":"bye","id":0}'])
+        self._lose("this client was closed")
+        self.end()
+        self._context.destroy(_LINGER_MS)
+
+    def receive(self, frames: list[zmq.Frame]) -> None:
+        """See `_Loop`."""
+        self._heard = time.monotonic()
+        message = json.loads(frames[0].bytes)
+        match message.get("op"):
+            case "beat":
+                self._greeted.set()
+            case "closed":
+                self._lose("the queue was closed")
+            case _:
+                with self._lock:
+                    slot, landing = self._pending.pop(message["id"], (None, None))
+                if slot is not None:
+                    slot.put((message, _received(frames[1:], message, landing)))
+
+    def tick(self) -> None:
+        """See `_Loop`."""
+        now = time.monotonic()
+        if self._why_lost is None and now - self._heard > _SILENCE_S and self._greeted.is_set():
+            self._lose(f"it was silent for {_SILENCE_S:.0f} s")
+        if now - self._beaten >= _BEAT_S:
+            self._beaten = now
+            self._outgoing.append([b'{"op":"beat"}'])
+
+    def stop(self) -> None:
+        """See `_Loop`."""
+        self._lose("its thread ended")
+
+    def _request(
+        self, request: Message, payload: Payload, timeout_s: float, landing: Landing | None = None
+    ) -> tuple[Message, torch.Tensor | None]:
+        if os.getpid() != self._pid:
+            raise TransferQueueError(
+                f"this client of {self.address} was made in process {self._pid} and does not survive a fork: call "
+                f"rl_tq.connect({self.address!r}) in process {os.getpid()}"
+            )
+        number = next(self._ids)
+        slot: Slot[tuple[Message, torch.Tensor | None]] = Slot()
+        with self._lock:
+            self._check_alive()
+            self._pending[number] = (slot, landing if landing is not None and landing.is_given else None)
+        self.send([json.dumps({**request, "id": number}).encode(), *(part.numpy().data for part in payload)])
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        try:
+            while not slot.is_done and (left := deadline - time.monotonic()) > 0:
+                slot.wait(left)
+            if not slot.is_done:
+                raise WaitTimeoutError(
+                    f"the server of {self.address} did not answer {request['op']!r} within {timeout_s} s and "
+                    f"{GRACE_S} s more"
+                )
+        except BaseException:
+            with self._lock:
+                was_pending = self._pending.pop(number, None) is not None
+            if was_pending and self._why_lost is None:
+                self.send([json.dumps({"op": "withdraw", "request": number, "id": 0}).encode()])
+            raise
+        raise_error(slot.result()[0])
+        return slot.result()
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._why_lost is None:
+                self._why_lost = why
+            pending, self._pending = self._pending, {}
+        for slot, _ in pending.values():
+            slot.fail(self._lost())
+
+    def _check_alive(self) -> None:
+        if self._why_lost is not None:
+            raise self._lost()
+
+    def _lost(self) -> ServerLostError:
+        return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
+
+
+def serve(name: str, *, timeout_s: float) -> _ServedQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
+    host, port, key = _split(name or "127.0.0.1:0")
+    if key:
+        raise AddressError(f"'zmq://{name}' brings a key: a server makes its own; serve zmq://HOST:PORT")
+    return _ServedQueue(_Gateway(host, port), timeout_s=timeout_s)
+
+
+def connect(name: str, *, timeout_s: float) -> ZmqQueue:
+    """See `rl_tq.connect`."""
+    host, port, key = _split(name)
+    if not key:
+        raise AddressError(
+            f"'zmq://{name}' lacks the server's key: pass the address of the client that serve() returned"
+        )
+    return ZmqQueue(host, port, key, timeout_s=timeout_s)
+
+
+def _split(name: str) -> tuple[str, int, bytes]:
+    place, _, key = name.partition("/")
+    host, _, port = place.rpartition(":")
+    is_key = not key or (len(key) == 64 and set(key) <= set("0123456789abcdef"))
+    if not host or not port.isdigit() or int(port) > 65535 or not is_key:
+        raise AddressError(
+            f"'zmq://{name}' is not understood: serve zmq://HOST:PORT, for example zmq://10.0.0.1:7070, and connect to "
+            "the address that this returns"
+        )
+    return host.strip("[]"), int(port), bytes.fromhex(key)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"tcp://{_bracketed(host)}:{port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _received(frames: list[zmq.Frame], message: Message, landing: Landing | None) -> torch.Tensor | None:
+    nbytes = sum(len(frame) for frame in frames)
+    if not nbytes:
+        return None
+    memory = landing_place(landing, message, nbytes)
+    if memory is None:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+    start = 0
+    for frame in frames:
+        memory.numpy()[start : start + len(frame)] = frame.buffer
+        start += len(frame)
+    return memory
