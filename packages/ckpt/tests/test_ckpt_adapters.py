@@ -1,12 +1,21 @@
 """What the adapters share: host memory that can go back, and reading a model back through its own loader."""
 
+import ast
+import inspect
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
 import rl_ckpt
+from rl_ckpt.adapters import sglang
 from rl_ckpt.adapters._bindings import Held, LoadRecorder
+from rl_ckpt.adapters._installing import Installer
 from rl_ckpt.adapters._staging import Staging
-from rl_ckpt.testing import assert_same
+from rl_ckpt.testing import assert_same, new_name
 
 
 class Fused(nn.Module):
@@ -137,3 +146,127 @@ def test_staging_takes_a_tensor_that_has_changed_its_shape():
         staging.put("t", torch.ones(shape))
         staging.commit()
         assert staging.current["t"].shape == shape
+
+
+class Pair:
+    """A sender in this thread, and one or more calls that take from it in others."""
+
+    def __init__(self, sender):
+        self._sender = sender
+
+    def sync(self, weights, version, *takers, fails=None):
+        with ThreadPoolExecutor(len(takers)) as pool:
+            taking = [pool.submit(taker) for taker in takers]
+            if fails is None:
+                report = self._sender.send(weights.items(), version=version, num_peers=len(takers))
+                for future in taking:
+                    future.result(60)
+                return report
+            with pytest.raises(rl_ckpt.SyncAbortedError, match=fails):
+                self._sender.send(weights.items(), version=version, num_peers=len(takers))
+            return [future.exception(60) for future in taking]
+
+
+@pytest.fixture
+def url():
+    return f"inproc://{new_name()}"
+
+
+@pytest.fixture
+def pair(url):
+    with rl_ckpt.connect(url, role="send", timeout_s=30) as sender:
+        yield Pair(sender)
+
+
+def veto(url):
+    """A receiver that takes everything and then says no."""
+    with rl_ckpt.connect(url, role="receive", timeout_s=30) as receiver:
+
+        def held():
+            raise RuntimeError("vetoed")
+
+        receiver.attest_with(held)
+        for _ in receiver.recv():
+            pass
+
+
+def same(model, weights):
+    whole = {"qk": torch.cat([weights["q"], weights["k"]]), "embed.weight": weights["embed.weight"]}
+    return all(torch.equal(model.get_parameter(name), tensor) for name, tensor in whole.items())
+
+
+def installer_of(model, url, restore):
+    installer = Installer(model, load=lambda weights: loaded(model, weights), restore=restore)
+    installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=30))
+    return installer
+
+
+def test_an_installed_version_is_undone_if_the_sync_fails(pair, url):
+    model = Fused()
+    started = weights_of(9)
+    model.load_weights(started.items())
+    installer = installer_of(model, url, restore=lambda: model.load_weights(started.items()))
+    pair.sync(weights_of(1), 1, installer.take, lambda: veto(url), fails="vetoed")
+    assert same(model, started)
+    report = pair.sync(weights_of(1), 1, installer.take)
+    assert same(model, weights_of(1))
+    assert (report.receipts[0].is_attested, report.receipts[0].num_bound) == (True, 5)
+    pair.sync(weights_of(2), 2, installer.take, lambda: veto(url), fails="vetoed")
+    assert same(model, weights_of(1))
+    (error,) = pair.sync(weights_of(2), 2, lambda: installer.take(version=3), fails="stopped before the end")
+    assert isinstance(error, rl_ckpt.VersionError)
+    pair.sync({"q": weights_of(3)["q"]}, 3, installer.take)  # a part
+    assert same(model, {**weights_of(1), "q": weights_of(3)["q"]})
+    installer.detach()
+
+
+def test_a_model_that_cannot_go_back_refuses_to_serve_until_the_next_version(pair, url):
+    def restore():
+        raise OSError("no disk")
+
+    model = Fused()
+    model.forward = lambda: "served"
+    installer = installer_of(model, url, restore)
+    errors = pair.sync(weights_of(1), 1, installer.take, lambda: veto(url), fails="vetoed")
+    assert "no disk" in errors[0].__notes__[0]
+    with pytest.raises(rl_ckpt.UsageError, match="mixed since a failed sync"):
+        model()
+    pair.sync(weights_of(1), 1, installer.take)
+    assert model() == "served"
+    installer.detach()
+
+
+def test_a_loader_that_loses_a_tensor_commits_nothing(pair, url):
+    model = Fused()
+    installer = installer_of(model, url, restore=lambda: None)
+    (error,) = pair.sync({**weights_of(1), "unknown": torch.ones(2)}, 1, installer.take, fails="lost or changed")
+    assert isinstance(error, rl_ckpt.SyncAbortedError)
+    installer.detach()
+
+
+def test_sglang_takes_a_version_by_its_custom_loader(pair, url):
+    """As SGLang calls it: with its model, and the named tensors of the request."""
+    model = Fused()
+    for version in (1, 2):
+        request = sglang.session_tensors(url, version)
+        pair.sync(weights_of(version), version, lambda request=request: sglang.load_weights(model, request))
+        assert same(model, weights_of(version))
+    with pytest.raises(rl_ckpt.UsageError, match="it was given 5 tensors"):
+        sglang.load_weights(model, list(weights_of(1).items()))
+    sglang._sessions.pop(id(model))[1].detach()
+
+
+@pytest.mark.skipif("RL_CKPT_SGLANG" not in os.environ, reason="RL_CKPT_SGLANG names no folder with sglang's sources")
+def test_sglang_calls_a_custom_loader_as_ours_is_called():
+    """The call, in SGLang's own source: its model and its named tensors, by position."""
+    sources = Path(os.environ["RL_CKPT_SGLANG"]).glob("sglang/srt/model_executor/**/*.py")
+    calls = [
+        ast.unparse(node)
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "custom_loader"
+    ]
+    assert calls
+    assert {call.count(",") for call in calls} == {1}
+    assert all("model" in call and call.endswith("named_tensors)") for call in calls), calls
+    assert list(inspect.signature(sglang.load_weights).parameters) == ["model", "named_tensors"]

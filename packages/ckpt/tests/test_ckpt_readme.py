@@ -1,19 +1,26 @@
-"""The first code block of the README, run as the two processes that it says."""
+"""The code of the README: its first block as the two processes that it says, and the others where they can run."""
 
+import asyncio
 import re
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl_ckpt.testing import new_name
 
 
+def blocks():
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
 def test_the_script_of_the_readme_moves_a_state_dict(tmp_path):
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+    code = blocks()[0]
     assert "import rl_ckpt" in code
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     script = tmp_path / "move.py"
@@ -27,3 +34,32 @@ def test_the_script_of_the_readme_moves_a_state_dict(tmp_path):
     assert said["send"][0] == "4 tensors, 132352 bytes, 1 receiver"
     assert said["receive"][0] == "version 1 is committed"
     assert said["send"][1] == said["receive"][1]
+
+
+def test_the_resharding_of_the_readme():
+    """FSDP to tensor parallel, two ranks each, all in this process."""
+    (code,) = [block for block in blocks() if "Resharding(" in block]
+    example = {}
+    exec(code, example)
+    plan, url, weight = example["plan"], f"inproc://{new_name()}", torch.arange(48.0).reshape(8, 6)
+    rows = [{"up": part} for part in weight.split(4)]
+    columns = [{"up": torch.zeros(8, 3)} for _ in (0, 1)]
+
+    async def main():
+        async with AsyncExitStack() as stack:
+
+            async def ends(role, pairs):
+                return {
+                    key: await stack.enter_async_context(example["connect"](role, url, *pair)) for key, pair in pairs
+                }
+
+            calls = []
+            for rank in (0, 1):
+                senders = await ends("send", [(target, (rank, target)) for target in plan.targets_of(rank)])
+                receivers = await ends("receive", [(source, (source, rank)) for source in plan.sources_of(rank)])
+                calls.append(example["send_shards"](senders, rank, rows[rank], version=1))
+                calls.append(example["receive_shards"](receivers, rank, columns[rank]))
+            await asyncio.gather(*calls)
+
+    asyncio.run(main())
+    assert torch.equal(torch.cat([shards["up"] for shards in columns], dim=1), weight)

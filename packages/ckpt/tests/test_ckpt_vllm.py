@@ -6,14 +6,15 @@ RL_CKPT_VLLM is the folder of a virtual environment of its own: vLLM pins anothe
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,24 +200,22 @@ def session(server, url, init=None, **options):
         yield sender
 
 
-def sync(server, sender, weights, version, **options):
-    """One update as a trainer does it: the server takes while the trainer sends. Resumes, whatever comes."""
-    server.post("/pause")
-    server.post("/start_weight_update")
+def update_of_readme():
+    """The function that the README gives to trainers."""
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "def update(" in block]
+    example = {}
+    exec(code, example)
+    return example["update"]
+
+
+def sync(server, sender, weights, version, num_peers=1):
+    """One update as a trainer does it. Resumes after a failure as well, to see what is served."""
     try:
-        with ThreadPoolExecutor(1) as pool:
-            taking = pool.submit(server.post, "/update_weights", update_info={"version": version})
-            try:
-                report = sender.send(weights, version=version, **options)
-            except rl_ckpt.SyncAbortedError:
-                assert isinstance(taking.exception(timeout=120), urllib.error.HTTPError)
-                taking.exception().close()
-                raise
-            taking.result(timeout=120)
-        server.post("/finish_weight_update", weight_version=str(version))
-    finally:
+        return update_of_readme()([f"http://127.0.0.1:{server.port}"], sender, weights, version, num_peers)
+    except rl_ckpt.SyncAbortedError:
         server.post("/resume")
-    return report
+        raise
 
 
 def same(server, model):
@@ -269,12 +268,14 @@ def test_a_bit_flipped_in_flight_leaves_the_version_before(served):
 
 
 def test_a_sync_that_fails_after_the_model_was_loaded_is_undone(served):
-    """Another receiver votes no when the server has already voted yes."""
+    """Another receiver votes no when the server has voted yes; in a new session, as after a trainer's restart."""
     server, tied = served
     first, second = tiny_model(4, tied), tiny_model(5, tied)
     url = f"shm://{new_name()}"
     with session(server, url) as sender:
         sync(server, sender, first.named_parameters(), 1)
+    url = f"shm://{new_name()}"
+    with session(server, url) as sender:
 
         def veto():
             deadline = time.monotonic() + 60
@@ -286,8 +287,8 @@ def test_a_sync_that_fails_after_the_model_was_loaded_is_undone(served):
             other.attest_with(veto)
             taking = pool.submit(lambda: dict(other.recv(clone=True)))
             with pytest.raises(rl_ckpt.SyncAbortedError, match="no"):
-                sync(server, sender, second.named_parameters(), 2, num_peers=2)
+                sync(server, sender, second.named_parameters(), 1, num_peers=2)
             assert isinstance(taking.exception(timeout=60), RuntimeError)
         assert same(server, first)
-        sync(server, sender, second.named_parameters(), 2, num_peers=1)
+        sync(server, sender, second.named_parameters(), 1, num_peers=1)
         assert same(server, second)

@@ -1,17 +1,11 @@
-"""The receiving end of a session inside a vLLM worker.
-
-A sync lands in host memory, where it is verified, while the model is not touched. When all of it is there, vLLM's own
-loader puts it into the model, and what the model then holds is read back and attested, before the sender commits. If
-anything fails before that, the model is what it was; if it fails later, the weights before are loaded again.
-"""
+"""The receiving end of a session inside a vLLM worker. See `rl_ckpt.adapters._installing` for what it guarantees."""
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # vLLM is never in the environment that this is checked in.
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -24,8 +18,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 import rl_ckpt
 from rl_ckpt.adapters._bindings import Held, Layout, LoadRecorder, copies_in
-from rl_ckpt.adapters._staging import Staging
-from rl_ckpt.errors import AttestationError, TensorError, UsageError, VersionError
+from rl_ckpt.adapters._installing import Installer
+from rl_ckpt.errors import TensorError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -65,12 +59,9 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    _receiver: rl_ckpt.CheckpointEngine | None = None
+    _installer: Installer | None = None
+    """Kept from session to session: it knows what the model holds."""
     _attests = True
-    _is_touched = False
-    """Whether the model has got something of a sync that is not committed."""
-    _refusal: Any = None
-    """Handle of the hook that keeps a mixed model from serving."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the receiving end. The sender may come later."""
@@ -80,17 +71,16 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "attest is true, and this server spreads whole tensors over its workers (pipeline or expert "
                 "parallelism), so that none of them can attest all; pass attest=false in init_info"
             )
-        self.shutdown()
-        self._staging = Staging()
+        if self._installer is None:
+            self._installer = Installer(self.model, load=self._load, restore=self._load_from_disk)
         self._attests = init_info.attest
-        self._receiver = rl_ckpt.connect(
-            init_info.url, role="receive", timeout_s=init_info.timeout_s, token=init_info.token
+        self._installer.attach(
+            rl_ckpt.connect(init_info.url, role="receive", timeout_s=init_info.timeout_s, token=init_info.token)
         )
-        self._receiver.attest_with(self._install)
 
     def start_weight_update(self) -> None:
         """Nothing: the model goes on being whole until the new weights are verified."""
-        self._require_receiver()
+        self._require_session()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take one sync, from its first byte to the commit.
@@ -98,41 +88,20 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             rl_ckpt.CkptError: the sync failed; the model holds the weights before.
         """
-        receiver = self._require_receiver()
-        try:
-            for name, tensor in receiver.recv():
-                if update_info.version not in {None, receiver.version}:
-                    raise VersionError(f"version {receiver.version} came, and {update_info.version} was asked for")
-                self._staging.put(name, tensor)
-        except BaseException as error:
-            self._staging.abort()
-            if self._is_touched:
-                self._go_back(error)
-            raise
-        self._is_touched = False
-        self._staging.commit()
-        if self._refusal is not None:
-            self._refusal.remove()
-            self._refusal = None
+        self._require_session().take(update_info.version)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `receive_weights` ends with the commit."""
 
     def shutdown(self) -> None:
         """Leave the session."""
-        if self._receiver is not None:
-            asyncio.run(self._receiver.close())
-            self._receiver = None
+        if self._installer is not None:
+            self._installer.detach()
 
-    def _require_receiver(self) -> rl_ckpt.CheckpointEngine:
-        if self._receiver is None:
+    def _require_session(self) -> Installer:
+        if self._installer is None:
             raise UsageError("no session is open; POST /init_weight_transfer_engine with a url in init_info first")
-        return self._receiver
-
-    def _install(self) -> Mapping[str, Tensor] | None:
-        """Called by the receiver when everything has landed and was verified, before it votes."""
-        self._is_touched = True
-        return self._load(self._staging.merged())
+        return self._installer
 
     def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Put all weights into the model; return what it then holds of them, if that is to be attested."""
@@ -150,18 +119,6 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         return Held(self.model, weights, recorder.bindings, _copies) if self._attests else None
 
-    def _go_back(self, error: BaseException) -> None:
-        """Load the weights of the version before."""
-        before = self._staging.current
-        try:
-            held = self._load(before) if before else self._load_from_disk()
-            if before and held is not None and rl_ckpt.tree_digest(held) != rl_ckpt.tree_digest(before):
-                raise AttestationError("the model does not hold what was loaded again")
-        except Exception as another:  # noqa: BLE001  # whatever it is, the model is mixed, and the first error is raised
-            error.add_note(f"the weights before could not be loaded again, so the model refuses to serve: {another}")
-            self._refuse(error)
-        self._is_touched = False
-
     def _load_from_disk(self) -> None:
         """What the server was started with."""
         loader = get_model_loader(self.vllm_config.load_config)
@@ -171,15 +128,6 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.model.load_weights(loader.get_all_weights(self.model_config, self.model))
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied(self.model)
-
-    def _refuse(self, error: BaseException) -> None:
-        text = f"this server's weights are mixed since a failed sync ({error}); send a whole version"
-
-        def refuse(*_: object) -> NoReturn:
-            raise UsageError(text)
-
-        if self._refusal is None:
-            self._refusal = self.model.register_forward_pre_hook(refuse)
 
 
 def _repack_tied(model: nn.Module) -> None:

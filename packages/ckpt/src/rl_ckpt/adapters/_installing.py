@@ -1,0 +1,112 @@
+"""Taking a sync into an engine so that nothing it serves is ever mixed.
+
+A sync lands in host memory, where it is verified, while the engine is not touched. When all of it is there, the
+engine's own loader installs it, and what the engine then holds is attested, before the sender commits. What fails
+before that leaves the engine as it was; what fails later is undone with the weights before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import rl_ckpt
+from rl_ckpt.adapters._staging import Staging
+from rl_ckpt.errors import AttestationError, UsageError, VersionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+
+class Installer:
+    """Installs what comes over a session in one engine, and over the next session after it.
+
+    Args:
+        model: The engine's. Where what was there before cannot be installed again, it raises whenever it is called,
+            until a later sync succeeds.
+        load: Installs all of these weights, CPU tensors by name, and returns what the engine then holds of them, or
+            None where that cannot be told.
+        restore: Installs what the engine had before the first sync.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        load: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
+        restore: Callable[[], None],
+    ) -> None:
+        self._receiver: rl_ckpt.CheckpointEngine | None = None
+        self._load = load
+        self._restore = restore
+        self._model = model
+        self._refusal: Any = None
+        self._staging = Staging()
+        self._is_touched = False
+
+    def attach(self, receiver: rl_ckpt.CheckpointEngine) -> None:
+        """Take from this receiving end from now on; nothing else may use it. The one before is closed."""
+        self.detach()
+        receiver.attest_with(self._install)
+        self._receiver = receiver
+
+    def detach(self) -> None:
+        """Leave the session. What was installed, and what to go back to, stays."""
+        if self._receiver is not None:
+            asyncio.run(self._receiver.close())
+            self._receiver = None
+
+    def take(self, version: int | None = None) -> None:
+        """Take one sync, from its first byte to the commit.
+
+        Args:
+            version: The one that must come; None takes any.
+
+        Raises:
+            rl_ckpt.CkptError: it failed; the engine holds the weights before, or refuses (a note then says so).
+        """
+        receiver = self._receiver
+        if receiver is None:
+            raise UsageError("no session is open to take weights from")
+        try:
+            for name, tensor in receiver.recv():
+                if version not in {None, receiver.version}:
+                    raise VersionError(f"version {receiver.version} came, and {version} was asked for")
+                self._staging.put(name, tensor)
+        except BaseException as error:
+            self._staging.abort()
+            if self._is_touched:
+                self._go_back(error)
+            raise
+        self._is_touched = False
+        self._staging.commit()
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+    def _install(self) -> Mapping[str, Tensor] | None:
+        """Called by the receiver when everything has landed and was verified, before it votes."""
+        self._is_touched = True
+        return self._load(self._staging.merged())
+
+    def _go_back(self, error: BaseException) -> None:
+        before = self._staging.current
+        try:
+            held = self._load(before) if before else self._restore()
+            if held is not None and rl_ckpt.tree_digest(held) != rl_ckpt.tree_digest(before):
+                raise AttestationError("the engine does not hold what was loaded again")
+        except Exception as another:  # noqa: BLE001  # whatever it is, the engine is mixed, and the first error is raised
+            error.add_note(f"the weights before could not be loaded again, so the engine must not serve: {another}")
+            self._refuse(error)
+        self._is_touched = False
+
+    def _refuse(self, error: BaseException) -> None:
+        text = f"the weights of this engine are mixed since a failed sync ({error}); send a whole version"
+
+        def refuse(*_: object) -> NoReturn:
+            raise UsageError(text)
+
+        if self._refusal is None:
+            self._refusal = self._model.register_forward_pre_hook(refuse)
