@@ -314,7 +314,7 @@ def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: 
     names = reply["sample_ids"]
     return BatchMeta(
         partition=partition,
-        sample_ids=tuple([f"row{number}" for number in rows] if names is None else names),
+        sample_ids=tuple(map("row%d".__mod__, rows) if names is None else names),
         columns=tuple(dict.fromkeys(columns)),
         tags=tuple(reply["tags"]),
         rows=tuple(rows),

@@ -14,6 +14,7 @@ import torch
 from rl_csrc import frames
 from rl_csrc.errors import FrameError
 from rl_tq._columns import INDEX
+from rl_tq._segments import new_memory
 from rl_tq.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a contiguous CPU tensor in memory of its own."""
-    copy = torch.empty_like(tensor)
+    copy = new_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
     copy_bytes(as_bytes(tensor), as_bytes(copy))
     return copy
 

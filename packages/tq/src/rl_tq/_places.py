@@ -94,8 +94,15 @@ def _runs(rows: Sequence[int], holders: list[Place], used: dict[Any, Place]) -> 
     return runs
 
 
-def pieces_of(rows: Iterable[Row], columns: frozenset[str]) -> list[tuple[Extent, int, int, int]] | None:
+def pieces_of(rows: Sequence[Row], columns: frozenset[str]) -> list[tuple[Extent, int, int, int]] | None:
     """(extent, first row, rows, start) of what holds any of the columns; None if there are too many."""
+    if rows and len(rows[0].pieces) == 1:
+        [(extent, index)] = rows[0].pieces
+        numbers = range(rows[0].number, rows[0].number + len(rows))
+        # Rows that one put made have numbers in the order in which they lie.
+        is_one_put = isinstance(extent.rows, range) and numbers[-1] in extent.rows and columns <= extent.columns
+        if is_one_put and [row.number for row in rows] == list(numbers):
+            return [(extent, numbers[0], len(rows), index)]
     found: list[tuple[Extent, int, int, int]] = []
     open_runs: dict[int, list[Any]] = {}
     for row in rows:

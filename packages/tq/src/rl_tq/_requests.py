@@ -34,8 +34,6 @@ class Batch:
     """The claim's lease; 0 where nothing was claimed."""
     columns: frozenset[str] = frozenset()
     """Those put or claimed, whose places are worth telling."""
-    is_one_extent: bool = False
-    """Whether the rows are new, and all of one extent in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

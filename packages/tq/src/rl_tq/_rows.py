@@ -40,7 +40,7 @@ class Extent:
     partition: str
     """Where its rows are."""
     rows: Sequence[int]
-    """Their numbers, those that are cleared among them."""
+    """Their numbers, those that are cleared among them. A range: row i of it lies at index i."""
 
     @property
     def live_nbytes(self) -> int:

@@ -39,7 +39,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE_BYTES = 2 << 20
 
 _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing: a mapping can never run past the end
@@ -97,6 +100,20 @@ def _unmap(address: int, nbytes: int, when_gone: Callable[[], None] | None) -> N
     _LIBC.munmap(address, nbytes)
     if when_gone is not None:
         when_gone()
+
+
+def new_memory(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of this process, untouched. Its first touch is as fast as this machine makes it.
+
+    Huge pages, where the kernel has some, are touched five times faster than small ones; it is a wish, so that nothing
+    is lost where it is refused.
+    """
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    stop = (memory.data_ptr() + nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if stop > start:
+        _LIBC.madvise(start, stop - start, _MADV_HUGEPAGE)
+    return memory
 
 
 class Block(NamedTuple):

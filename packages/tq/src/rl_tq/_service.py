@@ -243,10 +243,7 @@ class Service:
 
     def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> Message | None:
         """Where the columns lie; None where that is too long to tell."""
-        if batch.is_one_extent:
-            pieces = [(batch.rows[0].pieces[0][0], batch.rows[0].number, len(batch.rows), 0)]
-        else:
-            pieces = pieces_of(batch.rows, batch.columns)
+        pieces = pieces_of(batch.rows, batch.columns)
         schema = self.store.state.partitions[batch.partition].schema
         layouts: dict[frozenset[str], int] = {}
         told: list[list[int]] = []

@@ -113,7 +113,7 @@ class State:
         columns = self._interned(frozenset(schema))
         held = self.extents[extent] = Extent(
             number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner,
-            partition=partition, rows=_as_range(numbers),
+            partition=partition, rows=_as_range(numbers) if places is None else tuple(numbers),
         )  # fmt: skip
         home.nbytes += nbytes
         indexes = range(len(numbers)) if places is None else places
@@ -333,7 +333,9 @@ class State:
     def note_numbers(self, next_row: int, next_generation: int, next_lease: int) -> None:
         """The end of a snapshot: what was given before, and must not be given again."""
         for home in self.partitions.values():
-            home.rows = dict(sorted(home.rows.items()))  # extents may be numbered in another order than their rows
+            numbers = sorted(home.rows)  # extents may be numbered in another order than their rows
+            if numbers != list(home.rows):
+                home.rows = {number: home.rows[number] for number in numbers}
         self.next_row, self.next_generation, self.next_lease = next_row, next_generation, next_lease
 
     # Parts

@@ -377,8 +377,7 @@ class MetadataStore:
                 rows = self._admissions.put(request)
                 if rows is None:
                     return None
-                home, is_new = self.state.partitions[request.partition], not request.rows and request.sample_ids is None
-                return self._batch(home, rows, frozenset(request.schema), is_one_extent=is_new)
+                return self._batch(self.state.partitions[request.partition], rows, frozenset(request.schema))
             case Admission():
                 return self._admissions.admit(request)
             case Claim():
@@ -460,15 +459,7 @@ class MetadataStore:
     def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
         return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
 
-    def _batch(
-        self,
-        home: Partition,
-        rows: Collection[Row],
-        columns: frozenset[str] = frozenset(),
-        *,
-        is_one_extent: bool = False,
-    ) -> Batch:
+    def _batch(self, home: Partition, rows: Collection[Row], columns: frozenset[str] = frozenset()) -> Batch:
         return Batch(
-            partition=home.name, generation=home.generation, rows=tuple(rows), version=home.changed, columns=columns,
-            is_one_extent=is_one_extent,
-        )  # fmt: skip
+            partition=home.name, generation=home.generation, rows=tuple(rows), version=home.changed, columns=columns
+        )

@@ -7,10 +7,12 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
+from rl_tq._segments import new_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"RLTQ"
@@ -70,7 +72,7 @@ def receive(
         return cast("dict[str, Any]", message), None
     payload = place(message, payload_bytes) if place is not None else None
     if payload is None:
-        payload = torch.empty(payload_bytes, dtype=torch.uint8)
+        payload = new_memory(payload_bytes)
     _fill(connection, payload.numpy().data)
     return cast("dict[str, Any]", message), payload
 
