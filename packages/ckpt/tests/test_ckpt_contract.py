@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_ckpt.testing import CheckpointEngineSuite, ProcessSuite, VersionSuite, new_name
+from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 
@@ -51,3 +51,43 @@ class TestNixl(CheckpointEngineSuite, ProcessSuite):
 
     def new_address(self):
         return f"nixl://127.0.0.1:{free_port()}"
+
+
+@pytest.mark.contract
+class TestGloo(CheckpointEngineSuite, VersionSuite, ProcessSuite):
+    token = "known to both"
+
+    def new_address(self):
+        return f"gloo://127.0.0.1:{free_port()}"
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@on_linux
+class TestShmKilled(KillSuite):
+    new_address = TestShm.new_address
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@on_linux
+class TestUdsKilled(KillSuite):
+    new_address = TestUds.new_address
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+class TestTcpKilled(KillSuite):
+    token = TestTcp.token
+    new_address = TestTcp.new_address
+    sender_messages = (*KillSuite.sender_messages, "Proof")
+    receiver_messages = (*KillSuite.receiver_messages, "Proof")
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+class TestGlooKilled(KillSuite):
+    token = TestGloo.token
+    new_address = TestGloo.new_address
+    sender_messages = (*KillSuite.sender_messages, "Proof", "Regroup")
+    receiver_messages = (*KillSuite.receiver_messages, "Proof")

@@ -30,7 +30,7 @@ class Ring:
         self.memory = torch.randint(0, 256, (3 * BUCKET_BYTES,), dtype=torch.uint8)
         self.slots = [self.memory[BUCKET_BYTES : 2 * BUCKET_BYTES]]
 
-    def fetch(self, sequence, contents):
+    def fetch(self, bucket, contents):
         return False
 
     def refresh(self, slot):

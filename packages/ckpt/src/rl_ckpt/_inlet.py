@@ -13,11 +13,12 @@ from rl_ckpt._tensors import memory_of
 from rl_ckpt._wire import Session, Stream, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
-    from rl_ckpt._transport import ReceiveTransport
+    from rl_ckpt._transport import ReceiveTransport, Waits
+    from rl_ckpt._wire import Bucket
 
 
 MAX_BUFFERS = 512
@@ -31,9 +32,7 @@ class Inlet:
         transport: Dials the streams, and knows the ring.
         session: What the sender said of it.
         slots: uint8 [bucket_bytes] each.
-        wait: Called with a descriptor when it has nothing to read: waits until it has, or raises.
-        await_pull: Given to `ReceiveTransport.pull`.
-        end: Called when a stream has ended: raises why.
+        waits: How to wait for payload.
     """
 
     def __init__(
@@ -41,20 +40,19 @@ class Inlet:
         transport: ReceiveTransport,
         session: Session,
         slots: Sequence[Tensor],
-        *,
-        wait: Callable[[int], None],
-        await_pull: Callable[[Callable[[], bool]], None],
-        end: Callable[[], None],
+        waits: Waits,
     ) -> None:
         self.slots = slots
-        self.opened = 0
-        """Number of the sync for which the streams were opened."""
+        self._opened = 0
         self._transport = transport
         self._session = session
-        self._wait = wait
-        self._await_pull = await_pull
-        self._end = end
+        self._waits = waits
         self._streams: list[socket.socket] = []
+
+    @property
+    def opened(self) -> int:
+        """Number of the sync for which the streams were opened; or generation of the group."""
+        return self._opened if self._session.num_streams else self._transport.generation
 
     def open(self, sync: int, timeout_s: float) -> None:
         """Open the streams if they are not.
@@ -65,7 +63,7 @@ class Inlet:
         if len(self._streams) == self._session.num_streams:
             return
         self.close()
-        self.opened = sync
+        self._opened = sync
         for index in range(self._session.num_streams):
             stream = close_in_children(self._transport.dial_stream())
             self._streams.append(stream)
@@ -73,24 +71,23 @@ class Inlet:
             stream.sendall(encode(Stream(self._session.ticket, index, sync), 0))
             set_patience(stream)
 
-    def fetch(self, sequence: int, contents: Sequence[Tensor]) -> bool:
+    def fetch(self, bucket: Bucket, contents: Sequence[Tensor]) -> bool:
         """Read a bucket into memory. See `rl_ckpt._landing.Memory`."""
         if self._session.num_streams == 0:
-            num_bytes = sum(content.numel() for content in contents)
-            self._transport.pull(sequence % self._session.num_slots, num_bytes, self._await_pull)
+            self._transport.pull(bucket.slot, self.slots[bucket.slot][: bucket.used_bytes], self._waits)
             return False
-        stream = self._streams[sequence % len(self._streams)]
+        stream = self._streams[bucket.sequence % len(self._streams)]
         views = deque(memory_of(content) for content in contents)
         while views:
             try:
                 num_bytes = stream.recvmsg_into(list(islice(views, MAX_BUFFERS)), 0, socket.MSG_WAITALL)[0]
             except (BlockingIOError, InterruptedError):
-                self._wait(stream.fileno())
+                self._waits.readable(stream.fileno())
                 continue
             except OSError:  # reset, or the network is gone
                 num_bytes = 0
             if num_bytes == 0:
-                self._end()
+                self._waits.ended()
             while num_bytes:
                 view = views.popleft()
                 if num_bytes < view.nbytes:
@@ -98,7 +95,7 @@ class Inlet:
                     break
                 num_bytes -= view.nbytes
             if views:  # a slow sender: look up between two calls
-                self._wait(stream.fileno())
+                self._waits.readable(stream.fileno())
         return True
 
     def refresh(self, slot: int) -> bool:
@@ -110,3 +107,4 @@ class Inlet:
         for stream in self._streams:
             stream.close()
         self._streams = []
+        self._transport.disband()

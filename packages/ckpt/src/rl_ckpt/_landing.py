@@ -35,8 +35,8 @@ class Memory(Protocol):
     slots: Sequence[Tensor]
     """uint8 [bucket_bytes] each."""
 
-    def fetch(self, sequence: int, contents: Sequence[Tensor]) -> bool:
-        """Read a bucket into these, uint8 each, that follow one another; False if its bytes are in the slot already."""
+    def fetch(self, bucket: Bucket, contents: Sequence[Tensor]) -> bool:
+        """Read a bucket into `contents`, uint8 each, that follow one another; False if it is in its slot instead."""
         ...
 
     def refresh(self, slot: int) -> bool:
@@ -138,7 +138,7 @@ class Landing:
         slot = slots[bucket.slot]
         places = self._places(bucket)
         self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
-        is_fetched = memory.fetch(sequence, _contents(bucket, places, slot))
+        is_fetched = memory.fetch(bucket, _contents(bucket, places, slot))
         since = time.perf_counter()
         found = [self._check(place, bucket, slot, is_fetched, memory.refresh) for place in places]
         checked = time.perf_counter()

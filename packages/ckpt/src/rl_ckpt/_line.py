@@ -23,6 +23,7 @@ from rl_ckpt._wire import (
     Manifest,
     Message,
     Proof,
+    Regroup,
     Session,
 )
 from rl_ckpt.errors import AddressError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
@@ -87,9 +88,7 @@ class Line:
             self.transport,
             session,
             slots,
-            wait=self._await_payload,
-            await_pull=self._await_pull,
-            end=self._await_end,
+            self,
         )
         return self.inlet
 
@@ -142,7 +141,7 @@ class Line:
             if not wait_for(self.waker, deadline, readable=[self.link.fileno()]):
                 raise PeerTimeoutError(f"{self.peer} {failing} within {deadline.timeout_s:g} s")
 
-    def _await_payload(self, descriptor: int) -> None:
+    def readable(self, descriptor: int) -> None:
         """Wait until a stream has more, and hear meanwhile if the sync is off."""
         deadline = Deadline(self.timeout_s)
         while True:
@@ -155,7 +154,7 @@ class Line:
             if not ready:
                 raise PeerTimeoutError(f"{self.peer} sent no more payload within {deadline.timeout_s:g} s")
 
-    def _await_pull(self, is_done: Callable[[], bool]) -> None:
+    def until(self, is_done: Callable[[], bool]) -> None:
         """Wait until what is read of the sender's memory is here, and hear meanwhile if the sync is off."""
         deadline = Deadline(self.timeout_s)
         while not is_done():
@@ -166,7 +165,7 @@ class Line:
                 raise PeerTimeoutError(f"{self.peer} let nothing be read of its memory within {deadline.timeout_s:g} s")
             wait_for(self.waker, Deadline(PULL_PAUSE_S), readable=[self.link.fileno()])
 
-    def _await_end(self) -> None:
+    def ended(self) -> None:
         """Hear why the sender has closed a stream."""
         deadline = Deadline(self.timeout_s)
         while not self.link.is_closed:
@@ -190,6 +189,8 @@ class Line:
                 if message.first != len(self.specs):
                     raise ProtocolError(f"{self.peer} declares tensor {message.first}; {len(self.specs)} is next")
                 self.specs += message.specs
+            elif isinstance(message, Regroup):
+                self.transport.regroup(message, self.link)
             elif sync in {0, self.sync}:
                 self.inbox.append((sync, message))
         for sync, message in self.inbox:

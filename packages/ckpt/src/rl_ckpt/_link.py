@@ -114,6 +114,10 @@ class Link:
         """Becomes readable when the peer sent something or is gone."""
         return self._socket.fileno()
 
+    def addresses(self) -> tuple[str, str]:
+        """Hosts of this end and of the other, of a connection over TCP."""
+        return str(self._socket.getsockname()[0]), str(self._socket.getpeername()[0])
+
     def loss(self) -> PeerLostError:
         """What to raise when the peer has closed its end."""
         return PeerLostError(f"{self.peer} went away{self._cause}")

@@ -218,6 +218,12 @@ class Peers:
             peer.outbox.put(sequence, payload)
             self._flush(peer)
 
+    def regroup(self, peers: Sequence[Peer]) -> None:
+        """Have the transport make a group of these receivers, where it sends to all at once."""
+        messages = self.transport.regroup([(peer.ticket, peer.opened) for peer in peers])
+        for peer, message in zip(peers, messages, strict=False):
+            self.send(peer, message)
+
     def abort(self, peers: Sequence[Peer], reason: AbortReason, text: str) -> None:
         """Tell those that can still hear it, without waiting, that the sync is off."""
         for peer in peers:
@@ -225,6 +231,7 @@ class Peers:
                 self.drop(peer)
             peer.outbox.close()
             peer.sync = 0
+        self.transport.disband()
 
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:
         """Take a receiver out of the session; when it wants to, it comes back by itself."""

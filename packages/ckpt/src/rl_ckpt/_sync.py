@@ -161,6 +161,7 @@ class Sync:
         """Send every tensor of the source, bucket by bucket."""
         self._base = base = self._choose_base()
         self._began = time.perf_counter()
+        self._peers.regroup(self._participants)
         for peer in self._participants:
             self._peers.send(peer, Begin(self._version, NO_VERSION if base is None else base))
         for name, tensor in source:
@@ -339,6 +340,7 @@ class Sync:
                 peer.num_sent += 1
                 if self._has_streams:
                     self._peers.put(peer, sequence, payload)
+            self._peers.transport.publish(self._slots[slot][: bucket.used_bytes])
         self._num_wire_bytes += bucket.used_bytes
         self._num_buckets += 1
         self._spans = []

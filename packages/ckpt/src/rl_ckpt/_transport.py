@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from rl_ckpt.errors import AddressError
+from rl_ckpt.errors import AddressError, ProtocolError
 
 if TYPE_CHECKING:
     import socket
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._link import Link
-    from rl_ckpt._wire import Session
+    from rl_ckpt._wire import Regroup, Session
     from rl_ckpt.types import SessionConfig
 
 
@@ -52,6 +52,22 @@ def checked_options(config: SessionConfig, *allowed: str) -> dict[str, str]:
     if len(options) < len(config.options):
         raise AddressError(f"{config.address!r} gives an option twice")
     return options
+
+
+class Waits(Protocol):
+    """How a receiver waits for payload: each returns when that is so, and raises what ends the sync meanwhile."""
+
+    def readable(self, descriptor: int) -> None:
+        """A descriptor has something to read."""
+        ...
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """It says True; it is asked again and again."""
+        ...
+
+    def ended(self) -> None:
+        """Never: nothing more will come, and the sender is about to say why."""
+        ...
 
 
 class SendTransport(ABC):
@@ -103,6 +119,21 @@ class SendTransport(ABC):
         """What a receiver must know to read the ring from afar; goes with the `Session` message."""
         return b""
 
+    def regroup(self, members: Sequence[tuple[int, int]]) -> Sequence[Regroup]:
+        """Prepare for a sync with the receivers of these `(ticket, generation)`; what to tell each, if anything.
+
+        For transports that send to all at once. `generation` is what the receiver's transport last said it has.
+        """
+        del members
+        return ()
+
+    def publish(self, content: Tensor) -> None:
+        """Begin to send the payload of a bucket, which every receiver was just told of, to all at once."""
+        del content
+
+    def disband(self) -> None:  # noqa: B027  # most transports have nothing to do here
+        """The sync is off: forget what `regroup` made. Idempotent."""
+
     @abstractmethod
     def close(self) -> None:
         """Give the name and the ring back. Idempotent."""
@@ -140,14 +171,27 @@ class ReceiveTransport(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no streams")
 
-    def pull(self, slot: int, num_bytes: int, wait: Callable[[Callable[[], bool]], None]) -> None:  # noqa: B027
+    @property
+    def generation(self) -> int:
+        """Of the group that this end is in; 0 where there is none."""
+        return 0
+
+    def regroup(self, message: Regroup, link: Link) -> None:
+        """The sender has made a group for the sync that begins."""
+        raise ProtocolError(f"{link.peer} sent {message} on a transport without groups")
+
+    def pull(self, slot: int, content: Tensor, waits: Waits) -> None:
         """Bring what the sender has put into a slot here. Nothing where receivers see the ring itself.
 
         Args:
             slot: Number of the slot.
-            num_bytes: How much of it, from its start.
-            wait: Returns when what it was given says True; raises what ends the sync, or when the deadline has passed.
+            content: uint8 [used_bytes], this end's own slot of that number.
+            waits: How to wait for it.
         """
+        del slot, content, waits
+
+    def disband(self) -> None:  # noqa: B027  # most transports have nothing to do here
+        """The sync is off: forget what `regroup` made. Idempotent."""
 
     def release(self) -> None:  # noqa: B027  # most transports have nothing to do here
         """Let go of the slots; the connection they came with is closed. Idempotent."""

@@ -98,6 +98,16 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
+class Regroup:
+    """Sender to receiver: take this rank in a new group, whose members meet at that port of the sender's."""
+
+    generation: int
+    rank: int
+    size: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """Receiver to sender: a consumer waits for the next sync, under this header's sync number."""
 
@@ -203,6 +213,7 @@ Message: TypeAlias = (
     | Abort
     | Proof
     | Stream
+    | Regroup
 )
 
 _KINDS: dict[int, type[Message]] = {
@@ -220,12 +231,14 @@ _KINDS: dict[int, type[Message]] = {
     12: Abort,
     13: Proof,
     14: Stream,
+    15: Regroup,
 }
 _CODES = {message: kind for kind, message in _KINDS.items()}
 _FIXED: dict[type[Message], struct.Struct] = {
     Hello: struct.Struct(f"<HHI{NONCE_BYTES}s"),
     Proof: struct.Struct(f"<{PROOF_BYTES}s"),
     Stream: struct.Struct("<QII"),
+    Regroup: struct.Struct("<IIII"),
     Ready: struct.Struct("<QQQII"),
     Begin: struct.Struct("<QQ"),
     Free: struct.Struct("<I"),

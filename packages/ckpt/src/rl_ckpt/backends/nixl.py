@@ -23,11 +23,10 @@ from rl_ckpt.errors import AddressError, PeerLostError, ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from rl_ckpt._link import Link
+    from rl_ckpt._transport import Waits
     from rl_ckpt._wire import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
@@ -113,32 +112,33 @@ class NixlSend(SendTransport):
 
 
 class Reader:
-    """One bucket of local memory, and everything prepared to read a sender's ring into it."""
+    """Local memory for every slot, and everything prepared to read a sender's ring into it."""
 
     def __init__(self, session: Session) -> None:
-        self.slot = torch.empty(session.bucket_bytes, dtype=torch.uint8)
+        memory = torch.empty(session.num_slots * session.bucket_bytes, dtype=torch.uint8)
+        self.slots = list(memory.split(session.bucket_bytes))
         self._num_chunks = -(-session.bucket_bytes // CHUNK_BYTES)
         self._agent: Any = _agent("receiver")
-        self._agent.register_memory([self.slot])
+        self._agent.register_memory([memory])
         (address,) = _ADDRESS.unpack_from(session.memory)
         peer = self._agent.add_remote_agent(session.memory[_ADDRESS.size :])
         theirs = _chunks(address, session.num_slots, session.bucket_bytes)
-        mine = _chunks(self.slot.data_ptr(), 1, session.bucket_bytes)
+        mine = _chunks(memory.data_ptr(), session.num_slots, session.bucket_bytes)
         self._theirs = self._agent.prep_xfer_dlist(peer, theirs, "DRAM")
         self._mine = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, "DRAM")
         self._handle: Any = None
         self._state = _DONE
 
     def close(self) -> None:
-        """Let go of the sender's memory. Reads that are under way end with the agent, before the slot's memory goes."""
+        """Let go of the sender's memory. Reads that are under way end with the agent, before the slots' memory goes."""
         self._handle = self._mine = self._theirs = None
         self._agent = None
 
     def start(self, slot: int, num_bytes: int) -> None:
         """Begin to read the first bytes of a slot."""
-        chunks = list(range(-(-num_bytes // CHUNK_BYTES)))
-        theirs = [slot * self._num_chunks + chunk for chunk in chunks]
-        self._handle = self._agent.make_prepped_xfer("READ", self._mine, chunks, self._theirs, theirs)
+        first = slot * self._num_chunks
+        chunks = list(range(first, first - (-num_bytes // CHUNK_BYTES)))
+        self._handle = self._agent.make_prepped_xfer("READ", self._mine, chunks, self._theirs, chunks)
         self._state = self._agent.transfer(self._handle)
 
     def is_done(self) -> bool:
@@ -158,7 +158,7 @@ class Reader:
 
 
 class NixlReceive(ReceiveTransport):
-    """Dials, and pulls buckets into one slot of its own."""
+    """Dials, and pulls buckets into slots of its own."""
 
     def __init__(self, config: SessionConfig, token: bytes) -> None:
         self.token = token
@@ -173,25 +173,25 @@ class NixlReceive(ReceiveTransport):
         return None if connection is None else link_of(connection)
 
     def map_slots(self, session: Session, link: Link) -> list[Tensor]:
-        """One slot, under every number."""
+        """As many slots as the sender has."""
         num_bytes = session.num_slots * session.bucket_bytes
         if len(session.memory) <= _ADDRESS.size or not 0 < num_bytes <= MAX_RING_BYTES:
             raise ProtocolError(f"{link.peer} announced a session without a ring that NIXL could read")
         self._session, self._reader = session, Reader(session)
-        self._slots = [self._reader.slot] * session.num_slots
+        self._slots = list(self._reader.slots)
         return self._slots
 
-    def pull(self, slot: int, num_bytes: int, wait: Callable[[Callable[[], bool]], None]) -> None:
+    def pull(self, slot: int, content: Tensor, waits: Waits) -> None:
         """Read a bucket."""
         if self._reader is None or self._session is None:
             raise PeerLostError("the sender's ring was let go")
         try:
-            self._reader.start(slot, num_bytes)
-            wait(self._reader.is_done)
+            self._reader.start(slot, content.numel())
+            waits.until(self._reader.is_done)
         except BaseException:  # the read may go on, so nothing else may land in that memory
             self._reader.close()
             self._reader = Reader(self._session)
-            self._slots[:] = [self._reader.slot] * len(self._slots)
+            self._slots[:] = self._reader.slots
             raise
 
     def release(self) -> None:

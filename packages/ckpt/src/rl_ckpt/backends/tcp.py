@@ -53,7 +53,7 @@ def token_of(config: SessionConfig) -> bytes:
     Raises:
         AddressError: there is none, or the URL has no host and port.
     """
-    _host_and_port(config)
+    host_and_port(config)
     token = config.token if config.token is not None else os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise AddressError(
@@ -63,7 +63,12 @@ def token_of(config: SessionConfig) -> bytes:
     return token.encode()
 
 
-def _host_and_port(config: SessionConfig) -> tuple[str, int]:
+def host_and_port(config: SessionConfig) -> tuple[str, int]:
+    """What stands behind the scheme.
+
+    Raises:
+        AddressError: it is something else.
+    """
     found = _PLACE.fullmatch(config.name)
     if found is None or int(found["port"]) > 65535:  # the last port
         raise AddressError(
@@ -73,7 +78,7 @@ def _host_and_port(config: SessionConfig) -> tuple[str, int]:
 
 
 def _resolve(config: SessionConfig) -> tuple[socket.AddressFamily, tuple[object, ...]]:
-    host, port = _host_and_port(config)
+    host, port = host_and_port(config)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -117,7 +122,7 @@ class Listener:
     @property
     def place(self) -> str:
         """`host:port`, with the port that it has."""
-        host, _ = _host_and_port(self._config)
+        host, _ = host_and_port(self._config)
         return _place_of((host, int(self._socket.getsockname()[1])))
 
     def listen(self) -> None:
@@ -149,7 +154,9 @@ class TcpSend(StreamSend):
         slots = super().open(num_slots, bucket_bytes)
         if isinstance(self._listener, Listener):
             name = self._listener.place
-            self._config = replace(self._config, name=name, address=f"tcp://{name}")
+            self._config = replace(
+                self._config, name=name, address=f"{self._config.address.partition(':')[0]}://{name}"
+            )
             self.address = self._config.address
         return slots
 

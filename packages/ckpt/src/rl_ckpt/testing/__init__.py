@@ -1,15 +1,17 @@
 """For tests: faults to inject into `inproc://`, and the conformance suites that backends must pass.
 
 ```python
-class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite):
+class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite, KillSuite):
     def new_address(self) -> str:
         return f"mine://{new_name()}"
 ```
 """
 
+from rl_ckpt.testing.ends import EndProcess
 from rl_ckpt.testing.faults import Fault, Injector, inject
 from rl_ckpt.testing.helpers import assert_same, failure, new_name, receive_all, sample_weights, until
-from rl_ckpt.testing.processes import EndProcess, ProcessSuite
+from rl_ckpt.testing.kills import KillSuite
+from rl_ckpt.testing.processes import ProcessSuite
 from rl_ckpt.testing.suite import CheckpointEngineSuite
 from rl_ckpt.testing.versions import VersionSuite
 
@@ -18,6 +20,7 @@ __all__ = [
     "EndProcess",
     "Fault",
     "Injector",
+    "KillSuite",
     "ProcessSuite",
     "VersionSuite",
     "assert_same",

@@ -1,0 +1,129 @@
+"""One group of torch.distributed at a time, worked by a thread of its own: an operation that hangs is left behind."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rl_ckpt._fork import close_in_children
+from rl_ckpt.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def _dist() -> Any:
+    """torch.distributed, whose type stubs lack the stores and what gloo is made of. Imported when it is needed."""
+    import torch.distributed
+
+    return torch.distributed
+
+
+def require_gloo(address: str) -> None:
+    """Raise `BackendError` where this torch has none."""
+    if not (_dist().is_available() and _dist().is_gloo_available()):
+        raise BackendError(f"{address} needs a torch that was built with torch.distributed and gloo; use tcp instead")
+
+
+def serve_store(host: str, timeout_s: float) -> tuple[Any, int]:
+    """A `TCPStore`, where the members of groups find each other, on a free port of this host; and the port."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = int(listener.getsockname()[1])
+    store = _dist().TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def dial_store(host: str, port: int, timeout_s: float) -> Any:
+    """The same from another process; waits until it answers, `timeout_s` at most."""
+    timeout = timedelta(seconds=timeout_s)
+    return _dist().TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+class Group:
+    """The members of a sync. The constructor waits for nothing: the thread joins, then does what `broadcast` asks for.
+
+    Args:
+        store: Makes the store, in the thread.
+        generation: Number of the group in the session.
+        rank: Of this end; the sender's is 0.
+        size: How many there are.
+        host: Address of this end, that the others connect to.
+        timeout_s: Longest time of one operation, seconds; after it the thread of a group that was left ends.
+    """
+
+    def __init__(
+        self, store: Callable[[], Any], generation: int, rank: int, size: int, *, host: str, timeout_s: float
+    ) -> None:
+        self.generation = generation
+        self.error: Exception | None = None
+        """Why it does nothing any more."""
+        self.num_pending = 0
+        """Broadcasts that were asked for and not taken."""
+        self._is_left = False
+        self._store = store
+        self._place = (rank, size, host, timeout_s)
+        self._jobs: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._bell_in, self._bell_out = map(close_in_children, socket.socketpair())
+        self._bell_in.setblocking(False)
+        name = f"rl-ckpt gloo group {generation} rank {rank}"
+        threading.Thread(target=self._work, name=name, daemon=True).start()  # a hung operation must not hang the exit
+
+    def fileno(self) -> int:
+        """Becomes readable when an operation has ended, well or not."""
+        return self._bell_out.fileno()
+
+    def broadcast(self, content: Tensor) -> None:
+        """Begin to send (rank 0) or to receive uint8 [num_bytes] on the CPU, after what was asked for before."""
+        self.num_pending += 1
+        self._jobs.put(content)
+
+    def take(self) -> None:
+        """Note that one operation has ended; raises what it raised."""
+        self._bell_out.recv(1)
+        self.num_pending -= 1
+        if self.error is not None:
+            raise self.error
+
+    def leave(self) -> None:
+        """Do nothing more. What is under way ends by itself, at the latest by its timeout, and is heard by nobody."""
+        self._is_left = True
+        self._jobs.put(None)
+        self._bell_in.close()
+        self._bell_out.close()
+
+    def _work(self) -> None:
+        try:
+            group = self._join()
+            while (content := self._jobs.get()) is not None and not self._is_left:
+                group.broadcast(content, 0).wait()
+                self._ring()
+        except Exception as error:  # noqa: BLE001  # kept for `take`: gloo raises RuntimeError for everything
+            self.error = error
+            self._ring()
+
+    def _join(self) -> Any:
+        dist = _dist()
+        rank, size, host, timeout_s = self._place
+        options = dist.ProcessGroupGloo._Options()  # its only name, since torch 1.8
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1  # one operation at a time
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        store = dist.PrefixStore(f"rl-ckpt/{self.generation}", self._store())
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # left meanwhile, or nobody takes
+            self._bell_in.send(b"!")

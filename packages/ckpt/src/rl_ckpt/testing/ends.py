@@ -1,0 +1,268 @@
+"""Ends of a session in processes of their own, to be killed, and what suites between processes share."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import os
+import signal
+from abc import ABC, abstractmethod
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_ckpt import connect
+from rl_ckpt._link import Link
+from rl_ckpt.errors import CkptError
+from rl_ckpt.testing.helpers import assert_same, receive_all
+from rl_ckpt.types import ReceiverState, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Generator, Iterator
+    from multiprocessing.connection import Connection
+
+    from torch import Tensor
+
+    from rl_ckpt._wire import Message
+    from rl_ckpt.base import CheckpointEngine
+
+BUCKET_BYTES = 1024
+TIMEOUT_S = 20.0
+"""Of every end: a test that waits for it has failed."""
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def weights_of(version: int, num_tensors: int = 12) -> dict[str, Tensor]:
+    """Tensors each of which fills a bucket."""
+    return {f"t{i}": torch.full((BUCKET_BYTES,), version * 20 + i, dtype=torch.uint8) for i in range(num_tensors)}
+
+
+class EndProcess:
+    """A process with one end of a session. It says `open`, `stopped` (and is then to be killed), or its result.
+
+    Args:
+        address: URL of the session.
+        role: `send` does one sync of `weights_of(version)`; `receive` takes one and says `(version, sum of all bytes)`.
+        version: Of the sync to send.
+        num_tensors: In it.
+        num_peers: Receivers to wait for before sending.
+        die_at: A message of WIRE.md like `Bucket`, and a moment: it kills itself `before` or `after` sending the first.
+        stop_after: Number of tensors after which it stops in the middle of a sync; None does not stop, -1 stops before.
+        token: Of the session.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: Role,
+        *,
+        version: int = 0,
+        num_tensors: int = 12,
+        num_peers: int = 1,
+        stop_after: int | None = None,
+        die_at: tuple[str, str] | None = None,
+        token: str | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pipe, theirs = context.Pipe()
+        plan = (version, num_tensors, num_peers)
+        arguments = (theirs, address, token, role, plan, stop_after, die_at)
+        self._process = context.Process(target=_main, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid or 0
+
+    async def says(self) -> Any:
+        """The next thing it says; an error if it is silent or dead."""
+        assert await asyncio.to_thread(self._pipe.poll, 2 * TIMEOUT_S), f"pid {self.pid} said nothing"
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.join(TIMEOUT_S)
+        assert self._process.exitcode == -signal.SIGKILL
+
+    async def dies(self) -> None:
+        """Wait until it has killed itself."""
+        await asyncio.to_thread(self._process.join, 2 * TIMEOUT_S)
+        assert self._process.exitcode == -signal.SIGKILL, (
+            f"pid {self.pid} lives, or ended with {self._process.exitcode}"
+        )
+
+    def close(self) -> None:
+        """End it if it is still there."""
+        self._process.kill()
+        self._process.join(TIMEOUT_S)
+        self._process.close()
+        self._pipe.close()
+
+
+def _main(
+    pipe: Connection,
+    address: str,
+    token: str | None,
+    role: Role,
+    plan: tuple[int, int, int],
+    stop_after: int | None,
+    die_at: tuple[str, str] | None,
+) -> None:
+    torch.set_num_threads(1)
+    if die_at is not None:
+        _die_at(*die_at)
+    try:
+        with connect(address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES, token=token) as engine:
+            asyncio.run(_open(engine, role))
+            pipe.send("open")
+            if stop_after == -1:
+                _stop(pipe)
+            if role is Role.SEND:
+                pipe.send(_send(engine, pipe, plan, stop_after))
+            else:
+                pipe.send(_take(engine, pipe, stop_after))
+    except CkptError as error:
+        pipe.send(error)
+
+
+async def _open(engine: CheckpointEngine, role: Role) -> None:
+    await engine.prepare()
+    if role is Role.RECEIVE:
+        await engine.connect()
+
+
+def _stop(pipe: Connection) -> None:
+    pipe.send("stopped")
+    signal.pause()
+
+
+def _send(engine: CheckpointEngine, pipe: Connection, plan: tuple[int, int, int], stop_after: int | None) -> int:
+    version, num_tensors, num_peers = plan
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for i, item in enumerate(weights_of(version, num_tensors).items()):
+            if i == stop_after:
+                _stop(pipe)
+            yield item
+
+    asyncio.run(engine.connect(num_peers))
+    return len(engine.send(source(), version=version).receipts)
+
+
+def _take(engine: CheckpointEngine, pipe: Connection, stop_after: int | None) -> tuple[int | None, int]:
+    total = 0
+    for i, (_, tensor) in enumerate(engine.recv(), start=1):
+        total += int(tensor.sum())
+        if i == stop_after:
+            _stop(pipe)
+    return engine.version, total
+
+
+def _die_at(kind: str, moment: str) -> None:
+    """Have this process kill itself at the first message of a kind: before it is sent, or at the next look after it."""
+    encode, receive, close, is_due = Link.encode, Link.receive, Link.close, list[bool]()
+
+    def encode_or_die(self: Link, message: Message, sync: int) -> bytes:
+        if is_due or (type(message).__name__ == kind and moment == "before"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if type(message).__name__ == kind:
+            is_due.append(True)
+        return encode(self, message, sync)
+
+    def receive_or_die(self: Link) -> list[tuple[int, Message]]:
+        if is_due:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return receive(self)
+
+    def close_or_die(self: Link) -> None:
+        if is_due:
+            os.kill(os.getpid(), signal.SIGKILL)
+        close(self)
+
+    Link.encode, Link.receive, Link.close = encode_or_die, receive_or_die, close_or_die
+
+
+class BetweenProcesses(ABC):
+    """A suite whose ends run in processes that may be killed."""
+
+    token: str | None = None
+    """Of the sessions, where the backend wants one."""
+
+    @abstractmethod
+    def new_address(self) -> str:
+        """A URL that nobody else uses."""
+
+    def run_processes(self, work: Callable[[Bench], Awaitable[None]]) -> None:
+        """Run a coroutine function that may start ends here and elsewhere; all are closed, and leaks are looked for."""
+
+        async def main() -> None:
+            async with AsyncExitStack() as stack:
+                await work(Bench(self.new_address(), self.token, stack))
+
+        with _nothing_left():
+            asyncio.run(main())
+
+
+class Bench:
+    """Opens ends of one session, here or in processes of their own, which are closed with the stack."""
+
+    def __init__(self, address: str, token: str | None, stack: AsyncExitStack) -> None:
+        self.address = address
+        self._token = token
+        self._stack = stack
+
+    def process(self, role: Role, **options: Any) -> EndProcess:
+        """An end in a process of its own."""
+        process = EndProcess(self.address, role, token=self._token, **options)
+        self._stack.callback(process.close)
+        return process
+
+    async def end(self, role: Role) -> CheckpointEngine:
+        """An end here, prepared."""
+        engine = connect(self.address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES, token=self._token)
+        await self._stack.enter_async_context(engine)
+        await engine.prepare()
+        return engine
+
+    async def succeed(
+        self,
+        version: int,
+        receivers: list[CheckpointEngine],
+        receiving: list[asyncio.Future[dict[str, Tensor]]] | None = None,
+    ) -> None:
+        """Send one sync from a new sender."""
+        await self.send(await self.end(Role.SEND), version, receivers, receiving)
+
+    async def send(
+        self,
+        sender: CheckpointEngine,
+        version: int,
+        receivers: list[CheckpointEngine],
+        receiving: list[asyncio.Future[dict[str, Tensor]]] | None = None,
+    ) -> None:
+        """Send one sync that must reach all receivers."""
+        running = receiving or [asyncio.ensure_future(receive_all(receiver)) for receiver in receivers]
+        await sender.connect(len(receivers))
+        report = await sender.send_weights(weights_of(version).items(), version=version)
+        assert (len(report.receipts), report.lost) == (len(receivers), ())
+        for got, receiver in zip(running, receivers, strict=True):
+            assert_same(await got, weights_of(version))
+            assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
+
+
+@contextmanager
+def _nothing_left() -> Generator[None]:
+    """Fail if something of ours lies in /dev/shm afterwards, or this process still maps a ring."""
+    yield
+    gc.collect()  # errors keep the frames alive that they came through
+    left = [path.name for path in _SHARED_MEMORY.glob("*") if "ckpt" in path.name]
+    assert not left, f"left in {_SHARED_MEMORY}: {left}"
+    maps = Path("/proc/self/maps")
+    assert not maps.is_file() or "rl-ckpt" not in maps.read_text(), "a ring is still mapped after every end was closed"

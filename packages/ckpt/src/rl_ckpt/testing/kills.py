@@ -1,0 +1,95 @@
+"""What every backend between processes must survive: SIGKILL of either end at every message of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from rl_ckpt.errors import CkptError, SyncAbortedError
+from rl_ckpt.testing.ends import Bench, BetweenProcesses, weights_of
+from rl_ckpt.testing.helpers import assert_same, receive_all
+from rl_ckpt.types import ReceiverState, Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_ckpt.base import CheckpointEngine
+
+MOMENTS = ("before", "after")
+
+
+class KillSuite(BetweenProcesses):
+    """Before and after each kind of message that an end sends. Nobody hangs, nobody is mixed, and the next sync works.
+
+    Class attributes say which messages a backend has; those of `shm` and `uds` are the least.
+    """
+
+    sender_messages: tuple[str, ...] = ("Hello", "Session", "Begin", "Manifest", "Bucket", "Seal", "Commit")
+    """What a sender sends in its first sync."""
+    receiver_messages: tuple[str, ...] = ("Hello", "Ready", "Free", "Staged", "Committed")
+    """What a receiver sends in its first sync."""
+
+    def test_the_sender_is_killed_at_every_message(self) -> None:
+        """Two receivers end on the version or on none, say which, and take the next sync from its successor."""
+        for kind in self.sender_messages:
+            for moment in MOMENTS:
+                self.run_processes(lambda bench, at=(kind, moment): self._kill_sender(bench, at))
+
+    def test_a_receiver_is_killed_at_every_message(self) -> None:
+        """The sender and another receiver agree on whether the version is in force, and the next sync works."""
+        for kind in self.receiver_messages:
+            for moment in MOMENTS:
+                self.run_processes(lambda bench, at=(kind, moment): self._kill_receiver(bench, at))
+
+    async def _kill_sender(self, bench: Bench, at: tuple[str, str]) -> None:
+        killed = bench.process(Role.SEND, version=1, num_peers=2, die_at=at)
+        receivers = [await bench.end(Role.RECEIVE), await bench.end(Role.RECEIVE)]
+        receiving = [asyncio.ensure_future(receive_all(receiver)) for receiver in receivers]
+        await killed.dies()
+        successor = await bench.end(Role.SEND)
+        again: list[asyncio.Future[dict[str, Tensor]]] = []
+        await asyncio.wait(receiving, timeout=0.3)  # who was in the sync hears of its end; who was not waits on
+        for receiver, first in zip(receivers, receiving, strict=True):
+            if first.done():
+                self._examine(receiver, first, at)
+                again.append(asyncio.ensure_future(receive_all(receiver)))
+            else:
+                again.append(first)
+        await bench.send(successor, 2, receivers, again)
+
+    async def _kill_receiver(self, bench: Bench, at: tuple[str, str]) -> None:
+        sender, other = await bench.end(Role.SEND), await bench.end(Role.RECEIVE)
+        killed = bench.process(Role.RECEIVE, die_at=at)
+        receiving = asyncio.ensure_future(receive_all(other))
+        is_early = at in {("Hello", "before"), ("Hello", "after"), ("Proof", "before"), ("Ready", "before")}
+        if is_early:
+            await killed.dies()
+        sending = asyncio.ensure_future(
+            sender.send_weights(weights_of(1).items(), version=1, num_peers=1 if is_early else 2)
+        )
+        await killed.dies()
+        try:
+            report = await sending
+        except SyncAbortedError as error:
+            assert f"pid {killed.pid}" in str(error), (at, error)  # noqa: PT017  # the error is one of two outcomes
+            assert sender.version is None
+        else:
+            assert sender.version == 1
+            assert len(report.receipts) == 1 or at == ("Committed", "after"), (at, report)
+            assert len(report.lost) == (0 if is_early or len(report.receipts) == 2 else 1), (at, report)
+        await asyncio.wait([receiving])
+        self._examine(other, receiving, at)
+        assert other.version == sender.version, at
+        await bench.send(sender, 2, [other])
+
+    @staticmethod
+    def _examine(receiver: CheckpointEngine, received: asyncio.Future[dict[str, Tensor]], at: tuple[str, str]) -> None:
+        """A receiver has all of the version, or says that it has not."""
+        error = received.exception()
+        if error is None:
+            assert_same(received.result(), weights_of(1))
+            assert (receiver.version, receiver.state) == (1, ReceiverState.COMMITTED), at
+        else:
+            assert isinstance(error, CkptError), (at, error)
+            assert receiver.version is None, at
+            assert receiver.state in {ReceiverState.IDLE, ReceiverState.POISONED}, at
