@@ -6,6 +6,7 @@ written survives the death of every process; nothing is synced, so a machine tha
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 NAME = "journal"
 VERSION = 1
 _COMPACT_BYTES = 32 << 20
+_RESERVE_BYTES = 1 << 20
+_KEEP_SIZE = 1
+_LIBC = ctypes.CDLL(None)
+_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 class Journal:
@@ -39,7 +44,7 @@ class Journal:
                 f"{directory} is served by another process: close that queue, or take another directory"
             ) from error
         self._fd = -1
-        self._nbytes = self._compacted_nbytes = 0
+        self._nbytes = self._compacted_nbytes = self._reserved = 0
 
     def load(self) -> list[Record]:
         """Every record that was written whole; what a process that died left half written at the end is cut off.
@@ -75,13 +80,23 @@ class Journal:
             os.close(self._fd)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._nbytes = self._compacted_nbytes = os.fstat(self._fd).st_size
+        self._reserved = self._nbytes
+        self._reserve()
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records after the others, in one call."""
         data = memoryview(_lines(records))
         self._nbytes += len(data)
+        self._reserve()
         while data:
             data = data[os.write(self._fd, data) :]
+
+    def _reserve(self) -> None:
+        """Keep room for records that follow, so that a file system full of values still takes what clears them."""
+        if self._reserved - self._nbytes < _RESERVE_BYTES // 2:
+            wanted = max(self._nbytes, self._reserved) + _RESERVE_BYTES
+            if _LIBC.fallocate(self._fd, _KEEP_SIZE, self._reserved, wanted - self._reserved) == 0:
+                self._reserved = wanted
 
     @property
     def is_long(self) -> bool:

@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from rl_tq._backing import back
+from rl_tq.errors import QueueFullError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -29,6 +32,8 @@ SEGMENT_BYTES = 64 << 20
 """Size of the segments that small extents share. Only what is written takes memory."""
 PACKED_BYTES = 4 << 20
 """An extent of at most this many bytes shares a segment; a larger one has its own."""
+_AHEAD_BYTES = 1 << 20
+"""How far ahead of its extents a common segment's memory is asked for."""
 RESERVE_BYTES = 2 << 30
 """Freed segments that a client keeps for its next puts, at most."""
 RESERVE_S = 10.0
@@ -160,12 +165,23 @@ class Arena:
         self._cursor = 0
         self._memory: dict[int, torch.Tensor] = {}
         self._spare: deque[_Spare] = deque()
+        self._backed: dict[int, int] = {}
+        """Bytes of each segment, from its start, that are there for certain."""
 
     def allocate(self, nbytes: int) -> Block:
-        """Memory of `nbytes`."""
+        """Memory of `nbytes`.
+
+        Raises:
+            QueueFullError: there is none.
+        """
         with self._lock:
             if nbytes > PACKED_BYTES:
                 number, memory = self._open(_size_class(nbytes), is_packed=False)
+                try:
+                    self._back(number, nbytes)
+                except QueueFullError:
+                    self._seal(number)
+                    raise
                 return Block(number, 0, memory[:nbytes], is_alone=True)
             if not self._current or self._cursor + nbytes > SEGMENT_BYTES:
                 if self._current:
@@ -174,6 +190,12 @@ class Arena:
                 self._current, _ = self._open(SEGMENT_BYTES, is_packed=True)
                 self._cursor = 0
             start = self._cursor
+            try:
+                self._back(self._current, min(SEGMENT_BYTES, start + nbytes + _AHEAD_BYTES), start + nbytes)
+            except QueueFullError:  # what is in it may be cleared, and its memory used again, once it is sealed
+                self._seal(self._current)
+                self._current = 0
+                raise
             self._cursor += nbytes + -nbytes % 64
             return Block(self._current, start, self._memory[self._current][start : start + nbytes], is_alone=False)
 
@@ -200,6 +222,7 @@ class Arena:
             while self._spare and (self._spare[0].since <= limit or held > RESERVE_BYTES):
                 spare = self._spare.popleft()
                 held -= len(self._memory.pop(spare.number))
+                self._backed.pop(spare.number, None)
                 gone.append(spare.number)
         for number in gone:
             self._retire(number)
@@ -213,8 +236,23 @@ class Arena:
         """Let go of everything. Blocks that were given stay valid."""
         with self._lock:
             self._memory.clear()
+            self._backed.clear()
             self._spare.clear()
             self._current = 0
+
+    def _back(self, number: int, stop: int, needed: int | None = None) -> None:
+        """Have a segment's memory up to `stop` be there, or at least that up to `needed`."""
+        start = self._backed.get(number, 0)
+        if (needed or stop) <= start:
+            return
+        where = f"the file system of {self._directory}" if self._directory else "this host's shared memory"
+        try:
+            back(self._memory[number].data_ptr(), start, stop, where)
+        except QueueFullError:
+            if needed is None:
+                raise
+            back(self._memory[number].data_ptr(), start, stop := needed, where)
+        self._backed[number] = stop
 
     def _open(self, nbytes: int, *, is_packed: bool) -> tuple[int, torch.Tensor]:
         for spare in reversed(self._spare):
