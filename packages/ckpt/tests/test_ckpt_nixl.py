@@ -53,6 +53,27 @@ def test_a_bit_that_changes_in_the_ring_is_found_and_the_next_sync_works(monkeyp
     asyncio.run(main())
 
 
+def test_what_is_held_stays_while_many_more_buckets_are_pulled():
+    """Slots come in any order, and each has its own place at the receiver."""
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            sender, (receiver,) = await open_ends(stack, 1, bucket_bytes=1 << 20)
+            weights = {f"t{i}": torch.randint(0, 256, (1 << 20,), dtype=torch.uint8) for i in range(30)}
+            sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=1))
+            held, got = {}, {}
+            async for name, tensor in receiver.receive_weights():
+                if name in {"t2", "t9"}:
+                    held[name] = (receiver.hold(), tensor)
+                got[name] = tensor.clone()
+                for other, (_, kept) in held.items():
+                    assert torch.equal(kept, weights[other]), (other, name)
+            assert_same(got, weights)
+            await sending
+
+    asyncio.run(main())
+
+
 def test_a_read_that_never_ends_is_given_up_at_the_deadline(monkeypatch):
     """The error names the sender, and the read may go on in memory that nobody uses any more."""
     from rl_ckpt.backends import nixl
