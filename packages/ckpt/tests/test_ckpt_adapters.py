@@ -140,6 +140,15 @@ def test_staging_keeps_the_version_before_until_the_next_is_committed():
     assert {name: tensor.data_ptr() for name, tensor in staging.current.items()} == memory
 
 
+def test_staging_forgets_names_that_a_whole_version_does_not_have():
+    staging = Staging()
+    staging.put("old", torch.ones(2))
+    staging.commit(is_whole=True)
+    staging.put("new", torch.zeros(2))
+    staging.commit(is_whole=True)
+    assert_same(staging.current, {"new": torch.zeros(2)})
+
+
 def test_staging_takes_a_tensor_that_has_changed_its_shape():
     staging = Staging()
     for shape in ((2, 3), (4,), (2, 3)):
@@ -216,7 +225,14 @@ def test_an_installed_version_is_undone_if_the_sync_fails(pair, url):
     (error,) = pair.sync(weights_of(2), 2, lambda: installer.take(version=3), fails="stopped before the end")
     assert isinstance(error, rl_ckpt.VersionError)
     pair.sync({"q": weights_of(3)["q"]}, 3, installer.take)  # a part
-    assert same(model, {**weights_of(1), "q": weights_of(3)["q"]})
+    merged = {**weights_of(1), "q": weights_of(3)["q"]}
+    assert same(model, merged)
+    installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=30))  # as after a restart of the trainer
+    untied = {name: tensor for name, tensor in weights_of(4).items() if name != "head.weight"}
+    pair.sync(untied, 4, installer.take, lambda: veto(url), fails="vetoed")
+    assert same(model, merged)
+    pair.sync(untied, 4, installer.take)
+    assert same(model, untied)
     installer.detach()
 
 

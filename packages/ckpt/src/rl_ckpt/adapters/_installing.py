@@ -45,10 +45,15 @@ class Installer:
         self._refusal: Any = None
         self._staging = Staging()
         self._is_touched = False
+        self._is_fresh = True
 
     def attach(self, receiver: rl_ckpt.CheckpointEngine) -> None:
-        """Take from this receiving end from now on; nothing else may use it. The one before is closed."""
+        """Take from this receiving end from now on; nothing else may use it. The one before is closed.
+
+        Its first sync brings all weights; later ones may bring a part, to which the rest is added.
+        """
         self.detach()
+        self._is_fresh = True
         receiver.attest_with(self._install)
         self._receiver = receiver
 
@@ -76,12 +81,13 @@ class Installer:
                     raise VersionError(f"version {receiver.version} came, and {version} was asked for")
                 self._staging.put(name, tensor)
         except BaseException as error:
+            touched = set(self._staging.landing) if self._is_touched else set[str]()
             self._staging.abort()
-            if self._is_touched:
-                self._go_back(error)
+            if touched:
+                self._go_back(touched, error)
             raise
-        self._is_touched = False
-        self._staging.commit()
+        self._staging.commit(is_whole=self._is_fresh)
+        self._is_touched = self._is_fresh = False
         if self._refusal is not None:
             self._refusal.remove()
             self._refusal = None
@@ -89,12 +95,14 @@ class Installer:
     def _install(self) -> Mapping[str, Tensor] | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
         self._is_touched = True
-        return self._load(self._staging.merged())
+        return self._load(self._staging.landing if self._is_fresh else self._staging.merged())
 
-    def _go_back(self, error: BaseException) -> None:
+    def _go_back(self, touched: set[str], error: BaseException) -> None:
         before = self._staging.current
         try:
-            held = self._load(before) if before else self._restore()
+            if not touched <= before.keys():
+                self._restore()
+            held = self._load(before) if before else None
             if held is not None and rl_ckpt.tree_digest(held) != rl_ckpt.tree_digest(before):
                 raise AttestationError("the engine does not hold what was loaded again")
         except Exception as another:  # noqa: BLE001  # whatever it is, the engine is mixed, and the first error is raised

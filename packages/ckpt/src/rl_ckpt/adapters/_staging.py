@@ -16,7 +16,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.current: dict[str, Tensor] = {}
-        """What was committed: every tensor that ever came, in its latest version."""
+        """What was committed."""
         self.landing: dict[str, Tensor] = {}
         """What has come of the sync under way."""
         self._spare: dict[str, Tensor] = {}
@@ -32,10 +32,13 @@ class Staging:
         """All weights as they are with what has landed."""
         return {**self.current, **self.landing}
 
-    def commit(self) -> None:
-        """What has landed is in force."""
-        self._spare |= {name: self.current[name] for name in self.landing if name in self.current}
-        self.current |= self.landing
+    def commit(self, *, is_whole: bool = False) -> None:
+        """What has landed is in force, in place of the tensors of the same names or, if it is whole, of all."""
+        before = (
+            self.current if is_whole else {name: self.current[name] for name in self.landing if name in self.current}
+        )
+        self._spare |= before
+        self.current = {name: tensor for name, tensor in self.merged().items() if not is_whole or name in self.landing}
         self.landing = {}
 
     def abort(self) -> None:
