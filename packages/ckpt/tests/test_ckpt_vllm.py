@@ -29,6 +29,8 @@ PROMPT = [3, 17, 41, 5, 9, 77]
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(1500),
+    # an answer that says 500, of a call that nobody waits for after the sender has raised
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
     pytest.mark.skipif(not ENVIRONMENT, reason="RL_CKPT_VLLM names no environment with vLLM and rl-ckpt"),
 ]
 

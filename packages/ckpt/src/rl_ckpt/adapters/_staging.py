@@ -34,11 +34,8 @@ class Staging:
 
     def commit(self, *, is_whole: bool = False) -> None:
         """What has landed is in force, in place of the tensors of the same names or, if it is whole, of all."""
-        before = (
-            self.current if is_whole else {name: self.current[name] for name in self.landing if name in self.current}
-        )
-        self._spare |= before
-        self.current = {name: tensor for name, tensor in self.merged().items() if not is_whole or name in self.landing}
+        self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.landing}
+        self.current = self.landing if is_whole else self.merged()
         self.landing = {}
 
     def abort(self) -> None:
