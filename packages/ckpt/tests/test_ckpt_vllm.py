@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -180,6 +180,13 @@ class FlippingProxy:
             end.close()
 
 
+@pytest.fixture
+def stack():
+    """Closes what a test leaves open, whatever becomes of it."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def served(request, tmp_path_factory):
     """A server, and whether its model has tied embeddings."""
@@ -247,13 +254,14 @@ def test_the_model_computes_with_what_was_sent(served):
         assert same(server, new)
 
 
-def test_a_bit_flipped_in_flight_leaves_the_version_before(served):
+def test_a_bit_flipped_in_flight_leaves_the_version_before(served, stack):
     """Every worker goes on serving it, and takes the next one."""
     server, tied = served
     first, second = tiny_model(2, tied), tiny_model(3, tied)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     proxy = FlippingProxy(port)
+    stack.callback(proxy.close)
     init = {"url": f"tcp://127.0.0.1:{proxy.port}", "token": "known to both"}
     with session(server, f"tcp://127.0.0.1:{port}", init, token="known to both") as sender:
         sync(server, sender, first.named_parameters(), 1)
@@ -266,7 +274,6 @@ def test_a_bit_flipped_in_flight_leaves_the_version_before(served):
         assert same(server, first)
         sync(server, sender, second.named_parameters(), 2)
         assert same(server, second)
-    proxy.close()
 
 
 def test_a_sync_that_fails_after_the_model_was_loaded_is_undone(served):
