@@ -7,10 +7,11 @@ import threading
 import pytest
 
 from rl_agent.types import AgentLoopOutput
+from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
 from rl_trainer.pipelines.parts import short_enough
-from rl_trainer.workers.agent import _GroupWriter, to_columns
+from rl_trainer.workers.agent import GenerateReport, _GroupWriter, _Ledger, to_columns
 
 
 def output(ids, version=1):
@@ -50,18 +51,23 @@ def test_groups_that_finish_during_a_write_share_the_next_one():
         calls.append([group_id for group_id, _ in groups])
         entered.set()
         assert gate.wait(10)
-        return len(calls)
+        return BatchMeta(partition="p", sample_ids=tuple(str(group_id) for group_id, _ in groups), columns=())
+
+    ledger = _Ledger()
 
     async def write():
-        writer = _GroupWriter(put)
+        writer = _GroupWriter(put, ledger)
         writer.add(1, [])
         assert await asyncio.to_thread(entered.wait, 10)
         writer.add(2, [])
         writer.add(3, [])
         gate.set()
-        return await writer.finish()
+        await writer.finish()
 
-    assert asyncio.run(write()) == [1, 2]
+    asyncio.run(write())
+    report = ledger.take()
+    assert (report.complete_groups, report.batch.sample_ids) == ((1, 2, 3), ("1", "2", "3"))
+    assert ledger.take() == GenerateReport(batch=None, complete_groups=())
     assert calls == [[1], [2, 3]]
 
 
@@ -71,7 +77,7 @@ def test_a_write_that_fails_is_not_lost(adds_more):
         raise RuntimeError("the queue is gone")
 
     async def write():
-        writer = _GroupWriter(put)
+        writer = _GroupWriter(put, _Ledger())
         writer.add(1, [])
         if adds_more:
             await asyncio.sleep(0.1)

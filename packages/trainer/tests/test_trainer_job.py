@@ -78,6 +78,43 @@ def test_one_step_off_learns_from_tokens_of_the_weights_before(model, tmp_path):
     assert [r["position"] for r in records] == [0, 4, 8, 12]
 
 
+LEARNING = [  # an untrained model earns nothing, and would not change for it
+    "algorithm.old_logprobs=recompute", "algorithm.entropy_coef=0.1", "engine.matmul_precision=highest",
+    "engine.lr=1e-2", "engine.lr_warmup_steps=0", "eval_every=0",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_fully_async_without_staleness_has_the_losses_of_sync(model, tmp_path):
+    sync, alone = tmp_path / "sync", tmp_path / "async"
+    assert start(model, sync, *LEARNING, "steps=3").wait(200) == 0, Path(f"{sync}.log").read_text()[-3000:]
+    overrides = [*LEARNING, "steps=3", "pipeline=fully_async", "fully_async.max_staleness=0"]
+    assert start(model, alone, *overrides).wait(200) == 0, Path(f"{alone}.log").read_text()[-3000:]
+    assert len(losses(sync)) == 3
+    assert losses(alone) == pytest.approx(losses(sync), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_fully_async_runs_ahead_and_resumes_with_what_was_pending(model, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    overrides = [*LEARNING, "algorithm.correction=tis", "pipeline=fully_async", "fully_async.max_staleness=2"]
+    assert start(model, first, *overrides, "steps=6", "save_every=2").wait(200) == 0, Path(f"{first}.log").read_text()[
+        -3000:
+    ]
+    records = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    ages = [r["metrics"]["staleness_mean"] for r in records if r["metrics"]]
+    assert ages[0] == 0
+    assert 0 < max(ages) <= 2
+    state = json.loads((first / "checkpoint-2" / "trainer_state.json").read_text())
+    assert len(state["pending"]) == 12  # three batches ahead
+    resume = [f"resume_from={first / 'checkpoint-2'}", "steps=6"]
+    assert start(model, second, *overrides, *resume).wait(200) == 0, Path(f"{second}.log").read_text()[-3000:]
+    assert sorted(losses(second)) == [3, 4, 5, 6]
+    # Every prompt that was drawn has been learned from, in one run or the other: none is left, none was drawn again.
+    last = json.loads((second / "checkpoint-6" / "trainer_state.json").read_text())
+    assert (last["position"], last["pending"]) == (24, [])
+
+
 @pytest.mark.slow
 def test_ctrl_c_stops_cleanly_and_leaves_nothing(model, tmp_path):
     before = set(Path("/dev/shm").iterdir())

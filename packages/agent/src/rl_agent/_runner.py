@@ -71,7 +71,12 @@ class AgentRunner:
         self._loops: dict[str, AgentLoop] = {}
 
     async def run(
-        self, rows: Sequence[Mapping[str, Any]], sampling_params: Mapping[str, Any], *, group_size: int = 1
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling_params: Mapping[str, Any],
+        *,
+        group_size: int = 1,
+        places: Sequence[int] | None = None,
     ) -> AsyncGenerator[RolloutResult, None]:
         """Yield `len(rows) * group_size` results in the order in which they finish.
 
@@ -82,16 +87,21 @@ class AgentRunner:
             sampling_params: Fields of `rl_rollout.types.SamplingParams`. A `seed` among them seeds the batch: every
                 rollout gets its own, derived from it and the rollout's place in the batch.
             group_size: Rollouts per row.
+            places: Where each row stands in the batch, where these rows are a part of one: the seeds then do not depend
+                on how a batch is divided. None: as given.
 
         Raises:
             LoopError: a row's loop is not installed; raised before anything starts.
-            ValueError: `group_size` is not positive.
+            ValueError: `group_size` is not positive, or there is not one place per row.
         """
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be positive")
+        places = range(len(rows)) if places is None else places
+        if len(places) != len(rows):
+            raise ValueError(f"there are {len(places)} places for {len(rows)} rows")
         loops = [self._loop_of(row) for row in rows]
         rollouts = (
-            self._rollout(loops[i], rows[i], seeded(sampling_params, i, k), row_index=i, rollout_index=k)
+            self._rollout(loops[i], rows[i], seeded(sampling_params, places[i], k), row_index=i, rollout_index=k)
             for i in range(len(rows))
             for k in range(group_size)
         )

@@ -199,6 +199,17 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncSection:
+    """How far generation may run ahead, with `pipeline=fully_async`."""
+
+    max_staleness: NonNegative = 1
+    """Weight versions that the oldest token of a sample may lie behind the weights that learn from it."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """`wait`: the trainer waits for a straggler before it would become too old; `drop`: it is thrown away, counted and
+    replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One training run."""
 
@@ -212,8 +223,9 @@ class Config:
     """Where everything is written; None makes `outputs/<name>-<date>-<time>`."""
     runtime: Literal["ray", "inline"] = "ray"
     """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
-    pipeline: Literal["sync", "one_step_off"] = "sync"
-    """`sync`: on-policy; `one_step_off`: the next batch is generated while this one trains."""
+    pipeline: Literal["sync", "one_step_off", "fully_async"] = "sync"
+    """`sync`: on-policy; `one_step_off`: the next batch is generated while this one trains; `fully_async`: generation
+    runs ahead as far as `fully_async.max_staleness` lets it, and weights change under it."""
     eval_every: NonNegative = 10
     """Steps between evaluations on held-out rows; 0 evaluates only first and last."""
     save_every: NonNegative = 0
@@ -229,6 +241,7 @@ class Config:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     agent: AgentSection = field(default_factory=AgentSection)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    fully_async: AsyncSection = field(default_factory=AsyncSection)
     weights_transport: str = "shm"
     """Name of an installed rl-ckpt backend."""
     queue_storage: str = "shm"

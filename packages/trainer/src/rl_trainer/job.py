@@ -60,11 +60,13 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
 
 
 def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path, console: Console) -> dict[str, Any]:
+    from rl_trainer.pipelines.fully_async import run_fully_async
     from rl_trainer.pipelines.one_step_off import run_one_step_off
     from rl_trainer.pipelines.parts import place
     from rl_trainer.pipelines.sync import run_sync
 
-    run_pipeline = {"sync": run_sync, "one_step_off": run_one_step_off}[config.pipeline]
+    pipelines = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+    run_pipeline = pipelines[config.pipeline]
 
     start = time.perf_counter()
     model_path = _model(config, datasets, output_dir, console)
@@ -73,7 +75,8 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
     with ExitStack() as stack:
         runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
         with console.status("starting the workers"):
-            parts = place(config, runtime, model_path, datasets, position=state["position"])
+            where = {"position": state["position"], "pending": state["pending"]}
+            parts = place(config, runtime, model_path, datasets, **where)
         stack.callback(parts.queue.close)
         if parts.num_too_long:
             console.print(
@@ -88,7 +91,7 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
         with progress.progress(), _stop_when_asked(console) as stop:
             for record in run_pipeline(parts, config, parts.eval_rows, start_step=state["step"]):
                 progress.add(record)
-                state |= {"step": record.step, "position": record.position}
+                state |= {"step": record.step, "position": record.position, "pending": list(record.pending)}
                 is_last = stop.is_set() or record.step == config.steps
                 if is_last or (config.save_every and record.step and record.step % config.save_every == 0):
                     checkpoint = _save(parts, output_dir, state)
@@ -128,7 +131,7 @@ def _stop_when_asked(console: Console) -> Generator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _save(parts: Parts, output_dir: Path, state: Mapping[str, int]) -> Path:
+def _save(parts: Parts, output_dir: Path, state: Mapping[str, Any]) -> Path:
     """Write everything that `resume_from` needs; the state file is last, so that a folder which has it is complete."""
     folder = output_dir / f"checkpoint-{state['step']}"
     parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
@@ -137,11 +140,11 @@ def _save(parts: Parts, output_dir: Path, state: Mapping[str, int]) -> Path:
     return folder
 
 
-def _first_state(config: Config, datasets: Datasets) -> dict[str, int]:
+def _first_state(config: Config, datasets: Datasets) -> dict[str, Any]:
     """What has been done: nothing, or what the checkpoint says; preflight has checked that it is of this data."""
     if config.resume_from is None:
-        return {"step": 0, "position": 0, "seed": config.seed, "num_rows": len(datasets.train)}
-    return json.loads((Path(config.resume_from) / STATE_FILE).read_text())
+        return {"step": 0, "position": 0, "pending": [], "seed": config.seed, "num_rows": len(datasets.train)}
+    return {"pending": []} | json.loads((Path(config.resume_from) / STATE_FILE).read_text())
 
 
 def _model(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> Path:

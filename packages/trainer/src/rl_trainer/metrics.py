@@ -19,6 +19,8 @@ class StepRecord:
     """1-based; 0 is the evaluation before training."""
     position: int
     """Prompts taken up to and including this step's; where a run that resumes after it takes the next one."""
+    pending: tuple[int, ...] = ()
+    """Rows among those whose groups have not been learned from yet; a resumed run takes them first."""
     reward: float | None
     """Mean reward of the step's completions."""
     accuracy: float | None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+from rl_trainer.config import AsyncSection
 from rl_trainer.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -112,8 +113,10 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.correction={algorithm.correction} corrects from the sampler's log-probs to the engine's, which "
             "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
         )
-    if config.pipeline == "one_step_off":
-        _check_one_step_off(config)
+    if config.pipeline != "sync":
+        _check_off_policy(config)
+    if config.pipeline != "fully_async" and config.fully_async != AsyncSection():
+        raise PlanError(f"the keys of fully_async do nothing with pipeline={config.pipeline}; leave them out")
     if config.runtime == "inline" and config.engine.world_size > 1:
         raise PlanError(f"engine.world_size={config.engine.world_size} needs processes of its own: use runtime=ray")
     if config.rollout.top_p < 1.0 and algorithm.old_logprobs == "recompute":
@@ -123,11 +126,14 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_one_step_off(config: Config) -> None:
+def _check_off_policy(config: Config) -> None:
     if config.runtime == "inline":
-        raise PlanError("pipeline=one_step_off generates and trains at the same time, which takes runtime=ray")
+        raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
+    if config.pipeline == "fully_async" and config.fully_async.max_staleness == 0:
+        return
     if config.algorithm.old_logprobs == "recompute" and config.algorithm.correction == "none":
         raise PlanError(
-            "pipeline=one_step_off learns from tokens of older weights, which algorithm.old_logprobs=recompute would "
-            "treat as the engine's own; set algorithm.correction=tis (or icepop), or algorithm.old_logprobs=rollout"
+            f"pipeline={config.pipeline} learns from tokens of older weights, which algorithm.old_logprobs=recompute "
+            "would treat as the engine's own; set algorithm.correction=tis (or icepop), or "
+            "algorithm.old_logprobs=rollout"
         )

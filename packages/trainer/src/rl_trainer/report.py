@@ -51,7 +51,8 @@ class Report:
         """Take one step's record."""
         self._records.append(record)
         with (self._dir / "metrics.jsonl").open("a") as file:
-            line = asdict(record) | {"tokens_per_s": record.tokens_per_s, "wall_s": record.wall_s}
+            line = asdict(record) | {"pending": len(record.pending)}
+            line |= {"tokens_per_s": record.tokens_per_s, "wall_s": record.wall_s}
             file.write(json.dumps(line) + "\n")
         self._progress.update(self._task, completed=record.step, status=self._status(record))
         if not self.console.is_terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +14,7 @@ from rl_tq.types import BatchMeta
 from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.errors import PlacementError
 from rl_trainer.pipelines.parts import Generated, Parts
+from rl_trainer.workers.agent import EvalReport, GenerateReport
 from rl_trainer.workers.engine import UpdateReport
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rl_trainer.base import Runtime
     from rl_trainer.config import Config
     from rl_trainer.data import Row
+    from rl_trainer.workers.agent import Job
 
 
 class FakeJob:
@@ -42,7 +45,9 @@ class FakeJob:
         """The fake as a pipeline's parts."""
         fake = cast("Any", self)
         reference = fake if self._config.algorithm.kl_coef > 0 else None
-        return Parts(actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake, eval_rows=[])
+        return Parts(
+            actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake, agents=fake, eval_rows=[]
+        )
 
     def generate_sequences(self, partition: str, step: int) -> Generated:
         """A full batch of references."""
@@ -97,6 +102,70 @@ class FakeJob:
     def clear(self, partition: str) -> None:
         """Forget nothing."""
         self.calls.append(f"clear {partition}")
+
+
+class FakeAgents:
+    """Stands for agent workers that stream: groups finish in a seeded random order, some of them at every poll.
+
+    Args:
+        config: Sizes of the batches.
+        seed: Of the order in which groups finish.
+        per_poll: Groups that finish at every poll.
+        fails: Ids of groups that fail.
+        slow: Ids of groups that finish only when no other group is left.
+    """
+
+    def __init__(
+        self, config: Config, *, seed: int = 0, per_poll: int = 1, fails: Sequence[int] = (), slow: Sequence[int] = ()
+    ) -> None:
+        self._config, self._draw = config, random.Random(seed)
+        self._per_poll, self._fails, self._slow = per_poll, set(fails), set(slow)
+        self._running: dict[int, int] = {}
+        self.version = 0
+        self.submitted: list[tuple[Job, int]] = []
+
+    def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> list[Any]:
+        """Begin these groups with tokens of the current version."""
+        for job in jobs:
+            self.submitted.append((job, sampling_params["seed"]))
+            self._running[job.group_id] = self.version
+        return []
+
+    def poll(self) -> list[GenerateReport]:
+        """Finish some."""
+        quick = [group for group in self._running if group not in self._slow]
+        done = self._draw.sample(sorted(quick or self._running), min(self._per_poll, len(quick or self._running)))
+        versions = {group: self._running.pop(group) for group in done}
+        whole = [group for group in done if group not in self._fails]
+        tags = tuple(
+            {
+                "group_id": group,
+                "reward": float(rollout % 2),
+                "num_tokens": 4,
+                "finish_reason": "stop",
+                "weight_version_min": versions[group],
+                "weight_version_max": self.version,
+            }
+            for group in whole
+            for rollout in range(self._config.batch.group_size)
+        )
+        ids = tuple(f"{tag['group_id']}-{index}" for index, tag in enumerate(tags))
+        columns = ("prompt_token_ids", "completion_token_ids")
+        failed = tuple(group for group in done if group in self._fails)
+        return [
+            GenerateReport(
+                batch=BatchMeta(partition="train", sample_ids=ids, columns=columns, tags=tags) if whole else None,
+                complete_groups=tuple(whole),
+                failed_groups=failed,
+                failures={"tool": len(failed)} if failed else {},
+                last_failure="the tool broke" if failed else "",
+            )
+        ]
+
+    def evaluate(self, rows: Sequence[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
+        """Everything is right."""
+        del sampling_params
+        return [EvalReport(rewards=(1.0,) * len(rows), num_failed=0)]
 
 
 class _Probe:

@@ -15,13 +15,15 @@ class PromptOrder:
     seed: int
     """Seeds every epoch's shuffle."""
     position: int = 0
-    """Indices handed out so far."""
+    """Indices drawn so far."""
+    returned: list[int] = field(default_factory=list)
+    """Indices that were drawn by an earlier run and not used: handed out first."""
     _epoch: int = field(default=-1, init=False)
     _shuffled: list[int] = field(default_factory=list, init=False)
 
     def take(self, count: int) -> list[int]:
         """The next `count` indices."""
-        return [self._next() for _ in range(count)]
+        return [self.returned.pop(0) if self.returned else self._next() for _ in range(count)]
 
     def _next(self) -> int:
         epoch, offset = divmod(self.position, self.num_rows)

@@ -44,6 +44,8 @@ class Generated:
     """Failed rollouts per kind; their prompts were replaced by others."""
     dropped_groups: int
     """Groups without signal that were replaced (`batch.dynamic_sampling`)."""
+    late_groups: int = 0
+    """Groups thrown away because their weights had become too old (`fully_async.on_stale=drop`)."""
     position: int
     """Prompts taken from the data up to and including these."""
 
@@ -72,8 +74,7 @@ class RolloutManager:
         rewards: list[float] = []
         missing, dropped, reason = sizes.batch_size, 0, ""
         for attempt in range(1 + sizes.max_refills):
-            jobs = [self._job(index) for index in self._order.take(missing)]
-            sampling = self._sampling(temperature=self._config.rollout.temperature, salt=f"{step}/{attempt}")
+            jobs, sampling = self.draw(missing), self.sampling(f"{step}/{attempt}")
             for report in self._agents.generate(jobs, sampling, partition, sizes.group_size):
                 reason = report.last_failure or reason
                 for kind, count in report.failures.items():
@@ -107,7 +108,7 @@ class RolloutManager:
         Raises:
             RolloutFailedError: more than one in ten failed, so the mean would say little.
         """
-        sampling = self._sampling(temperature=self._config.rollout.eval_temperature, salt="eval")
+        sampling = self.sampling("eval", temperature=self._config.rollout.eval_temperature)
         reports = self._agents.evaluate(list(rows), sampling)
         rewards = [reward for report in reports for reward in report.rewards]
         num_failed = sum(report.num_failed for report in reports)
@@ -115,14 +116,19 @@ class RolloutManager:
             raise RolloutFailedError(f"{num_failed} of {len(rows)} evaluation rollouts failed")
         return sum(rewards) / len(rewards)
 
-    def _job(self, index: int) -> Job:
-        self._num_groups += 1
-        return Job(row=self._rows[index], group_id=self._num_groups)
+    def draw(self, count: int, first_place: int = 0) -> list[Job]:
+        """The next `count` prompts, each to become a group, in places of a step's batch from `first_place` on."""
+        jobs: list[Job] = []
+        for place, index in enumerate(self._order.take(count), start=first_place):
+            self._num_groups += 1
+            jobs.append(Job(row=self._rows[index], row_index=index, group_id=self._num_groups, place=place))
+        return jobs
 
-    def _sampling(self, *, temperature: float, salt: str) -> dict[str, Any]:
+    def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
+        """Sampling parameters, seeded by the run's seed and `salt`; at `rollout.temperature` unless told otherwise."""
         rollout = self._config.rollout
         return {
-            "temperature": temperature,
+            "temperature": rollout.temperature if temperature is None else temperature,
             "top_p": rollout.top_p,
             "max_new_tokens": rollout.max_new_tokens,
             "seed": hash_seed(f"{self._config.seed}/{salt}"),
@@ -184,6 +190,8 @@ class Parts:
     """Actor to servers."""
     queue: TransferQueue
     """The controller's client: references only."""
+    agents: AgentWorker
+    """What generation runs on."""
     eval_rows: Sequence[Row]
     """Held-out rows."""
     num_too_long: int = 0
@@ -207,8 +215,16 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def place(config: Config, runtime: Runtime, model_path: Path, datasets: Datasets, *, position: int) -> Parts:
-    """Start every worker of a job, which takes its prompts from `position` on.
+def place(
+    config: Config,
+    runtime: Runtime,
+    model_path: Path,
+    datasets: Datasets,
+    *,
+    position: int,
+    pending: Sequence[int] = (),
+) -> Parts:
+    """Start every worker of a job, which takes its prompts from `position` on, after the rows `pending`.
 
     Raises:
         InputError: no training or no held-out prompt is short enough.
@@ -248,13 +264,14 @@ def place(config: Config, runtime: Runtime, model_path: Path, datasets: Datasets
         timeout_s=config.timeout_s,
     )
     rows, eval_rows = (short_enough(agents, some, config) for some in (datasets.train, datasets.eval))
-    order = PromptOrder(num_rows=len(rows), seed=config.seed, position=position)
+    order = PromptOrder(num_rows=len(rows), seed=config.seed, position=position, returned=list(pending))
     return Parts(
         actor=actor,
         reference=reference,
         rollout_manager=RolloutManager(agents, rows, order, config),
         weights=WeightSync(actor, rollout, config.rollout.num_replicas),
         queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
+        agents=agents,
         eval_rows=eval_rows,
         num_too_long=len(datasets.train) + len(datasets.eval) - len(rows) - len(eval_rows),
     )

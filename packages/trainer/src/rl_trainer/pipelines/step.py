@@ -70,7 +70,7 @@ def record_of(
     """What the step's reports say together."""
     tags = generated.batch.tags
     metrics = {name: fmean(u.metrics[name] for u in updates) for name in updates[0].metrics}
-    metrics["dropped_groups"] = generated.dropped_groups
+    metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
     metrics |= {"grad_norm": fmean(u.grad_norm for u in updates), "lr": updates[-1].lr}
     return StepRecord(
         step=step,

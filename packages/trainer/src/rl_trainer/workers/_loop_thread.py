@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -32,6 +33,10 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run in the background."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """Stop the loop. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
 
     from rl_agent.types import Message
     from rl_rollout.types import ServerAddress
@@ -39,18 +41,24 @@ class Job:
 
     row: Row
     """The dataset row."""
+    row_index: int
+    """Its number in the data."""
     group_id: int
     """Unique in the run."""
+    place: int
+    """Where it stands in its step's batch: seeds its sampling, whichever worker runs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReport:
-    """What one worker made of its jobs."""
+    """What one worker made of its jobs, or of a stream of them since it was last asked."""
 
     batch: BatchMeta | None
     """The complete groups, in the queue; None if there is none."""
     complete_groups: tuple[int, ...]
     """Ids of the groups in `batch`."""
+    failed_groups: tuple[int, ...] = ()
+    """Ids of the groups that will not come: one of their rollouts failed."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed rollouts per kind. Their groups are not in `batch`."""
     last_failure: str = ""
@@ -67,13 +75,50 @@ class EvalReport:
     """Completions that did not."""
 
 
+class _Ledger:
+    """What has become of groups since it was last read. Written on the event loop, read from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._metas: list[BatchMeta] = []
+        self._complete: list[int] = []
+        self._failed: list[int] = []
+        self._failures: Counter[str] = Counter()
+        self._last_failure = ""
+
+    def wrote(self, group_ids: Sequence[int], meta: BatchMeta) -> None:
+        with self._lock:
+            self._complete += group_ids
+            self._metas.append(meta)
+
+    def failed(self, group_id: int, failures: Sequence[Failure]) -> None:
+        with self._lock:
+            self._failed.append(group_id)
+            self._failures.update(failure.kind for failure in failures)
+            self._last_failure = failures[-1].message
+
+    def take(self) -> GenerateReport:
+        with self._lock:
+            report = GenerateReport(
+                batch=type(self._metas[0]).concat(self._metas) if self._metas else None,
+                complete_groups=tuple(self._complete),
+                failed_groups=tuple(self._failed),
+                failures=dict(self._failures),
+                last_failure=self._last_failure,
+            )
+            self._clear()
+        return report
+
+
 class _GroupWriter:
     """Writes groups as they finish: one call at a time, with all that became ready during the last one."""
 
-    def __init__(self, put: Callable[[list[Group]], BatchMeta]) -> None:
-        self._put = put
+    def __init__(self, put: Callable[[list[Group]], BatchMeta], ledger: _Ledger) -> None:
+        self._put, self._ledger = put, ledger
         self._ready: list[Group] = []
-        self._written: list[BatchMeta] = []
         self._task: asyncio.Task[None] | None = None
 
     def add(self, group_id: int, samples: list[Sample]) -> None:
@@ -86,12 +131,12 @@ class _GroupWriter:
     async def _write(self) -> None:
         while self._ready:
             groups, self._ready = self._ready, []
-            self._written.append(await asyncio.to_thread(self._put, groups))
+            meta = await asyncio.to_thread(self._put, groups)
+            self._ledger.wrote([group_id for group_id, _ in groups], meta)
 
-    async def finish(self) -> list[BatchMeta]:
+    async def finish(self) -> None:
         if self._task is not None:
             await self._task
-        return self._written
 
 
 class AgentWorker:
@@ -111,6 +156,8 @@ class AgentWorker:
         self._timeout_s = timeout_s
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
+        self._streams: list[Future[None]] = []
+        self._streamed = _Ledger()
         self._scorer = Scorer()
         self._tokenizer = rl_agent.load_tokenizer(model_path)
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
@@ -142,37 +189,50 @@ class AgentWorker:
         """Roll every job out `group_size` times and put the complete groups into `partition`."""
         if not jobs:
             return []
-        return [self._loop.run(self._generate(jobs, sampling_params, partition, group_size), self._timeout_s)]
+        ledger = _Ledger()
+        self._loop.run(self._roll_out(jobs, sampling_params, partition, group_size, ledger), self._timeout_s)
+        return [ledger.take()]
 
-    async def _generate(
+    @register(Dispatch.SPLIT)
+    def submit(
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
-    ) -> GenerateReport:
-        samples: dict[int, dict[int, list[Sample]]] = {}  # by group and rollout
-        finished: Counter[int] = Counter()
-        failures: Counter[str] = Counter()
-        failed_groups: set[int] = set()
-        last_failure = ""
-        writer = _GroupWriter(lambda groups: self._put(groups, partition))
-        done: list[int] = []
-        async for result in self._runner.run([job.row for job in jobs], sampling_params, group_size=group_size):
+    ) -> list[GenerateReport]:
+        """As `generate`, in the background, beside what is running already; `poll` tells what came of it."""
+        if jobs:
+            work = self._roll_out(jobs, sampling_params, partition, group_size, self._streamed)
+            self._streams.append(self._loop.start(work))
+        return []
+
+    @register(Dispatch.GATHER)
+    def poll(self) -> list[GenerateReport]:
+        """What has become of submitted groups since the last call. Raises what a rollout raised that is no failure."""
+        done = [stream for stream in self._streams if stream.done()]
+        self._streams = [stream for stream in self._streams if stream not in done]
+        for stream in done:
+            stream.result()
+        return [self._streamed.take()]
+
+    async def _roll_out(
+        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int, ledger: _Ledger
+    ) -> None:
+        results: dict[int, dict[int, list[Sample] | Failure]] = {}  # by group and rollout
+        writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
+        rows, places = [job.row for job in jobs], [job.place for job in jobs]
+        async for result in self._runner.run(rows, sampling_params, group_size=group_size, places=places):
             job = jobs[result.row_index]
-            scored = await score(result.outputs, job.row, self._scorer)
-            finished[job.group_id] += 1
-            if isinstance(scored, Failure):
-                failures[scored.kind] += 1
-                failed_groups.add(job.group_id)
-                last_failure = scored.message
+            rollouts = results.setdefault(job.group_id, {})
+            rollouts[result.rollout_index] = await score(result.outputs, job.row, self._scorer)
+            if len(rollouts) < group_size:
+                continue
+            in_order = [rollouts[index] for index in range(group_size)]
+            del results[job.group_id]
+            if failures := [rollout for rollout in in_order if isinstance(rollout, Failure)]:
+                ledger.failed(job.group_id, failures)
             else:
-                samples.setdefault(job.group_id, {})[result.rollout_index] = scored
-            if finished[job.group_id] == group_size and job.group_id not in failed_groups:
-                rollouts = samples.pop(job.group_id)
-                writer.add(job.group_id, [sample for index in sorted(rollouts) for sample in rollouts[index]])
-                done.append(job.group_id)
-        metas = await writer.finish()
-        batch = type(metas[0]).concat(metas) if metas else None
-        return GenerateReport(
-            batch=batch, complete_groups=tuple(done), failures=dict(failures), last_failure=last_failure
-        )
+                writer.add(
+                    job.group_id, [s for rollout in in_order if not isinstance(rollout, Failure) for s in rollout]
+                )
+        await writer.finish()
 
     def _put(self, groups: list[Group], partition: str) -> BatchMeta:
         columns, tags = to_columns(groups)

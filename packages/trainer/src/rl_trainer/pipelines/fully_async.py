@@ -1,0 +1,86 @@
+"""Fully asynchronous: the servers never wait for the trainer, and the trainer waits for whole groups only.
+
+Knows: the order of a step, and how old a token may be. Prompts are released ahead, as far as the staleness policy
+admits; new weights reach the servers while they generate, so that one completion may hold tokens of several versions.
+With `fully_async.max_staleness=0` nothing is released before the weights that shall generate it: the losses are those
+of `sync`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rl_trainer.errors import StaleWeightsError
+from rl_trainer.metrics import PhaseTimer, StepRecord
+from rl_trainer.pipelines.staleness import BoundedStaleness, DropStale
+from rl_trainer.pipelines.step import is_eval_due, learn, record_of
+from rl_trainer.pipelines.stream import RolloutStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rl_tq.types import BatchMeta
+    from rl_trainer.config import Config
+    from rl_trainer.data import Row
+    from rl_trainer.pipelines.parts import Parts
+
+
+def run_fully_async(
+    parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_step: int = 0
+) -> Iterator[StepRecord]:
+    """Train, yielding a record after every step. Step 0's record is the evaluation of the start policy.
+
+    The servers hold weight version `step + 1` when step `step` has been yielded. The record's `pending` are the prompts
+    that are being generated, or wait to be learned from, then.
+    """
+    timer = PhaseTimer()
+    first = start_step + 1
+    bound = config.fully_async.max_staleness
+    kind = BoundedStaleness if config.fully_async.on_stale == "wait" else DropStale
+    policy = kind(max_staleness=bound, batch_size=config.batch.batch_size)
+    with timer.phase("weight_sync"):
+        parts.weights.sync(first)
+    with timer.phase("eval"):
+        accuracy = parts.rollout_manager.evaluate(eval_rows)
+    yield StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=parts.rollout_manager.position)
+
+    stream = RolloutStream(parts.agents, parts.rollout_manager, parts.queue, config, policy, first)
+    stream.release(first)
+    for step in range(first, config.steps + 1):
+        with timer.phase("wait_generate"):
+            generated = stream.take(step)
+        ages = ages_of(generated.batch, version=step, bound=bound)
+        updates = learn(parts, config, generated.batch, step, timer)
+        with timer.phase("weight_sync"):
+            parts.weights.sync(step + 1)
+        parts.queue.clear(generated.batch)
+        stream.release(step + 1)
+        accuracy = None
+        if is_eval_due(config, step):
+            with timer.phase("eval"):
+                accuracy = parts.rollout_manager.evaluate(eval_rows)
+        record = record_of(step, generated, updates, accuracy, timer.take())
+        drawn = {"position": parts.rollout_manager.position, "pending": stream.pending}
+        yield replace(record, metrics={**record.metrics, **ages}, **drawn)
+
+
+def ages_of(batch: BatchMeta, *, version: int, bound: int) -> dict[str, float]:
+    """Share of samples per age of their oldest token in weight versions, and the mean age.
+
+    Raises:
+        StaleWeightsError: a sample is older than `bound`, or newer than the weights that learn.
+    """
+    ages: Counter[int] = Counter()
+    for sample_id, tags in zip(batch.sample_ids, batch.tags, strict=True):
+        age = version - tags["weight_version_min"]
+        if not 0 <= age <= bound or tags["weight_version_max"] > version:
+            raise StaleWeightsError(
+                f"sample {sample_id} has tokens of weight versions {tags['weight_version_min']} to "
+                f"{tags['weight_version_max']}; weights of version {version} may learn from {version - bound} to "
+                f"{version}"
+            )
+        ages[age] += 1
+    shares = {f"staleness_{age}": ages[age] / len(batch) for age in range(bound + 1)}
+    return {**shares, "staleness_mean": sum(age * count for age, count in ages.items()) / len(batch)}

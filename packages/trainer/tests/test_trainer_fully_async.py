@@ -1,0 +1,182 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_trainer.config import load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
+from rl_trainer.pipelines.fully_async import ages_of, run_fully_async
+from rl_trainer.pipelines.parts import RolloutManager
+from rl_trainer.pipelines.staleness import BoundedStaleness, DropStale
+from rl_trainer.plan import make_plan
+from rl_trainer.testing import FakeAgents, FakeJob
+
+
+def config(*overrides, staleness=1):
+    sizes = ["batch.batch_size=4", "batch.mini_batch_size=2", "batch.group_size=2", "steps=6", "eval_every=0"]
+    how = ["pipeline=fully_async", f"fully_async.max_staleness={staleness}", "timeout_s=5", "batch.max_refills=2"]
+    return load_config("quickstart", [*how, *sizes, *overrides])
+
+
+class Job(FakeJob):
+    """A fake job whose generation is a real stream over fake workers; servers get a version when it is synced."""
+
+    def __init__(self, config, agents, *, position=0, returned=()):
+        super().__init__(config)
+        self.agents = agents
+        order = PromptOrder(num_rows=1000, seed=0, position=position, returned=list(returned))
+        self.manager = RolloutManager(agents, [{"row": i} for i in range(1000)], order, config)
+        self.cleared = []
+
+    def parts(self):
+        return replace(super().parts(), agents=self.agents, rollout_manager=self.manager)
+
+    def sync(self, version):
+        self.agents.version = version
+        return super().sync(version)
+
+    def clear(self, meta):
+        self.cleared += [tags["group_id"] for tags in meta.tags]
+
+
+def run(settings, *, start_step=0, position=0, returned=(), **agents):
+    job = Job(settings, FakeAgents(settings, **agents), position=position, returned=returned)
+    return job, list(run_fully_async(job.parts(), settings, [{}] * 3, start_step=start_step))
+
+
+@given(
+    bound=st.integers(0, 3), size=st.integers(1, 4), seed=st.integers(0, 10**6), finishing=st.integers(0, 3),
+    steps=st.integers(1, 12),
+)  # fmt: skip
+def test_no_schedule_makes_a_sample_too_old_or_the_trainer_wait_forever(bound, size, seed, finishing, steps):
+    import random
+
+    draw, policy = random.Random(seed), BoundedStaleness(max_staleness=bound, batch_size=size)
+    outstanding, ready, released = {}, set(), 0
+    for version in range(1, steps + 1):
+        for _ in range(policy.admit(len(outstanding))):
+            released += 1
+            outstanding[released] = version
+        while (chosen := policy.select(ready, outstanding, version)) is None:
+            running = sorted(set(outstanding) - ready)
+            assert running, "everything is finished, and still the trainer waits"
+            ready |= set(draw.sample(running, min(len(running), max(1, finishing))))
+        assert len(set(chosen)) == size
+        for group in chosen:
+            assert version - outstanding.pop(group) <= bound
+            ready.remove(group)
+
+
+def test_by_hand_a_straggler_is_overtaken_once_and_then_waited_for():
+    policy = BoundedStaleness(max_staleness=1, batch_size=2)
+    outstanding = {1: 5, 2: 5, 3: 5, 4: 5}
+    assert policy.select({2, 3}, outstanding, 5) == [2, 3]
+    outstanding = {1: 5, 4: 5, 5: 6, 6: 6}
+    assert policy.select({4, 5, 6}, outstanding, 6) is None  # 1 may not be left to version 7
+    assert policy.select({1, 4, 5}, outstanding, 6) == [1, 4]
+    assert DropStale(max_staleness=1, batch_size=2).select({4, 5, 6}, outstanding, 6) == [4, 5]
+    assert DropStale(max_staleness=1, batch_size=2).expire(outstanding, 7) == [1, 4]
+
+
+def test_without_staleness_nothing_is_released_before_its_weights_and_seeds_are_those_of_sync():
+    settings = config(staleness=0)
+    job, records = run(settings, per_poll=3)
+    assert [r.step for r in records] == list(range(7))
+    assert all(r.metrics["staleness_0"] == 1.0 for r in records[1:])
+    assert [r.position for r in records] == [0, 8, 12, 16, 20, 24, 24]
+    manager = RolloutManager(job.agents, [{}] * 1000, PromptOrder(num_rows=1000, seed=0), settings)
+    want = [
+        (j.row_index, j.place, manager.sampling(f"{step}/0")["seed"]) for step in range(1, 7) for j in manager.draw(4)
+    ]
+    assert [(j.row_index, j.place, seed) for j, seed in job.agents.submitted] == want
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_generation_runs_ahead_as_far_as_it_may(staleness):
+    job, records = run(config(staleness=staleness), per_poll=2, slow=[1, 6])
+    ages = [r.metrics["staleness_mean"] for r in records[1:]]
+    assert max(ages) > 0
+    assert all(sum(r.metrics[f"staleness_{age}"] for age in range(staleness + 1)) == 1.0 for r in records[1:])
+    assert len(job.agents.submitted) == 6 * 4  # whole steps and no more
+    assert sorted(set(job.cleared)) == list(range(1, 25))  # every group was learned from once, the slow ones too
+    assert len(job.cleared) == 6 * 4 * 2
+
+
+def test_a_failed_group_is_replaced_and_counted():
+    job, records = run(config(), per_poll=2, fails=[3, 9])
+    assert sum(r.failures.get("tool", 0) for r in records) == 2
+    assert len(job.agents.submitted) == 26
+    assert not {3, 9} & set(job.cleared)
+    assert [len(set(places)) for places in zip(*[iter(job.cleared)] * 8, strict=True)] == [4] * 6
+
+
+def test_what_comes_too_late_is_thrown_away_counted_and_replaced():
+    job, records = run(config("fully_async.on_stale=drop"), per_poll=2, slow=[1])
+    num_late = sum(r.metrics["late_groups"] for r in records[1:])
+    assert num_late >= 1
+    assert len(job.agents.submitted) == 24 + num_late
+    assert [r.step for r in records] == list(range(7))
+
+
+def test_a_run_that_cannot_fill_a_batch_says_what_failed():
+    with pytest.raises(RolloutFailedError, match=r"the last failure: the tool broke"):
+        run(config(), fails=range(1, 500), per_poll=4)
+
+
+def test_a_resumed_run_takes_what_was_pending_first_and_every_prompt_once():
+    straight, records = run(config(staleness=2), per_poll=3)
+    second = records[2]
+    assert len(second.pending) == 12  # three batches ahead: the one to come and two behind it
+    resumed, _ = run(config(staleness=2), start_step=2, position=second.position, returned=second.pending, per_poll=3)
+    learned_before = {j.row_index for j, _ in straight.agents.submitted if j.group_id in straight.cleared[: 2 * 8]}
+    learned_after = [j.row_index for j, _ in resumed.agents.submitted]
+    assert learned_after[: len(second.pending)] == list(second.pending)
+    assert len(learned_after) == len(set(learned_after)) == 16
+    assert not learned_before & set(learned_after)
+    assert learned_before | set(learned_after) == {j.row_index for j, _ in straight.agents.submitted}
+
+
+def test_a_sample_that_is_too_old_stops_the_run():
+    settings = config(staleness=0)
+
+    class Lagging(FakeAgents):
+        def submit(self, *arguments):
+            self.version -= 1
+            super().submit(*arguments)
+            self.version += 1
+            return []
+
+    with pytest.raises(StaleWeightsError, match="weights of version 1 may learn from 1 to 1"):
+        list(run_fully_async(Job(settings, Lagging(settings)).parts(), settings, [{}]))
+
+
+def test_ages_by_hand():
+    _, records = run(config())
+    assert set(records[1].metrics) >= {"staleness_0", "staleness_1", "staleness_mean"}
+    job = Job(config(), FakeAgents(config(), per_poll=2))
+    job.agents.version = 3
+    job.agents.submit(job.manager.draw(2), {"seed": 0}, "train", 2)
+    job.agents.version = 4
+    batch = job.agents.poll()[0].batch
+    assert ages_of(batch, version=4, bound=2) == {
+        "staleness_0": 0.0, "staleness_1": 1.0, "staleness_2": 0.0, "staleness_mean": 1.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["runtime=inline"], "takes runtime=ray"),
+        (["algorithm.old_logprobs=recompute", "fully_async.max_staleness=1"], "set algorithm.correction=tis"),
+        (["pipeline=sync", "fully_async.max_staleness=2"], "the keys of fully_async do nothing with pipeline=sync"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(overrides, message):
+    with pytest.raises(PlanError, match=message):
+        make_plan(config(*overrides))
+
+
+def test_on_policy_needs_no_correction():
+    make_plan(config("algorithm.old_logprobs=recompute", staleness=0))
