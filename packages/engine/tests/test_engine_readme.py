@@ -13,4 +13,4 @@ def test_the_readmes_examples_run(tmp_path, code):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3

@@ -8,8 +8,8 @@ from rl_engine import BackendError, EngineConfig, create_engine
 
 PUBLIC = """
 BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
-EngineConfig EngineError EngineOutput Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError
-ModelInit ModelOutput NonFiniteError OptimizerConfig PeftConfig Precision StepOutcome TrainingWorker create_engine
+EngineConfig EngineError EngineOutput Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError ModelInit
+ModelOutput NonFiniteError OptimizerConfig ParallelConfig PeftConfig Precision StepOutcome TrainingWorker create_engine
 """
 
 

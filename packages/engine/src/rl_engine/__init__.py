@@ -28,6 +28,7 @@ from rl_engine.types import (
     ModelInit,
     ModelOutput,
     OptimizerConfig,
+    ParallelConfig,
     PeftConfig,
     Precision,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "ModelOutput",
     "NonFiniteError",
     "OptimizerConfig",
+    "ParallelConfig",
     "PeftConfig",
     "Precision",
     "StepOutcome",

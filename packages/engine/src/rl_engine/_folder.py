@@ -52,7 +52,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = Path(path)
-    config = _read_config(folder)
+    config = read_config(folder)
     factory: Any = AutoModelForCausalLM
     if head != Head.LM:
         factory, config.num_labels = AutoModelForSequenceClassification, 1
@@ -65,7 +65,7 @@ def load_model(
         raise ModelFolderError(
             f"Model folder {folder} has no .safetensors file. Give a complete folder, or init=random for new weights."
         )
-    _check_shards(folder)
+    check_shards(folder)
     model, info = _build(
         folder,
         lambda: factory.from_pretrained(
@@ -77,9 +77,9 @@ def load_model(
     if head != Head.LM and missing == {_SCALAR_HEAD}:
         model, missing = _with_zero_head(folder, model), set[str]()
         unexpected = {name for name in unexpected if not name.startswith("lm_head.")}
-    _refuse(folder, "lacks", missing)
-    _refuse(folder, "has, beyond what the architecture takes,", unexpected)
-    _refuse(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
+    refuse_tensors(folder, "lacks", missing)
+    refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
+    refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
     return _at_any_width(model)
 
 
@@ -144,7 +144,12 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """The folder's transformers config.
+
+    Raises:
+        ModelFolderError: there is none, or transformers does not know it.
+    """
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
@@ -186,7 +191,12 @@ def _with_zero_head(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _check_shards(folder: Path) -> None:
+def check_shards(folder: Path) -> None:
+    """Refuse a folder without a file that its index names.
+
+    Raises:
+        ModelFolderError: names the files.
+    """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
@@ -196,7 +206,12 @@ def _check_shards(folder: Path) -> None:
         raise ModelFolderError(f"{index} names {', '.join(absent)}, which is not there. Download the folder again.")
 
 
-def _refuse(folder: Path, what: str, keys: Iterable[str]) -> None:
+def refuse_tensors(folder: Path, what: str, keys: Iterable[str]) -> None:
+    """Refuse a folder if there is any name in `keys`.
+
+    Raises:
+        ModelFolderError: names the first of them.
+    """
     names = sorted(keys)
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

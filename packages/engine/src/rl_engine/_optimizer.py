@@ -63,14 +63,23 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     value = float(norm)
-    if not math.isfinite(value):
-        raise NonFiniteError(
-            f"The gradient norm is {value}; the step was not taken. Look at the batch's loss, lower the learning rate, "
-            "or zero the gradients and go on with the next batch."
-        )
+    refuse_non_finite(value)
     if value > max_norm:
         torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return value
+
+
+def refuse_non_finite(norm: float) -> None:
+    """Raise where a gradient norm is NaN or infinite.
+
+    Raises:
+        NonFiniteError: it is.
+    """
+    if not math.isfinite(norm):
+        raise NonFiniteError(
+            f"The gradient norm is {norm}; the step was not taken. Look at the batch's loss, lower the learning rate, "
+            "or zero the gradients and go on with the next batch."
+        )
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

@@ -106,6 +106,25 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How one model is laid out over ranks; whatever ranks are left over are data parallel.
+
+    The default is data parallelism alone. A backend refuses what it cannot do.
+    """
+
+    tp: int = 1
+    """Tensor-parallel ranks: every weight matrix is cut (Shoeybi et al., 1909.08053)."""
+    pp: int = 1
+    """Pipeline-parallel ranks: every rank has its share of the layers (Narayanan et al., 2104.04473)."""
+    ep: int = 1
+    """Expert-parallel ranks: every rank has its share of the experts; taken from the data-parallel ranks."""
+    cp: int = 1
+    """Context-parallel ranks: every row is cut along its tokens."""
+    sequence_parallel: bool = False
+    """Cut activations between tensor-parallel regions along the tokens (Korthikanti et al., 2205.05198)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What one engine is built from. Every rank of an engine gets the same one."""
 
@@ -130,6 +149,8 @@ class EngineConfig:
     """Log-probs are of softmax(logits / temperature)."""
     entropy: bool = False
     """Also compute the entropy of every predicting distribution (`ModelOutput.entropy`)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout of the model over ranks."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
     seed: int = 0

@@ -7,12 +7,10 @@ parameters are DTensors; everything here but `_shard` is the same for both.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,6 +21,7 @@ from rl_engine._model import PolicyScorer, Scorer, ValueScorer
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._plan import plan_rows
 from rl_engine._rows import RowBatch, one_token_row
+from rl_engine._step import Tally, add_up, agree, apply_loss, columns_of
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.types import (
@@ -31,17 +30,18 @@ from rl_engine.types import (
     EngineOutput,
     Head,
     LoraExport,
-    ModelOutput,
+    ParallelConfig,
     PeftConfig,
     Precision,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
+    from tensordict import TensorDict
+
     from rl_engine._model import Scores
-    from rl_engine._rows import PackedRows
 
 _DTYPES = {
     Precision.FLOAT32: torch.float32,
@@ -53,31 +53,6 @@ _DTYPES = {
 def create(config: EngineConfig) -> Engine:
     """The registry's entry."""
     return FsdpEngine(config)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the micro-batches of one call have produced so far; stays on the device until the end."""
-
-    rows: list[int] = field(default_factory=list[int])
-    columns: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
-    metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-    def add(self, rows: list[int], scores: Scores, metrics: Mapping[str, Tensor]) -> None:
-        self.rows += rows
-        for name in ("logprobs", "entropy", "values"):
-            if (column := getattr(scores, name)) is not None:
-                self.columns.setdefault(name, []).append(column.detach())
-        for name, share in metrics.items():
-            self.metrics[name] = self.metrics[name] + share.detach() if name in self.metrics else share.detach()
-
-    def metric_values(self) -> dict[str, float]:
-        """One transfer for all of them."""
-        if not self.metrics:
-            return {}
-        return dict(
-            zip(self.metrics, torch.stack([share.double() for share in self.metrics.values()]).tolist(), strict=True)
-        )
 
 
 class FsdpEngine(Engine):
@@ -102,6 +77,8 @@ class FsdpEngine(Engine):
         config = self._config
         trains_narrow = config.optimizer is not None and self._dtype == torch.bfloat16
         master = torch.float32 if trains_narrow else self._dtype
+        if config.parallel != ParallelConfig():
+            raise ConfigError(f"parallel is {config.parallel}; the fsdp backend is data parallel only. Use megatron.")
         if config.entropy and config.head != Head.LM:
             raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
         model = _folder.load_model(
@@ -207,8 +184,17 @@ class FsdpEngine(Engine):
         if has_backward:
             self._frozen_error("run a backward pass (say forward_only=True)")
         world = self._group()
-        batch, plan, counts, num_micro_batches = self._agree(data, needs_mask=loss_function is not None)
-        tally = _Tally()
+        feeds_last, budget = self._config.head == Head.REWARD, self._config.max_tokens_per_gpu
+
+        def prepare() -> RowBatch:
+            needs_mask = loss_function is not None
+            batch = RowBatch(data, needs_mask=needs_mask, device=world.device, feeds_last=feeds_last)
+            self._check_fit(batch)
+            return batch
+
+        batch, counts, num_micro_batches = agree(world, prepare, budget)
+        plan = plan_rows(batch.lengths, batch.units(), budget, min_count=num_micro_batches)
+        tally = Tally()
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._config.matmul_precision)
         try:
@@ -218,11 +204,9 @@ class FsdpEngine(Engine):
                     self._run(batch, rows, counts, loss_function, tally, has_backward)
         finally:
             torch.set_float32_matmul_precision(before)
-        metrics: dict[str, float] = {}
-        for share in world.exchange(tally.metric_values()) if loss_function is not None else []:
-            for name, value in share.items():
-                metrics[name] = metrics.get(name, 0.0) + value
-        columns = _columns(batch, tally, data, "logprobs" if self._config.head == Head.LM else "values")
+        metrics = add_up(world, tally.metric_values()) if loss_function is not None else {}
+        place = data.get("completion_token_ids").device
+        columns = columns_of(batch, tally, place, "logprobs" if self._config.head == Head.LM else "values")
         return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=num_micro_batches)
 
     def optimizer_step(self) -> float:
@@ -239,32 +223,6 @@ class FsdpEngine(Engine):
         self._schedule_step += 1
         return self._apply_schedule()
 
-    def _agree(
-        self, data: TensorDict, *, needs_mask: bool
-    ) -> tuple[RowBatch | None, list[list[int]], BatchCounts, int]:
-        """Check and plan on every rank; a rank's bad batch is an error on all, so that nobody waits for it."""
-        world, budget = self._group(), self._config.max_tokens_per_gpu
-        batch: RowBatch | None = None
-        mine: tuple[float, float, int] | BatchError
-        try:
-            batch = RowBatch(
-                data, needs_mask=needs_mask, device=world.device, feeds_last=self._config.head == Head.REWARD
-            )
-            self._check_fit(batch)
-            mine = (*batch.counts(), len(plan_rows(batch.lengths, batch.units(), budget)))
-        except BatchError as error:
-            mine = error
-        answers = world.exchange(mine)
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, BatchError):
-                raise answer if rank == world.rank else BatchError(f"Rank {rank} refused its batch: {answer}")
-        good = [answer for answer in answers if not isinstance(answer, BatchError)]
-        assert batch is not None
-        num_micro_batches = max(count for _, _, count in good)
-        plan = plan_rows(batch.lengths, batch.units(), budget, min_count=num_micro_batches)
-        counts = BatchCounts(tokens=sum(tokens for tokens, _, _ in good), sequences=sum(rows for _, rows, _ in good))
-        return batch, plan, counts, num_micro_batches
-
     def _check_fit(self, batch: RowBatch) -> None:
         model = self._built().model
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -275,16 +233,16 @@ class FsdpEngine(Engine):
 
     def _run(
         self,
-        batch: RowBatch | None,
+        batch: RowBatch,
         rows: list[int] | None,
         counts: BatchCounts,
         loss_function: LossFunction | None,
-        tally: _Tally,
+        tally: Tally,
         has_backward: bool,
     ) -> None:
         """One micro-batch; without rows, one that keeps the collectives company and adds nothing."""
         world, scorer = self._group(), self._built()
-        if rows is None or batch is None:
+        if rows is None:
             idle: Scores = scorer(one_token_row(world.device))
             if has_backward:
                 (idle.main.sum() * 0.0).backward()
@@ -293,14 +251,9 @@ class FsdpEngine(Engine):
         scores: Scores = scorer(packed)
         metrics: dict[str, Tensor] = {}
         if loss_function is not None:
-            loss, shares = loss_function(_output(packed, scores, counts), batch.select(rows))
-            if "loss" in shares:
-                raise ConfigError(
-                    "A loss function's metrics may not be named 'loss'; the engine reports the loss itself."
-                )
-            metrics = {"loss": loss, **shares}
+            metrics = apply_loss(loss_function, packed, scores, counts, batch.select(rows))
             if has_backward:
-                (loss * world.size).backward()  # FSDP averages over ranks; shares are to be summed
+                (metrics["loss"] * world.size).backward()  # FSDP averages over ranks; shares are to be summed
         tally.add(rows, scores, metrics)
 
     # Weights out, and to disk and back
@@ -416,28 +369,6 @@ def _shard(scorer: Scorer, world: World, compute: torch.dtype) -> None:
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
-
-
-def _output(packed: PackedRows, scores: Scores, counts: BatchCounts) -> ModelOutput:
-    return ModelOutput(
-        token_logprobs=scores.logprobs,
-        token_values=scores.values,
-        entropy=scores.entropy,
-        cu_seqlens=packed.cu_seqlens,
-        counts=counts,
-    )
-
-
-def _columns(batch: RowBatch | None, tally: _Tally, data: TensorDict, main: str) -> TensorDict:
-    """Per-token results in the order of the caller's rows, on the device the caller's rows came from."""
-    assert batch is not None
-    place = data.get("completion_token_ids").device
-    if not tally.rows:
-        tally.columns[main] = [torch.empty(0)]
-    return TensorDict(
-        {name: batch.restore(tally.rows, parts).to(place) for name, parts in tally.columns.items()},
-        batch_size=[batch.num_rows],
-    )
 
 
 def _named_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,27 @@
+"""The `megatron` backend: megatron-core's GPT with tensor, pipeline, expert and data parallelism.
+
+Where things are: `_config` reads a Hugging Face config and refuses what is not supported; `_layout` has the process
+groups; `_model` builds this rank's part of the model and scores packed rows; `_weights` maps it to Hugging Face names;
+`_optimizer` is AdamW sharded over data-parallel ranks; `_pipeline` is the 1F1B schedule; `_state` is what an
+initialised engine holds; `_engine` ties them together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # megatron-core warns at import of each optional package that it goes without
+    from rl_engine.backends.megatron._engine import MegatronEngine
+
+if TYPE_CHECKING:
+    from rl_engine.base import Engine
+    from rl_engine.types import EngineConfig
+
+__all__ = ["MegatronEngine", "create"]
+
+
+def create(config: EngineConfig) -> Engine:
+    """The registry's entry."""
+    return MegatronEngine(config)

@@ -1,0 +1,275 @@
+"""The engine of the `megatron` backend."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rl_engine import _checkpoint, _folder
+from rl_engine._distributed import join_world
+from rl_engine._optimizer import learning_rate
+from rl_engine._plan import plan_rows
+from rl_engine._rows import RowBatch
+from rl_engine._step import Tally, add_up, agree, columns_of
+from rl_engine.backends.megatron._config import check_divides, read_architecture
+from rl_engine.backends.megatron._folder import empty_model
+from rl_engine.backends.megatron._layout import (
+    check_parallel,
+    check_world,
+    join_layout,
+    leave_layout,
+    megatron_calls,
+)
+from rl_engine.backends.megatron._pipeline import run_pipeline
+from rl_engine.backends.megatron._rows import merge_rows, take_own
+from rl_engine.backends.megatron._state import DTYPES, MicroBatches, State
+from rl_engine.base import Engine, LossFunction
+from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.types import EngineConfig, EngineOutput, Head, PeftConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from rl_engine.backends.megatron._optimizer import ShardedAdamW
+
+
+class MegatronEngine(Engine):
+    """See `Engine`. Every rank passes its own rows, whatever the layout; a step uses the gradients up.
+
+    megatron-core keeps process groups per process: engines alive at the same time in one process share a layout.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._state: State | None = None
+
+    # Building
+
+    def initialize(self) -> None:
+        """Build this rank's stage, read its part of the folder, and allocate the optimizer."""
+        if self._state is not None:
+            raise ConfigError("This engine is initialised already; make another one with create_engine.")
+        config = self._config
+        if config.head != Head.LM:
+            raise ConfigError(f"The megatron backend has no scalar head; head is {config.head}. Use the fsdp backend.")
+        if config.lora is not None:
+            raise ConfigError("The megatron backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
+        source = _folder.read_config(Path(config.model_path))
+        check_parallel(config.parallel)
+        check_divides(read_architecture(source), config.parallel)
+        world = join_world(timeout_s=config.timeout_s, needs_group=True)
+        try:
+            check_world(config.parallel, world.size)
+            layout = join_layout(config.parallel, world, config.timeout_s)
+        except ConfigError:
+            world.leave()
+            raise
+        try:
+            self._state = State(config, source, world, layout)
+        except BaseException:
+            leave_layout()
+            world.leave()
+            raise
+        torch.manual_seed(config.seed + world.rank)
+
+    def close(self) -> None:
+        """Free everything and take down groups made here."""
+        state, self._state = self._state, None
+        if state is not None:
+            leave_layout()
+            state.world.leave()
+
+    # Modes and places
+
+    @contextmanager
+    def _mode(self, *, train: bool) -> Generator[None]:
+        state = self._built()
+        places, was_training = dict(state.places), state.stage.training
+        self.to(state.world.device, model=True, optimizer=train, grad=train)
+        state.stage.train(train)
+        try:
+            with torch.set_grad_enabled(train):
+                yield
+        finally:
+            state.stage.train(was_training)
+            for part, device in places.items():
+                if state.places[part] != device:
+                    self.to(device, model=part == "model", optimizer=part == "optimizer", grad=part == "grad")
+
+    def train_mode(self) -> Any:
+        """Everything onto the device; back on exit."""
+        self._optimizer("be trained")
+        return self._mode(train=True)
+
+    def eval_mode(self) -> Any:
+        """The model onto the device, gradients off; back on exit."""
+        return self._mode(train=False)
+
+    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move what is asked for; what is there already is not touched."""
+        self._built().move(torch.device(device), {"model": model, "optimizer": optimizer, "grad": grad})
+
+    # A step
+
+    def optimizer_zero_grad(self) -> None:
+        """Set every gradient to zero."""
+        state = self._built()
+        if state.optimizer is not None:
+            state.optimizer.zero_grad()
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> EngineOutput:
+        """Plan with all ranks, run the micro-batches through the pipeline, add up their shares."""
+        has_backward = loss_function is not None and not forward_only
+        if has_backward:
+            self._optimizer("run a backward pass (say forward_only=True)")
+        state, budget = self._built(), self._config.max_tokens_per_gpu
+        needs_mask, device = loss_function is not None, state.world.device
+
+        def prepare() -> RowBatch:
+            batch = RowBatch(data, needs_mask=needs_mask, device=device)
+            self._check_fit(batch)
+            return batch
+
+        own, counts, num_micro_batches = agree(state.world, prepare, budget)
+        batch, first = own, 0
+        if state.layout.model.size > 1:
+            batch, first, num_micro_batches = self._share_rows(data, needs_mask=needs_mask)
+        plan = plan_rows(batch.lengths, batch.units(), budget, min_count=num_micro_batches)
+        work = MicroBatches(state, batch, plan, counts, loss_function, has_backward=has_backward)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self._config.matmul_precision)
+        try:
+            with torch.set_grad_enabled(has_backward), megatron_calls():
+                group = state.layout.model.group
+                run_pipeline(work, num_micro_batches, state.layout.pp, grad_group=group, has_backward=has_backward)
+        finally:
+            torch.set_float32_matmul_precision(before)
+        reports = state.layout.is_last_stage and state.layout.tp.rank == 0
+        shares = work.tally.metric_values() if reports else {}
+        metrics = add_up(state.world, shares) if loss_function is not None else {}
+        columns = self._columns(work.tally, batch, own, first, data)
+        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=num_micro_batches)
+
+    def optimizer_step(self) -> float:
+        """Reduce, clip, then AdamW."""
+        return self._optimizer("step").step()
+
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on by one."""
+        optimizer, state = self._optimizer("have a schedule"), self._built()
+        state.schedule_step += 1
+        return self._apply_schedule(optimizer)
+
+    def _check_fit(self, batch: RowBatch) -> None:
+        arch = self._built().arch
+        longest = max(batch.lengths, default=0)
+        if longest > arch.context:
+            raise BatchError(f"A row has {longest} tokens; the model's context is {arch.context}. Shorten the row.")
+        batch.check_tokens(arch.vocab_size)
+
+    def _share_rows(self, data: TensorDict, *, needs_mask: bool) -> tuple[RowBatch, int, int]:
+        """The rows of all ranks of this copy, where this rank's begin, and the micro-batches they need at most."""
+        state = self._built()
+        batch: RowBatch | None = None
+        mine: tuple[int, int] | BatchError
+        try:
+            merged, first = merge_rows(data, state.layout.model)
+            batch = RowBatch(merged, needs_mask=needs_mask, device=state.world.device)
+            mine = first, len(plan_rows(batch.lengths, batch.units(), self._config.max_tokens_per_gpu))
+        except BatchError as error:
+            mine = error
+        answers = state.world.exchange(mine)
+        for answer in answers:
+            if isinstance(answer, BatchError):
+                raise answer
+        good = [answer for answer in answers if not isinstance(answer, BatchError)]
+        assert batch is not None
+        return batch, good[state.world.rank][0], max(count for _, count in good)
+
+    def _columns(self, tally: Tally, batch: RowBatch, own: RowBatch, first: int, data: TensorDict) -> TensorDict:
+        """This rank's rows of what the last stage computed."""
+        layout, place = self._built().layout, data.get("completion_token_ids").device
+        if layout.model.size == 1:
+            return columns_of(batch, tally, place, "logprobs")
+        names = ["logprobs", "entropy"] if self._config.entropy else ["logprobs"]
+        offsets, columns = batch.completion_offsets, {}
+        found = columns_of(batch, tally, self._built().world.device, "logprobs") if layout.is_last_stage else None
+        for name in names if batch.num_rows else ["logprobs"]:
+            wide = torch.promote_types(DTYPES[self._config.precision], torch.float32)
+            values = torch.empty(int(offsets[-1]), dtype=wide, device=self._built().world.device)
+            if found is not None and batch.num_rows:
+                values = found.get(name).values().contiguous()
+            values = layout.pp.broadcast(values, layout.pp.size - 1)
+            jagged = torch.nested.nested_tensor_from_jagged(values, offsets)
+            columns[name] = take_own(jagged, first, own.num_rows).to(place)
+        return TensorDict(columns, batch_size=[own.num_rows])
+
+    # Weights out, and to disk and back
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
+        """Full tensors in `precision` on every rank; one parameter at a time is gathered."""
+        return self._built().export(), None
+
+    def save_model(self, path: str | Path) -> None:
+        """Rank 0 writes; the others take part in gathering."""
+        state = self._built()
+        weights = {name: tensor.cpu() for name, tensor in state.export() if state.world.rank == 0}
+        if state.world.rank == 0:
+            _folder.write_model(path, empty_model(state.source), weights, self._config.model_path)
+        state.world.barrier()
+
+    def save_checkpoint(self, path: str | Path, step: int) -> None:
+        """See `_checkpoint`; the names and shapes are the fsdp backend's."""
+        state = self._built()
+        manifest = _checkpoint.Manifest(
+            step=step,
+            schedule_step=state.schedule_step,
+            world_size=state.world.size,
+            tensors={name: list(tensor.shape) for name, tensor in state.described().items()},
+        )
+        tensors = state.checkpoint_tensors() | {f"rng.{state.world.rank}": torch.get_rng_state()}
+        _checkpoint.save(path, tensors, manifest, state.world)
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
+        state, rng = self._built(), torch.get_rng_state()
+        manifest = _checkpoint.read_manifest(path)
+        _checkpoint.check_tensors(path, manifest, state.described())
+        tensors = state.checkpoint_tensors()
+        known = {f"rng.{state.world.rank}": rng} if state.world.rank < manifest.world_size else {}
+        _checkpoint.load(path, {**tensors, **known}, state.world)
+        state.take_checkpoint(tensors)
+        if known:
+            torch.set_rng_state(rng)
+        else:
+            torch.manual_seed(hash((self._config.seed, manifest.step, state.world.rank)) % 2**63)
+        state.schedule_step = manifest.schedule_step
+        if state.optimizer is not None:
+            self._apply_schedule(state.optimizer)
+        return manifest.step
+
+    # Small helpers
+
+    def _apply_schedule(self, optimizer: ShardedAdamW) -> float:
+        assert self._config.optimizer is not None
+        rate = learning_rate(self._config.optimizer, self._built().schedule_step)
+        optimizer.set_rate(rate)
+        return rate
+
+    def _built(self) -> State:
+        if self._state is None:
+            raise EngineError("The engine holds no model; call initialize() first (close() is final).")
+        return self._state
+
+    def _optimizer(self, what: str) -> ShardedAdamW:
+        optimizer = self._built().optimizer
+        if optimizer is None:
+            raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
+        return optimizer

@@ -1,0 +1,69 @@
+"""Reads parts of the tensors of a Hugging Face folder, so that a rank loads no more than its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from safetensors import safe_open
+
+from rl_engine import _folder
+from rl_engine.errors import ModelFolderError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class SliceReader:
+    """The safetensors files of a folder, checked against the tensors that the model wants. A context manager."""
+
+    def __init__(self, folder: str | Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> None:
+        """Open the files and compare names and shapes; no tensor is read.
+
+        Raises:
+            ModelFolderError: a tensor is missing, left over or of another shape.
+        """
+        self._folder, self._stack = Path(folder), ExitStack()
+        self._file_of: dict[str, Any] = {}
+        files = sorted(self._folder.glob("*.safetensors"))
+        if not files:
+            raise ModelFolderError(
+                f"Model folder {folder} has no .safetensors file. Give a complete folder, or init=random."
+            )
+        _folder.check_shards(self._folder)
+        for file in files:
+            opened = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        ignored = {"lm_head.weight"} if is_tied else set[str]()
+        extra = set(self._file_of) - set(wanted) - ignored
+        _folder.refuse_tensors(self._folder, "lacks", set(wanted) - set(self._file_of))
+        _folder.refuse_tensors(
+            self._folder, "has, beyond what the architecture takes,",
+            (name for name in extra if not name.endswith("rotary_emb.inv_freq")),
+        )  # fmt: skip
+        shapes = {name: tuple(self._file_of[name].get_slice(name).get_shape()) for name in wanted}
+        _folder.refuse_tensors(
+            self._folder, "has with another shape", (name for name in wanted if shapes[name] != tuple(wanted[name]))
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def __call__(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Part of one tensor, on the CPU, in the file's number format."""
+        return self._file_of[name].get_slice(name)[part]
+
+
+def empty_model(config: Any) -> Any:
+    """The transformers model of a config without memory for its weights: for its config files and rotary table."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

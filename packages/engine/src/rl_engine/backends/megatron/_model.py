@@ -1,0 +1,227 @@
+"""This rank's part of the model: megatron-core's layers, fed packed rows, giving log-probs of completion tokens.
+
+Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` head size, `tp` tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rl_csrc import linear_logprobs, parallel_logprobs
+from rl_engine._attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
+from rl_engine._gather import take_rows
+from rl_engine._model import Scores
+from rl_engine.backends.megatron._weights import padded_vocab
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from rl_engine._rows import PackedRows
+    from rl_engine.backends.megatron._config import Architecture
+    from rl_engine.backends.megatron._layout import Layout
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """What megatron-core hands through to the attention of packed rows, with our own layout of them."""
+
+    rows: RowLayout | None = None
+    """Where each row lies."""
+
+
+class RmsNorm(nn.RMSNorm):
+    """Zhang and Sennrich, 1910.07467, with the mark by which gradients are summed under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
+
+class RowAttention(nn.Module):
+    """Causal attention within each packed row."""
+
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, packed_seq_params: RowParams, **_: Any
+    ) -> Tensor:
+        """(T, 1, heads, D) in, (T, 1, heads * D) out."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        rows: dict[str, Any] = {LAYOUT_KWARG: packed_seq_params.rows}
+        out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, **rows)
+        return out[0].flatten(1, 2)[:, None]
+
+
+def layer_spec(config: TransformerConfig, arch: Architecture) -> TransformerBlockSubmodules:
+    """megatron-core's own modules, with the norm and attention above."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=arch.num_experts or None, qk_layernorm=arch.has_qk_norm, normalization="RMSNorm"
+    )
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = RowAttention
+    if arch.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    norm: Any = RmsNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _without_transformer_engine() -> None:
+    """megatron-core 0.16.1's router asks for a name that it has only beside Transformer Engine; delete with 0.17."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+class StageModel(GPTModel):
+    """The layers of one pipeline stage, with the embedding on the first and the head on the last."""
+
+    def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout) -> None:
+        _without_transformer_engine()
+        spec: Any = layer_spec(config, arch)
+        super().__init__(
+            config,
+            spec,
+            vocab_size=padded_vocab(arch.vocab_size, layout.tp.size),
+            max_sequence_length=arch.context,
+            pre_process=layout.is_first_stage,
+            post_process=layout.is_last_stage,
+            share_embeddings_and_output_weights=arch.is_tied,
+            position_embedding_type="none",
+        )
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Nothing: both stages of a tied embedding read the same tensor, and the optimizer sums its gradients."""
+
+
+class Stage(nn.Module):
+    """One pipeline stage as a function of packed rows."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        arch: Architecture,
+        layout: Layout,
+        *,
+        inv_freq: Tensor,
+        temperature: float,
+        entropy: bool,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._arch, self._layout = arch, layout
+        self._inv_freq = inv_freq
+        self._temperature, self._entropy, self._recompute = temperature, entropy, recompute
+
+    def num_tokens(self, rows: PackedRows) -> int:
+        """Tokens that this rank's activations hold: those fed, or its share of them under sequence parallelism."""
+        tp = self._layout.tp.size
+        fed = sum(rows.lengths)
+        return -(-fed // tp) if self.model.config.sequence_parallel else fed
+
+    def hidden(self, rows: PackedRows, received: Tensor | None) -> Tensor:
+        """`[T, 1, H]` after this stage's layers (`T / tp` under sequence parallelism).
+
+        Args:
+            rows: The micro-batch.
+            received: The stage before's result; None on the first.
+        """
+        rows = self._pad(rows)
+        hidden = self._embed(rows.token_ids) if received is None else received
+        freqs = rows.position_ids[:, None].to(torch.float32) * self._inv_freq.to(rows.position_ids.device)
+        rotary = torch.cat([freqs, freqs], dim=-1)[:, None, None]
+        params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device))
+        for layer in self.model.decoder.layers:
+            arguments: dict[str, Any] = {
+                "attention_mask": None,
+                "rotary_pos_emb": rotary,
+                "packed_seq_params": params,
+            }
+            if self._recompute and torch.is_grad_enabled():
+                hidden, _ = checkpoint(layer, hidden, use_reentrant=False, **arguments)
+            else:
+                hidden, _ = layer(hidden, **arguments)
+        norm = self.model.decoder.final_layernorm
+        return hidden if norm is None else norm(hidden)
+
+    def score(self, hidden: Tensor, rows: PackedRows) -> Scores:
+        """Log-prob (and entropy) of each completion token, each `[C]`, from the last stage's `hidden`.
+
+        With tensor parallelism each rank makes the logits of its part of the vocabulary; only five numbers per token
+        are exchanged.
+        """
+        if self.model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        states = take_rows(hidden[:, 0], rows.score_index)
+        weight = self._head_weight()
+        if self._layout.tp.size == 1:
+            found = linear_logprobs(
+                states, weight, rows.labels, temperature=self._temperature, entropy=self._entropy, ignore_index=None
+            )
+            return Scores(logprobs=found.logprobs, entropy=found.entropy)
+        if not self.model.config.sequence_parallel:
+            states = copy_to_tensor_model_parallel_region(states)
+        found = parallel_logprobs(
+            states @ weight.T,
+            rows.labels,
+            vocab_start=self._layout.tp.rank * self._vocab_rows(),
+            gather=self._layout.tp.all_gather,
+            temperature=self._temperature,
+            ignore_index=None,
+            inplace=True,
+        )
+        return Scores(logprobs=found.logprobs, entropy=found.entropy if self._entropy else None)
+
+    def _vocab_rows(self) -> int:
+        return padded_vocab(self._arch.vocab_size, self._layout.tp.size) // self._layout.tp.size
+
+    def _head_weight(self) -> Tensor:
+        """This rank's rows of the head, without those that pad the vocabulary."""
+        model = self.model
+        weight = model.shared_embedding_or_output_weight() if self._arch.is_tied else model.output_layer.weight
+        assert weight is not None
+        count = min(self._vocab_rows(), self._arch.vocab_size - self._layout.tp.rank * self._vocab_rows())
+        return weight[:count]
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """`[T, 1, H]`, this rank's tokens of it under sequence parallelism."""
+        embedded = self.model.embedding.word_embeddings(token_ids[None])
+        if self.model.embedding.reduce_scatter_embeddings:
+            token_ids = token_ids.chunk(self._layout.tp.size)[self._layout.tp.rank]
+        else:
+            embedded = embedded.transpose(0, 1)
+        if self._arch.pad_id is None:
+            return embedded
+        return torch.where((token_ids == self._arch.pad_id)[:, None, None], embedded.detach(), embedded)
+
+    def _pad(self, rows: PackedRows) -> PackedRows:
+        """Under sequence parallelism, one more row that makes T a multiple of tp; nothing looks at it."""
+        missing = -sum(rows.lengths) % self._layout.tp.size if self.model.config.sequence_parallel else 0
+        if not missing:
+            return rows
+        pad = rows.token_ids.new_zeros(missing)
+        positions = torch.arange(missing, device=pad.device)
+        return replace(
+            rows,
+            token_ids=torch.cat([rows.token_ids, pad]),
+            position_ids=torch.cat([rows.position_ids, positions]),
+            lengths=(*rows.lengths, missing),
+        )

@@ -1,0 +1,198 @@
+"""What an initialised engine holds, and its micro-batches as the pipeline sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from rl_engine import _folder
+from rl_engine._rows import one_token_row
+from rl_engine._step import Tally, apply_loss
+from rl_engine.backends.megatron._config import read_architecture, transformer_config
+from rl_engine.backends.megatron._folder import SliceReader
+from rl_engine.backends.megatron._layout import megatron_calls
+from rl_engine.backends.megatron._model import Stage, StageModel
+from rl_engine.backends.megatron._optimizer import MASTER, STATES, STEP, ShardedAdamW
+from rl_engine.backends.megatron._weights import export, local_parts, own_entries, plan_weights, read_into, shapes_of
+from rl_engine.types import ModelInit, Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rl_engine._distributed import World
+    from rl_engine._rows import PackedRows, RowBatch
+    from rl_engine.backends.megatron._layout import Layout
+    from rl_engine.base import LossFunction
+    from rl_engine.types import BatchCounts, EngineConfig
+
+DTYPES = {
+    Precision.FLOAT32: torch.float32,
+    Precision.BFLOAT16: torch.bfloat16,
+    Precision.FLOAT64: torch.float64,
+}
+
+
+class State:
+    """What an initialised engine holds."""
+
+    def __init__(self, config: EngineConfig, source: Any, world: World, layout: Layout) -> None:
+        dtype = DTYPES[config.precision]
+        self.source, self.world, self.layout = source, world, layout
+        self.arch = read_architecture(source)
+        self.entries = plan_weights(self.arch, pp=layout.pp.size, ep=layout.ep.size)
+        self.schedule_step = 0
+        with megatron_calls():
+            model = StageModel(transformer_config(self.arch, config.parallel, dtype), self.arch, layout)
+        self._read(model, config)
+        self.stage = Stage(
+            model.to(world.device),
+            self.arch,
+            layout,
+            inv_freq=_inverse_frequencies(source).to(world.device),
+            temperature=config.temperature,
+            entropy=config.entropy,
+            recompute=config.activation_checkpointing,
+        )
+        self.stage.requires_grad_(config.optimizer is not None)
+        self.stage.train(config.optimizer is not None)
+        self.places: dict[str, torch.device] = dict.fromkeys(("model", "optimizer", "grad"), world.device)
+        self.optimizer: ShardedAdamW | None = None
+        if config.optimizer is not None:
+            self.optimizer = ShardedAdamW(
+                dict(model.named_parameters()),
+                own_entries(self.entries, layout),
+                layout,
+                config.optimizer,
+                sequence_parallel=config.parallel.sequence_parallel,
+            )
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The model under its Hugging Face names."""
+        parameters = dict(self.stage.model.named_parameters())
+        like = next(iter(parameters.values())).detach()
+        return export(parameters, self.entries, self.arch, self.layout, like)
+
+    def described(self) -> dict[str, Tensor]:
+        """Names and shapes of what a checkpoint of this engine holds, as tensors without memory."""
+        shapes = {f"model.{name}": shape for name, shape in shapes_of(self.entries).items()}
+        if self.optimizer is not None:
+            for name, shape in shapes_of(self.entries).items():
+                shapes |= {f"optim.{name}.{kind}": shape for kind in STATES} | {f"optim.{name}.{STEP}": ()}
+        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of the checkpoint. Collective."""
+        kinds = self._state_by_kind()
+        tensors = {f"model.{name}": part for name, part in self._parts(kinds.pop(MASTER)).items()}
+        for kind, named in kinds.items():
+            for name, part in self._parts(named).items():
+                tensors[f"optim.{name}.{kind}"] = part
+                assert self.optimizer is not None
+                tensors[f"optim.{name}.{STEP}"] = torch.tensor(self.optimizer.num_steps)
+        return tensors
+
+    def take_checkpoint(self, tensors: dict[str, Tensor]) -> None:
+        """What `checkpoint_tensors` gave, filled with other values, into the model and the optimizer."""
+        kinds = self._state_by_kind()
+        num_steps = 0.0
+        for kind, named in kinds.items():
+
+            def read(name: str, part: tuple[slice, ...], kind: str = kind) -> Tensor:
+                found = tensors[f"model.{name}" if kind == MASTER else f"optim.{name}.{kind}"]
+                return found.to_local() if isinstance(found, DTensor) else found
+
+            read_into(named, self.entries, self.arch, self.layout, read)
+        if self.optimizer is not None:
+            num_steps = next(float(value) for name, value in tensors.items() if name.endswith(f".{STEP}"))
+            self.optimizer.load_tensors(kinds, num_steps)
+
+    def _state_by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors in the shapes of this rank's parameters: the parameters (float32 where trained so), and moments."""
+        parameters: dict[str, Tensor] = dict(self.stage.model.named_parameters())
+        return {MASTER: parameters} | (self.optimizer.tensors() if self.optimizer is not None else {})
+
+    def _parts(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        return local_parts(named, self.entries, self.arch, self.layout)
+
+    def move(self, device: torch.device, parts: dict[str, bool]) -> None:
+        """Each part that is asked for and elsewhere."""
+        home = self.world.device
+        target = home if device == torch.device(home.type) else device  # no index: this rank's own
+        moved = {part: wanted and self.places[part] != target for part, wanted in parts.items()}
+        if self.optimizer is not None:
+            self.optimizer.to(target, **moved)
+        elif moved["model"]:
+            self.stage.model.to(target)
+        self.places |= {part: target for part, is_moved in moved.items() if is_moved}
+
+    def _read(self, model: StageModel, config: EngineConfig) -> None:
+        parameters = dict(model.named_parameters())
+        if config.init == ModelInit.RANDOM:
+            # Every rank draws the whole model, in the fsdp backend's number format: weights depend on neither.
+            trains_narrow = config.optimizer is not None and config.precision == Precision.BFLOAT16
+            drawn = torch.float32 if trains_narrow else DTYPES[config.precision]
+            whole = _folder.load_model(config.model_path, init=config.init, dtype=drawn, seed=config.seed)
+            named: dict[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
+
+            def read_drawn(name: str, part: tuple[slice, ...]) -> Tensor:
+                return named[name][part]
+
+            read_into(parameters, self.entries, self.arch, self.layout, read_drawn)
+            return
+        with SliceReader(config.model_path, shapes_of(self.entries), is_tied=self.arch.is_tied) as read:
+            read_into(parameters, self.entries, self.arch, self.layout, read)
+
+
+class MicroBatches:
+    """The micro-batches of one call, as the pipeline sees them."""
+
+    def __init__(
+        self,
+        state: State,
+        batch: RowBatch,
+        plan: list[list[int]],
+        counts: BatchCounts,
+        loss_function: LossFunction | None,
+        *,
+        has_backward: bool,
+    ) -> None:
+        self.tally = Tally()
+        self._state, self._batch, self._plan = state, batch, plan
+        self._counts, self._loss_function, self._has_backward = counts, loss_function, has_backward
+
+    def buffer(self, index: int) -> Tensor:
+        """For what the stage before sends."""
+        stage, state = self._state.stage, self._state
+        weight = next(stage.parameters())
+        return weight.new_empty((stage.num_tokens(self._packed(index)), 1, state.arch.hidden_size))
+
+    def forward(self, index: int, received: Tensor | None) -> Tensor | None:
+        """Hidden states, or on the last stage this micro-batch's share of the loss."""
+        packed, stage = self._packed(index), self._state.stage
+        hidden = stage.hidden(packed, received)
+        if not self._state.layout.is_last_stage:
+            return hidden
+        scores = stage.score(hidden, packed)
+        if index >= len(self._plan):  # keeps the collectives company and adds nothing
+            return scores.main.sum() * 0.0
+        rows = self._plan[index]
+        shares: dict[str, Tensor] = {}
+        if self._loss_function is not None:
+            shares = apply_loss(self._loss_function, packed, scores, self._counts, self._batch.select(rows))
+        self.tally.add(rows, scores, shares)
+        return shares.get("loss")
+
+    def _packed(self, index: int) -> PackedRows:
+        if index >= len(self._plan):
+            return one_token_row(self._state.world.device)
+        return self._batch.pack(self._plan[index])
+
+
+def _inverse_frequencies(config: Any) -> Tensor:
+    """(D / 2,) float32, the rotary table that transformers makes from a config."""
+    return LlamaRotaryEmbedding(config).inv_freq

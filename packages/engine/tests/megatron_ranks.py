@@ -1,0 +1,138 @@
+"""One rank of the multi-process tests of the megatron backend: `megatron_ranks.py FOLDER LAYOUT...`."""
+
+import random
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from rl_engine import ConfigError, EngineConfig, OptimizerConfig, ParallelConfig, Precision, create_engine
+from rl_engine._optimizer import learning_rate
+from rl_engine.losses import sft_loss
+
+_spec = spec_from_file_location("engine_ranks", Path(__file__).with_name("engine_ranks.py"))
+ranks = module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+__all__ = ["learning_rate"]
+SEED = 5
+# The step is nearly proportional to the gradient, so that equal weights mean equal gradients.
+OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.01, max_grad_norm=1e9, total_steps=10)
+LAYOUTS = {
+    "alone": ParallelConfig(),
+    "dp2": ParallelConfig(),
+    "tp2": ParallelConfig(tp=2),
+    "sp2": ParallelConfig(tp=2, sequence_parallel=True),
+    "pp2": ParallelConfig(pp=2),
+    "ep2": ParallelConfig(ep=2),
+    "tp2pp2": ParallelConfig(tp=2, sequence_parallel=True, pp=2),
+    "tp2dp2": ParallelConfig(tp=2),
+    "pp2dp2": ParallelConfig(pp=2),
+    "pp2ep2": ParallelConfig(pp=2, ep=2),
+    "tp2ep2": ParallelConfig(tp=2, sequence_parallel=True, ep=2),
+    "tp4": ParallelConfig(tp=4),
+}
+SIZES = {
+    "vocab_size": 79, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "bias": ("qwen2", {"num_key_value_heads": 2}),
+    "moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                          "decoder_sparse_step": 1, "norm_topk_prob": True}),
+}  # fmt: skip
+
+
+def write_model(folder, kind):
+    torch.manual_seed(3)
+    name, changes = MODELS[kind]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | changes)), dtype=torch.float32)
+    model.save_pretrained(folder / kind)
+
+
+def build(folder, kind, layout, **changes):
+    options = {"precision": Precision.FLOAT64, "optimizer": OPTIMIZER, "max_tokens_per_gpu": 50, "timeout_s": 60.0}
+    options["parallel"] = LAYOUTS[layout]
+    config = EngineConfig(model_path=str(folder / kind), **(options | changes))
+    engine = create_engine("megatron", config)
+    engine.initialize()
+    return engine
+
+
+def one_step(engine, data):
+    engine.optimizer_zero_grad()
+    output = engine.forward_backward_batch(data, sft_loss)
+    norm = engine.optimizer_step()
+    engine.lr_scheduler_step()
+    return output.metrics["loss"], norm
+
+
+def owners(size):
+    """Which rank has each row of the logical batch: at random, so that one may have many more than another."""
+    draw = random.Random(SEED)
+    return [draw.randrange(size) for _ in ranks.draw_rows(SEED)]
+
+
+def initial(folder):
+    """The weights before the first step."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return revert_weight_conversion(model, dict(model.named_parameters()))
+
+
+def run(folder, kind, layout, before):
+    engine = build(folder, kind, layout, entropy=True)
+    world = engine._state.world
+    mine = [row for row, rank in zip(ranks.draw_rows(SEED), owners(world.size), strict=True) if rank == world.rank]
+    with engine.eval_mode():
+        columns = engine.forward_backward_batch(ranks.batch_of(mine), None).columns
+    seen = {"logprobs": [], "entropy": []}
+    for name, found in seen.items():
+        assert columns.batch_size[0] == len(mine)
+        rows = [row.tolist() for row in columns[name].unbind()] if mine else []
+        assert [len(row) for row in rows] == [len(completion) for _, completion, _ in mine]
+        found.extend(world.exchange(rows))
+    seen["step"] = one_step(engine, ranks.batch_of(mine))
+    seen["weights"] = ranks.weights(engine)
+    engine.save_checkpoint(folder / f"{kind}-{layout}", 3)
+    seen["second"] = one_step(engine, ranks.batch_of(mine))
+    seen["second_weights"] = ranks.weights(engine)
+    if before:
+        assert engine.load_checkpoint(folder / f"{kind}-{before}") == 3
+        seen["resumed"] = one_step(engine, ranks.batch_of(mine))
+        seen["resumed_weights"] = ranks.weights(engine)
+    engine.save_model(folder / f"{kind}-{layout}-model")
+    engine.close()
+    return seen
+
+
+def main(folder, cases):
+    torch.set_num_threads(1)
+    holder = None
+    seen = {}
+    before = {}
+    for case in cases:
+        kind, layout = case.split(":")
+        if holder is None:  # makes the process group; the others join it
+            holder = create_engine("fsdp", EngineConfig(model_path=str(folder / kind), optimizer=None))
+            holder.initialize()
+        seen[case] = run(folder, kind, layout, before.get(kind))
+        before[kind] = layout
+    first = build(folder, "tied", "tp2")
+    try:
+        build(folder, "tied", "alone")
+    except ConfigError as error:
+        seen["refusal"] = str(error)
+    first.close()
+    rank = holder._world.rank
+    holder.close()
+    if rank == 0:
+        torch.save(seen, folder / "seen.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
