@@ -252,6 +252,10 @@ def test_the_model_computes_with_what_was_sent(served):
             new.model.layers[1].mlp.gate_proj.weight.mul_(-1)  # one part of a fused tensor
         sync(server, sender, [("model.layers.1.mlp.gate_proj.weight", new.model.layers[1].mlp.gate_proj.weight)], 2)
         assert same(server, new)
+        misfit = {**tiny_model(2, tied).state_dict(), "model.layers.1.self_attn.k_proj.weight": torch.ones(3, 64)}
+        with pytest.raises(rl_ckpt.SyncAbortedError):  # vLLM's loader raises in the middle of a layer
+            sync(server, sender, misfit.items(), 3)
+        assert same(server, new)
 
 
 def test_a_bit_flipped_in_flight_leaves_the_version_before(served, stack):

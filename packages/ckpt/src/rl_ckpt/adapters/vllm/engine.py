@@ -22,7 +22,7 @@ from rl_ckpt.adapters._installing import Installer
 from rl_ckpt.errors import TensorError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -107,11 +107,8 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Put all weights into the model; return what it then holds of them, if that is to be attested."""
         expected = {name for name, _ in self.model.named_parameters()}
         recorder = LoadRecorder(self.model, weights)
-        initialize_layerwise_reload(self.model)
         with recorder:
-            loaded: set[str] | None = self.model.load_weights(iter(weights.items()))
-            finalize_layerwise_reload(self.model, self.model_config)
-        _repack_tied(self.model)
+            loaded = self._reload(weights.items())
         if loaded is not None and self.model_config.quantization is None and (missing := sorted(expected - loaded)):
             raise TensorError(
                 f"{len(missing)} parameters of the model got nothing, {missing[0]!r} the first; the first sync must "
@@ -124,10 +121,16 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         loader = get_model_loader(self.vllm_config.load_config)
         if not hasattr(loader, "get_all_weights"):
             raise UsageError(f"{type(loader).__name__} has no weights on disk")
+        self._reload(loader.get_all_weights(self.model_config, self.model))
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        """Call vLLM's loader; the names of the parameters that it filled, if the model tells."""
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(loader.get_all_weights(self.model_config, self.model))
-        finalize_layerwise_reload(self.model, self.model_config)
-        _repack_tied(self.model)
+        try:
+            return self.model.load_weights(iter(weights))
+        finally:  # or what was loaded before an error would be taken for a part of the next version
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_tied(self.model)
 
 
 def _repack_tied(model: nn.Module) -> None:
