@@ -1,35 +1,158 @@
-"""What the controller costs: one step of the on-policy pipeline with workers that answer at once."""
+"""What the controller costs with workers that answer at once, and what each pipeline makes of a long tail.
 
-from rl_bench import Run
+The long tail: completion lengths drawn from a lognormal distribution, the same for every pipeline, on a server that
+generates a fixed number of completions at a time. Training a batch takes as long as the server needs for it at full
+use, so that no pipeline can be more than twice as fast as one that alternates without any tail.
+"""
+
+import heapq
+import random
+import time
+from dataclasses import replace
+
+from rl_bench import Role, Run
+from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.pipelines.fully_async import run_fully_async
+from rl_trainer.pipelines.one_step_off import run_one_step_off
+from rl_trainer.pipelines.parts import RolloutManager
 from rl_trainer.pipelines.sync import run_sync
 from rl_trainer.testing import FakeJob
+from rl_trainer.workers.agent import GenerateReport
+
+STEPS, BATCH, GROUP, SLOTS = 12, 8, 4, 32
+MEAN_S = 0.05  # of a completion
+
+
+def settings(*overrides, batch_size=BATCH, group_size=GROUP, steps=STEPS):
+    sizes = [f"batch.batch_size={batch_size}", f"batch.mini_batch_size={batch_size}", f"batch.group_size={group_size}"]
+    return load_config("quickstart", [*sizes, f"steps={steps}", "eval_every=0", *overrides])
+
+
+class SimulatedServer:
+    """Agent workers whose completions take a drawn time each on one of `SLOTS` slots of a server."""
+
+    def __init__(self, sigma):
+        self._draw, self._sigma = random.Random(0), sigma
+        self._free = [0.0] * SLOTS
+        self._running = {}
+        self._version, self.busy_s = 0, 0.0
+
+    def submit(self, jobs, sampling_params, partition, group_size):
+        now = time.perf_counter()
+        for job in jobs:
+            ends = []
+            for _ in range(group_size):
+                seconds = self._draw.lognormvariate(-(self._sigma**2) / 2, self._sigma) * MEAN_S
+                self.busy_s += seconds
+                ends.append(max(now, heapq.heappop(self._free)) + seconds)
+                heapq.heappush(self._free, ends[-1])
+            self._running[job.group_id] = (max(ends), self._version)
+        return []
+
+    def poll(self):
+        now = time.perf_counter()
+        done = {group: version for group, (end, version) in self._running.items() if end <= now}
+        for group in done:
+            del self._running[group]
+        return [self._report(done)]
+
+    def generate(self, jobs, sampling_params, partition, group_size):
+        self.submit(jobs, sampling_params, partition, group_size)
+        mine = {job.group_id: self._running.pop(job.group_id) for job in jobs}
+        time.sleep(max(0.0, max(end for end, _ in mine.values()) - time.perf_counter()))
+        return [self._report({group: version for group, (_, version) in mine.items()})]
+
+    def evaluate(self, rows, sampling_params):
+        return []
+
+    def sync(self, version):
+        self._version = version
+
+    def _report(self, groups):
+        tags = tuple(
+            {
+                "group_id": group, "reward": 0.0, "num_tokens": 1, "finish_reason": "stop",
+                "weight_version_min": version, "weight_version_max": version,
+            }
+            for group, version in groups.items() for _ in range(GROUP)
+        )  # fmt: skip
+        ids = tuple(map(str, range(len(tags))))
+        batch = BatchMeta(partition="train", sample_ids=ids, columns=(), tags=tags) if tags else None
+        return GenerateReport(batch=batch, complete_groups=tuple(groups))
+
+
+class SimulatedJob(FakeJob):
+    def __init__(self, config, server):
+        super().__init__(config)
+        self.server = server
+        order = PromptOrder(num_rows=10_000, seed=0)
+        self.manager = RolloutManager(server, [{}] * 10_000, order, config)
+        self.manager.evaluate = lambda rows: 0.0
+
+    def parts(self):
+        return replace(super().parts(), agents=self.server, rollout_manager=self.manager)
+
+    def update_actor(self, batch):
+        time.sleep(BATCH * GROUP * MEAN_S / SLOTS)
+        return super().update_actor(batch)
+
+    def sync(self, version):
+        self.server.sync(version)
+        return super().sync(version)
 
 
 def main(run: Run) -> None:
+    _controller(run)
+    _long_tail(run)
+
+
+def _controller(run: Run) -> None:
     num_steps = 3
     for batch_size, goal in ((64, None), (1024, "<= 50 ms")):
-        config = load_config(
-            "quickstart",
-            [
-                f"batch.batch_size={batch_size}",
-                f"batch.mini_batch_size={batch_size // 4}",
-                "batch.group_size=8",
-                f"steps={num_steps}",
-                "eval_every=0",
-            ],
-        )
+        config = settings(batch_size=batch_size, group_size=8, steps=num_steps)
 
-        def steps(config=config):
+        def some_steps(config=config):
             for _ in run_sync(FakeJob(config).parts(), config, []):
                 pass
 
         run.compare(
-            f"controller time per step, {batch_size * 8} samples",
-            {"ours": steps},
-            unit="ms",
-            inner=1,
-            amount=None,
-            goal=goal,
+            f"controller: {num_steps} steps, {batch_size * 8} samples", {"ours": some_steps}, unit="ms", goal=goal
         )
-    run.parameters(steps_per_call=num_steps, group_size=8)
+
+
+def _long_tail(run: Run) -> None:
+    steps = 20 if run.quick else 60
+    ahead = ["pipeline=fully_async", "algorithm.old_logprobs=rollout"]
+    pipelines = {
+        "sync": (run_sync, []),
+        "one_step_off": (run_one_step_off, ["pipeline=one_step_off"]),
+        **{
+            f"fully_async, max_staleness={n}": (run_fully_async, [*ahead, f"fully_async.max_staleness={n}"])
+            for n in (1, 2, 4)
+        },
+    }
+    run.parameters(steps=steps, batch_size=BATCH, group_size=GROUP, slots=SLOTS, mean_s=MEAN_S)
+    for sigma in (0.5, 1.0, 1.5):
+        speeds, idle, ages = {}, {}, {}
+        for name, (pipeline, overrides) in pipelines.items():
+            config = settings(*overrides, steps=steps)
+            server = SimulatedServer(sigma)
+            start = time.perf_counter()
+            records = list(pipeline(SimulatedJob(config, server).parts(), config, []))
+            seconds = time.perf_counter() - start
+            speeds[name] = steps * BATCH * GROUP / seconds
+            idle[name] = 1.0 - server.busy_s / SLOTS / seconds
+            ages[name] = sum(r.metrics.get("staleness_mean", 0.0) for r in records[1:]) / steps
+        goals = {"one_step_off": ">= 1.3 of best peer", "fully_async, max_staleness=2": ">= 2.2 of best peer"}
+        for name, speed in speeds.items():
+            run.record(
+                f"long tail, lognormal, sigma {sigma}",
+                name,
+                [speed],
+                unit="completions/s",
+                role=Role.PEER if name == "sync" else Role.OURS,
+                goal=goals.get(name),
+                note=f"server idle {idle[name]:.0%}, mean age {ages[name]:.2f}",
+            )
