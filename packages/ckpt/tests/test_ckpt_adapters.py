@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -163,6 +164,20 @@ class Pair:
     def __init__(self, sender):
         self._sender = sender
 
+    def veto(self):
+        """A receiver that takes everything and says no when another has said yes."""
+
+        def held():
+            deadline = time.monotonic() + 30
+            while not any(peer.staged for peer in self._sender._peers.all) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            raise RuntimeError("vetoed")
+
+        with rl_ckpt.connect(self._sender.address, role="receive", timeout_s=30) as receiver:
+            receiver.attest_with(held)
+            for _ in receiver.recv():
+                pass
+
     def sync(self, weights, version, *takers, fails=None):
         with ThreadPoolExecutor(len(takers)) as pool:
             taking = [pool.submit(taker) for taker in takers]
@@ -187,18 +202,6 @@ def pair(url):
         yield Pair(sender)
 
 
-def veto(url):
-    """A receiver that takes everything and then says no."""
-    with rl_ckpt.connect(url, role="receive", timeout_s=30) as receiver:
-
-        def held():
-            raise RuntimeError("vetoed")
-
-        receiver.attest_with(held)
-        for _ in receiver.recv():
-            pass
-
-
 def same(model, weights):
     whole = {"qk": torch.cat([weights["q"], weights["k"]]), "embed.weight": weights["embed.weight"]}
     return all(torch.equal(model.get_parameter(name), tensor) for name, tensor in whole.items())
@@ -215,12 +218,12 @@ def test_an_installed_version_is_undone_if_the_sync_fails(pair, url):
     started = weights_of(9)
     model.load_weights(started.items())
     installer = installer_of(model, url, restore=lambda: model.load_weights(started.items()))
-    pair.sync(weights_of(1), 1, installer.take, lambda: veto(url), fails="vetoed")
+    pair.sync(weights_of(1), 1, installer.take, pair.veto, fails="vetoed")
     assert same(model, started)
     report = pair.sync(weights_of(1), 1, installer.take)
     assert same(model, weights_of(1))
     assert (report.receipts[0].is_attested, report.receipts[0].num_bound) == (True, 5)
-    pair.sync(weights_of(2), 2, installer.take, lambda: veto(url), fails="vetoed")
+    pair.sync(weights_of(2), 2, installer.take, pair.veto, fails="vetoed")
     assert same(model, weights_of(1))
     (error,) = pair.sync(weights_of(2), 2, lambda: installer.take(version=3), fails="stopped before the end")
     assert isinstance(error, rl_ckpt.VersionError)
@@ -229,7 +232,7 @@ def test_an_installed_version_is_undone_if_the_sync_fails(pair, url):
     assert same(model, merged)
     installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=30))  # as after a restart of the trainer
     untied = {name: tensor for name, tensor in weights_of(4).items() if name != "head.weight"}
-    pair.sync(untied, 4, installer.take, lambda: veto(url), fails="vetoed")
+    pair.sync(untied, 4, installer.take, pair.veto, fails="vetoed")
     assert same(model, merged)
     pair.sync(untied, 4, installer.take)
     assert same(model, untied)
@@ -243,7 +246,7 @@ def test_a_model_that_cannot_go_back_refuses_to_serve_until_the_next_version(pai
     model = Fused()
     model.forward = lambda: "served"
     installer = installer_of(model, url, restore)
-    errors = pair.sync(weights_of(1), 1, installer.take, lambda: veto(url), fails="vetoed")
+    errors = pair.sync(weights_of(1), 1, installer.take, pair.veto, fails="vetoed")
     assert "no disk" in errors[0].__notes__[0]
     with pytest.raises(rl_ckpt.UsageError, match="mixed since a failed sync"):
         model()
