@@ -46,7 +46,7 @@ class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
 
 @pytest.mark.contract
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
-class TestNixl(CheckpointEngineSuite, ProcessSuite):
+class TestNixl(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     token = "known to both"
 
     def new_address(self):
@@ -90,4 +90,14 @@ class TestGlooKilled(KillSuite):
     token = TestGloo.token
     new_address = TestGloo.new_address
     sender_messages = (*KillSuite.sender_messages, "Proof", "Regroup")
+    receiver_messages = (*KillSuite.receiver_messages, "Proof")
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
+class TestNixlKilled(KillSuite):
+    token = TestNixl.token
+    new_address = TestNixl.new_address
+    sender_messages = (*KillSuite.sender_messages, "Proof")
     receiver_messages = (*KillSuite.receiver_messages, "Proof")

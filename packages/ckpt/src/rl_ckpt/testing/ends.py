@@ -37,7 +37,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def weights_of(version: int, num_tensors: int = 12) -> dict[str, Tensor]:
     """Tensors each of which fills a bucket."""
-    return {f"t{i}": torch.full((BUCKET_BYTES,), version * 20 + i, dtype=torch.uint8) for i in range(num_tensors)}
+    return {f"t{i}": torch.full((BUCKET_BYTES,), (version * 20 + i) % 256, dtype=torch.uint8) for i in range(num_tensors)}
 
 
 class EndProcess:
@@ -90,6 +90,10 @@ class EndProcess:
         os.kill(self.pid, signal.SIGKILL)
         self._process.join(TIMEOUT_S)
         assert self._process.exitcode == -signal.SIGKILL
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.is_alive()
 
     async def dies(self) -> None:
         """Wait until it has killed itself."""
