@@ -220,7 +220,7 @@ class Peers:
 
     def regroup(self, peers: Sequence[Peer]) -> None:
         """Have the transport make a group of these receivers, where it sends to all at once."""
-        messages = self.transport.regroup([(peer.ticket, peer.opened) for peer in peers])
+        messages = self.transport.regroup([(peer.ticket, peer.opened, peer.link) for peer in peers])
         for peer, message in zip(peers, messages, strict=False):
             self.send(peer, message)
 

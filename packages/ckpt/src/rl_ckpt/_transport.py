@@ -119,8 +119,8 @@ class SendTransport(ABC):
         """What a receiver must know to read the ring from afar; goes with the `Session` message."""
         return b""
 
-    def regroup(self, members: Sequence[tuple[int, int]]) -> Sequence[Regroup]:
-        """Prepare for a sync with the receivers of these `(ticket, generation)`; what to tell each, if anything.
+    def regroup(self, members: Sequence[tuple[int, int, Link]]) -> Sequence[Regroup]:
+        """Prepare for a sync with the receivers of these `(ticket, generation, link)`; what to tell each, if anything.
 
         For transports that send to all at once. `generation` is what the receiver's transport last said it has.
         """

@@ -63,20 +63,25 @@ class GlooSend(TcpSend):
     _members: tuple[int, ...] = ()
     _generation = 0
 
-    def regroup(self, members: Sequence[tuple[int, int]]) -> list[Regroup]:
+    def regroup(self, members: Sequence[tuple[int, int, Link]]) -> list[Regroup]:
         """Make a group of these, unless it is there."""
-        tickets = tuple(ticket for ticket, _ in members)
-        is_whole = all(generation == self._generation for _, generation in members)
+        tickets = tuple(ticket for ticket, _, _ in members)
+        is_whole = all(generation == self._generation for _, generation, _ in members)
         if self._group is not None and self._group.error is None and tickets == self._members and is_whole:
             return []
         self.disband()
         host, _ = host_and_port(self._config)
-        store, port = self._store = self._store or serve_store(host, self._config.timeout_s)
+        _, port = self._store = self._store or serve_store(host, self._config.timeout_s)
+        mine, _ = members[0][2].addresses()  # the URL may say 0.0.0.0
         self._generation += 1
         self._members = tickets
         size = len(tickets) + 1
-        timeout_s = self._config.timeout_s + MARGIN_S
-        self._group = Group(lambda: store, self._generation, 0, size, host=host, timeout_s=timeout_s)
+        timeout_s = self._config.timeout_s
+
+        def store() -> Any:  # of its own: a group that was left may wait in its own for long
+            return dial_store(mine, port, timeout_s)
+
+        self._group = Group(store, self._generation, 0, size, host=mine, timeout_s=timeout_s + MARGIN_S)
         return [Regroup(self._generation, rank, size, port) for rank in range(1, size)]
 
     def publish(self, content: Tensor) -> None:

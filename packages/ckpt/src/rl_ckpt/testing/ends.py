@@ -37,7 +37,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def weights_of(version: int, num_tensors: int = 12) -> dict[str, Tensor]:
     """Tensors each of which fills a bucket."""
-    return {f"t{i}": torch.full((BUCKET_BYTES,), (version * 20 + i) % 256, dtype=torch.uint8) for i in range(num_tensors)}
+    return {
+        f"t{i}": torch.full((BUCKET_BYTES,), (version * 20 + i) % 256, dtype=torch.uint8) for i in range(num_tensors)
+    }
 
 
 class EndProcess:
