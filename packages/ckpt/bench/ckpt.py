@@ -7,7 +7,6 @@ processes have half of the cores each.
 """
 
 import itertools
-import logging
 import multiprocessing
 import os
 import socket
@@ -22,7 +21,6 @@ from pathlib import Path
 import torch
 
 import rl_ckpt
-from rl_bench import missing
 
 TIMEOUT = timedelta(seconds=60)
 TOKEN = "of the benchmark"
@@ -141,8 +139,6 @@ def child(system, num_layers, vocab_size, where, *cores):
         engine = rl_ckpt.connect(where, role="receive", token=token)
     elif system == "gloo":
         dist = join_group(1, where)
-    elif system == "nixl":
-        reader = Nixl(where, mine)
     elif system == "socket":
         connection = dial(where)
     print("ready", flush=True)
@@ -157,8 +153,6 @@ def child(system, num_layers, vocab_size, where, *cores):
         elif system == "gloo":
             for tensor in mine.values():
                 dist.recv(tensor, src=0)
-        elif system == "nixl":
-            reader.read()
         elif system == "socket":
             for tensor in mine.values():
                 view = raw(tensor)
@@ -169,35 +163,6 @@ def child(system, num_layers, vocab_size, where, *cores):
 
             copy_into(mine, load_file(where).items())
         print("done", flush=True)
-
-
-class Nixl:
-    """The receiving side of NIXL as its examples use it: both register their tensors, and one READ moves all."""
-
-    def __init__(self, file, mine):
-        theirs, self.peer_descs = (bytes.fromhex(part) for part in Path(file).read_text().split())
-        self.agent = nixl_agent_of(f"bench-{os.getpid()}")
-        self.agent.register_memory(list(mine.values()))
-        self.peer = self.agent.add_remote_agent(theirs)
-        self.local = self.agent.get_xfer_descs(list(mine.values()))
-        self.remote = self.agent.deserialize_descs(self.peer_descs)
-
-    def read(self):
-        handle = self.agent.initialize_xfer("READ", self.local, self.remote, self.peer)
-        state = self.agent.transfer(handle)
-        while state == "PROC":
-            os.sched_yield()  # NIXL's own thread has this core too
-            state = self.agent.check_xfer_state(handle)
-        self.agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise RuntimeError(f"NIXL ended in state {state}")
-
-
-def nixl_agent_of(name):
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    logging.disable(logging.INFO)  # it writes to stdout, where a child says that it is ready
-    return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
 
 
 def queue_child(queue, done, size, cores):
@@ -283,8 +248,6 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
     stack.callback(taker.join, 30)
     stack.callback(queue.put, None)
 
-    by_nixl = missing("nixl") or nixl_peer(stack, folder, size, cores, weights)
-
     def by_gloo():
         gloo.tell()
         for tensor in weights.values():
@@ -307,7 +270,6 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
         {"rl-ckpt shm, receive_into": lambda: into(weights), "rl-ckpt shm, iterate": lambda: iterate(weights)},
         peers={
             "gloo send/recv": by_gloo,
-            "NIXL, UCX as it is": by_nixl,
             "safetensors in /dev/shm": by_files,
             "torch.multiprocessing queue": by_queue,
         },
@@ -322,24 +284,6 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
     verification(run, weights)
     growth = growth_of(into, weights, 50)
     run.record("receiver's memory growth over 50 syncs", "rl-ckpt shm, receive_into", [growth], unit="bytes")
-
-
-def nixl_peer(stack, folder, size, cores, weights):
-    agent = nixl_agent_of("bench-sender")
-    registered = agent.register_memory(list(weights.values()))
-    descs = agent.get_serialized_descs(agent.get_xfer_descs(list(weights.values())))
-    file = folder / "nixl"
-    file.write_text(f"{agent.get_agent_metadata().hex()} {descs.hex()}")
-    child = Child("nixl", size, file, cores)
-    stack.callback(child.close)
-    child.wait()
-
-    def by_nixl():
-        child.tell()
-        child.hear()
-
-    stack.callback(lambda: (agent, registered))  # they live as long as the peer
-    return by_nixl
 
 
 def verification(run, weights):
