@@ -14,7 +14,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
 
 import rl_ckpt
 from rl_ckpt.adapters._bindings import Held, Layout, LoadRecorder, copies_in
@@ -127,10 +131,26 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Call vLLM's loader; the names of the parameters that it filled, if the model tells."""
         initialize_layerwise_reload(self.model)
         try:
-            return self.model.load_weights(iter(weights))
-        finally:  # or what was loaded before an error would be taken for a part of the next version
+            loaded: set[str] | None = self.model.load_weights(iter(weights))
             finalize_layerwise_reload(self.model, self.model_config)
-            _repack_tied(self.model)
+        except BaseException:
+            _abandon(self.model)
+            finalize_layerwise_reload(
+                self.model, self.model_config
+            )  # no layer is left to it, but the model's own flags
+            raise
+        _repack_tied(self.model)
+        return loaded
+
+
+def _abandon(model: nn.Module) -> None:
+    """End a reload that failed: or what it was given of a layer would be taken for a part of the next version."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _repack_tied(model: nn.Module) -> None:
