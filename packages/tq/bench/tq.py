@@ -1,11 +1,14 @@
-"""The queue over shared memory and TCP, beside `ray.put`, safetensors, zmq, a raw socket and a warm memcpy.
+"""The queue over shared memory and TCP, beside TransferQueue, `ray.put`, safetensors, zmq, a raw socket and memcpy.
 
 text = 256 rows of {ragged int64, ragged float32}, 512-4096 values; images = 256 rows of 1 MB; scalars = 256 rows x 32.
-The server is a process of its own. Put and get are measured from two clients of one other process.
+The server is a process of its own. Put and get are measured from two clients of one other process. TransferQueue is
+measured where it is installed; this leaves torch as it is: `uv pip install --no-deps TransferQueue==0.1.11 pyzmq
+hydra-core omegaconf msgspec psutil prometheus_client antlr4-python3-runtime==4.9.3`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -21,7 +24,7 @@ import torch
 from tensordict import TensorDict
 
 import rl_tq
-from rl_bench import Run, missing
+from rl_bench import Role, Run, missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,12 +37,16 @@ def main(run: Run) -> None:
     payloads = {"text": text(num_rows), "images": images(num_rows), "scalars": scalars(num_rows)}
     with server() as (shm, tcp, plain_port, zmq_port):
         with rl_tq.connect(shm) as queue, rl_tq.connect(shm) as peer:
-            with ray_store() as ray:
+            with ray_store() as ray, transfer_queue(ray) as other:
                 for name, data in payloads.items():
-                    values(run, name, data, queue, peer, ray)
+                    values(run, name, data, queue, peer, ray, other)
+                if not isinstance(other, str):
+                    other_rows(run, other)
             one_row(run, queue, peer)
             control(run, queue, peer)
             parked(run, queue, peer)
+            cleared(run, queue, payloads["images"])
+        restart(run)
         loopback(run, payloads["images"], tcp, plain_port, zmq_port)
 
 
@@ -174,7 +181,7 @@ def ray_store() -> Iterator[Any]:
     import ray
 
     ray.init(
-        num_cpus=1, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False, logging_level="ERROR"
+        num_cpus=4, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False, logging_level="ERROR"
     )
     try:
         yield ray
@@ -182,8 +189,31 @@ def ray_store() -> Iterator[Any]:
         ray.shutdown()
 
 
+@contextmanager
+def transfer_queue(ray: Any) -> Iterator[Any]:
+    """TransferQueue with two storage units, or the sentence that says why not."""
+    why_not = ray if isinstance(ray, str) else missing("transfer_queue")
+    if why_not:
+        yield why_not
+        return
+    logging.disable(logging.WARNING)
+    import transfer_queue
+
+    transfer_queue.init()
+    try:
+        yield transfer_queue
+    finally:
+        transfer_queue.close()
+
+
 def values(
-    run: Run, name: str, data: TensorDict, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue, ray: Any
+    run: Run,
+    name: str,
+    data: TensorDict,
+    queue: rl_tq.TransferQueue,
+    peer: rl_tq.TransferQueue,
+    ray: Any,
+    other: Any,
 ) -> None:
     """Put, get, and get into a buffer that is used again."""
     tensors = plain(data)
@@ -193,6 +223,12 @@ def values(
     target = torch.empty(len(source) + 4096, dtype=torch.uint8)
     safetensors = missing("safetensors")
     refs: list[Any] = []
+    keys = [f"row{i}" for i in range(len(data))]
+    is_there: list[bool] = []
+
+    def put_other() -> None:
+        other.kv_batch_put(keys=keys, partition_id="bench", fields=data)
+        is_there.append(True)
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = str(Path(folder) / "batch.safetensors")
@@ -200,12 +236,16 @@ def values(
         def reset() -> None:
             queue.clear("bench")
             refs.clear()
+            if is_there:
+                other.kv_clear(keys=keys, partition_id="bench")
+                is_there.clear()
             target.fill_(0xAA)
 
         run.compare(
             f"put {name}",
             {"rl-tq shm": lambda: queue.put(data, partition="bench")},
             peers={
+                "TransferQueue": other if isinstance(other, str) else put_other,
                 "ray.put": ray if isinstance(ray, str) else lambda: refs.append(ray.put(tensors)),
                 "safetensors /dev/shm": safetensors or (lambda: save(tensors, path)),
             },
@@ -222,12 +262,15 @@ def values(
         getters: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
         if ref is not None:
             getters["ray.get"] = lambda: ray.get(ref)
+        if not isinstance(other, str):
+            put_other()
+            getters["TransferQueue"] = lambda: plain(other.kv_batch_get(keys=keys, partition_id="bench"))
         if not safetensors:
             save(tensors, path)
             getters["safetensors /dev/shm"] = lambda: load(path)
         absent = {
-            other: why
-            for other, why in (("ray.get", ray), ("safetensors /dev/shm", safetensors))
+            which: why
+            for which, why in (("ray.get", ray), ("TransferQueue", other), ("safetensors /dev/shm", safetensors))
             if isinstance(why, str)
         }
         run.compare(
@@ -250,7 +293,7 @@ def values(
             run.compare(
                 f"get {name} into a used buffer",
                 {"rl-tq shm": lambda: peer.get(meta, out=target)},
-                peers={**{other: lambda get=get: land(get()) for other, get in getters.items()}, **absent},
+                peers={**{which: lambda get=get: land(get()) for which, get in getters.items()}, **absent},
                 limit={"memcpy, warm": lambda: target[: len(source)].copy_(source)},
                 unit="GB/s",
                 amount=nbytes / 1e9,
@@ -277,7 +320,7 @@ def load(path: str) -> dict[str, torch.Tensor]:
 
 
 def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
-    """Put and get of one row of a few hundred tokens, and with 64 consumers parked on the same partition."""
+    """Put and get of one row of a few hundred tokens."""
     row = {"token_ids": [torch.arange(300)], "rewards": torch.ones(1)}
     repeats = 100 if run.quick else 500
     alone = timed_rows(queue, peer, row, repeats)
@@ -285,44 +328,22 @@ def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
     run.record("one row get, p50", "rl-tq shm", alone[1], unit="ms", goal="<= 0.15 ms")
 
 
-def parked(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
-    """One row again, in turns with and without 64 consumers parked on another partition."""
-    row = {"token_ids": [torch.arange(300)], "rewards": torch.ones(1)}
-    repeats = 100 if run.quick else 500
-    alone = timed_rows(queue, peer, row, repeats)
-    with ThreadPoolExecutor(64) as pool, rl_tq.connect(queue.address) as others:
-        for i in range(64):
-            pool.submit(wait_in_vain, others, f"task-{i}")
-        while queue.stats()["waiters_elsewhere"].get("nowhere", 0) < 64:
-            time.sleep(0.01)
-        beside = timed_rows(queue, peer, row, repeats)
-        others.close()
-    for i, what in enumerate(("put", "get")):
-        run.record(f"one row {what} beside 64 waiters", "rl-tq shm", beside[i], unit="ms")
-        run.record(f"one row {what} beside none, just before", "rl-tq shm", alone[i], unit="ms")
-
-
-def wait_in_vain(client: rl_tq.TransferQueue, task: str) -> None:
-    try:
-        client.get_meta(partition="nowhere", columns=["a"], batch_size=1, task=task, timeout_s=600)
-    except rl_tq.ServerLostError:
-        return
-
-
-def timed_rows(
-    queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue, row: dict[str, Any], repeats: int
-) -> tuple[list[float], list[float]]:
+def other_rows(run: Run, other: Any) -> None:
+    """The same rows one by one through TransferQueue."""
+    data = TensorDict({"token_ids": torch.arange(300)[None], "rewards": torch.ones(1)}, batch_size=[1])
     puts: list[float] = []
     gets: list[float] = []
-    for _ in range(repeats):
+    for i in range(100):
         start = time.perf_counter()
-        meta = queue.put(row, partition="rows")
+        put = other.kv_batch_put(keys=[f"one{i}"], partition_id="rows", fields=data)
         middle = time.perf_counter()
-        peer.get(meta)
+        other.kv_batch_get_by_meta(put)
         gets.append(1e3 * (time.perf_counter() - middle))
         puts.append(1e3 * (middle - start))
-    queue.clear("rows")
-    return puts, gets
+    run.record("one row put, p50", "TransferQueue", puts, unit="ms", role=Role.PEER)
+    run.record("one row get, p50", "TransferQueue", gets, unit="ms", role=Role.PEER)
+    pairs = [1e3 / (put + get) for put, get in zip(puts, gets, strict=True)]
+    run.record("publish + claim", "TransferQueue", pairs, unit="pairs/s", role=Role.PEER, note="put and get by key")
 
 
 def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
@@ -373,3 +394,37 @@ def arithmetic(run: Run) -> None:
         "union, other order": lambda: meta.union(other),
     }.items():
         run.compare(f"256 rows: {name}", {"rl-tq": work}, unit="us", inner=20, goal="<= 50 us")
+
+
+# Memory, and the journal
+
+
+def cleared(run: Run, queue: rl_tq.TransferQueue, data: TensorDict) -> None:
+    """What is left of memory once all rows but one are cleared and the host's agent has done its work."""
+    meta = queue.put(data, partition="left")
+    queue.clear(meta.reorder(range(1, len(meta))))
+    live = data["images"].nbytes / len(meta)
+    deadline = time.monotonic() + 15  # the producer keeps spare memory for ten seconds, for its next put
+    while (resident := queue.stats()["resident_bytes"]) > 1.1 * live and time.monotonic() < deadline:
+        time.sleep(0.1)
+    metric = f"memory after clearing {len(data) - 1} of {len(data)} rows, to what is live"
+    run.record(metric, "rl-tq shm", [resident / live], unit="x", goal="<= 1.1 x")
+    queue.clear("left")
+
+
+def restart(run: Run) -> None:
+    """Serving a directory again that holds 100,000 rows."""
+    num_rows = 10_240 if run.quick else 102_400
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        address = f"file://{folder}/queue"
+        with rl_tq.serve(address) as queue:
+            for i in range(num_rows // 256):
+                tags = [{"group_id": 32 * i + j // 8, "weight_version_min": 1} for j in range(256)]
+                queue.put({"a": torch.ones(256), "b": torch.zeros(256)}, partition="p", tags=tags)
+        times: list[float] = []
+        for _ in range(7):
+            start = time.perf_counter()
+            queue = rl_tq.serve(address)
+            times.append(time.perf_counter() - start)
+            queue.close()
+    run.record(f"restart with {num_rows} rows", "rl-tq file", times, unit="s", goal="<= 1 s", can_tell=not run.quick)

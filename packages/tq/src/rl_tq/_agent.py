@@ -21,7 +21,7 @@ from rl_tq._gather import collect
 from rl_tq._schema import ColumnKind, ColumnSchema
 from rl_tq._shm_client import ShmQueue
 from rl_tq._shm_server import ControlServer
-from rl_tq.errors import ServerLostError, StaleReferenceError, TransferQueueError
+from rl_tq.errors import MissingDataError, ServerLostError, StaleReferenceError, TransferQueueError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,8 +89,8 @@ class Compactor(ShmQueue):
         rows = {"partition": plan["partition"], "generation": 0, "rows": plan["rows"], "sample_ids": ()}
         try:
             located, opened = self._locate({"op": "locate", "columns": plan["columns"], **rows}, is_copied=True)
-        except StaleReferenceError:
-            return True  # some of it was cleared meanwhile: plan again
+        except (StaleReferenceError, MissingDataError):
+            return True  # some or all of it was cleared meanwhile: plan again
         schemas = {name: ColumnSchema.from_json(schema) for name, (schema, _) in located["columns"].items()}
         columns = {name: (schemas[name], located["runs"][which]) for name, (_, which) in located["columns"].items()}
         parts, lengths = collect(columns, opened)
