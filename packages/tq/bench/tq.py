@@ -328,6 +328,46 @@ def one_row(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
     run.record("one row get, p50", "rl-tq shm", alone[1], unit="ms", goal="<= 0.15 ms")
 
 
+def parked(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
+    """One row again, in turns with and without 64 consumers parked on another partition."""
+    row = {"token_ids": [torch.arange(300)], "rewards": torch.ones(1)}
+    repeats = 100 if run.quick else 500
+    alone = timed_rows(queue, peer, row, repeats)
+    with ThreadPoolExecutor(64) as pool, rl_tq.connect(queue.address) as others:
+        for i in range(64):
+            pool.submit(wait_in_vain, others, f"task-{i}")
+        while queue.stats()["waiters_elsewhere"].get("nowhere", 0) < 64:
+            time.sleep(0.01)
+        beside = timed_rows(queue, peer, row, repeats)
+        others.close()
+    for i, what in enumerate(("put", "get")):
+        run.record(f"one row {what} beside 64 waiters", "rl-tq shm", beside[i], unit="ms")
+        run.record(f"one row {what} beside none, just before", "rl-tq shm", alone[i], unit="ms")
+
+
+def wait_in_vain(client: rl_tq.TransferQueue, task: str) -> None:
+    try:
+        client.get_meta(partition="nowhere", columns=["a"], batch_size=1, task=task, timeout_s=600)
+    except rl_tq.ServerLostError:
+        return
+
+
+def timed_rows(
+    queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue, row: dict[str, Any], repeats: int
+) -> tuple[list[float], list[float]]:
+    puts: list[float] = []
+    gets: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        meta = queue.put(row, partition="rows")
+        middle = time.perf_counter()
+        peer.get(meta)
+        gets.append(1e3 * (time.perf_counter() - middle))
+        puts.append(1e3 * (middle - start))
+    queue.clear("rows")
+    return puts, gets
+
+
 def other_rows(run: Run, other: Any) -> None:
     """The same rows one by one through TransferQueue."""
     data = TensorDict({"token_ids": torch.arange(300)[None], "rewards": torch.ones(1)}, batch_size=[1])
