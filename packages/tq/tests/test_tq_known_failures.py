@@ -58,6 +58,7 @@ def test_a_missing_row_or_column_never_shortens_a_batch(queue):
             queue.get(rl_tq.BatchMeta(partition="p", sample_ids=ids, columns=columns))
 
 
+HAS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: it is for Linux")
 HAS_ZMQ = pytest.mark.skipif(find_spec("zmq") is None, reason="pyzmq is not installed")
 CONSUMER = """
 import sys, rl_tq
@@ -70,7 +71,15 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0", pytest.param("zmq://127.0.0.1:0", marks=HAS_ZMQ)])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "shm://",
+        "tcp://127.0.0.1:0",
+        pytest.param("zmq://127.0.0.1:0", marks=HAS_ZMQ),
+        pytest.param("nixl://127.0.0.1:0", marks=HAS_NIXL),
+    ],
+)
 def test_rows_that_a_dead_consumer_fetched_are_not_lost(address, monkeypatch):
     if address.startswith("zmq"):
         monkeypatch.setattr("rl_tq.storage.zmq._SILENCE_S", 2.5)

@@ -32,7 +32,8 @@ def test_importing_is_light():
 
 def test_unknown_storage_lists_what_is_there():
     with pytest.raises(
-        rl_tq.StorageError, match=r"no storage 'pigeon'; installed are \['file', 'inproc', .*'shm', 'tcp', 'zmq'\]"
+        rl_tq.StorageError,
+        match=r"'pigeon'; installed are \['file', 'inproc', 'nixl', 'shm', 'tcp', 'zmq'\]",
     ):
         rl_tq.serve("pigeon://x")
 

@@ -20,7 +20,7 @@ from rl_tq._service import Message, error_reply, raise_error
 from rl_tq.errors import SchemaError, TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from tensordict import TensorDict
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 
 Payload: TypeAlias = "list[torch.Tensor]"
 """uint8 tensors, one after the other."""
+Send: TypeAlias = "Callable[[Message, Payload], None]"
+"""Sends a message to a client, from any thread and without waiting."""
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Columns of a payload start at multiples of this many bytes."""
 
 
 class Desk:
     """Where a server answers one client; `send` is called from any thread, and must not wait for the client."""
 
-    def __init__(self, hub: Hub, label: str, send: Callable[[Message, Payload], None]) -> None:
+    def __init__(self, hub: Hub, label: str, send: Send) -> None:
         self._hub = hub
         self._label = label
         self._send = send
@@ -63,9 +66,12 @@ class Desk:
                     if (future := self._pending.pop(message["request"], None)) is not None:
                         self._hub.abandon(future, "withdrawn")
                 case "fetch":
-                    self._send(*self._fetch(number, message))
+                    reply, opened = self._hub.locate({**message, "op": "locate"}, self)
+                    raise_error(reply)
+                    self._send(*self.fetched(number, reply, opened))
                 case "put":
-                    self._expect(number, self._hub.publish(message, _checked(message, payload), self))
+                    extent = _checked(message, self.extent_of(message, payload))
+                    self._expect(number, self._hub.publish(message, extent, self))
                 case _:
                     self._expect(number, self._hub.call(message, self))
         except TransferQueueError as error:
@@ -85,24 +91,35 @@ class Desk:
         self._pending[number] = future
         future.add_done_callback(answer)
 
-    def _fetch(self, number: int, message: Message) -> tuple[Message, Payload]:
-        reply, opened = self._hub.locate({**message, "op": "locate"}, self)
-        raise_error(reply)
-        columns = {
-            name: (ColumnSchema.from_json(schema), reply["runs"][which])
-            for name, (schema, which) in reply["columns"].items()
-        }
-        parts, lengths = collect(columns, opened)
+    def extent_of(self, message: Message, payload: torch.Tensor | None) -> torch.Tensor | None:
+        """The extent that a put brings."""
+        del message
+        return payload
+
+    def fetched(self, number: int, reply: Message, opened: Opened) -> tuple[Message, Payload]:
+        """The answer to a fetch whose values were located."""
         payload: Payload = []
         described: dict[str, Any] = {}
-        for name, pieces in parts.items():
+        for name, (schema, pieces, lengths) in located_parts(reply, opened).items():
             whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
             data = as_bytes(whole)
-            described[name] = [reply["columns"][name][0], len(whole), len(data), lengths.get(name)]
+            described[name] = [schema, len(whole), len(data), lengths]
             payload.append(data)
-            if gap := -len(data) % _ALIGNMENT:
+            if gap := -len(data) % ALIGNMENT:
                 payload.append(torch.zeros(gap, dtype=torch.uint8))
         return {"id": number, "columns": described}, payload
+
+
+def located_parts(
+    reply: Message, opened: Opened
+) -> dict[str, tuple[Any, Sequence[torch.Tensor], Sequence[Any] | None]]:
+    """Column to its schema (as JSON), its values in pieces, and the lengths of its rows."""
+    columns = {
+        name: (ColumnSchema.from_json(schema), reply["runs"][which])
+        for name, (schema, which) in reply["columns"].items()
+    }
+    parts, lengths = collect(columns, opened)
+    return {name: (reply["columns"][name][0], pieces, lengths.get(name)) for name, pieces in parts.items()}
 
 
 def _checked(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
@@ -147,19 +164,24 @@ class RemoteQueue(QueueClient):
 
     def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
         reply, payload = self._request({"op": "fetch", **request}, [], self.timeout_s, landing)
-        schemas: dict[str, ColumnSchema] = {}
-        parts: dict[str, list[torch.Tensor]] = {}
-        lengths: dict[str, list[int]] = {}
-        start = 0
-        for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
-            schema = schemas[name] = ColumnSchema.from_json(schema_json)
-            dtype = torch.uint8 if schema.dtype == "utf8" else getattr(torch, schema.dtype)
-            data = torch.empty(0, dtype=torch.uint8) if payload is None else payload[start : start + nbytes]
-            parts[name] = [data.view(dtype).view(size, *schema.shape)]
-            if sizes is not None:
-                lengths[name] = sizes
-            start += nbytes + -nbytes % _ALIGNMENT
-        return assemble(schemas, parts, lengths, dict.fromkeys(schemas, True), num_rows, landing)
+        return assembled(reply, payload, num_rows, landing)
+
+
+def assembled(reply: Message, payload: torch.Tensor | None, num_rows: int, landing: Landing) -> TensorDict:
+    """A batch of fetched values."""
+    schemas: dict[str, ColumnSchema] = {}
+    parts: dict[str, list[torch.Tensor]] = {}
+    lengths: dict[str, list[int]] = {}
+    start = 0
+    for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
+        schema = schemas[name] = ColumnSchema.from_json(schema_json)
+        dtype = torch.uint8 if schema.dtype == "utf8" else getattr(torch, schema.dtype)
+        data = torch.empty(0, dtype=torch.uint8) if payload is None else payload[start : start + nbytes]
+        parts[name] = [data.view(dtype).view(size, *schema.shape)]
+        if sizes is not None:
+            lengths[name] = sizes
+        start += nbytes + -nbytes % ALIGNMENT
+    return assemble(schemas, parts, lengths, dict.fromkeys(schemas, True), num_rows, landing)
 
 
 def landing_place(landing: Landing | None, message: Message, nbytes: int) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rl_tq import _handshake, _stream
 from rl_tq._hub import Hub
 from rl_tq._parking import Slot, Turnstile
-from rl_tq._remote import Desk, Payload, RemoteQueue, landing_place
+from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
 from rl_tq._service import Message, raise_error
 from rl_tq._shm_client import GRACE_S
 from rl_tq._wire import close_after_fork
@@ -27,6 +27,8 @@ from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, Wait
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from rl_tq._gather import Landing
@@ -37,10 +39,10 @@ _TICK_S = 0.1
 class _Remote:
     """One client, as the server has it: a thread that reads and handles, and one that sends."""
 
-    def __init__(self, hub: Hub, connection: socket.socket, peer: str) -> None:
+    def __init__(self, desk: Callable[[Hub, str, Send], Desk], hub: Hub, connection: socket.socket, peer: str) -> None:
         self._connection = connection
         self._outgoing: SimpleQueue[tuple[Message, Payload] | None] = SimpleQueue()
-        self._desk = Desk(hub, peer, lambda message, payload: self._outgoing.put((message, payload)))
+        self._desk = desk(hub, peer, lambda message, payload: self._outgoing.put((message, payload)))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
@@ -82,8 +84,10 @@ class _Remote:
             self._connection.close()
 
 
-class _Gateway:
+class Gateway:
     """Lets the clients of other processes into a hub."""
+
+    scheme = "tcp"
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         _handshake.check_exposure(host)
@@ -92,12 +96,13 @@ class _Gateway:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise AddressError(
-                f"tcp://{host}:{port} cannot be served: {error.strerror}; take another port, or an address of this host"
+                f"{self.scheme}://{host}:{port} cannot be served: {error.strerror}; take another port, or an address "
+                "of this host"
             ) from error
         close_after_fork(self._listener)
         self.port: int = self._listener.getsockname()[1]
         self._timeout_s = timeout_s
-        self.hub = Hub(_address(host, self.port))
+        self.hub = Hub(_address(self.scheme, host, self.port))
         self._remotes: list[_Remote] = []
         self._is_closed = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._tick)]
@@ -118,6 +123,10 @@ class _Gateway:
             remote.close()
         self.hub.close()
 
+    def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
+        """Where a client is answered."""
+        return Desk(hub, label, send)
+
     def _accept(self) -> None:
         while not self._is_closed.is_set():
             try:
@@ -128,7 +137,7 @@ class _Gateway:
             close_after_fork(connection)
             _stream.prepare(connection, self._timeout_s)
             self._remotes = [remote for remote in self._remotes if remote.is_alive]
-            self._remotes.append(_Remote(self.hub, connection, f"client {peer[0]}:{peer[1]}"))
+            self._remotes.append(_Remote(self.make_desk, self.hub, connection, f"client {peer[0]}:{peer[1]}"))
 
     def _tick(self) -> None:
         """Have leases and waits end at their deadline."""
@@ -136,10 +145,10 @@ class _Gateway:
             self.hub.expire()
 
 
-class _ServedQueue(InprocQueue):
+class ServedQueue(InprocQueue):
     """The client of the process that serves."""
 
-    def __init__(self, gateway: _Gateway, *, timeout_s: float) -> None:
+    def __init__(self, gateway: Gateway, *, timeout_s: float) -> None:
         super().__init__(gateway.hub, timeout_s=timeout_s, is_owner=True)
         self._gateway = gateway
 
@@ -152,8 +161,10 @@ class _ServedQueue(InprocQueue):
 class TcpQueue(RemoteQueue):
     """A client in any process that reaches the server."""
 
+    scheme = "tcp"
+
     def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
-        super().__init__(_address(host, port), timeout_s=timeout_s)
+        super().__init__(_address(self.scheme, host, port), timeout_s=timeout_s)
         self._pid = os.getpid()
         try:
             self._socket = socket.create_connection((host, port), timeout=timeout_s)
@@ -276,22 +287,29 @@ class TcpQueue(RemoteQueue):
         return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
 
 
-def serve(name: str, *, timeout_s: float) -> _ServedQueue:
+def serve(name: str, *, timeout_s: float) -> ServedQueue:
     """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
-    return _ServedQueue(_Gateway(*_split(name or "127.0.0.1:0"), timeout_s), timeout_s=timeout_s)
+    return ServedQueue(Gateway(*split_place(name or "127.0.0.1:0"), timeout_s), timeout_s=timeout_s)
 
 
 def connect(name: str, *, timeout_s: float) -> TcpQueue:
     """See `rl_tq.connect`."""
-    return TcpQueue(*_split(name), timeout_s=timeout_s)
+    return TcpQueue(*split_place(name), timeout_s=timeout_s)
 
 
-def _split(name: str) -> tuple[str, int]:
+def split_place(name: str, scheme: str = "tcp") -> tuple[str, int]:
+    """HOST and PORT of an address.
+
+    Raises:
+        AddressError: it is none.
+    """
     host, _, port = name.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise AddressError(f"'tcp://{name}' is not understood: write tcp://HOST:PORT, for example tcp://10.0.0.1:7070")
+        raise AddressError(
+            f"'{scheme}://{name}' is not understood: write {scheme}://HOST:PORT, for example {scheme}://10.0.0.1:7070"
+        )
     return host.strip("[]"), int(port)
 
 
-def _address(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+def _address(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

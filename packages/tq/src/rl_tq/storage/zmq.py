@@ -24,15 +24,13 @@ from zmq.utils import z85
 
 from rl_tq._hub import Hub
 from rl_tq._parking import Slot
-from rl_tq._remote import Desk, Payload, RemoteQueue, landing_place
+from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
 from rl_tq._service import Message, raise_error
 from rl_tq._shm_client import GRACE_S
 from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, WaitTimeoutError
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rl_tq._gather import Landing
 
 _BEAT_S = 1.0
@@ -190,7 +188,7 @@ class _Gateway(_Loop):
         if desk is not None:
             desk.leave()
 
-    def _sender(self, client: bytes) -> Callable[[Message, Payload], None]:
+    def _sender(self, client: bytes) -> Send:
         def send(message: Message, payload: Payload) -> None:
             self.send([client, json.dumps(message).encode(), *(part.numpy().data for part in payload)])
 

@@ -1,0 +1,222 @@
+"""`nixl://HOST:PORT`: the queue of `tcp`, whose values travel by RDMA, through NVIDIA's NIXL.
+
+Choose it on hosts with InfiniBand or RoCE: a client reads the very pieces of the very columns that it asked for out of
+the server's memory, which the server neither copies nor sends, and the server reads what a client puts in the same way.
+Requests go over TCP, with the same token. UCX, which NIXL uses, chooses the wire; if you set UCX_TLS yourself, leave
+`tcp` in it: UCX sets up its connections with that. Without RDMA hardware, `tcp` is faster.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nixl._api import nixl_agent, nixl_agent_config
+
+from rl_tq._extent import as_bytes
+from rl_tq._remote import ALIGNMENT, Desk, Payload, assembled, landing_place, located_parts
+from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.storage.tcp import Gateway, ServedQueue, TcpQueue, split_place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensordict import TensorDict
+
+    from rl_tq._extent import Layout
+    from rl_tq._gather import Landing, Opened
+    from rl_tq._hub import Hub
+    from rl_tq._remote import Send
+    from rl_tq._service import Message
+
+_IN_FLIGHT, _DONE = "PROC", "DONE"
+_POLL_S = 5e-5
+
+Place = tuple[int, int]
+"""Address and number of bytes, in one process."""
+
+
+class _Agent:
+    """This process's end of NIXL: memory that others may read, and reads of others' memory."""
+
+    def __init__(self, role: str) -> None:
+        name = f"rl-tq-{role}-{os.getpid()}-{secrets.token_hex(8)}"
+        self._agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        self._lock = threading.RLock()
+        self._known: dict[int, bytes] = {}
+        self._gone: deque[tuple[int, Any, torch.Tensor]] = deque()
+        """Registrations whose tensor went, and another that holds its memory until they are undone."""
+
+    def describe(self, memory: torch.Tensor) -> str:
+        """What another process needs in order to read a tensor's memory, uint8 [n], as long as that tensor lives."""
+        with self._lock:
+            self._sweep()
+            key = id(memory)
+            if key not in self._known:
+                registered = self._agent.register_memory([memory])
+                self._known[key] = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
+                weakref.finalize(memory, self._gone.append, (key, registered, memory[:])).atexit = False
+            return self._known[key].hex()
+
+    def meet(self, described: str) -> str:
+        """Learn what `describe` said elsewhere; returns whose memory it is."""
+        with self._lock:
+            peer = self._agent.add_remote_agent(bytes.fromhex(described))
+            return peer.decode() if isinstance(peer, bytes) else peer
+
+    def read(
+        self, peer: str, places: Sequence[Place], out: torch.Tensor, starts: Sequence[int], limit_s: float
+    ) -> None:
+        """Read another process's memory into `out`, uint8 [n], each place at its start.
+
+        Raises:
+            TransferQueueError: NIXL says that it failed.
+            WaitTimeoutError: it took longer than that.
+        """
+        with self._lock:
+            registered = self._agent.register_memory([out])
+            mine = [(out.data_ptr() + start, nbytes, 0) for start, (_, nbytes) in zip(starts, places, strict=True)]
+            theirs = [(address, nbytes, 0) for address, nbytes in places]
+            handle = self._agent.initialize_xfer(
+                "READ", self._agent.get_xfer_descs(mine, "DRAM"), self._agent.get_xfer_descs(theirs, "DRAM"), peer
+            )
+            state = self._agent.transfer(handle)
+        deadline = time.monotonic() + limit_s
+        while state == _IN_FLIGHT and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            with self._lock:
+                state = self._agent.check_xfer_state(handle)
+        with self._lock:
+            self._agent.release_xfer_handle(handle)
+            self._agent.deregister_memory(registered)
+        if state == _IN_FLIGHT:
+            raise WaitTimeoutError(f"NIXL did not read {sum(n for _, n in places)} bytes of {peer} within {limit_s} s")
+        if state != _DONE:
+            raise TransferQueueError(f"NIXL could not read the memory of {peer}: the transfer is in state {state}")
+
+    def _sweep(self) -> None:
+        while self._gone:
+            key, registered, _ = self._gone.popleft()
+            del self._known[key]
+            self._agent.deregister_memory(registered)
+
+
+class _NixlDesk(Desk):
+    """Tells where values lie, and fetches what is put."""
+
+    def __init__(self, agent: _Agent, hub: Hub, label: str, send: Send, limit_s: float) -> None:
+        super().__init__(hub, label, send)
+        self._agent = agent
+        self._limit_s = limit_s
+        self._held: dict[int, Opened] = {}
+        """What the client is reading."""
+
+    def take(self, message: Message, payload: torch.Tensor | None) -> None:
+        """See `Desk`."""
+        if message["op"] == "done":
+            self._held.pop(message["request"], None)
+        else:
+            super().take(message, payload)
+
+    def leave(self) -> None:
+        """See `Desk`."""
+        super().leave()
+        self._held.clear()
+
+    def extent_of(self, message: Message, payload: torch.Tensor | None) -> torch.Tensor | None:
+        """See `Desk`."""
+        address, nbytes = message["from"]
+        if nbytes != message["nbytes"] or nbytes < 1:
+            raise TransferQueueError(f"a put of {message['nbytes']} bytes shows {nbytes} of them")
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._agent.read(self._agent.meet(message["memory"]), [(address, nbytes)], memory, [0], self._limit_s)
+        return memory
+
+    def fetched(self, number: int, reply: Message, opened: Opened) -> tuple[Message, Payload]:
+        """See `Desk`."""
+        places: list[Place] = []
+        starts: list[int] = []
+        described: dict[str, Any] = {}
+        cursor = 0
+        for name, (schema, pieces, lengths) in located_parts(reply, opened).items():
+            start = cursor
+            for piece in pieces:
+                if piece.nbytes:
+                    places.append((as_bytes(piece).data_ptr(), piece.nbytes))
+                    starts.append(cursor)
+                    cursor += piece.nbytes
+            described[name] = [schema, sum(map(len, pieces)), cursor - start, lengths]
+            cursor += -cursor % ALIGNMENT
+        self._held[number] = opened
+        memory = [self._agent.describe(extent.memory) for extent in opened.values()]
+        answer = {"columns": described, "places": places, "starts": starts, "nbytes": cursor, "memory": memory}
+        return {"id": number, **answer}, []
+
+
+class _NixlGateway(Gateway):
+    scheme = "nixl"
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self._agent = _Agent("server")
+        self._limit_s = timeout_s
+        super().__init__(host, port, timeout_s)
+
+    def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
+        return _NixlDesk(self._agent, hub, label, send, self._limit_s)
+
+
+class NixlQueue(TcpQueue):
+    """A client in any process whose host NIXL reaches the server's from."""
+
+    scheme = "nixl"
+
+    def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
+        super().__init__(host, port, timeout_s=timeout_s)
+        self._agent = _Agent("client")
+
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.write(memory)
+        place = {"from": [memory.data_ptr(), layout.nbytes], "memory": self._agent.describe(memory)}
+        return self._request({**request, **place}, [], timeout_s)[0]
+
+    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+        reply, _ = self._request({"op": "fetch", **request}, [], self.timeout_s)
+        payload = landing_place(landing, reply, reply["nbytes"])
+        if payload is None:
+            payload = torch.empty(reply["nbytes"], dtype=torch.uint8)
+        try:
+            peers = {self._agent.meet(described) for described in reply["memory"]}
+            if reply["places"]:
+                [peer] = peers
+                places = [(address, nbytes) for address, nbytes in reply["places"]]
+                self._agent.read(peer, places, payload, reply["starts"], self.timeout_s)
+        except TransferQueueError:
+            self._check_alive()  # says that the server is gone, if it is
+            raise
+        finally:
+            self._release(reply["id"])
+        return assembled(reply, payload, num_rows, landing)
+
+    def _release(self, request: int) -> None:
+        """The server need not keep these values for us any longer."""
+        try:
+            self._send({"op": "done", "request": request, "id": 0}, [])
+        except ServerLostError:
+            return  # then it keeps nothing; the values are here, or an error is on its way
+
+
+def serve(name: str, *, timeout_s: float) -> ServedQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
+    return ServedQueue(_NixlGateway(*split_place(name or "127.0.0.1:0", "nixl"), timeout_s), timeout_s=timeout_s)
+
+
+def connect(name: str, *, timeout_s: float) -> NixlQueue:
+    """See `rl_tq.connect`."""
+    return NixlQueue(*split_place(name, "nixl"), timeout_s=timeout_s)
