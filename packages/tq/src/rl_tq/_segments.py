@@ -32,8 +32,6 @@ SEGMENT_BYTES = 64 << 20
 """Size of the segments that small extents share. Only what is written takes memory."""
 PACKED_BYTES = 4 << 20
 """An extent of at most this many bytes shares a segment; a larger one has its own."""
-_AHEAD_BYTES = 1 << 20
-"""How far ahead of its extents a common segment's memory is asked for."""
 RESERVE_BYTES = 2 << 30
 """Freed segments that a client keeps for its next puts, at most."""
 RESERVE_S = 10.0
@@ -191,7 +189,7 @@ class Arena:
                 self._cursor = 0
             start = self._cursor
             try:
-                self._back(self._current, min(SEGMENT_BYTES, start + nbytes + _AHEAD_BYTES), start + nbytes)
+                self._back(self._current, start + nbytes)
             except QueueFullError:  # what is in it may be cleared, and its memory used again, once it is sealed
                 self._seal(self._current)
                 self._current = 0
@@ -240,19 +238,13 @@ class Arena:
             self._spare.clear()
             self._current = 0
 
-    def _back(self, number: int, stop: int, needed: int | None = None) -> None:
-        """Have a segment's memory up to `stop` be there, or at least that up to `needed`."""
+    def _back(self, number: int, stop: int) -> None:
+        """Have a segment's memory up to `stop` be there."""
         start = self._backed.get(number, 0)
-        if (needed or stop) <= start:
-            return
-        where = f"the file system of {self._directory}" if self._directory else "this host's shared memory"
-        try:
+        if stop > start:
+            where = f"the file system of {self._directory}" if self._directory else "this host's shared memory"
             back(self._memory[number].data_ptr(), start, stop, where)
-        except QueueFullError:
-            if needed is None:
-                raise
-            back(self._memory[number].data_ptr(), start, stop := needed, where)
-        self._backed[number] = stop
+            self._backed[number] = stop
 
     def _open(self, nbytes: int, *, is_packed: bool) -> tuple[int, torch.Tensor]:
         for spare in reversed(self._spare):
