@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_engine import ConfigError, EngineConfig, OptimizerConfig, ParallelConfig, Precision, create_engine
+from rl_engine import BatchError, ConfigError, EngineConfig, OptimizerConfig, ParallelConfig, Precision, create_engine
 from rl_engine._optimizer import learning_rate
 from rl_engine.losses import sft_loss
+from rl_engine.testing import ragged_batch
 
 _spec = spec_from_file_location("engine_ranks", Path(__file__).with_name("engine_ranks.py"))
 ranks = module_from_spec(_spec)
@@ -96,6 +97,10 @@ def run(folder, kind, layout, before):
         rows = [row.tolist() for row in columns[name].unbind()] if mine else []
         assert [len(row) for row in rows] == [len(completion) for _, completion, _ in mine]
         found.extend(world.exchange(rows))
+    everything = ranks.draw_rows(SEED) if world.rank == 0 else []
+    lopsided = engine.forward_backward_batch(ranks.batch_of(everything), sft_loss, forward_only=True)
+    assert lopsided.columns.batch_size[0] == len(everything)
+    seen["lopsided"] = lopsided.metrics["loss"]
     seen["step"] = one_step(engine, ranks.batch_of(mine))
     seen["weights"] = ranks.weights(engine)
     engine.save_checkpoint(folder / f"{kind}-{layout}", 3)
@@ -110,6 +115,20 @@ def run(folder, kind, layout, before):
     return seen
 
 
+def pairs_seen(engine):
+    """The pair ids of one micro-batch, where every rank numbers its one pair 7."""
+    batch = ragged_batch([[1], [2]], [[3], [4]])
+    batch["pair_id"] = torch.tensor([7, 7])
+    found = []
+
+    def keep(output, rows):
+        found.extend(rows["pair_id"].tolist())
+        return output.logprobs.sum(), {}
+
+    engine.forward_backward_batch(batch, keep, forward_only=True)
+    return found
+
+
 def main(folder, cases):
     torch.set_num_threads(1)
     holder = None
@@ -122,13 +141,18 @@ def main(folder, cases):
             holder.initialize()
         seen[case] = run(folder, kind, layout, before.get(kind))
         before[kind] = layout
+    rank = holder._world.rank
     first = build(folder, "tied", "tp2")
     try:
         build(folder, "tied", "alone")
     except ConfigError as error:
         seen["refusal"] = str(error)
+    try:
+        first.forward_backward_batch(ragged_batch([[1]], [[999 if rank == 1 else 2]]), sft_loss)
+    except BatchError as error:
+        seen["bad_batch"] = str(error)
+    seen["pairs"] = pairs_seen(first)
     first.close()
-    rank = holder._world.rank
     holder.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

@@ -139,6 +139,7 @@ def check(seen, oracles, case, size):
         in_order = [next(found[rank]) for rank in ranks.owners(size)]
         for one, other in zip(in_order, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    assert got["lopsided"] == pytest.approx(want.steps[0][0], rel=1e-5)
     assert got["step"] == pytest.approx(want.steps[0], rel=1e-5)
     assert got["second"] == pytest.approx(want.steps[1], rel=1e-4)
     assert got["weights"].keys() == want.weights[0].keys()
@@ -190,6 +191,14 @@ def test_a_saved_model_is_an_ordinary_folder(two, case):
 def test_two_engines_of_a_process_share_a_layout(two):
     assert "Another engine of this process is laid out as ParallelConfig(tp=2" in two["refusal"]
     assert "Close the other engine first" in two["refusal"]
+
+
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
+    assert two["bad_batch"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
+
+
+def test_pairs_of_ranks_that_share_a_model_stay_apart(two):
+    assert sorted(two["pairs"].count(pair) for pair in set(two["pairs"])) == [2, 2]
 
 
 def build(folder, **changes):
