@@ -6,10 +6,19 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_engine import BatchError, ConfigError, EngineConfig, OptimizerConfig, ParallelConfig, Precision, create_engine
+from rl_engine import (
+    BatchError,
+    ConfigError,
+    EngineConfig,
+    Head,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    create_engine,
+)
 from rl_engine._optimizer import learning_rate
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch
@@ -56,8 +65,14 @@ def write_model(folder, kind):
     model.save_pretrained(folder / kind)
 
 
+def write_critic(folder):
+    torch.manual_seed(4)
+    config = AutoConfig.for_model("qwen3", **SIZES, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder / "critic")
+
+
 def build(folder, kind, layout, **changes):
-    options = {"precision": Precision.FLOAT64, "optimizer": OPTIMIZER, "max_tokens_per_gpu": 50, "timeout_s": 60.0}
+    options = {"precision": Precision.FLOAT64, "optimizer": OPTIMIZER, "max_tokens_per_gpu": 50, "timeout_s": 180.0}
     options["parallel"] = LAYOUTS[layout]
     config = EngineConfig(model_path=str(folder / kind), **(options | changes))
     engine = create_engine("megatron", config)
@@ -79,9 +94,9 @@ def owners(size):
     return [draw.randrange(size) for _ in ranks.draw_rows(SEED)]
 
 
-def initial(folder):
-    """The weights before the first step."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+def initial(folder, factory=AutoModelForCausalLM):
+    """The weights of a folder."""
+    model = factory.from_pretrained(folder, dtype=torch.float64)
     return revert_weight_conversion(model, dict(model.named_parameters()))
 
 
@@ -112,6 +127,27 @@ def run(folder, kind, layout, before):
         seen["resumed_weights"] = ranks.weights(engine)
     engine.save_model(folder / f"{kind}-{layout}-model")
     engine.close()
+    return seen
+
+
+def value_loss(output, rows):
+    error = output.values - 0.5
+    return (error * error * rows["loss_mask"].values()).sum() / output.counts.tokens, {}
+
+
+def critic_step(engine, rows):
+    engine.optimizer_zero_grad()
+    output = engine.forward_backward_batch(ranks.batch_of(rows), value_loss)
+    return output.metrics["loss"], engine.optimizer_step(), ranks.weights(engine)
+
+
+def critics(folder, rank, size):
+    """One step of a critic in each layout."""
+    mine, seen = ranks.draw_rows(SEED)[rank::size], {}
+    for layout in ("tp2", "sp2", "pp2"):
+        engine = build(folder, "critic", layout, head=Head.VALUE)
+        seen[layout] = critic_step(engine, mine)
+        engine.close()
     return seen
 
 
@@ -153,6 +189,7 @@ def main(folder, cases):
         seen["bad_batch"] = str(error)
     seen["pairs"] = pairs_seen(first)
     first.close()
+    seen["critics"] = critics(folder, rank, holder._world.size)
     holder.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_engine import (
@@ -29,6 +29,7 @@ from rl_engine._optimizer import build_optimizer
 from rl_engine.losses import sft_loss
 from rl_engine.testing import EngineConformance, ragged_batch, write_tiny_model
 
+pytestmark = pytest.mark.timeout(600)  # fourteen engines in one start of two processes, on a machine that may be busy
 SCRIPT = Path(__file__).with_name("megatron_ranks.py")
 _spec = spec_from_file_location("megatron_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
@@ -47,6 +48,7 @@ class TestMegatronEngine(EngineConformance):
 def run_ranks(folder, size, cases):
     for kind in ranks.MODELS:
         ranks.write_model(folder, kind)
+    ranks.write_critic(folder)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,7 +63,7 @@ def run_ranks(folder, size, cases):
         for rank in range(size)
     ]
     try:
-        errors = [process.communicate(timeout=270)[1] for process in started]
+        errors = [process.communicate(timeout=500)[1] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -230,6 +232,36 @@ def test_a_checkpoint_continues_on_the_other_backend(tmp_path, writer, reader):
     torch.testing.assert_close(weights, straight[2], rtol=1e-5, atol=1e-7)
 
 
+value_loss = ranks.value_loss
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2"])
+def test_a_critic_on_two_ranks_steps_like_one_on_one(two, layout):
+    engine = build(two["folder"] / "critic", backend="fsdp", head=Head.VALUE, optimizer=ranks.OPTIMIZER)
+    want = ranks.critic_step(engine, rows_of(ranks.SEED))
+    engine.close()
+    assert two["critics"][layout][:2] == pytest.approx(want[:2], rel=1e-5)
+    torch.testing.assert_close(two["critics"][layout][2], want[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", [Head.VALUE, Head.REWARD])
+def test_a_scalar_head_is_that_of_the_fsdp_backend(tmp_path, head):
+    write_tiny_model(tmp_path / "policy")
+    source, seen = tmp_path / "policy", []
+    for backend in ("fsdp", "megatron"):  # from a policy, whose new head is zero
+        engine = build(source, backend=backend, head=head)
+        engine.forward_backward_batch(BATCH, value_loss)
+        engine.optimizer_step()
+        engine.save_model(tmp_path / backend)
+        engine.close()
+        step = ranks.initial(tmp_path / backend, AutoModelForSequenceClassification)
+        engine = build(tmp_path / backend, head=head)
+        seen.append((step, engine.forward_backward_batch(BATCH, None).columns["values"].values()))
+        engine.close()
+    assert seen[0][1].abs().max() > 0.01
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"init": ModelInit.RANDOM, "seed": 4}])
 def test_it_steps_like_the_fsdp_backend(tmp_path, changes):
     write_tiny_model(tmp_path)
@@ -285,7 +317,7 @@ def test_rope_of_llama3_is_taken_over(tmp_path):
         ({"parallel": ParallelConfig(cp=2)}, "no context parallelism"),
         ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp is 0"),
         ({"parallel": ParallelConfig(sequence_parallel=True)}, "it would do nothing"),
-        ({"head": Head.VALUE}, "no scalar head"),
+        ({"head": Head.VALUE, "entropy": True}, "entropy is that of a language-model head"),
         ({"lora": LoraConfig()}, "no LoRA adapters"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from rl_engine.errors import ConfigError, ModelFolderError
+from rl_engine.types import Head
 
 if TYPE_CHECKING:
     from rl_engine.types import ParallelConfig
@@ -44,7 +45,9 @@ class Architecture:
     norm_eps: float
     """Of RMSNorm."""
     is_tied: bool
-    """The head is the embedding."""
+    """The language-model head is the embedding."""
+    has_scalar_head: bool
+    """The head gives one number, as a sequence classifier with one label."""
     has_qkv_bias: bool
     """Query, key and value projections have a bias."""
     has_qk_norm: bool
@@ -59,7 +62,7 @@ class Architecture:
     """The chosen experts' probabilities are scaled to sum to 1."""
 
 
-def read_architecture(config: Any) -> Architecture:
+def read_architecture(config: Any, head: Head) -> Architecture:
     """Take what is needed from a transformers config.
 
     Raises:
@@ -85,7 +88,8 @@ def read_architecture(config: Any) -> Architecture:
         pad_id=config.pad_token_id,
         context=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
-        is_tied=bool(config.tie_word_embeddings),
+        is_tied=bool(config.tie_word_embeddings) and head == Head.LM,
+        has_scalar_head=head != Head.LM,
         has_qkv_bias=kind == "qwen2",
         has_qk_norm=kind in ("qwen3", "qwen3_moe"),
         num_experts=config.num_experts if kind == "qwen3_moe" else 0,

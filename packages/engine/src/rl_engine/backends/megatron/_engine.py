@@ -55,13 +55,13 @@ class MegatronEngine(Engine):
         if self._state is not None:
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
-        if config.head != Head.LM:
-            raise ConfigError(f"The megatron backend has no scalar head; head is {config.head}. Use the fsdp backend.")
+        if config.entropy and config.head != Head.LM:
+            raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
         if config.lora is not None:
             raise ConfigError("The megatron backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
         source = _folder.read_config(Path(config.model_path))
         check_parallel(config.parallel)
-        check_divides(read_architecture(source), config.parallel)
+        check_divides(read_architecture(source, config.head), config.parallel)
         world = join_world(timeout_s=config.timeout_s, needs_group=True)
         try:
             check_world(config.parallel, world.size)
@@ -130,10 +130,10 @@ class MegatronEngine(Engine):
         if has_backward:
             self._optimizer("run a backward pass (say forward_only=True)")
         state, budget = self._built(), self._config.max_tokens_per_gpu
-        needs_mask, device = loss_function is not None, state.world.device
+        needs_mask = loss_function is not None
 
         def prepare() -> RowBatch:
-            batch = RowBatch(data, needs_mask=needs_mask, device=device)
+            batch = self._rows(data, needs_mask=needs_mask)
             self._check_fit(batch)
             return batch
 
@@ -167,6 +167,10 @@ class MegatronEngine(Engine):
         state.schedule_step += 1
         return self._apply_schedule(optimizer)
 
+    def _rows(self, data: TensorDict, *, needs_mask: bool) -> RowBatch:
+        device, feeds_last = self._built().world.device, self._config.head == Head.REWARD
+        return RowBatch(data, needs_mask=needs_mask, device=device, feeds_last=feeds_last)
+
     def _check_fit(self, batch: RowBatch) -> None:
         arch = self._built().arch
         longest = max(batch.lengths, default=0)
@@ -181,7 +185,7 @@ class MegatronEngine(Engine):
         mine: tuple[int, int] | BatchError
         try:
             merged, first = merge_rows(data, state.layout.model)
-            batch = RowBatch(merged, needs_mask=needs_mask, device=state.world.device)
+            batch = self._rows(merged, needs_mask=needs_mask)
             mine = first, len(plan_rows(batch.lengths, batch.units(), self._config.max_tokens_per_gpu))
         except BatchError as error:
             mine = error
@@ -197,11 +201,11 @@ class MegatronEngine(Engine):
         """This rank's rows of what the last stage computed."""
         layout, place = self._built().layout, data.get("completion_token_ids").device
         if layout.model.size == 1:
-            return columns_of(batch, tally, place, "logprobs")
-        names = ["logprobs", "entropy"] if self._config.entropy else ["logprobs"]
+            return columns_of(batch, tally, place, self._main)
+        names = [self._main, "entropy"] if self._config.entropy else [self._main]
         offsets, columns = batch.completion_offsets, {}
-        found = columns_of(batch, tally, self._built().world.device, "logprobs") if layout.is_last_stage else None
-        for name in names if batch.num_rows else ["logprobs"]:
+        found = columns_of(batch, tally, self._built().world.device, self._main) if layout.is_last_stage else None
+        for name in names if batch.num_rows else [self._main]:
             wide = torch.promote_types(DTYPES[self._config.precision], torch.float32)
             values = torch.empty(int(offsets[-1]), dtype=wide, device=self._built().world.device)
             if found is not None and batch.num_rows:
@@ -222,7 +226,7 @@ class MegatronEngine(Engine):
         state = self._built()
         weights = {name: tensor.cpu() for name, tensor in state.export() if state.world.rank == 0}
         if state.world.rank == 0:
-            _folder.write_model(path, empty_model(state.source), weights, self._config.model_path)
+            _folder.write_model(path, empty_model(state.source, self._config.head), weights, self._config.model_path)
         state.world.barrier()
 
     def save_checkpoint(self, path: str | Path, step: int) -> None:
@@ -256,6 +260,11 @@ class MegatronEngine(Engine):
         return manifest.step
 
     # Small helpers
+
+    @property
+    def _main(self) -> str:
+        """The column that is always there."""
+        return "logprobs" if self._config.head == Head.LM else "values"
 
     def _apply_schedule(self, optimizer: ShardedAdamW) -> float:
         assert self._config.optimizer is not None

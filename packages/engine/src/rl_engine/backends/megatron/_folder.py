@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_engine import _folder
+from rl_engine.backends.megatron._weights import SCORE
 from rl_engine.errors import ModelFolderError
+from rl_engine.types import Head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 class SliceReader:
     """The safetensors files of a folder, checked against the tensors that the model wants. A context manager."""
 
-    def __init__(self, folder: str | Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> None:
+    def __init__(self, folder: str | Path, wanted: Mapping[str, tuple[int, ...]], *, head: Head, is_tied: bool) -> None:
         """Open the files and compare names and shapes; no tensor is read.
 
         Raises:
@@ -38,16 +41,22 @@ class SliceReader:
         for file in files:
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
             self._file_of |= dict.fromkeys(opened.keys(), opened)
-        ignored = {"lm_head.weight"} if is_tied else set[str]()
+        missing = set(wanted) - set(self._file_of)
+        self._zeros = {SCORE: wanted[SCORE]} if missing == {SCORE} else {}  # a causal LM gets a new scalar head
+        ignored = {"lm_head.weight"} if is_tied or (head != Head.LM and self._zeros) else set[str]()
         extra = set(self._file_of) - set(wanted) - ignored
-        _folder.refuse_tensors(self._folder, "lacks", set(wanted) - set(self._file_of))
+        _folder.refuse_tensors(self._folder, "lacks", missing - set(self._zeros))
         _folder.refuse_tensors(
             self._folder, "has, beyond what the architecture takes,",
             (name for name in extra if not name.endswith("rotary_emb.inv_freq")),
         )  # fmt: skip
-        shapes = {name: tuple(self._file_of[name].get_slice(name).get_shape()) for name in wanted}
+        shapes = {
+            name: tuple(self._file_of[name].get_slice(name).get_shape()) for name in wanted if name in self._file_of
+        }
         _folder.refuse_tensors(
-            self._folder, "has with another shape", (name for name in wanted if shapes[name] != tuple(wanted[name]))
+            self._folder,
+            "has with another shape",
+            (name for name, shape in shapes.items() if shape != tuple(wanted[name])),
         )
 
     def __enter__(self) -> Self:
@@ -58,12 +67,15 @@ class SliceReader:
 
     def __call__(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Part of one tensor, on the CPU, in the file's number format."""
+        if name in self._zeros:
+            return torch.zeros(self._zeros[name])[part]
         return self._file_of[name].get_slice(name)[part]
 
 
-def empty_model(config: Any) -> Any:
+def empty_model(config: Any, head: Head) -> Any:
     """The transformers model of a config without memory for its weights: for its config files and rotary table."""
-    from transformers import AutoModelForCausalLM
-
+    if head != Head.LM:
+        config.num_labels = 1
+    factory = AutoModelForCausalLM if head == Head.LM else AutoModelForSequenceClassification
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return factory.from_config(config)

@@ -106,6 +106,9 @@ class StageModel(GPTModel):
             share_embeddings_and_output_weights=arch.is_tied,
             position_embedding_type="none",
         )
+        if arch.has_scalar_head and self.post_process:
+            del self.output_layer
+            self.score = nn.Linear(arch.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Nothing: both stages of a tied embedding read the same tensor, and the optimizer sums its gradients."""
@@ -163,10 +166,20 @@ class Stage(nn.Module):
         return hidden if norm is None else norm(hidden)
 
     def score(self, hidden: Tensor, rows: PackedRows) -> Scores:
-        """Log-prob (and entropy) of each completion token, each `[C]`, from the last stage's `hidden`.
+        """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`."""
+        return self._values(hidden, rows) if self._arch.has_scalar_head else self._logprobs(hidden, rows)
 
-        With tensor parallelism each rank makes the logits of its part of the vocabulary; only five numbers per token
-        are exchanged.
+    def _values(self, hidden: Tensor, rows: PackedRows) -> Scores:
+        """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
+        if self.model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        values = self.model.score(take_rows(hidden[:, 0], rows.score_index))[:, 0]
+        return Scores(values=values.to(torch.promote_types(values.dtype, torch.float32)))
+
+    def _logprobs(self, hidden: Tensor, rows: PackedRows) -> Scores:
+        """With tensor parallelism each rank makes the logits of its part of the vocabulary.
+
+        Only five numbers per token are exchanged.
         """
         if self.model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)

@@ -43,7 +43,7 @@ class State:
     def __init__(self, config: EngineConfig, source: Any, world: World, layout: Layout) -> None:
         dtype = DTYPES[config.precision]
         self.source, self.world, self.layout = source, world, layout
-        self.arch = read_architecture(source)
+        self.arch = read_architecture(source, config.head)
         self.entries = plan_weights(self.arch, pp=layout.pp.size, ep=layout.ep.size)
         self.schedule_step = 0
         with megatron_calls():
@@ -136,7 +136,9 @@ class State:
             # Every rank draws the whole model, in the fsdp backend's number format: weights depend on neither.
             trains_narrow = config.optimizer is not None and config.precision == Precision.BFLOAT16
             drawn = torch.float32 if trains_narrow else DTYPES[config.precision]
-            whole = _folder.load_model(config.model_path, init=config.init, dtype=drawn, seed=config.seed)
+            whole = _folder.load_model(
+                config.model_path, init=config.init, dtype=drawn, seed=config.seed, head=config.head
+            )
             named: dict[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
 
             def read_drawn(name: str, part: tuple[slice, ...]) -> Tensor:
@@ -144,7 +146,9 @@ class State:
 
             read_into(parameters, self.entries, self.arch, self.layout, read_drawn)
             return
-        with SliceReader(config.model_path, shapes_of(self.entries), is_tied=self.arch.is_tied) as read:
+        with SliceReader(
+            config.model_path, shapes_of(self.entries), head=config.head, is_tied=self.arch.is_tied
+        ) as read:
             read_into(parameters, self.entries, self.arch, self.layout, read)
 
 

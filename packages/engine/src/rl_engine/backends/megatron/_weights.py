@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rl_engine.backends.megatron._layout import Axis, Layout
 
 
+SCORE = "score.weight"
+
+
 class Cut(StrEnum):
     """How a Hugging Face tensor is split over tensor-parallel ranks."""
 
@@ -88,7 +91,9 @@ def plan_weights(arch: Architecture, *, pp: int, ep: int) -> list[Entry]:
             entries += _experts(arch, f"model.layers.{layer}.mlp", f"decoder.layers.{local}.mlp", stage, ep)
     norm = {"model.norm.weight": (arch.hidden_size,)}
     entries.append(Entry(parameter="decoder.final_layernorm.weight", tensors=norm, stage=pp - 1))
-    if not arch.is_tied:
+    if arch.has_scalar_head:
+        entries.append(Entry(parameter=SCORE, tensors={SCORE: (1, arch.hidden_size)}, stage=pp - 1))
+    elif not arch.is_tied:
         entries.append(_head("lm_head.weight", vocab, pp - 1))
     elif pp > 1:
         entries.append(_head("model.embed_tokens.weight", vocab, pp - 1, is_copy=True))
