@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
 from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_options
 from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of
-from rl_ckpt.errors import AddressError, PeerLostError, ProtocolError
+from rl_ckpt.errors import AddressError, CkptError, PeerLostError, ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -177,7 +178,10 @@ class NixlReceive(ReceiveTransport):
         num_bytes = session.num_slots * session.bucket_bytes
         if len(session.memory) <= _ADDRESS.size or not 0 < num_bytes <= MAX_RING_BYTES:
             raise ProtocolError(f"{link.peer} announced a session without a ring that NIXL could read")
-        self._session, self._reader = session, Reader(session)
+        try:
+            self._session, self._reader = session, Reader(session)
+        except Exception as error:  # NIXL has a class for each of its errors, and no common one that it exports
+            raise PeerLostError(f"NIXL could not reach the ring of {link.peer}: {error!r}") from error
         self._slots = list(self._reader.slots)
         return self._slots
 
@@ -188,11 +192,21 @@ class NixlReceive(ReceiveTransport):
         try:
             self._reader.start(slot, content.numel())
             waits.until(self._reader.is_done)
-        except BaseException:  # the read may go on, so nothing else may land in that memory
-            self._reader.close()
+        except BaseException as error:  # the read may go on, so nothing else may land in that memory
+            self._renew()
+            if isinstance(error, CkptError) or not isinstance(error, Exception):
+                raise
+            raise PeerLostError(f"NIXL could not read the sender's memory: {error!r}") from error
+
+    def _renew(self) -> None:
+        """Read into other memory from now on; into none if the sender is gone, which the next read then says."""
+        if self._reader is None or self._session is None:
+            return
+        self._reader.close()
+        self._reader = None
+        with suppress(Exception):  # NIXL's errors have no common class
             self._reader = Reader(self._session)
             self._slots[:] = self._reader.slots
-            raise
 
     def release(self) -> None:
         """Let go of the sender's memory."""
