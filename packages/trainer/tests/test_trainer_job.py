@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from rl_trainer.config import WarmupConfig, load_config
 from rl_trainer.data import load_datasets
@@ -113,6 +114,31 @@ def test_fully_async_runs_ahead_and_resumes_with_what_was_pending(model, tmp_pat
     # Every prompt that was drawn has been learned from, in one run or the other: none is left, none was drawn again.
     last = json.loads((second / "checkpoint-6" / "trainer_state.json").read_text())
     assert (last["position"], last["pending"]) == (24, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [["engine.backend=megatron", "engine.world_size=2", "engine.parallel.tp=2"]])
+def test_another_engine_in_another_layout_has_the_same_losses(model, tmp_path, engine):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for output_dir, overrides in ((one, []), (other, engine)):
+        process = start(model, output_dir, *LEARNING, *overrides, "steps=2")
+        assert process.wait(300) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
+    assert len(losses(one)) == 2
+    assert losses(other) == pytest.approx(losses(one), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_and_reaches_the_servers(model, tmp_path):
+    output_dir = tmp_path / "out"
+    overrides = [*LEARNING, "engine.lora.rank=4", "steps=2"]
+    assert start(model, output_dir, *overrides).wait(200) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(r["metrics"]["mismatch_abs"] < 1e-4 for r in records if r["metrics"])  # sampler and engine agree
+    saved = output_dir / "checkpoint-2" / "model" / "model.safetensors"
+    with safe_open(saved, "pt") as after, safe_open(Path(model) / "model.safetensors", "pt") as before:
+        assert set(after.keys()) == set(before.keys())
+        name = next(key for key in before.keys() if "q_proj" in key)  # noqa: SIM118 - a file, not a mapping
+        assert not after.get_tensor(name).equal(before.get_tensor(name))
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ def test_counts_by_hand():
         (["batch.group_size=1"], PlanError, "batch.group_size must be at least 2"),
         (["algorithm.advantage=gae2"], ConfigError, "there are .*grpo"),
         (["algorithm.loss=pp0"], ConfigError, "there are ppo"),
+        (["engine.world_size=2", "engine.parallel.tp=4"], PlanError, r"world_size=2 is no multiple of .* 4 x 1 x 1"),
+        (["engine.lora.rank=0"], ConfigError, "engine.lora.rank: Input should be greater than 0"),
         (["runtime=inline", "engine.world_size=2"], PlanError, "use runtime=ray"),
         (["rollout.top_p=0.9", "algorithm.old_logprobs=recompute"], PlanError, "set top_p=1"),
     ],

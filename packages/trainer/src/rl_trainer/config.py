@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
+from rl_engine.types import ParallelConfig
 from rl_trainer.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
@@ -96,6 +97,20 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    """A low-rank adapter that is trained instead of the model; servers get the model with it added in."""
+
+    rank: Positive = 16
+    """Columns of A's transpose and of B."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapter is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the adapter's input while training."""
+    target_modules: tuple[str, ...] = ()
+    """Names of linear layers, such as q_proj; empty: every linear layer but the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
     """The model engine that trains."""
 
@@ -103,6 +118,10 @@ class EngineSection:
     """Name of an installed rl-engine backend."""
     world_size: Positive = 1
     """Processes (one GPU each where there are GPUs)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is laid out over them; the rest is data parallel. A backend refuses what it cannot do."""
+    lora: LoraSection | None = None
+    """Train an adapter; None trains the model."""
     lr: float = 1e-6
     """Learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -117,6 +117,12 @@ def _check_algorithm(config: Config) -> None:
         _check_off_policy(config)
     if config.pipeline != "fully_async" and config.fully_async != AsyncSection():
         raise PlanError(f"the keys of fully_async do nothing with pipeline={config.pipeline}; leave them out")
+    layout, world_size = config.engine.parallel, config.engine.world_size
+    if world_size % (layout.tp * layout.pp * layout.cp):
+        raise PlanError(
+            f"engine.world_size={world_size} is no multiple of engine.parallel tp x pp x cp = "
+            f"{layout.tp} x {layout.pp} x {layout.cp}"
+        )
     if config.runtime == "inline" and config.engine.world_size > 1:
         raise PlanError(f"engine.world_size={config.engine.world_size} needs processes of its own: use runtime=ray")
     if config.rollout.top_p < 1.0 and algorithm.old_logprobs == "recompute":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import rl_tq
-from rl_engine.types import EngineConfig, MatmulPrecision, OptimizerConfig, Precision
+from rl_engine.types import EngineConfig, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
 from rl_rollout.types import ServerConfig
 from rl_trainer.base import ResourcePool
 from rl_trainer.data import PromptOrder
@@ -317,6 +317,8 @@ def create_engine(
     engine_config = EngineConfig(
         model_path=str(model_path),
         optimizer=optimizer if is_trained else None,
+        parallel=section.parallel,
+        lora=LoraConfig(**asdict(section.lora)) if is_trained and section.lora is not None else None,
         precision=Precision(section.precision),
         matmul_precision=MatmulPrecision(section.matmul_precision),
         max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
