@@ -60,8 +60,10 @@ def test_hand_computed_row():
 )
 def test_forward_and_backward_match_the_oracle(dtype, rows, vocab, pad, level, threads, softcap, temperature, seed):
     logits, labels = random_case(rows, vocab, dtype, seed, pad=pad)
+    generator = torch.Generator().manual_seed(seed)
+    g, h = torch.randn(2, rows, generator=generator)
     if temperature == "per row":
-        temperature = torch.rand(rows) + 0.5
+        temperature = torch.rand(rows, generator=generator) + 0.5
     options = {"temperature": temperature, "softcap": softcap}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -70,7 +72,6 @@ def test_forward_and_backward_match_the_oracle(dtype, rows, vocab, pad, level, t
         x = logits.detach().clone().as_strided(logits.shape, logits.stride()) if pad == 0 else logits.detach()
         x.requires_grad_()
         found = rl_csrc.logprobs(x, labels, entropy=True, sum_pi_squared=True, **options)
-        g, h = torch.randn(rows), torch.randn(rows)
         (found.logprobs * g + found.entropy * h).sum().backward()
     finally:
         _cpu.set_kernel_level(-1)
@@ -80,7 +81,8 @@ def test_forward_and_backward_match_the_oracle(dtype, rows, vocab, pad, level, t
     (wanted.logprobs * g + wanted.entropy * h).sum().backward()
     for a, b in zip(found, wanted, strict=True):
         assert_close(a, b.detach())
-    atol = STEP[dtype] * 1e-3 + 2e-6 * float(exact.grad.abs().max())
+    # What comes in, not what comes out: the two parts of the gradient may cancel, their rounding does not.
+    atol = STEP[dtype] * 1e-3 + 2e-6 * float((g.abs() + h.abs()).max())
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=STEP[dtype] + 1e-5, atol=atol)
 
 
