@@ -123,7 +123,7 @@ def _controller(run: Run) -> None:
 
 
 def _long_tail(run: Run) -> None:
-    steps = 20 if run.quick else 60
+    steps = 20 if run.quick else 40
     ahead = ["pipeline=fully_async", "algorithm.old_logprobs=rollout"]
     pipelines = {
         "sync": (run_sync, []),
