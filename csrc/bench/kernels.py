@@ -134,59 +134,62 @@ def _call_overhead(run: Run) -> None:
 
 
 def _linear(run: Run, width: int) -> None:
-    num, vocab = (128, 8192) if run.quick else (512, 32_768)
-    run.parameters(**{f"linear_{width}": [num, width, vocab]})
-    labels = torch.randint(vocab, (num,))
     amx = _cpu.kernel_level() == 4
-    for name, dtype, goal in (("bf16", torch.bfloat16, 1.0 if amx else 1.1), ("fp32", torch.float32, 1.1)):
-        hidden = torch.randn(num, width).to(dtype)
-        weight = (torch.randn(vocab, width) / math.sqrt(width)).to(dtype)
-        grad = torch.randn(num, vocab).to(dtype)
-        out = torch.empty(num, vocab, dtype=dtype)
-        d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+    vocab = 8192 if run.quick else 32_768
+    _linear_in(run, width, "bf16", torch.bfloat16, vocab, goal=1.0 if amx else 1.1)
+    _linear_in(run, width, "fp32", torch.float32, 8192, goal=1.1)
 
-        def gemms(count: int, h=hidden, w=weight, g=grad, o=out, dh=d_hidden, dw=d_weight) -> None:
-            for _ in range(count - 2 if count > 1 else 1):
-                torch.mm(h, w.T, out=o)
-            if count > 1:
-                torch.mm(g, w, out=dh)
-                torch.mm(g.T, h, out=dw)
 
-        def both_ways(h=hidden, w=weight) -> None:
-            a, b = h.detach().requires_grad_(), w.detach().requires_grad_()
-            rl_csrc.linear_logprobs(a, b, labels).logprobs.sum().backward()
+def _linear_in(run: Run, width: int, name: str, dtype: torch.dtype, vocab: int, *, goal: float) -> None:
+    num = 128 if run.quick else 512
+    run.parameters(**{f"linear_{width}_{name}": [num, width, vocab]})
+    labels = torch.randint(vocab, (num,))
+    hidden = torch.randn(num, width).to(dtype)
+    weight = (torch.randn(vocab, width) / math.sqrt(width)).to(dtype)
+    grad = torch.randn(num, vocab).to(dtype)
+    out = torch.empty(num, vocab, dtype=dtype)
+    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
-        def peer(h=hidden, w=weight) -> None:
-            a, b = h.detach().requires_grad_(), w.detach().requires_grad_()
-            functional.cross_entropy((a @ b.T).float(), labels).backward()
+    def gemms(count: int) -> None:
+        for _ in range(count - 2 if count > 1 else 1):
+            torch.mm(hidden, weight.T, out=out)
+        if count > 1:
+            torch.mm(grad, weight, out=d_hidden)
+            torch.mm(grad.T, hidden, out=d_weight)
 
-        def with_loss(h=hidden, w=weight) -> None:
-            a, b = h.detach().requires_grad_(), w.detach().requires_grad_()
-            tokens = (torch.zeros(num), torch.ones(num), torch.ones(num), torch.tensor([0, num]))
-            rl_csrc.policy_loss_from_hidden(a, b, labels, *tokens, loss="reinforce").loss.backward()
+    def both_ways() -> None:
+        a, b = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        rl_csrc.linear_logprobs(a, b, labels).logprobs.sum().backward()
 
-        run.compare(
-            f"linear_logprobs + entropy forward, {name}, H={width}",
-            {"rl_csrc": lambda h=hidden, w=weight: rl_csrc.linear_logprobs(h, w, labels, entropy=True)},
-            peers={
-                "mm + cross_entropy": lambda h=hidden, w=weight: functional.cross_entropy((h @ w.T).float(), labels)
-            },
-            limit={"torch.mm": lambda: gemms(1)},
-            goal=f">= {1 / goal:.3f} of limit",
-        )
-        run.compare(
-            f"linear_logprobs forward + backward, {name}, H={width}",
-            {"rl_csrc": both_ways},
-            peers={"mm + cross_entropy": peer},
-            limit={"4 x torch.mm": lambda: gemms(4)},
-            goal=f">= {1 / 1.5:.3f} of limit",
-        )
-        run.compare(
-            f"policy_loss_from_hidden, {name}, H={width}",
-            {"rl_csrc": with_loss},
-            limit={"3 x torch.mm": lambda: gemms(3)},
-            goal=f">= {1 / 1.2:.3f} of limit",
-        )
+    def peer() -> None:
+        a, b = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        functional.cross_entropy((a @ b.T).float(), labels).backward()
+
+    def with_loss() -> None:
+        a, b = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        tokens = (torch.zeros(num), torch.ones(num), torch.ones(num), torch.tensor([0, num]))
+        rl_csrc.policy_loss_from_hidden(a, b, labels, *tokens, loss="reinforce").loss.backward()
+
+    run.compare(
+        f"linear_logprobs + entropy forward, {name}, H={width}",
+        {"rl_csrc": lambda: rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True)},
+        peers={"mm + cross_entropy": lambda: functional.cross_entropy((hidden @ weight.T).float(), labels)},
+        limit={"torch.mm": lambda: gemms(1)},
+        goal=f">= {1 / goal:.3f} of limit",
+    )
+    run.compare(
+        f"linear_logprobs forward + backward, {name}, H={width}",
+        {"rl_csrc": both_ways},
+        peers={"mm + cross_entropy": peer},
+        limit={"4 x torch.mm": lambda: gemms(4)},
+        goal=f">= {1 / 1.5:.3f} of limit",
+    )
+    run.compare(
+        f"policy_loss_from_hidden, {name}, H={width}",
+        {"rl_csrc": with_loss},
+        limit={"3 x torch.mm": lambda: gemms(3)},
+        goal=f">= {1 / 1.2:.3f} of limit",
+    )
 
 
 def _tokens(run: Run) -> None:
