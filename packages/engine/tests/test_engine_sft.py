@@ -233,6 +233,26 @@ def test_another_run_is_not_resumed(tmp_path, model):
         train(resumable(tmp_path, model, resume=True, batch_size=5), lambda _: None)
 
 
+def test_a_run_that_never_saved_is_not_resumed_from_the_checkpoint_of_the_one_before(tmp_path, model):
+    train(resumable(tmp_path, model), lambda _: None)
+
+    def stop(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(resumable(tmp_path, model, lr=1e-3), stop)
+    with pytest.raises(ConfigError, match=r"written with lr=0.01, this run has 0.001"):
+        train(resumable(tmp_path, model, lr=1e-3, resume=True), lambda _: None)
+
+
+def test_a_checkpoint_whose_replacement_was_cut_off_is_still_found(tmp_path, model):
+    train(resumable(tmp_path, model, steps=4), lambda _: None)
+    (tmp_path / "out.checkpoint").rename(tmp_path / ".out.checkpoint.previous")
+    lines = []
+    train(resumable(tmp_path, model, steps=4, resume=True), lines.append)
+    assert lines == ["resumed after step 4"]
+
+
 def test_held_out_rows_are_scored_and_not_learned(tmp_path, model):
     lines = []
     held_out = write(tmp_path / "eval.jsonl", [chat("9+9=", "18")])

@@ -8,11 +8,12 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from rl_engine._folder import previous_folder
 from rl_engine._rows import RowBatch
 from rl_engine.errors import ConfigError
 from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, Precision
@@ -189,7 +190,7 @@ def run(
     recent: deque[dict[str, float]] = deque(maxlen=config.log_every)
     means: dict[str, float] = {}
     evaluated: dict[str, float] = {}
-    tokens, folder = 0, checkpoint_folder(config)
+    tokens = 0
     done = _resumed(config, worker, num_items)
     if done and rank == 0:
         report(f"resumed after step {done}")
@@ -213,7 +214,7 @@ def run(
             if rank == 0:
                 report(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
         if config.save_every and (step % config.save_every == 0 or is_last):
-            worker.save_state(folder)
+            _save(config, worker, num_items)
         if is_last:
             break
     worker.save_weights(config.output_dir)
@@ -227,25 +228,37 @@ def run(
     )
 
 
+def _identity(config: RunConfig, num_items: int) -> dict[str, Any]:
+    """What makes a run the same run, as JSON gives it back."""
+    same = {name: value for name, value in asdict(config).items() if name not in _FREE_ON_RESUME}
+    return json.loads(json.dumps(same | {"rows in data_path": num_items}))
+
+
+def _record_file(config: RunConfig) -> Path:
+    folder = checkpoint_folder(config)
+    return folder.with_name(f"{folder.name}.json")
+
+
 def _resumed(config: RunConfig, worker: TrainingWorker, num_items: int) -> int:
     """Load the checkpoint of the same run, if there is one and it is wanted; steps taken by then."""
-    folder = checkpoint_folder(config)
-    record = folder.with_name(f"{folder.name}.json")
-    same = {name: value for name, value in asdict(config).items() if name not in _FREE_ON_RESUME}
-    mine = json.loads(json.dumps(same | {"rows in data_path": num_items}))
-    if config.resume and (folder / "manifest.json").is_file():
-        written = json.loads(record.read_text()) if record.is_file() else {}
-        for name in sorted(mine.keys() | written.keys()):
-            if mine.get(name) != written.get(name):
-                raise ConfigError(
-                    f"{folder} was written with {name}={written.get(name)}, this run has {mine.get(name)}; "
-                    "resumed, it would not be the same run. Say resume=false to start anew."
-                )
-        return worker.load_state(folder)
-    if config.save_every and rank_and_size()[0] == 0:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(mine))
-    return 0
+    folder, record = checkpoint_folder(config), _record_file(config)
+    if not config.resume or not any((place / "manifest.json").is_file() for place in (folder, previous_folder(folder))):
+        return 0
+    mine, written = _identity(config, num_items), json.loads(record.read_text()) if record.is_file() else {}
+    for name in sorted(mine.keys() | written.keys()):
+        if mine.get(name) != written.get(name):
+            raise ConfigError(
+                f"{folder} was written with {name}={written.get(name)}, this run has {mine.get(name)}; "
+                "resumed, it would not be the same run. Say resume=false to start anew."
+            )
+    return worker.load_state(folder)
+
+
+def _save(config: RunConfig, worker: TrainingWorker, num_items: int) -> None:
+    """The record comes after the checkpoint: one that belongs to another run is never taken for this one's."""
+    worker.save_state(checkpoint_folder(config))
+    if rank_and_size()[0] == 0:
+        _record_file(config).write_text(json.dumps(_identity(config, num_items)))
 
 
 def evaluate(worker: TrainingWorker, loss_function: LossFunction, rows: Rows) -> dict[str, float]:

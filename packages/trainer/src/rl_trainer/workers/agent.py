@@ -255,7 +255,9 @@ class AgentWorker:
         return EvalReport(rewards=tuple(rewards), num_failed=num_failed)
 
     def close(self) -> None:
-        """Leave the servers and the queue, and stop the loop."""
+        """End what still streams, leave the servers and the queue, and stop the loop."""
+        for stream in self._streams:
+            stream.cancel()
         self._loop.run(self._runner.close(), 30.0)
         self._loop.run(self._router.stop(), 30.0)
         self._loop.close()
