@@ -31,6 +31,9 @@ NUM_LAST_LINES = 20
 STOP_TIMEOUT_S = 10.0
 """How long a server may take to end by itself before it is killed, seconds."""
 
+EXIT_TIMEOUT_S = 2.0
+"""How long to wait for the end of a server whose connection was lost, to tell its exit code and last lines, seconds."""
+
 
 def serve_command(backend: str, config: ServerConfig) -> list[str]:
     """The command line that serves `config`."""
@@ -128,7 +131,8 @@ class LaunchedServer(HttpServer):
         try:
             return await super().generate(request)
         except ServerLostError as error:
-            if self._process is not None and self._process.poll() is not None:
+            # A dying process closes its sockets before it can be waited for.
+            if self._process is not None and await self._has_ended(self._process, EXIT_TIMEOUT_S):
                 what = f"rl-serve (pid {self._process.pid}) ended with code {self._process.returncode}"
                 raise ServerLostError(self._told(what)) from error
             raise
