@@ -143,7 +143,7 @@ def test_a_broken_call_is_text_to_a_framework():
         ({"extra_body": {"best_of": 3}}, "best_of=3 is not supported"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "than text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "takes text"),
     ],
 )
 def test_a_field_that_is_not_honoured_is_refused(fields, sentence):
@@ -191,7 +191,9 @@ def test_sessions_do_not_mix():
         assert len(outputs) == 1
 
 
-def test_openai_agents_runs_unchanged():
+@pytest.mark.parametrize("endpoint", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_openai_agents_runs_unchanged(endpoint, is_streaming):
     agents = pytest.importorskip("agents", reason="needs openai-agents")
 
     async def use(client):
@@ -202,11 +204,16 @@ def test_openai_agents_runs_unchanged():
             """Add."""
             return a + b
 
-        model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+        model = getattr(agents, endpoint)(model="policy", openai_client=client)
         agent = agents.Agent(name="adder", instructions="use the tool", tools=[add], model=model)
-        return (await agents.Runner.run(agent, "1 + 2?")).final_output
+        if not is_streaming:
+            return (await agents.Runner.run(agent, "1 + 2?")).final_output
+        result = agents.Runner.run_streamed(agent, "1 + 2?")
+        async for _ in result.stream_events():
+            pass
+        return result.final_output
 
-    turn = call("add", a=1, b=2)
+    turn = "I add. " + call("add", a=1, b=2)
     answer, (output,) = with_client(says(turn, "it is 3"), use)
     assert answer == "it is 3"
     assert decoded(output, 1) == turn + "<|im_end|>it is 3<|im_end|>"

@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING, Any, cast
 from rl_agent.types import ParsedTurn, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _THINK = re.compile(r"^(?:.*?<think>)?(.*?)</think>", re.DOTALL)
+
+
+def opened_by(*marks: str) -> Callable[[Callable[[str], ParsedTurn]], Callable[[str], ParsedTurn]]:
+    """Tells of a parser what its calls, and its reasoning, start with: text before these may be shown as it comes."""
+
+    def tell(parse: Callable[[str], ParsedTurn]) -> Callable[[str], ParsedTurn]:
+        vars(parse)["opened_by"] = marks
+        return parse
+
+    return tell
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

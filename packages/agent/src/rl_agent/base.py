@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     from rl_agent.types import AgentLoopOutput, Tokenizer
-    from rl_rollout.types import GenerateRequest, TokenOutput
+    from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
 
 
 class Generator(Protocol):
@@ -15,6 +17,15 @@ class Generator(Protocol):
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         """Token ids in, token ids out."""
+        ...
+
+
+@runtime_checkable
+class StreamingGenerator(Protocol):
+    """A generator that gives tokens as they come, as rl-rollout's embedded server does."""
+
+    def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The chunks of an answer; leaving early ends the generation."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import blocks, call_of, malformed, split_reasoning, turn
+from rl_agent._calls import blocks, call_of, malformed, opened_by, split_reasoning, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall
@@ -14,6 +14,7 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _FENCE = re.compile(r"^(?P<name>[^\n]*)\n```json\n(?P<arguments>.*?)\n?```", re.DOTALL)
 
 
+@opened_by("<｜tool▁calls▁begin｜>", "<think>")
 def parse(text: str) -> ParsedTurn:
     """Take a turn apart. Format: the chat templates of https://huggingface.co/deepseek-ai."""
     reasoning, text = split_reasoning(text)

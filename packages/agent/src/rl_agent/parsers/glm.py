@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._calls import blocks, call_of, malformed, split_reasoning, turn
+from rl_agent._calls import blocks, call_of, malformed, opened_by, split_reasoning, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
+@opened_by("<tool_call>", "<think>")
 def parse(text: str) -> ParsedTurn:
     """Take a turn apart. Format: the chat templates of https://huggingface.co/zai-org."""
     reasoning, text = split_reasoning(text)

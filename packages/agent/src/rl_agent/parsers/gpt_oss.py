@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import call_of, malformed, turn
+from rl_agent._calls import call_of, malformed, opened_by, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
+@opened_by("<|", " to=")
 def parse(text: str) -> ParsedTurn:
     """Take a turn apart. Format: https://developers.openai.com/cookbook/articles/openai-harmony."""
     content, reasoning, calls = "", "", list["ToolCall"]()

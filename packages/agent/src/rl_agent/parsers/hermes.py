@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import blocks, calls_of_json, malformed, split_reasoning, turn
+from rl_agent._calls import blocks, calls_of_json, malformed, opened_by, split_reasoning, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn
 
 
+@opened_by("<tool_call>", "<think>")
 def parse(text: str) -> ParsedTurn:
     """Take a turn apart. Format: https://github.com/NousResearch/Hermes-Function-Calling."""
     reasoning, text = split_reasoning(text)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import blocks, call_of, malformed, split_reasoning, turn
+from rl_agent._calls import blocks, call_of, malformed, opened_by, split_reasoning, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall
 
 
+@opened_by("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<think>")
 def parse(text: str) -> ParsedTurn:
     """Take a turn apart. Format: https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/docs."""
     reasoning, text = split_reasoning(text)

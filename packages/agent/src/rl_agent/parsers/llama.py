@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import calls_of_json, malformed, turn
+from rl_agent._calls import calls_of_json, malformed, opened_by, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _TAG = "<|python_tag|>"
 
 
+@opened_by("<|python_tag|>", "{")
 def parse(text: str) -> ParsedTurn:
     """Take a turn apart. Format: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1."""
     content, tag, body = text.partition(_TAG)

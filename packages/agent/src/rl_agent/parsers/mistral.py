@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import call_of, calls_of_json, turn
+from rl_agent._calls import call_of, calls_of_json, opened_by, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall
 
 
+@opened_by("[TOOL_CALLS]")
 def parse(text: str) -> ParsedTurn:
     """Take a turn apart. Format: https://docs.mistral.ai/capabilities/function_calling (tokenizers v3 to v13)."""
     content, *bodies = text.split("[TOOL_CALLS]")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rl_agent.errors import RowError
+from rl_agent.proxy._call import parsed_arguments
 from rl_agent.types import AgentLoopOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from rl_rollout.types import TokenOutput
 
 MessageKey = tuple[Any, ...]
@@ -33,59 +35,54 @@ class Exchange:
     """The request's tools, as JSON."""
     text: str
     """The answer as text."""
+    response_id: str
+    """What the client knows the answer by."""
 
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
     """See `MessageKey`: role, text, calls by name and arguments, and the call that is answered."""
     calls = tuple(
-        (str(call["function"]["name"]), json.dumps(_arguments(call["function"].get("arguments")), sort_keys=True))
+        (str(call["function"]["name"]), json.dumps(parsed_arguments(call["function"].get("arguments")), sort_keys=True))
         for call in message.get("tool_calls") or ()
     )
     return (message["role"], str(message["content"]).strip(), calls, message.get("tool_call_id"))
 
 
-def plain_message(message: Any) -> dict[str, Any]:
-    """A message of the OpenAI format as chat templates take it: text for content, objects for arguments.
+def find_parent(
+    exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str, previous: str | None
+) -> tuple[int | None, int]:
+    """`(parent, num_known)`: the exchange that a call goes on with, and how many of its messages that one holds.
+
+    It is the one named `previous`, else the newest of those that hold most of the conversation.
 
     Raises:
-        RowError: it is no message, or holds something else than text.
+        RowError: there is no exchange `previous`, or the call changes what came before it.
     """
-    if not isinstance(message, dict) or "role" not in message:
-        raise RowError(f"message {message!r} has no role")
-    plain = dict(cast("dict[str, Any]", message))
-    content = plain.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = cast("Sequence[Any]", content)
-        if not all(isinstance(part, dict) and part.get("type") in ("text", "input_text") for part in parts):
-            raise RowError("a message's content holds something else than text; this endpoint takes text")
-        content = "".join(part["text"] for part in parts)
-    plain["content"] = content or ""
-    plain["role"] = "system" if plain["role"] == "developer" else plain["role"]
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"))}}
-            for call in plain["tool_calls"]
-        ]
-    return plain
-
-
-def _arguments(given: Any) -> Any:
-    """Arguments as an object, where their text is one."""
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        return given
-
-
-def longest_match(exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str) -> int | None:
-    """Index of the exchange that a new conversation goes on with; the newest of those that hold most of it."""
+    if previous is not None:
+        return _named(exchanges, conversation, tools, previous)
     best: int | None = None
     for index, each in enumerate(exchanges):
         length = len(each.conversation)
         is_prefix = length < len(conversation) and tuple(conversation[:length]) == each.conversation
         if is_prefix and each.tools == tools and (best is None or length >= len(exchanges[best].conversation)):
             best = index
-    return best
+    return best, 0 if best is None else len(exchanges[best].conversation)
+
+
+def _named(
+    exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str, previous: str
+) -> tuple[int, int]:
+    found = next((i for i, each in enumerate(exchanges) if each.response_id == previous), None)
+    if found is None:
+        raise RowError(f"previous_response_id={previous!r} is no response of this session")
+    if exchanges[found].tools != tools:
+        raise RowError(f"the tools differ from those of previous_response_id={previous!r}; a prompt cannot be changed")
+    has_system = conversation[0][0] == "system"
+    if has_system and conversation[0] != exchanges[found].conversation[0]:
+        raise RowError(
+            f"the instructions differ from those of previous_response_id={previous!r}; a prompt cannot be changed"
+        )
+    return found, int(has_system)
 
 
 def trajectories(exchanges: Sequence[Exchange], reward: float | None) -> list[AgentLoopOutput]:

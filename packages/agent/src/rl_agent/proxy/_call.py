@@ -1,0 +1,159 @@
+"""What a request to the proxy asks for and what it is answered, whichever of the endpoints it came by."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+from uuid import uuid4
+
+from rl_agent.errors import RowError
+from rl_rollout.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Mapping
+
+    from rl_agent.proxy._recording import Exchange
+    from rl_agent.types import ParsedTurn
+
+SAMPLING = {"temperature": (int, float), "top_p": (int, float), "seed": (int,)}
+"""Fields of `SamplingParams` that requests may set, with their types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request, checked."""
+
+    messages: tuple[dict[str, Any], ...]
+    """As chat templates take them; those of an earlier response that is named are left out."""
+    tools: tuple[dict[str, Any], ...]
+    """In the format of chat completions."""
+    sampling: Mapping[str, Any]
+    """Fields of `SamplingParams` that it sets."""
+    model: str
+    """What it calls the model."""
+    is_streaming: bool
+    """Whether it wants events."""
+    has_usage: bool = True
+    """Whether the events end with token counts."""
+    previous: str | None = None
+    """The response that it goes on with, where it names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model said to a call."""
+
+    exchange: Exchange
+    """As it is recorded."""
+    turn: ParsedTurn
+    """Taken apart; broken calls are text."""
+    call_ids: tuple[str, ...]
+    """One per call of the turn."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model did not come to its end."""
+        return self.exchange.output.finish_reason is not FinishReason.STOP
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Of the prompt, and of the answer."""
+        return len(self.exchange.prompt_token_ids), len(self.exchange.output.token_ids)
+
+    def arguments(self, index: int) -> str:
+        """JSON text of a call's arguments."""
+        return json.dumps(dict(self.turn.calls[index].arguments), ensure_ascii=False)
+
+
+class Writer(Protocol):
+    """Writes the answer to one call in the format of its endpoint."""
+
+    id: str
+    """Of the answer."""
+    last_line: bytes
+    """What closes a stream of events."""
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer in one piece."""
+        ...
+
+    def start(self) -> Iterator[dict[str, Any]]:
+        """Events before the first token."""
+        ...
+
+    def delta(self, reasoning: str, content: str) -> Iterator[dict[str, Any]]:
+        """Events of new text."""
+        ...
+
+    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """Events after the last token, whose text was told."""
+        ...
+
+
+def new_call_id() -> str:
+    """Nine letters and digits: some chat templates accept no other."""
+    return uuid4().hex[:9]
+
+
+def read_body(data: bytes, *, known: Container[str], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """A request's fields, without those that are null.
+
+    Args:
+        data: The request.
+        known: Fields that are honoured, or have no effect here.
+        neutral: Fields that are accepted at the values that change nothing.
+
+    Raises:
+        RowError: it is no JSON object, or holds something that is not honoured.
+    """
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise RowError(f"the request is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise RowError(f"the request is a {type(found).__name__}; a JSON object is needed")
+    body = {name: value for name, value in cast("dict[str, Any]", found).items() if value is not None}
+    for name, value in body.items():
+        if name not in known and value not in neutral.get(name, ()):
+            raise RowError(f"{name}={value!r} is not supported here; leave it out")
+    return body
+
+
+def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:
+    """Sampling parameters of a request; `limits` are the names that it may give `max_new_tokens`.
+
+    Raises:
+        RowError: one is not a number.
+    """
+    for name, types in (*SAMPLING.items(), *((limit, (int,)) for limit in limits)):
+        if name in body and (not isinstance(body[name], types) or isinstance(body[name], bool)):
+            raise RowError(f"{name} is {body[name]!r}; a number is needed")
+    given = {name: body[name] for name in SAMPLING if name in body}
+    for limit in limits:
+        if limit in body:
+            given["max_new_tokens"] = body[limit]
+    return given
+
+
+def plain_content(content: Any) -> str:
+    """A message's content as text, whether it is given as text or in parts.
+
+    Raises:
+        RowError: it holds something else than text.
+    """
+    if not isinstance(content, list):
+        return str(content or "")
+    parts = cast("list[Any]", content)
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")):
+            raise RowError(f"a message's content holds {part!r:.80}; this endpoint takes text")
+    return "".join(part["text"] for part in parts)
+
+
+def parsed_arguments(given: Any) -> Any:
+    """Arguments as an object, where their text is one."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
