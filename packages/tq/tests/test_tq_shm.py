@@ -371,7 +371,7 @@ def test_memory_is_used_again_but_never_under_a_reader(queue):
         assert queue.stats()["spare_segments"] == 6
         batches.clear()
         gc.collect()
-        until(lambda: len(queue._reusable) + len(queue._arena._spare) == 6)
+        until(lambda: len(queue._reusable) + len(queue._arena._arenas[None]._spare) == 6)
         before = queue.stats()["shared_bytes"]
         for i in range(20):
             meta = queue.put({"a": torch.full((4, LARGE), float(i))}, partition="p")

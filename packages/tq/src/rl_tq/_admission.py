@@ -71,7 +71,8 @@ class Admissions:
         if num_new and self._has_limits(put.partition):
             rows = max(0, num_new - (promise.num_rows if promise else 0))
             nbytes = max(0, put.nbytes - (promise.num_bytes if promise else 0))
-            if not self._has_room(put.partition, rows, nbytes) and not self._make_room(put, rows, nbytes):
+            has_room = self._has_room(put.partition, rows, nbytes) and self._fits_where_it_lies(put)
+            if not has_room and not self._make_room(put, rows, nbytes):
                 return None
         if promise is not None:
             promise.num_rows = max(0, promise.num_rows - num_new)
@@ -79,6 +80,25 @@ class Admissions:
             if not promise.num_rows:
                 del self._promises[put.credit]
         return self._enter(put, existing)
+
+    def spill(self, put: Put) -> str | None:
+        """The directory that a put's values belong in; None: they may stay in memory."""
+        options = self._options(put.partition)
+        if options.spill_bytes is None or put.is_spilled or self._fits_where_it_lies(put):
+            return None
+        if put.nbytes > options.spill_bytes:
+            return None  # it waits for memory
+        return options.spill_directory
+
+    def _fits_where_it_lies(self, put: Put) -> bool:
+        """Whether a put that may spill fits into what its partition has of memory or of files."""
+        options = self._options(put.partition)
+        if options.on_full is not OnFull.SPILL:
+            return True
+        home = self._state.partitions.get(put.partition)
+        in_memory, in_files = (home.nbytes, home.spilled_nbytes) if home else (0, 0)
+        held, limit = (in_files, options.spill_bytes) if put.is_spilled else (in_memory, options.max_bytes)
+        return limit is None or held + put.nbytes <= limit
 
     def _enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
         state = self._state
@@ -95,8 +115,9 @@ class Admissions:
                 names = [_untaken(f"row{number}", home) for number in numbers]
         schema = {name: column.to_json() for name, column in put.schema.items()}
         return state.put(
-            put.partition, put.extent, schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags
-        )
+            put.partition, put.extent, schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags,
+            put.is_spilled,
+        )  # fmt: skip
 
     def _existing(self, put: Put, home: Partition | None) -> list[Row | None]:
         """The rows that a put adds to, None where it makes one; empty when it makes all of them."""
@@ -186,7 +207,12 @@ class Admissions:
         return (
             f"partition {request.partition!r} has no room for {wanted}: it holds {len(home.rows) if home else 0} of "
             f"{options.row_limit} rows ({leased} leased), {home.nbytes if home else 0} of {options.max_bytes} bytes, "
-            f"and promised {rows} rows, {nbytes} bytes"
+            + (
+                f"{home.spilled_nbytes if home else 0} of {options.spill_bytes} in files, "
+                if options.spill_bytes
+                else ""
+            )
+            + f"and promised {rows} rows, {nbytes} bytes"
             + (f" to {', '.join(holders)}" if holders else "")
             + ". Rows leave when they are cleared"
             + (f", or acked by {list(options.tasks)}" if options.tasks else "")
@@ -224,7 +250,10 @@ class Admissions:
 
     def _check_possible(self, partition: str, num_rows: int, nbytes: int, what: str) -> None:
         options = self._options(partition)
-        for amount, limit, unit in ((num_rows, options.row_limit, "rows"), (nbytes, options.max_bytes, "bytes")):
+        byte_limit = options.byte_limit
+        if what == "a put" and options.spill_bytes is not None and options.max_bytes is not None:
+            byte_limit = max(options.max_bytes, options.spill_bytes)  # it is not divided
+        for amount, limit, unit in ((num_rows, options.row_limit, "rows"), (nbytes, byte_limit, "bytes")):
             if limit is not None and amount > limit:
                 raise QueueFullError(
                     f"{what} of {amount} {unit} can never enter partition {partition!r}, which takes {limit}: put "
@@ -234,11 +263,11 @@ class Admissions:
     def _has_room(self, partition: str, num_rows: int, nbytes: int) -> bool:
         options = self._options(partition)
         home = self._state.partitions.get(partition)
-        held_rows, held_bytes = (len(home.rows), home.nbytes) if home else (0, 0)
+        held_rows, held_bytes = (len(home.rows), home.nbytes + home.spilled_nbytes) if home else (0, 0)
         promised_rows, promised_bytes = self._promised(partition)
         row_limit = options.row_limit
         return (row_limit is None or not num_rows or held_rows + promised_rows + num_rows <= row_limit) and (
-            options.max_bytes is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.max_bytes
+            options.byte_limit is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.byte_limit
         )
 
     def _promised(self, partition: str) -> tuple[int, int]:
@@ -253,7 +282,7 @@ class Admissions:
         """
         options = self._options(put.partition)
         home = self._state.partitions.get(put.partition)
-        if options.on_full is OnFull.BLOCK:
+        if options.on_full in (OnFull.BLOCK, OnFull.SPILL):
             return False
         if options.on_full is OnFull.RAISE or home is None:
             raise QueueFullError(self.explain(put))

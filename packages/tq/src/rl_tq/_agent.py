@@ -104,7 +104,7 @@ class Compactor(ShmQueue):
         is_gain = layout.nbytes < plan["nbytes"]
         if is_gain:
             move: Message = {"op": "move", "old": plan["old"], "rows": plan["rows"], "nbytes": layout.nbytes}
-            self._store_extent(layout, move, self.timeout_s)
+            self._store_in(plan["spill"], layout, move, self.timeout_s)
         else:
             self._call({"op": "keep", "old": plan["old"]}, self.timeout_s)
         return True

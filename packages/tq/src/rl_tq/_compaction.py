@@ -31,6 +31,8 @@ class Plan(NamedTuple):
     """Extents, all of these columns."""
     rows: list[int]
     """Numbers of the rows in them that are not cleared."""
+    spill: str | None
+    """The directory that the copy belongs in, if they lie in files."""
 
 
 class Wasted:
@@ -74,10 +76,13 @@ class Wasted:
             rows: dict[int, None] = {}
             nbytes = 0
             for extent in extents:
-                alike = extent.partition == first.partition and extent.columns == first.columns
+                alike = (extent.partition, extent.columns, extent.is_spilled) == (
+                    first.partition, first.columns, first.is_spilled
+                )  # fmt: skip
                 if alike and (not chosen or (nbytes + extent.live_nbytes <= _MAX_BYTES and len(chosen) < _MAX_EXTENTS)):
                     chosen.append(extent.number)
                     nbytes += extent.live_nbytes
                     rows.update(dict.fromkeys(number for number in extent.rows if number in home.rows))
-            return Plan(first.partition, sorted(first.columns), chosen, list(rows))
+            spill = home.options.spill_directory if first.is_spilled else None
+            return Plan(first.partition, sorted(first.columns), chosen, list(rows), spill)
         return None

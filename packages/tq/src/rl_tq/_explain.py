@@ -68,6 +68,7 @@ def partition_stats(home: Partition) -> dict[str, Any]:
         "generation": home.generation,
         "rows": len(home.rows),
         "bytes": home.nbytes,
+        "spilled_bytes": home.spilled_nbytes,
         "columns": {column: str(schema) for column, schema in home.schema.items()},
         "weight_version": home.weight_version,
         "lag": home.weight_version - versions[0] if versions else 0,
@@ -96,14 +97,23 @@ def prometheus(stats: dict[str, Any]) -> str:
         series.setdefault(name, []).append(f"rl_tq_{name}{{{text}}} {value}" if text else f"rl_tq_{name} {value}")
 
     for name, home in stats["partitions"].items():
-        for key in ("rows", "bytes", "waiters", "weight_version", "lag", "promised_rows", "promised_bytes"):
+        for key in (
+            "rows",
+            "bytes",
+            "spilled_bytes",
+            "waiters",
+            "weight_version",
+            "lag",
+            "promised_rows",
+            "promised_bytes",
+        ):
             add(f"partition_{key}", home[key], partition=name)
         for reason, times in home["dropped"].items():
             add("dropped_rows_total", times, partition=name, reason=reason)
         for task, counts in home["tasks"].items():
             for key, kind in (("leased", "leased_rows"), ("acked", "acked_rows_total"), ("dead", "dead_rows")):
                 add(kind, counts[key], partition=name, task=task)
-    for key in ("rows", "bytes", "extents", "leases"):
+    for key in ("rows", "bytes", "spilled_bytes", "extents", "leases"):
         add(key, stats[key])
     add("leases_expired_total", stats["leases_expired"])
     for name, samples in series.items():

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from rl_tq._gather import OpenExtent
 from rl_tq._service import Caller, Message, Service, error_reply
-from rl_tq.errors import ServerLostError
+from rl_tq._spill import write_spilled
+from rl_tq.errors import QueueFullError, ServerLostError
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +54,18 @@ class Hub:
 
     def publish(self, request: Message, memory: torch.Tensor, owner: object) -> Future[Message]:
         """The future reply to a put; its extent is kept unless it fails."""
+        future = self._publish(request, memory, owner)
+        if future.done() and (directory := future.result().get("spill")):
+            try:
+                spilled = write_spilled(memory, directory)
+            except QueueFullError as error:
+                failed: Future[Message] = Future()
+                failed.set_result(error_reply(error))
+                return failed
+            return self._publish({**request, "is_spilled": True}, spilled, owner)
+        return future
+
+    def _publish(self, request: Message, memory: torch.Tensor, owner: object) -> Future[Message]:
         future: Future[Message] = Future()
         with self.lock:
             extent = next(self._numbers)

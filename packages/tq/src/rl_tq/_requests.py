@@ -48,6 +48,13 @@ class Located:
     """Every extent among them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spill:
+    """The answer to a put for which memory has no room: write it to a file, and put that."""
+
+    directory: str
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """Anything that may have to wait: parked until it can be answered or its deadline passes."""
@@ -102,6 +109,8 @@ class Put(Request):
     task: str = ""
     leases: Sequence[int] = ()
     """The leases under which the caller writes: refused if he lost one."""
+    is_spilled: bool = False
+    """Whether the extent lies in a file."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

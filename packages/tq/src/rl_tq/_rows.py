@@ -41,6 +41,8 @@ class Extent:
     """Where its rows are."""
     rows: Sequence[int]
     """Their numbers, those that are cleared among them. A range: row i of it lies at index i."""
+    is_spilled: bool = False
+    """Whether it lies in a file instead of memory."""
 
     @property
     def live_nbytes(self) -> int:
@@ -96,6 +98,9 @@ class Partition:
     by_version: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
     by_group: dict[Hashable, set[int]] = field(default_factory=dict["Hashable", set[int]])
     nbytes: int = 0
+    """Of its extents in memory."""
+    spilled_nbytes: int = 0
+    """Of those in files."""
     weight_version: int = 0
     tasks: dict[str, TaskLedger] = field(default_factory=dict[str, "TaskLedger"])
     dropped: Counter[str] = field(default_factory=Counter[str])
@@ -104,6 +109,13 @@ class Partition:
     """Training step to the rows that every declared task acked at it or before, for `keep_steps`."""
     changed: int = 0
     """Grows whenever it changes."""
+
+    def count(self, extent: Extent, times: int) -> None:
+        """Count an extent that comes (1) or goes (-1)."""
+        if extent.is_spilled:
+            self.spilled_nbytes += times * extent.nbytes
+        else:
+            self.nbytes += times * extent.nbytes
 
     def enter(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]] | None) -> None:
         """Take new rows in, with their tags."""

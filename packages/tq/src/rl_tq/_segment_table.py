@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from rl_tq._places import Stamps
 from rl_tq._segments import Segment
+from rl_tq._spill import spilled_files
 from rl_tq.errors import TransferQueueError
 
 if TYPE_CHECKING:
@@ -221,7 +222,9 @@ class SegmentTable:
         """Where all of them lie."""
         return map(self.record, self._extents)
 
-    def reopen(self, directory: Path, places: dict[int, list[Any]], last_number: int) -> None:
+    def reopen(
+        self, directory: Path, places: dict[int, list[Any]], last_number: int, spilled_to: Iterable[str] = ()
+    ) -> None:
         """Open the files of the extents that an earlier server left, and remove those of none."""
         by_file: dict[str, int] = {}
         for extent, (file, offset, nbytes, is_packed) in places.items():
@@ -236,7 +239,8 @@ class SegmentTable:
             held = self._segments[by_file[file]]
             held.extents.add(extent)
             held.put_nbytes = held.segment.nbytes
-        for path in directory.glob("*.segment"):
-            if path.name not in by_file:
+        kept = {directory / file for file in by_file}
+        for path in chain(directory.glob("*.segment"), *(spilled_files(directory, each) for each in spilled_to)):
+            if path not in kept:
                 path.unlink()
         self._numbers = count(last_number + len(by_file) + 1)

@@ -25,7 +25,7 @@ from rl_tq._backing import back
 from rl_tq.errors import QueueFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SEGMENT_BYTES = 64 << 20
@@ -119,6 +119,32 @@ def new_memory(nbytes: int) -> torch.Tensor:
     return memory
 
 
+class Source(NamedTuple):
+    """Where an arena's segments come from."""
+
+    create: Callable[[int], tuple[Segment, str | None]]
+    """A segment of so many bytes, and the file that the server is to name it by, if it outlives its processes."""
+    where: str
+    """In words."""
+
+
+def _memory(nbytes: int) -> tuple[Segment, None]:
+    return Segment.create(nbytes), None
+
+
+MEMORY = Source(_memory, "this host's shared memory")
+
+
+def files_of(directory: Path) -> Source:
+    """Files of a queue's own directory."""
+
+    def create(nbytes: int) -> tuple[Segment, str]:
+        name = f"{uuid.uuid4().hex}.segment"
+        return Segment.create(nbytes, directory / name), name
+
+    return Source(create, f"the file system of {directory}")
+
+
 class Block(NamedTuple):
     """Memory for one extent."""
 
@@ -151,14 +177,15 @@ class Arena:
         announce: Callable[[int, Segment, bool, str | None], None],
         seal: Callable[[int], None],
         retire: Callable[[int], None],
-        directory: Path | None = None,
+        source: Source = MEMORY,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self._announce = announce
         self._seal = seal
         self._retire = retire
-        self._directory = directory
+        self._source = source
         self._lock = threading.Lock()
-        self._numbers = count(1)
+        self._numbers = count(1) if numbers is None else numbers
         self._current = 0
         self._cursor = 0
         self._memory: dict[int, torch.Tensor] = {}
@@ -242,8 +269,7 @@ class Arena:
         """Have a segment's memory up to `stop` be there."""
         start = self._backed.get(number, 0)
         if stop > start:
-            where = f"the file system of {self._directory}" if self._directory else "this host's shared memory"
-            back(self._memory[number].data_ptr(), start, stop, where)
+            back(self._memory[number].data_ptr(), start, stop, self._source.where)
             self._backed[number] = stop
 
     def _open(self, nbytes: int, *, is_packed: bool) -> tuple[int, torch.Tensor]:
@@ -252,9 +278,7 @@ class Arena:
             if len(memory) == nbytes:
                 self._spare.remove(spare)
                 return spare.number, memory
-        name = None if self._directory is None else f"{uuid.uuid4().hex}.segment"
-        path = None if self._directory is None or name is None else self._directory / name
-        segment = Segment.create(nbytes, path)
+        segment, name = self._source.create(nbytes)
         number = next(self._numbers)
         memory = self._memory[number] = segment.map(is_shared=True)
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rl_tq import errors
 from rl_tq._numbers import lengthen, shorten
 from rl_tq._places import pieces_of
-from rl_tq._requests import Admission, Batch, Claim, Outcome, Put
+from rl_tq._requests import Admission, Batch, Claim, Outcome, Put, Spill
 from rl_tq._schema import ColumnSchema
 from rl_tq._store import MetadataStore
 from rl_tq.policies import Fifo, policy_from_json
@@ -117,8 +117,11 @@ class Service:
             generation=request.get("generation", 0),
             task=request.get("task", ""),
             leases=lengthen(request.get("leases", ())),
+            is_spilled=request.get("is_spilled", False),
         )
         answer = self.store.put(put)
+        if isinstance(answer, Spill):
+            return {"spill": answer.directory}
         return None if answer is None else self._reply(answer)
 
     def _locate(self, request: Message, _: Caller) -> Message:
@@ -127,7 +130,10 @@ class Service:
         return {"columns": columns, "runs": located.runs, "extents": sorted(located.extents)}
 
     def _move(self, request: Message, _: Caller) -> Message:
-        self.store.move(extent=request["extent"], nbytes=request["nbytes"], old=request["old"], rows=request["rows"])
+        self.store.move(
+            extent=request["extent"], nbytes=request["nbytes"], old=request["old"], rows=request["rows"],
+            is_spilled=request.get("is_spilled", False),
+        )  # fmt: skip
         return {}
 
     def _clear(self, request: Message, _: Caller) -> Message:

@@ -22,8 +22,9 @@ from rl_tq._client import QueueClient
 from rl_tq._gather import LocatedColumns, Opened, OpenExtent
 from rl_tq._parking import Slot, Turnstile
 from rl_tq._places import StampReader, find_runs
-from rl_tq._segments import RESERVE_S, Arena, Segment
+from rl_tq._segments import RESERVE_S, Segment
 from rl_tq._service import Message, raise_error
+from rl_tq._spill import Arenas
 from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
 
@@ -129,7 +130,7 @@ class ShmQueue(QueueClient):
         self._stamps: StampReader | None = None
         self._turnstile = Turnstile(self._read)
         directory = self._greet()
-        self._arena = Arena(self._announce, self._seal, self._retire, directory)
+        self._arena = Arenas(self._announce, self._seal, self._retire, directory)
         self._idler = threading.Thread(target=self._read_idly, name=f"rl-tq-client-{address}", daemon=True)
         self._idler.start()
 
@@ -151,9 +152,14 @@ class ShmQueue(QueueClient):
         return self._request(request, timeout_s)[0]
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        reply = self._store_in(None, layout, request, timeout_s)
+        return self._store_in(reply["spill"], layout, request, timeout_s) if "spill" in reply else reply
+
+    def _store_in(self, spill: str | None, layout: Layout, request: Message, timeout_s: float) -> Message:
+        """The same, in memory or in a file of a directory."""
         self._check_process()
         self._tidy()  # what the server gave back with its last answer is there for this put
-        block = self._arena.allocate(layout.nbytes)
+        block = self._arena.allocate(layout.nbytes, spill)
         try:
             layout.write(block.memory)
         except BaseException:
@@ -161,6 +167,8 @@ class ShmQueue(QueueClient):
                 self._seal(block.segment)
             raise
         place = {"segment": block.segment, "offset": block.offset, "is_last": block.is_alone}
+        if spill is not None:
+            place["is_spilled"] = True
         return self._call({**request, **place}, timeout_s)
 
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:

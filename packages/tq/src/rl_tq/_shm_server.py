@@ -337,7 +337,8 @@ class ControlServer:
         store.state.replay(record for record in records if record[0] != "note_place")
         places = {record[1]: record[2:] for record in records if record[0] == "note_place"}
         live = {extent: places[extent] for extent in store.state.extents}
-        self._table.reopen(journal.directory, live, max(places, default=0))
+        spilled_to = {each.spill_directory for each in store.state.options.values() if each.spill_directory}
+        self._table.reopen(journal.directory, live, max(places, default=0), spilled_to)
         store.adopt()
         store.state.log = []
         journal.rewrite(self._records())

@@ -100,12 +100,15 @@ class State:
         numbers: Sequence[int],
         sample_ids: Sequence[str | None],
         tags: Sequence[Mapping[str, Any]] | None,
+        is_spilled: bool = False,
     ) -> list[Row]:
         """Enter an extent and the rows in it; `places` None means that row i lies at index i.
 
         Rows whose number is known get its columns; the others are new, of that id (None: `row` and the number).
         """
-        self._record("put", partition, extent, schema, nbytes, num_rows, owner, places, numbers, sample_ids, tags)
+        self._record(
+            "put", partition, extent, schema, nbytes, num_rows, owner, places, numbers, sample_ids, tags, is_spilled
+        )
         home = self.partitions[partition]
         for name, value in schema.items():
             if name not in home.schema:
@@ -113,9 +116,9 @@ class State:
         columns = self._interned(frozenset(schema))
         held = self.extents[extent] = Extent(
             number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner,
-            partition=partition, rows=_as_range(numbers) if places is None else tuple(numbers),
+            partition=partition, rows=_as_range(numbers) if places is None else tuple(numbers), is_spilled=is_spilled,
         )  # fmt: skip
-        home.nbytes += nbytes
+        home.count(held, 1)
         indexes = range(len(numbers)) if places is None else places
         if min(numbers) >= self.next_row:
             rows = [
@@ -137,19 +140,21 @@ class State:
         self.touch(home)
         return rows
 
-    def move(self, extent: int, nbytes: int, old: Sequence[int], numbers: Sequence[int]) -> None:
+    def move(
+        self, extent: int, nbytes: int, old: Sequence[int], numbers: Sequence[int], is_spilled: bool = False
+    ) -> None:
         """Have rows refer to a new extent, where row i lies at index i, instead of old ones that have its columns.
 
         Rows that were cleared since it was written are left out; if that is all of them, it is freed at once.
         """
-        self._record("move", extent, nbytes, old, numbers)
+        self._record("move", extent, nbytes, old, numbers, is_spilled)
         first = self.extents[old[0]]
         home = self.partitions[first.partition]
         held = self.extents[extent] = Extent(
             number=extent, columns=first.columns, nbytes=nbytes, num_rows=len(numbers), num_live=0, owner=first.owner,
-            partition=home.name, rows=_as_range(numbers),
+            partition=home.name, rows=_as_range(numbers), is_spilled=is_spilled,
         )  # fmt: skip
-        home.nbytes += nbytes
+        home.count(held, 1)
         gone = {self.extents[number] for number in old}
         for index, number in enumerate(numbers):
             row = home.rows.get(number)
@@ -282,7 +287,7 @@ class State:
             yield [
                 "put", home.name, number, schema, extent.nbytes, extent.num_rows, extent.owner,
                 [index for _, index in rows], [row.number for row, _ in rows], [row.sample_id for row, _ in rows],
-                [dict(row.tags) for row, _ in rows],
+                [dict(row.tags) for row, _ in rows], extent.is_spilled,
             ]  # fmt: skip
         for name, home in self.partitions.items():
             for task, ledger in home.tasks.items():
@@ -384,7 +389,7 @@ class State:
         else:
             del self.extents[extent.number]
             self.shrunk.discard(extent.number)
-            home.nbytes -= extent.nbytes
+            home.count(extent, -1)
             self.freed.append(extent.number)
 
     def _interned(self, columns: frozenset[str]) -> frozenset[str]:

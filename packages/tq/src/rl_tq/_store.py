@@ -14,7 +14,7 @@ from rl_tq import _checks, _explain
 from rl_tq._admission import Admissions
 from rl_tq._ledger import Lease, Timers
 from rl_tq._replicas import Replicas
-from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Request
+from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Request, Spill
 from rl_tq._rows import runs_of
 from rl_tq._state import State
 from rl_tq.errors import PolicyError, TransferQueueError, WaitTimeoutError
@@ -49,12 +49,17 @@ class MetadataStore:
 
     # Rows in and out
 
-    def put(self, put: Put) -> Batch | None:
+    def put(self, put: Put) -> Batch | Spill | None:
         """Make an extent's rows visible, or park the put while there is no room for it and return None.
 
         Raises:
             TransferQueueError: of the kinds that `TransferQueue.put` lists.
         """
+        directory = self._admissions.spill(put)
+        if directory is not None:
+            self._admissions.check(put)
+            self.state.freed.append(put.extent)
+            return Spill(directory=directory)
         return self._try_or_park(put)
 
     def admit(self, request: Admission) -> Credit | None:
@@ -223,14 +228,16 @@ class MetadataStore:
             return None, {}
         return self._batch(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
 
-    def move(self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int]) -> None:
+    def move(
+        self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int], is_spilled: bool = False
+    ) -> None:
         """Have rows lie in a copy of what old extents hold of them. What was cleared meanwhile stays cleared."""
         left = [number for number in old if number in self.state.extents]
         if not left:
             self.state.freed.append(extent)
         else:
             partition = self.state.extents[left[0]].partition
-            self.state.move(extent, nbytes, left, rows)
+            self.state.move(extent, nbytes, left, rows, is_spilled)
             self._settle(partition)
 
     # Time, and clients that go
@@ -311,7 +318,8 @@ class MetadataStore:
             "partitions": partitions,
             "waiters_elsewhere": dict(waiting),
             "rows": sum(len(home.rows) for home in self.state.partitions.values()),
-            "bytes": sum(extent.nbytes for extent in self.state.extents.values()),
+            "bytes": sum(home.nbytes for home in self.state.partitions.values()),
+            "spilled_bytes": sum(home.spilled_nbytes for home in self.state.partitions.values()),
             "extents": len(self.state.extents),
             "leases": len(self.state.leases),
             "leases_expired": self.num_expired,
