@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_csrc import ArgumentError, DeltaError, _cpu, delta, frames
+from rl_csrc import ArgumentError, DeltaError, _cpu, delta, digest, frames
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool]
 LEVELS = (0, 1, 2)
@@ -133,3 +133,86 @@ def test_damage_is_an_error_and_writes_nothing(case, name, at, flip):
         assert torch.equal(target, old)
     assert (guarded[:64] == 55).all()
     assert (guarded[64 + n :] == 55).all()
+
+
+LEAF = 512 << 10
+
+
+def parsed(content, num_elements, dtype):
+    """The three arrays of a difference that was laid out as one run of bytes."""
+    gap_bytes, num_changed = content[:16].clone().view(torch.int64).tolist()
+    num_chunks = -(-num_elements // delta.CHUNK_ELEMENTS)
+    gaps_at = 16 + 8 * num_chunks
+    values_at = gaps_at + -(-gap_bytes // 8) * 8
+    item = torch.empty(0, dtype=dtype).element_size()
+    assert content.numel() == values_at + num_changed * item
+    return delta.Delta(
+        table=content[16:gaps_at].clone().view(torch.int32).view(-1, 2),
+        gaps=content[gaps_at : gaps_at + gap_bytes],
+        values=content[values_at:].clone().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]),
+    )
+
+
+def leaves(tensor):
+    return tensor.reshape(-1).view(torch.uint8).split(LEAF)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 300_000),
+    st.sampled_from([0.0, 0.001, 0.01, 0.2, 1.0]),
+    st.integers(0, 2**31),
+)
+def test_advance_is_encode_apply_and_digest(dtype, n, fraction, seed):
+    """Over leaves and chunks that do not fit, at any size of element: the bytes are those of the three steps."""
+    g = torch.Generator().manual_seed(seed)
+    item = torch.empty(0, dtype=dtype).element_size()
+    old = torch.randint(0, 256, (n, item), dtype=torch.uint8, generator=g)
+    new = torch.where(torch.rand(n, 1, generator=g) < fraction, torch.randint(0, 256, old.shape, generator=g), old)
+    fresh, base = new.to(torch.uint8).reshape(-1).view(dtype), old.clone().reshape(-1).view(dtype)
+    before = [leaf.clone() for leaf in leaves(base)]
+    digests = [digest(leaf) for leaf in before]
+    out = torch.full((3 * LEAF,), 7, dtype=torch.uint8)
+    done = []
+    while len(done) < len(digests):
+        got = delta.advance(fresh, base, digests, out, first=len(done), leaf_nbytes=LEAF, enough=1000)
+        assert got
+        assert all(leaf.nbytes for leaf in got[:-1])
+        for leaf in got:
+            index = len(done)
+            fresh_leaf = leaves(fresh)[index]
+            assert leaf.digest == digest(fresh_leaf)
+            expected = delta.encode(fresh_leaf.view(dtype), before[index].view(dtype))
+            content = out[leaf.offset : leaf.offset + leaf.nbytes]
+            if expected is None or leaf.nbytes == 0:
+                assert leaf.nbytes == 0
+                assert expected is None or expected.nbytes + 16 + 7 >= fresh_leaf.numel()
+            else:
+                assert leaf.content_digest == digest(content)
+                found = parsed(content, fresh_leaf.numel() // item, dtype)
+                assert torch.equal(found.table, expected.table)
+                assert torch.equal(found.gaps, expected.gaps)
+                assert torch.equal(found.values, expected.values)
+                target = before[index].view(dtype)
+                assert delta.apply_digest(target, found) == leaf.digest
+                assert torch.equal(bits(target), fresh_leaf)
+            done.append(leaf)
+    assert torch.equal(bits(base), bits(fresh))
+
+
+def test_advance_leaves_what_it_does_not_return():
+    """A full `out` ends it, and the leaves behind are as they were."""
+    fresh = torch.randint(0, 100, (3 * LEAF // 2,), dtype=torch.int16)
+    base = fresh.clone()
+    base[::100] += 1
+    kept, digests = base.clone(), [digest(leaf) for leaf in leaves(base)]
+    got = delta.advance(fresh, base, digests, torch.empty(LEAF, dtype=torch.uint8), leaf_nbytes=LEAF, enough=1)
+    assert len(got) == 1
+    assert torch.equal(base[: LEAF // 2], fresh[: LEAF // 2])
+    assert torch.equal(base[LEAF // 2 :], kept[LEAF // 2 :])
+    assert delta.advance(fresh, base, digests, torch.empty(100, dtype=torch.uint8), leaf_nbytes=LEAF) == []
+    for wrong in ({"digests": digests[:1]}, {"leaf_nbytes": 1000}, {"alignment": 3}, {"out": torch.empty(9)}):
+        arguments = {"digests": digests, "out": torch.empty(LEAF, dtype=torch.uint8), "leaf_nbytes": LEAF} | wrong
+        with pytest.raises(ArgumentError):
+            delta.advance(fresh, base, **arguments)

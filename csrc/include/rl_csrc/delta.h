@@ -40,4 +40,27 @@ std::string delta_check(const DeltaChunk* table, std::size_t num_chunks, const u
 void delta_apply(void* target, std::size_t item_nbytes, const DeltaChunk* table, std::size_t num_chunks,
                  const unsigned char* gaps, const unsigned char* values);
 
+// The same three arrays behind one another, as one run of bytes: gap_nbytes u64, num_changed u64, the table, the gaps (filled with
+// zeros to a multiple of 8), the values.
+constexpr std::size_t kDeltaHead = 16;
+
+// Most bytes of `out` that delta_advance fills.
+inline std::size_t delta_room(std::size_t num_elements, std::size_t capacity) {
+  return kDeltaHead + delta_num_chunks(num_elements) * sizeof(DeltaChunk) + (capacity + 7) / 8 * 8;
+}
+
+inline std::size_t delta_advance_scratch_nbytes(std::size_t item_nbytes, std::size_t capacity) {
+  return delta_scratch_nbytes(item_nbytes) + capacity;
+}
+
+// One pass over both: lays the difference out in `out`, makes `base` equal to `fresh`, and changes `sum`, the unfinished digest of
+// base, into that of fresh. Returns the bytes of the difference; 0 if gaps and values would be larger than `capacity`: all the rest
+// is done then as well.
+std::size_t delta_advance(const void* fresh, void* base, std::size_t num_elements, std::size_t item_nbytes, unsigned char* out,
+                          std::size_t capacity, unsigned char* scratch, std::uint64_t& sum);
+
+// delta_apply, and the unfinished digest of the whole target after it, read back from where it was written.
+std::uint64_t delta_apply_digest(void* target, std::size_t num_elements, std::size_t item_nbytes, const DeltaChunk* table,
+                                 const unsigned char* gaps, const unsigned char* values);
+
 }  // namespace rl

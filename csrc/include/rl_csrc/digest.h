@@ -29,6 +29,24 @@ RL_HOST_DEVICE inline std::uint64_t digest_finish(std::uint64_t sum, std::uint64
   return digest_mix(sum + (nbytes + 1) * kDigestKeyStep);
 }
 
+// The multiplier's inverse modulo 2**64, by Newton's iteration: each step doubles the bits that are right, from 3.
+constexpr std::uint64_t digest_inverse_multiplier() {
+  std::uint64_t inverse = kDigestMultiplier;
+  for (int step = 0; step < 5; ++step) inverse *= 2 - kDigestMultiplier * inverse;
+  return inverse;
+}
+static_assert(digest_inverse_multiplier() * kDigestMultiplier == 1);
+
+// The sum that digest_finish turned into this digest: mixing loses nothing.
+inline std::uint64_t digest_resume(std::uint64_t digest, std::uint64_t nbytes) {
+  std::uint64_t x = digest ^ (digest >> 32);
+  for (int round = 0; round < 2; ++round) {
+    x *= digest_inverse_multiplier();
+    x ^= x >> 32;
+  }
+  return x - (nbytes + 1) * kDigestKeyStep;
+}
+
 // Sum of the terms of `nbytes` bytes that start at word `first_word` of their stream; a short last word is zero-extended.
 std::uint64_t digest_sum(const void* data, std::size_t nbytes, std::uint64_t first_word);
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "isa.h"
+#include "rl_csrc/digest.h"
 #include "simd.h"
 
 namespace rl {
@@ -95,6 +96,134 @@ RL_DELTA_SCAN(scan_avx512, __attribute__((target("avx512f,avx512bw,bmi2"))), dif
 #endif
 #undef RL_DELTA_SCAN
 
+// Bringing one block of the base up to date: its bytes, and what its words add to the digest. `key` is that of the block's first word.
+struct Advance {
+  std::uint64_t sum = 0;
+
+  void block(const unsigned char* fresh, unsigned char* base, std::uint64_t key) {
+    for (std::size_t word = 0; word < kBlock / 8; ++word, key += kDigestKeyStep) {
+      std::uint64_t x, y;
+      std::memcpy(&x, fresh + 8 * word, 8);
+      std::memcpy(&y, base + 8 * word, 8);
+      if (x != y) sum += digest_mix(x ^ key) - digest_mix(y ^ key);
+    }
+    std::memcpy(base, fresh, kBlock);
+  }
+};
+
+#if defined(__x86_64__)
+#define RL_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,bmi2")))
+
+RL_AVX512 inline __m512i mixed(const unsigned char* words, __m512i keys, __m512i multiplier) {
+  __m512i x = _mm512_xor_si512(_mm512_loadu_si512(words), keys);
+  x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 32)), multiplier);
+  x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 32)), multiplier);
+  return _mm512_xor_si512(x, _mm512_srli_epi64(x, 32));
+}
+
+template <std::size_t kItem>
+RL_AVX512 std::uint64_t advance_avx512(const unsigned char* fresh, unsigned char* base, std::size_t num_blocks, std::uint64_t key, Sink& sink) {
+  const __m512i multiplier = _mm512_set1_epi64(static_cast<long long>(kDigestMultiplier));
+  const __m512i steps = _mm512_mullo_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(static_cast<long long>(kDigestKeyStep)));
+  __m512i sum = _mm512_setzero_si512();
+  for (std::size_t k = 0; k < num_blocks; ++k, fresh += kBlock, base += kBlock) {
+    __builtin_prefetch(fresh + kAhead);
+    __builtin_prefetch(base + kAhead);
+    const std::uint64_t mask = differs_avx512<kItem>(fresh, base);
+    if (!mask) continue;
+    sink.take<kItem>(mask, k * (kBlock / kItem), fresh);
+    const __m512i keys = _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(key + 8 * k * kDigestKeyStep)), steps);
+    sum = _mm512_add_epi64(sum, _mm512_sub_epi64(mixed(fresh, keys, multiplier), mixed(base, keys, multiplier)));
+    _mm512_storeu_si512(base, _mm512_loadu_si512(fresh));
+  }
+  alignas(64) std::uint64_t lanes[8];
+  _mm512_store_si512(lanes, sum);
+  std::uint64_t total = 0;
+  for (std::uint64_t lane : lanes) total += lane;
+  return total;
+}
+
+template <std::size_t kItem>
+__attribute__((target("avx2,bmi2"))) std::uint64_t advance_avx2(const unsigned char* fresh, unsigned char* base, std::size_t num_blocks,
+                                                                std::uint64_t key, Sink& sink) {
+  Advance advance;
+  for (std::size_t k = 0; k < num_blocks; ++k, fresh += kBlock, base += kBlock) {
+    __builtin_prefetch(fresh + kAhead);
+    __builtin_prefetch(base + kAhead);
+    const std::uint64_t mask = differs_avx2<kItem>(fresh, base);
+    if (!mask) continue;
+    sink.take<kItem>(mask, k * (kBlock / kItem), fresh);
+    advance.block(fresh, base, key + 8 * k * kDigestKeyStep);
+  }
+  return advance.sum;
+}
+#endif
+
+template <std::size_t kItem>
+std::uint64_t advance_blocks(const unsigned char* fresh, unsigned char* base, std::size_t num_blocks, std::uint64_t key, Sink& sink) {
+#if defined(__x86_64__)
+  if (isa() == Isa::avx512) return advance_avx512<kItem>(fresh, base, num_blocks, key, sink);
+  if (isa() == Isa::avx2) return advance_avx2<kItem>(fresh, base, num_blocks, key, sink);
+#endif
+  Advance advance;
+  for (std::size_t k = 0; k < num_blocks; ++k, fresh += kBlock, base += kBlock) {
+    const std::uint64_t mask = differs_baseline<kItem>(fresh, base);
+    if (!mask) continue;
+    sink.take<kItem>(mask, k * (kBlock / kItem), fresh);
+    advance.block(fresh, base, key + 8 * k * kDigestKeyStep);
+  }
+  return advance.sum;
+}
+
+// One chunk; returns what the digest of the stream changes by, in which the chunk starts at word `first_word`.
+template <std::size_t kItem>
+std::uint64_t advance_chunk(const unsigned char* fresh, unsigned char* base, std::size_t count, std::uint64_t first_word, Sink& sink) {
+  const std::size_t num_blocks = count * kItem / kBlock, done = num_blocks * kBlock, rest = count * kItem - done;
+  std::uint64_t sum = advance_blocks<kItem>(fresh, base, num_blocks, (first_word + 1) * kDigestKeyStep, sink);
+  if (rest && std::memcmp(fresh + done, base + done, rest) != 0) {
+    for (std::size_t i = done / kItem; i < count; ++i)
+      if (std::memcmp(fresh + i * kItem, base + i * kItem, kItem) != 0) sink.take<kItem>(1, i, fresh + i * kItem);
+    sum -= digest_sum(base + done, rest, first_word + done / 8);
+    sum += digest_copy(base + done, fresh + done, rest, first_word + done / 8);
+  }
+  return sum;
+}
+
+template <std::size_t kItem>
+std::size_t advance(const unsigned char* fresh, unsigned char* base, std::size_t num_elements, unsigned char* out, std::size_t capacity,
+                    unsigned char* scratch, std::uint64_t& sum) {
+  const std::size_t table_nbytes = delta_num_chunks(num_elements) * sizeof(DeltaChunk);
+  unsigned char* table = out + kDeltaHead;
+  unsigned char* const gaps = table + table_nbytes;
+  unsigned char* const chunk_values = scratch + kDeltaChunk + 64;
+  unsigned char* const values = scratch + delta_scratch_nbytes(kItem);
+  std::uint64_t gap_nbytes = 0, value_nbytes = 0;
+  for (std::size_t start = 0; start < num_elements; start += kDeltaChunk, table += sizeof(DeltaChunk)) {
+    Sink sink{scratch, chunk_values, 0};
+    const std::size_t at = start * kItem, count = std::min(kDeltaChunk, num_elements - start);
+    sum += advance_chunk<kItem>(fresh + at, base + at, count, at / 8, sink);
+    const auto new_gaps = static_cast<std::size_t>(sink.gap - scratch), new_values = static_cast<std::size_t>(sink.value - chunk_values);
+    if (gap_nbytes + new_gaps + value_nbytes + new_values > capacity) {
+      sum = digest_copy(base, fresh, num_elements * kItem, 0);
+      return 0;
+    }
+    const DeltaChunk line{static_cast<std::uint32_t>(new_values / kItem), static_cast<std::uint32_t>(new_gaps)};
+    std::memcpy(table, &line, sizeof(line));
+    if (new_values) {
+      std::memcpy(gaps + gap_nbytes, scratch, new_gaps);
+      std::memcpy(values + value_nbytes, chunk_values, new_values);
+    }
+    gap_nbytes += new_gaps;
+    value_nbytes += new_values;
+  }
+  const std::uint64_t head[2] = {gap_nbytes, value_nbytes / kItem};
+  std::memcpy(out, head, sizeof(head));
+  const std::size_t filled = (gap_nbytes + 7) / 8 * 8;
+  std::memset(gaps + gap_nbytes, 0, filled - gap_nbytes);
+  if (value_nbytes) std::memcpy(gaps + filled, values, value_nbytes);
+  return kDeltaHead + table_nbytes + filled + value_nbytes;
+}
+
 template <std::size_t kItem>
 void scan(const unsigned char* fresh, const unsigned char* base, std::size_t count, Sink& sink) {
   const std::size_t num_blocks = count * kItem / kBlock, done = num_blocks * kBlock;
@@ -132,25 +261,42 @@ bool encode(const unsigned char* fresh, const unsigned char* base, std::size_t n
   return true;
 }
 
-// Positions are decoded a batch ahead, so that the lines they lie in are on their way when they are written.
+// Positions are decoded a batch ahead, so that the lines they lie in are on their way when they are written. Moves `gaps` and
+// `values` on to the next chunk.
 template <std::size_t kItem>
-void apply(unsigned char* target, const DeltaChunk* table, std::size_t num_chunks, const unsigned char* gaps, const unsigned char* values) {
+void apply_chunk(unsigned char* target, std::uint32_t gap_nbytes, const unsigned char*& gaps, const unsigned char*& values) {
   constexpr std::size_t kBatch = 64;
   std::uint32_t positions[kBatch];
-  for (std::size_t c = 0; c < num_chunks; ++c, target += kDeltaChunk * kItem) {
-    const unsigned char* const end = gaps + table[c].gap_nbytes;
-    std::uint32_t position = 0;
-    while (gaps < end) {
-      std::size_t n = 0;
-      for (; gaps < end && n < kBatch; ++gaps) {
-        position += *gaps;
-        if (*gaps == 255) continue;
-        __builtin_prefetch(target + position * kItem, 1);
-        positions[n++] = position++;
-      }
-      for (std::size_t i = 0; i < n; ++i, values += kItem) std::memcpy(target + positions[i] * kItem, values, kItem);
+  const unsigned char* const end = gaps + gap_nbytes;
+  std::uint32_t position = 0;
+  while (gaps < end) {
+    std::size_t n = 0;
+    for (; gaps < end && n < kBatch; ++gaps) {
+      position += *gaps;
+      if (*gaps == 255) continue;
+      __builtin_prefetch(target + position * kItem, 1);
+      positions[n++] = position++;
     }
+    for (std::size_t i = 0; i < n; ++i, values += kItem) std::memcpy(target + positions[i] * kItem, values, kItem);
   }
+}
+
+template <std::size_t kItem>
+void apply(unsigned char* target, const DeltaChunk* table, std::size_t num_chunks, const unsigned char* gaps, const unsigned char* values) {
+  for (std::size_t c = 0; c < num_chunks; ++c, target += kDeltaChunk * kItem) apply_chunk<kItem>(target, table[c].gap_nbytes, gaps, values);
+}
+
+// Each chunk is summed while it is in the cache.
+template <std::size_t kItem>
+std::uint64_t apply_digest(unsigned char* target, std::size_t num_elements, const DeltaChunk* table, const unsigned char* gaps,
+                           const unsigned char* values) {
+  std::uint64_t sum = 0;
+  for (std::size_t start = 0; start < num_elements; start += kDeltaChunk, ++table) {
+    unsigned char* const chunk = target + start * kItem;
+    apply_chunk<kItem>(chunk, table->gap_nbytes, gaps, values);
+    sum += digest_sum(chunk, std::min(kDeltaChunk, num_elements - start) * kItem, start * kItem / 8);
+  }
+  return sum;
 }
 
 }  // namespace
@@ -198,6 +344,29 @@ void delta_apply(void* target, std::size_t item_nbytes, const DeltaChunk* table,
     case 2: return apply<2>(t, table, num_chunks, gaps, values);
     case 4: return apply<4>(t, table, num_chunks, gaps, values);
     default: return apply<8>(t, table, num_chunks, gaps, values);
+  }
+}
+
+std::size_t delta_advance(const void* fresh, void* base, std::size_t num_elements, std::size_t item_nbytes, unsigned char* out,
+                          std::size_t capacity, unsigned char* scratch, std::uint64_t& sum) {
+  const auto* a = static_cast<const unsigned char*>(fresh);
+  auto* b = static_cast<unsigned char*>(base);
+  switch (item_nbytes) {
+    case 1: return advance<1>(a, b, num_elements, out, capacity, scratch, sum);
+    case 2: return advance<2>(a, b, num_elements, out, capacity, scratch, sum);
+    case 4: return advance<4>(a, b, num_elements, out, capacity, scratch, sum);
+    default: return advance<8>(a, b, num_elements, out, capacity, scratch, sum);
+  }
+}
+
+std::uint64_t delta_apply_digest(void* target, std::size_t num_elements, std::size_t item_nbytes, const DeltaChunk* table,
+                                 const unsigned char* gaps, const unsigned char* values) {
+  auto* t = static_cast<unsigned char*>(target);
+  switch (item_nbytes) {
+    case 1: return apply_digest<1>(t, num_elements, table, gaps, values);
+    case 2: return apply_digest<2>(t, num_elements, table, gaps, values);
+    case 4: return apply_digest<4>(t, num_elements, table, gaps, values);
+    default: return apply_digest<8>(t, num_elements, table, gaps, values);
   }
 }
 

@@ -21,9 +21,26 @@ def encode_delta(
     gaps: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[int, int] | None: ...
+def advance_delta(
+    fresh: torch.Tensor,
+    base: torch.Tensor,
+    item_nbytes: int,
+    leaf_nbytes: int,
+    first: int,
+    digests: list[int],
+    out: torch.Tensor,
+    alignment: int,
+    enough: int,
+    max_fraction: float,
+) -> list[tuple[int, int, int, int]]: ...
 def apply_delta(
-    target: torch.Tensor, item_nbytes: int, table: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor
-) -> None: ...
+    target: torch.Tensor,
+    item_nbytes: int,
+    table: torch.Tensor,
+    gaps: torch.Tensor,
+    values: torch.Tensor,
+    digest: bool,
+) -> int | None: ...
 def move_bucket(
     bucket: Any,
     pieces: list[tuple[torch.Tensor, int, int, int]],

@@ -8,11 +8,12 @@ arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from rl_csrc import _cpu
+from rl_csrc._digest import digest
 from rl_csrc.errors import ArgumentError, DeltaError
 
 if TYPE_CHECKING:
@@ -85,12 +86,118 @@ def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5
     return Delta(table=table, gaps=gaps[:gap_nbytes].clone(), values=values[:num_changed].clone())
 
 
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What `advance` says of one leaf."""
+
+    offset: int
+    """Where its difference starts in ``out``, bytes."""
+    nbytes: int
+    """Size of the difference; 0: the leaf has to be told whole."""
+    content_digest: int
+    """Of the difference's bytes; 0 where there is none."""
+    digest: int
+    """Of the leaf's new bytes."""
+
+
+def advance(
+    fresh: torch.Tensor,
+    base: torch.Tensor,
+    digests: list[int],
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    leaf_nbytes: int = 4 << 20,
+    alignment: int = 256,
+    enough: int | None = None,
+    max_fraction: float = 0.5,
+) -> list[Leaf]:
+    """Tell how ``fresh`` differs from ``base`` leaf by leaf, and make base equal to it, in one pass over both.
+
+    What would be ``encode``, ``apply`` to the base, and ``digest`` of the leaf: the digest of a leaf is a sum over its
+    words, so what changed changes it, and nothing is read twice. A difference is one run of bytes: gap bytes u64,
+    changed elements u64, then ``table``, ``gaps`` (filled with zeros to a multiple of 8) and ``values``.
+
+    Args:
+        fresh: The new content, contiguous, on the CPU, elements of 1, 2, 4 or 8 bytes.
+        base: The old content, likewise; from leaf ``first`` on it is overwritten as far as leaves are returned.
+        digests: ``rl_csrc.digest`` of every leaf of base. Not changed: take the new ones from what is returned.
+        out: uint8, contiguous, on the CPU: where differences are laid out, each at a multiple of ``alignment``.
+        first: The leaf to begin with.
+        leaf_nbytes: Size of a leaf, a multiple of 512 KiB; the last one is what is left.
+        alignment: A multiple of 8.
+        enough: Stop when so many bytes of ``out`` are used; None goes on as long as another difference surely fits.
+        max_fraction: A leaf whose gaps and values would be more than this part of it is told whole.
+
+    Returns:
+        One or more leaves, in order. The last of them alone may have to be told whole: nothing is in ``out`` of it. No
+        leaf at all means that ``out`` is too small for the next difference that might come (about ``max_fraction`` of
+        a leaf).
+
+    Raises:
+        ArgumentError: the two are not alike, or an argument is not as said.
+    """
+    if fresh.dtype != base.dtype or fresh.shape != base.shape or base.device.type != "cpu":
+        raise ArgumentError(
+            f"fresh is {fresh.dtype} {list(fresh.shape)}, base {base.dtype} {list(base.shape)} on {base.device}: they "
+            "must be alike, and on the CPU"
+        )
+    item = _item_nbytes(fresh, "fresh")
+    _item_nbytes(base, "base")
+    if out.dtype != torch.uint8 or not out.is_contiguous() or out.device.type != "cpu" or first < 0:
+        raise ArgumentError(
+            f"out is {out.dtype} on {out.device} and first {first}; they are uint8 on the CPU, and >= 0"
+        )
+    leaves = _cpu.advance_delta(
+        fresh.detach(),
+        base.detach(),
+        item,
+        leaf_nbytes,
+        first,
+        digests,
+        out,
+        alignment,
+        out.numel() if enough is None else enough,
+        max_fraction,
+    )
+    torch.autograd.graph.increment_version(base)
+    return [Leaf(*leaf) for leaf in leaves]
+
+
 def apply(target: torch.Tensor, delta: Delta) -> int:
     """Overwrite the changed elements of ``target`` in place and return how many there were.
 
     The delta is checked as a whole first: ``DeltaError`` means that it does not fit this tensor or was damaged, and
     that nothing was written.
     """
+    item = _checked_item(target, delta)
+    if target.device.type == "cpu":
+        _cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values, False)
+    else:
+        from rl_csrc import _impl_cuda
+
+        if not _impl_cuda.delta_apply(target.detach(), delta.table, delta.gaps, delta.values):
+            raise DeltaError("the parts of the delta do not belong together or to this tensor; it was not touched")
+    torch.autograd.graph.increment_version(target)
+    return delta.num_changed
+
+
+def apply_digest(target: torch.Tensor, delta: Delta) -> int:
+    """``apply``, and ``rl_csrc.digest`` of the whole target as it is then, read back from where it was written.
+
+    On the CPU both are one pass over the target.
+    """
+    if target.device.type != "cpu":
+        apply(target, delta)
+        return digest(target)
+    item = _checked_item(target, delta)
+    found = _cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values, True)
+    torch.autograd.graph.increment_version(target)
+    return cast("int", found)
+
+
+def _checked_item(target: torch.Tensor, delta: Delta) -> int:
+    """Bytes of an element of the target; ``DeltaError`` if the arrays are not those of a delta of such elements."""
     item = _item_nbytes(target, "target")
     arrays: tuple[tuple[str, torch.Tensor, torch.dtype], ...] = (
         ("table", delta.table, torch.int32),
@@ -102,15 +209,7 @@ def apply(target: torch.Tensor, delta: Delta) -> int:
             raise DeltaError(
                 f"the delta's {name} is {array.dtype} on {array.device}; for {target.dtype} it is contiguous {dtype}"
             )
-    if target.device.type == "cpu":
-        _cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values)
-    else:
-        from rl_csrc import _impl_cuda
-
-        if not _impl_cuda.delta_apply(target.detach(), delta.table, delta.gaps, delta.values):
-            raise DeltaError("the parts of the delta do not belong together or to this tensor; it was not touched")
-    torch.autograd.graph.increment_version(target)
-    return delta.num_changed
+    return item
 
 
 def _item_nbytes(tensor: torch.Tensor, name: str) -> int:

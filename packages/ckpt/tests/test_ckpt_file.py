@@ -243,3 +243,37 @@ def test_a_writer_that_is_killed_has_published_nothing_and_its_leavings_go(url, 
         assert len(list((tmp_path / "policy").glob("*.safetensors"))) == 1
         sender.send({"a": torch.zeros(1)}.items(), version=2)
         assert_same({name: tensor.clone() for name, tensor in receiver.recv()}, {"a": torch.zeros(1)})
+
+
+def test_a_registered_source_is_published_from_where_it_is(url, monkeypatch):
+    """Large tensors are not copied first, but those that share memory are, as safetensors wants it."""
+    import safetensors.torch
+
+    from rl_ckpt.backends import file
+
+    addresses = {}
+    save_file = safetensors.torch.save_file
+    monkeypatch.setattr(
+        file.safetensors.torch,
+        "save_file",
+        lambda batch, path: (addresses.update({n: t.data_ptr() for n, t in batch.items()}), save_file(batch, path)),
+    )
+
+    async def work():
+        sender, receiver = ends(url)
+        async with sender, receiver:
+            large = torch.randn(1 << 19)
+            weights = sample_weights() | {"large": large, "tied": large, "half": large[: 1 << 18]}
+            sender.register_source(weights)
+            for version in (1, 2):
+                large.add_(1)
+                report = await sender.send_weights(version=version)
+                assert report.digest == tree_digest(weights)
+                assert_same(await receive_all(receiver), weights)
+            assert addresses["large"] == large.data_ptr()
+            assert addresses["tied"] != large.data_ptr()
+            weights["large"] = large.clone()
+            error = await failure(SyncAbortedError, sender.send_weights(version=3))
+            assert "'large' was registered at" in str(error)
+
+    asyncio.run(work())

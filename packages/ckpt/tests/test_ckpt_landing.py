@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 import rl_csrc
 from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
+from rl_ckpt._digest import leaves_of
 from rl_ckpt._landing import Landing, Scratch
 from rl_ckpt._plan import BucketPlan, Codec, Span, aligned
 from rl_ckpt._shelf import Shelf
-from rl_ckpt._tensors import TensorSpec
+from rl_ckpt._tensors import TensorSpec, as_bytes
 from rl_ckpt._wire import Bucket
 
 BUCKET_BYTES = 1024
@@ -142,8 +143,10 @@ def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
     if is_plausible:  # an honest one with some bytes overwritten
         fresh = base.clone()
         fresh[::7] += 1
-        made = _delta.encode(fresh.view(torch.uint8), base.view(torch.uint8), 4)
-        raw = bytearray(made.tolist())
+        snapshot = _delta.Snapshot()
+        snapshot.note(spec, leaves_of(snapshot.replace(spec, as_bytes(base))))
+        ((part,),) = snapshot.advance(spec, as_bytes(fresh))
+        raw = bytearray(part.content.tolist())
         for i, value in enumerate(content[:4]):
             raw[(value * 7 + i) % len(raw)] ^= value
         content = bytes(raw)

@@ -4,6 +4,7 @@ RL_CKPT_VLLM is the folder of a virtual environment of its own: vLLM pins anothe
 """
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -180,11 +181,12 @@ class FlippingProxy:
             end.close()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def stack():
     """Closes what a test leaves open, whatever becomes of it."""
     with ExitStack() as stack:
         yield stack
+    gc.collect()  # here their sockets may be unclosed, see above
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -1,7 +1,6 @@
-"""The content of a leaf as its difference from the base version: bytes to put into buckets, and back.
+"""The content of leaves as their difference from the base version: bytes to put into buckets, and back.
 
-The codec is `rl_csrc.delta`, bit-exact: what changed, and what it is now. Its three arrays follow one another, as
-WIRE.md lays them out; here is the arithmetic of that, and `Snapshot`, which is the base.
+The codec is `rl_csrc.delta`, bit-exact: what changed, and what it is now. `Snapshot` is the base, at the sender.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import rl_csrc
 from rl_ckpt._digest import LEAF_BYTES
 from rl_ckpt._plan import Codec
-from rl_ckpt._tensors import TensorSpec, buffer_tensor, from_bytes, memory_of
+from rl_ckpt._tensors import TensorSpec, from_bytes, memory_of
 from rl_ckpt.errors import ProtocolError
 from rl_csrc import delta
 
@@ -28,7 +26,8 @@ _HEAD = struct.Struct("<QQ")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_FRACTION = 0.5
 """A difference of more than this part of a leaf's bytes is sent as the leaf."""
-_FILLING = torch.zeros(8, dtype=torch.uint8)
+ENOUGH_BYTES = 128 << 10
+"""Of differences are looked at before they are sent, so that receivers work on them meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,8 @@ class Part:
     """What the content is."""
     content: Tensor
     """uint8 [bytes], on the CPU."""
+    content_digest: int | None
+    """Of the content, if it is known already."""
     digest: int
     """Of the leaf's new elements."""
 
@@ -59,6 +60,8 @@ class Snapshot:
         self._leaves: dict[str, list[int]] = {}
         """The digests of their leaves."""
         self._names: set[str] = set()
+        self._room = torch.empty(ENOUGH_BYTES + LEAF_BYTES, dtype=torch.uint8)
+        """Where differences are laid out: untouched pages cost nothing."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -99,60 +102,49 @@ class Snapshot:
         """Keep the digests of the leaves of what it holds of a tensor."""
         self._leaves[spec.name] = leaves
 
-    def advance(self, spec: TensorSpec, raw: Tensor) -> Iterator[Part]:
-        """Take the new content of a tensor that it knows, leaf by leaf; say of each what has to be sent."""
-        base, leaves = self._contents[spec.name][1], self._leaves[spec.name]
-        for index, start in enumerate(range(0, max(1, raw.numel()), LEAF_BYTES)):
-            fresh, old = raw[start : start + LEAF_BYTES].to("cpu"), base[start : start + LEAF_BYTES]
-            found = find(fresh, old, spec.dtype.itemsize)
-            if found is None:
-                old.copy_(fresh)
-            elif found.num_changed:
-                delta.apply(old.view(_WORDS[spec.dtype.itemsize]), found)
-            if found is None or found.num_changed:  # or else it is what it was, bit for bit
-                leaves[index] = rl_csrc.digest(fresh)
-            yield self._part(start, fresh, found, leaves[index])
+    def can_advance(self, spec: TensorSpec) -> bool:
+        """Whether differences can be told from what it holds of a tensor."""
+        return self.knows(spec) and spec.dtype.itemsize in _WORDS and spec.num_bytes > 0
 
-    def _part(self, start: int, fresh: Tensor, found: delta.Delta | None, digest: int) -> Part:
-        if found is not None:
-            content, codec = _lay_out(found), Codec.DELTA
-            if self._squeeze is not None:
-                content, codec = self._squeeze(content), Codec.DELTA_ZSTD
-            if content.numel() < fresh.numel():
-                return Part(start, codec, content, digest)
-        return Part(start, Codec.RAW, fresh, digest)
+    def advance(self, spec: TensorSpec, raw: Tensor) -> Iterator[list[Part]]:
+        """Take the new content of a tensor that it can advance; say what its leaves are sent as, a few at a time.
 
+        What is yielded is valid until the next step.
+        """
+        word = _WORDS[spec.dtype.itemsize]
+        fresh, base, leaves = raw.to("cpu"), self._contents[spec.name][1], self._leaves[spec.name]
+        first = 0
+        while first < len(leaves):
+            told = delta.advance(
+                fresh.view(word),
+                base.view(word),
+                leaves,
+                self._room,
+                first=first,
+                leaf_nbytes=LEAF_BYTES,
+                enough=ENOUGH_BYTES,
+                max_fraction=MAX_FRACTION,
+            )
+            leaves[first : first + len(told)] = [leaf.digest for leaf in told]
+            yield [self._part((first + i) * LEAF_BYTES, base, leaf) for i, leaf in enumerate(told)]
+            first += len(told)
 
-def find(fresh: Tensor, base: Tensor, itemsize: int) -> delta.Delta | None:
-    """How two contents differ, or None if not in little, or if it cannot be told for elements of this size.
-
-    Args:
-        fresh: uint8 [num_bytes], contiguous, on the CPU.
-        base: Likewise.
-        itemsize: Of an element, bytes.
-    """
-    word = _WORDS.get(itemsize)
-    if word is None or fresh.numel() == 0:
-        return None
-    return delta.encode(fresh.view(word), base.view(word), max_fraction=MAX_FRACTION)
-
-
-def encode(fresh: Tensor, base: Tensor, itemsize: int) -> Tensor | None:
-    """What `find` found as content: uint8 [bytes of the difference]."""
-    found = find(fresh, base, itemsize)
-    return None if found is None else _lay_out(found)
+    def _part(self, start: int, base: Tensor, leaf: delta.Leaf) -> Part:
+        """Of the leaf at `start` of `base`, which is what it is to be now."""
+        whole = base[start : start + LEAF_BYTES]
+        if leaf.nbytes == 0:
+            return Part(start, Codec.RAW, whole, leaf.digest, leaf.digest)
+        content = self._room[leaf.offset : leaf.offset + leaf.nbytes]
+        if self._squeeze is None:
+            return Part(start, Codec.DELTA, content, leaf.content_digest, leaf.digest)
+        squeezed = self._squeeze(content)
+        if squeezed.numel() < whole.numel():
+            return Part(start, Codec.DELTA_ZSTD, squeezed, None, leaf.digest)
+        return Part(start, Codec.RAW, whole, leaf.digest, leaf.digest)
 
 
-def _lay_out(found: delta.Delta) -> Tensor:
-    head = buffer_tensor(bytearray(_HEAD.pack(found.gaps.numel(), found.num_changed)), offset=0, num_bytes=_HEAD.size)
-    filling = _FILLING[: -found.gaps.numel() % 8]
-    return torch.cat(
-        [head, found.table.view(-1).view(torch.uint8), found.gaps, filling, found.values.view(torch.uint8)]
-    )
-
-
-def apply(content: Tensor, target: Tensor, spec: TensorSpec) -> None:
-    """Overwrite in a leaf what `encode` found to be different.
+def apply(content: Tensor, target: Tensor, spec: TensorSpec) -> int:
+    """Overwrite in a leaf what a sender found to be different; return the digest of what the leaf is then, read back.
 
     Args:
         content: uint8 [bytes of the difference], on the CPU.
@@ -178,6 +170,6 @@ def apply(content: Tensor, target: Tensor, spec: TensorSpec) -> None:
         values=content[values_at:].view(word),
     )
     try:
-        delta.apply(target.view(word), found)
+        return delta.apply_digest(target.view(word), found)
     except ValueError as error:
         raise ProtocolError(f"{spec.name!r} came as a difference that does not fit it: {error}") from error

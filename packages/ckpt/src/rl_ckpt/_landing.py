@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-import rl_csrc
 from rl_ckpt import _delta, _zstd
 from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
 from rl_ckpt._plan import ALIGNMENT_BYTES, Codec, Span, aligned
@@ -286,8 +285,7 @@ class Landing:
         self.is_touched = True
         if span.codec == Codec.DELTA_ZSTD:
             content = _zstd.decompress(content, leaf.numel(), spec.name)
-        _delta.apply(content, leaf, spec)
-        return rl_csrc.digest(leaf)
+        return _delta.apply(content, leaf, spec)
 
 
 def _leaf_bytes(span: Span, spec: TensorSpec) -> int:

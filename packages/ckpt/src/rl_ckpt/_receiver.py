@@ -104,7 +104,7 @@ class Receiver(CheckpointEngine):
 
     async def send_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
         *,
         version: int,
         num_peers: int | None = None,
@@ -112,7 +112,9 @@ class Receiver(CheckpointEngine):
         """Raise `UsageError`: not for this end."""
         raise UsageError(f"this is a receiving end of {self.address}; open one with role='send' to send")
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
+    ) -> SyncReport:
         """Raise `UsageError`: not for this end."""
         raise UsageError(f"this is a receiving end of {self.address}; open one with role='send' to send")
 

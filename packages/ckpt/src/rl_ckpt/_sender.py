@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from rl_ckpt._delta import Snapshot
 from rl_ckpt._peers import Peers
 from rl_ckpt._plan import Codec
+from rl_ckpt._registered import Registered, items_of
 from rl_ckpt._sync import Clock, Schema, Source, Sync, copy_gb_per_s
 from rl_ckpt._wire import AbortReason, Session
 from rl_ckpt._worker import AsyncSource, Worker
@@ -57,6 +58,7 @@ class Sender(CheckpointEngine):
         self._worker = Worker(f"the sender of {config.address}")
         self._schema = Schema()
         self._snapshot = Snapshot(compressor() if config.zstd else None) if config.delta else None
+        self._registered: Registered | None = None
         self._peers: Peers | None = None
         self._slots: list[Tensor] = []
         self._limit_gb_per_s: float | None = None
@@ -93,7 +95,7 @@ class Sender(CheckpointEngine):
 
     async def send_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
         *,
         version: int,
         num_peers: int | None = None,
@@ -101,15 +103,21 @@ class Sender(CheckpointEngine):
         """Send, verify and commit. See `CheckpointEngine`."""
         self._require(num_peers)
         if not hasattr(weights, "__aiter__"):
-            source = cast("Iterable[tuple[str, Tensor]]", weights)
+            source = cast("Iterable[tuple[str, Tensor]] | None", weights)
             return await self._worker.run(lambda: self._sync(source, version))
         bridge = AsyncSource(cast("AsyncIterable[tuple[str, Tensor]]", weights), asyncio.get_running_loop())
         return await self._worker.run(lambda: self._sync(bridge, version), on_cancel=bridge.cancel)
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
+    ) -> SyncReport:
         """Synchronous twin of `send_weights`: does everything in the calling thread."""
         self._require(num_peers)
         return self._worker.call(lambda: self._sync(weights, version))
+
+    def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Declare once what is sent. See `CheckpointEngine`."""
+        self._registered = Registered(named_tensors)
 
     async def serve_late(self) -> SyncReport | None:
         """Send the version in force again, to those alone who wait and do not have it. See `CheckpointEngine`."""
@@ -167,11 +175,13 @@ class Sender(CheckpointEngine):
             )
         return self._peers
 
-    def _sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def _sync(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> SyncReport:
         """One sync in this thread, from the first wait to the last confirmation."""
         clock = Clock()
-        source = Source(weights, clock)
+        source = Source(() if weights is None else weights, clock)
         try:
+            if weights is None:
+                source = Source(items_of(self._registered), clock, is_stable=True)
             return self._transact(source, version, clock)
         except Exception as error:
             if not self._worker.waker.is_woken:

@@ -67,9 +67,10 @@ def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
 
 
 class Source:
-    """The caller's weights, taken one by one."""
+    """The caller's weights, taken one by one. `is_stable`: none of them changes before the sync ends."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], clock: Clock) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], clock: Clock, *, is_stable: bool = False) -> None:
+        self.is_stable = is_stable
         self._iterator = iter(weights)
         self._clock = clock
         self._is_over = False
@@ -156,6 +157,7 @@ class Sync:
         self._num_deltas = 0
         self._digest = 0
         self._base: int | None = None
+        self._is_stable = False
 
     def stream(self, source: Source) -> None:
         """Send every tensor of the source, bucket by bucket."""
@@ -164,6 +166,7 @@ class Sync:
         self._peers.regroup(self._participants)
         for peer in self._participants:
             self._peers.send(peer, Begin(self._version, NO_VERSION if base is None else base))
+        self._is_stable = source.is_stable
         for name, tensor in source:
             self._pack(spec_of(name, tensor), tensor)
         if not self._names:
@@ -261,11 +264,12 @@ class Sync:
             raw = as_bytes(tensor)
         index = self._schema.index(spec)
         if self._snapshot is None:
-            self._digests[spec] = combine(self._place(index, 0, Codec.RAW, raw))
-        elif self._base is None or not self._snapshot.knows(spec):
+            stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # and not a copy made here
+            self._digests[spec] = combine(self._place(index, 0, Codec.RAW, raw, stays=stays))
+        elif self._base is None or not self._snapshot.can_advance(spec):
             with self._clock("pack_s"):
                 copied = self._snapshot.replace(spec, raw)
-            leaves = self._place(index, 0, Codec.RAW, copied)
+            leaves = self._place(index, 0, Codec.RAW, copied, stays=True)
             self._snapshot.note(spec, leaves)
             self._digests[spec] = combine(leaves)
         else:
@@ -278,12 +282,14 @@ class Sync:
         is_different = False
         while True:
             with self._clock("pack_s"):
-                part = next(parts, None)
-            if part is None:
+                told = next(parts, None)
+            if told is None:
                 break
-            self._place(index, part.start, part.codec, part.content)
-            leaves.append(part.digest)
-            is_different = is_different or part.codec is not Codec.RAW
+            for part in told:
+                is_whole = part.codec is Codec.RAW
+                self._place(index, part.start, part.codec, part.content, stays=is_whole, known=part.content_digest)
+                leaves.append(part.digest)
+                is_different = is_different or not is_whole
             if self._plan.offset >= EAGER_BYTES and self._is_awaited():
                 self._publish()
                 self._plan.close()
@@ -295,8 +301,14 @@ class Sync:
         self._peers.poll()
         return any(len(peer.freed) == self._num_buckets for peer in self._participants)
 
-    def _place(self, index: int, start: int, codec: Codec, raw: Tensor) -> list[int]:
-        """Put the content of a part of a tensor into buckets; return the digests of its leaves."""
+    def _place(
+        self, index: int, start: int, codec: Codec, raw: Tensor, *, stays: bool, known: int | None = None
+    ) -> list[int]:
+        """Put the content of a part of a tensor into buckets; return the digests of its leaves.
+
+        `stays`: it does not change before the sync ends. `known` is the digest of content that is one leaf, where it
+        was made before.
+        """
         total = raw.numel()
         is_direct = self._peers.transport.is_direct and total >= DIRECT_BYTES and raw.device.type == "cpu"
         leaves: list[int] = []
@@ -313,13 +325,18 @@ class Sync:
             with self._clock("verify_s" if is_direct else "pack_s"):
                 slot = self._slots[self._slot]
                 into = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-                found = leaves_of(part) if is_direct else pack_leaves(part, into)
+                if known is not None and piece.num_bytes == total:
+                    found = [known]
+                    if not is_direct:
+                        into.copy_(part)
+                else:
+                    found = leaves_of(part) if is_direct else pack_leaves(part, into)
             leaves += found
             digest = combine(found)
             self._spans.append(
                 Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
             )
-        if is_direct:  # the tensor may change as soon as the source is asked for the next one
+        if is_direct and not stays:
             self._publish()
             self._plan.close()
             self._wait(lambda peer: peer.outbox.is_empty, "take the bytes of a tensor")

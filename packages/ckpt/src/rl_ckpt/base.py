@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from rl_ckpt.errors import TensorError
+from rl_ckpt.errors import TensorError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -91,12 +91,14 @@ class CheckpointEngine(ABC):
     @abstractmethod
     async def send_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
         *,
         version: int,
         num_peers: int | None = None,
     ) -> SyncReport:
         """Send every `(name, tensor)` to every connected receiver, verify, and commit.
+
+        None sends what `register_source` was given; those tensors must not change before this returns.
 
         Tensors may be of any dtype, shape and strides, on CPU or a device, under names that differ. A tensor may be
         overwritten as soon as the next one is asked for. `version` must be greater than the last committed one.
@@ -110,6 +112,23 @@ class CheckpointEngine(ABC):
         Raises:
             SyncAbortedError: nothing was committed anywhere; the cause is chained.
         """
+
+    def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Declare once what `send_weights(version=...)` sends: tensors whose storages stay where they are.
+
+        Nothing is exported or copied aside per sync where the transport allows it: they are packed from where they are
+        (`shm`), written from there without waiting for each (`tcp`, `file`), or read there by receivers (`cuda-ipc`).
+
+        Args:
+            named_tensors: `model.named_parameters`, the function, is best: it is called for every sync, so that a
+                storage that was replaced (an offload, `.data = ...`) is noticed and is an error. A mapping is looked
+                into likewise, but a `state_dict()` made earlier does not know of what happened to the model since.
+
+        Raises:
+            UsageError: not for this end.
+            TensorError: an item cannot be sent, or a name comes twice.
+        """
+        raise UsageError(f"{self.address} has no registered sources; pass the weights to send_weights")
 
     async def serve_late(self) -> SyncReport | None:
         """Send the version in force again, to those receivers alone that wait for a sync and do not have it.
@@ -207,7 +226,9 @@ class CheckpointEngine(ABC):
     ) -> None:
         asyncio.run(self.close())
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
+    ) -> SyncReport:
         """Synchronous twin of `prepare`, `connect` and `send_weights`, for plain scripts."""
 
         async def run() -> SyncReport:

@@ -19,6 +19,7 @@ import torch
 from rl_ckpt._digest import combine, leaves_of, model_digest, tree_digest
 from rl_ckpt._folder import Entry, Folder, Manifest
 from rl_ckpt._link import Deadline, wait_for
+from rl_ckpt._registered import Registered, items_of
 from rl_ckpt._sync import Clock, Source
 from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
 from rl_ckpt._transport import checked_options
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 1 << 30
 """A file is closed when it has so much; the sender holds one file's tensors in memory."""
+KEPT_BYTES = 1 << 20
+"""From this size on, a registered tensor is written from where it is: a file has few that are so large."""
 LOOK_AGAIN_S = 0.05
 MAX_VERSION = 10**20 - 1
 UNSUPPORTED = frozenset({torch.complex32, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -117,6 +120,7 @@ class FileSender(FileEnd):
         super().__init__(config, folder)
         self._keep = keep
         self._is_open = False
+        self._registered: Registered | None = None
 
     async def prepare(self) -> Metadata:
         """Become the writer of the folder. Idempotent."""
@@ -125,21 +129,27 @@ class FileSender(FileEnd):
 
     async def send_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
         *,
         version: int,
         num_peers: int | None = None,
     ) -> SyncReport:
         """Publish a version. `num_peers` is not used: who reads it is not known. See `CheckpointEngine`."""
         if not hasattr(weights, "__aiter__"):
-            source = cast("Iterable[tuple[str, Tensor]]", weights)
+            source = cast("Iterable[tuple[str, Tensor]] | None", weights)
             return await self._worker.run(lambda: self._sync(source, version))
         bridge = AsyncSource(cast("AsyncIterable[tuple[str, Tensor]]", weights), asyncio.get_running_loop())
         return await self._worker.run(lambda: self._sync(bridge, version), on_cancel=bridge.cancel)
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int, num_peers: int | None = None) -> SyncReport:
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
+    ) -> SyncReport:
         """Synchronous twin of `send_weights`: does everything in the calling thread."""
         return self._worker.call(lambda: self._sync(weights, version))
+
+    def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Declare once what is published. See `CheckpointEngine`."""
+        self._registered = Registered(named_tensors)
 
     def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Raise `UsageError`: not for this end."""
@@ -154,11 +164,13 @@ class FileSender(FileEnd):
             self._folder.lock()
             self._is_open = True
 
-    def _sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def _sync(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> SyncReport:
         clock = Clock()
-        source = Source(weights, clock)
+        source = Source(() if weights is None else weights, clock)
         written: list[str] = []
         try:
+            if weights is None:
+                source = Source(items_of(self._registered), clock, is_stable=True)
             self._open()
             last = max(self._folder.versions(), default=-1)
             if not last < version <= MAX_VERSION:
@@ -187,7 +199,7 @@ class FileSender(FileEnd):
                 raise TensorError(f"the source yielded {name!r} {what}")
             names.add(name)
             with clock("pack_s"):
-                batch[name] = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
+                batch[name] = _kept(tensor, batch) if source.is_stable else _copied(tensor)
             with clock("verify_s"):
                 digests[spec] = combine(leaves_of(as_bytes(batch[name])))
             file = self._folder.file_name(version, len(written))
@@ -224,6 +236,21 @@ class FileSender(FileEnd):
         batch.clear()
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
+
+
+def _kept(tensor: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """The tensor itself where it can be written from where it is, and shares no memory with others of its file."""
+    plain = tensor.detach()
+    is_plain = plain.device.type == "cpu" and plain.is_contiguous() and not (plain.is_conj() or plain.is_neg())
+    if not is_plain or plain.nbytes < KEPT_BYTES:
+        return _copied(tensor)
+    storage = plain.untyped_storage().data_ptr()
+    is_alone = all(storage != other.untyped_storage().data_ptr() for other in batch.values())
+    return plain if is_alone else _copied(tensor)
+
+
 class FileReceiver(FileEnd):
     """Takes the newest version that it does not have."""
 
@@ -237,7 +264,7 @@ class FileReceiver(FileEnd):
 
     async def send_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
         *,
         version: int,
         num_peers: int | None = None,

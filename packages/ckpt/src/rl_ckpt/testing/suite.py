@@ -12,6 +12,7 @@ import torch
 from rl_ckpt import connect
 from rl_ckpt.errors import CkptError, PeerTimeoutError, SyncAbortedError, VersionError
 from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights, until
+from rl_ckpt.testing.sources import SourceSuite
 from rl_ckpt.testing.views import ViewSuite
 from rl_ckpt.types import ReceiverState
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SyncReport
 
 
-class CheckpointEngineSuite(ViewSuite):
+class CheckpointEngineSuite(ViewSuite, SourceSuite):
     """What every backend must do. Both ends run in this process, on one event loop or in threads."""
 
     def test_every_kind_of_tensor_arrives_bit_for_bit(self) -> None:
