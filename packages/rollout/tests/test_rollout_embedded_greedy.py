@@ -166,3 +166,31 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused(tmp_path):
     folder = write_tiny_model(tmp_path / "model", family="qwen3_next", **overrides)
     with pytest.raises(ModelFolderError, match="linear_attention"):
         build(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_routed_experts_are_those_of_a_forward_pass(name, tmp_path):
+    from dataclasses import replace
+
+    from transformers import AutoModelForCausalLM
+
+    folder = write_tiny_model(tmp_path / name, family=name, **FAMILIES[name])
+    engine, prompt = build(folder), prompts()[3]
+    asked, _ = greedy("asks", prompt, 6, ignore_eos=True)
+    # Others share the prompt, join before and leave in between: rows move.
+    engine.submit([greedy("short", prompt, 2, ignore_eos=True), (replace(asked, returns_routed_experts=True), False)])
+    engine.submit([greedy("other", prompts()[2], 9, ignore_eos=True)])
+    outputs = run_to_end(engine)
+    output = outputs["asks"]
+    assert outputs["short"].routed_experts == ()
+    assert output.token_ids[:2] == outputs["short"].token_ids
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = torch.tensor([[*prompt, *output.token_ids[:-1]]])
+    with torch.inference_mode():
+        found = model(ids, output_router_logits=True).router_logits
+    want = torch.stack([logits.topk(2, dim=-1).indices for logits in found], dim=1)
+    assert torch.tensor(output.routed_experts).equal(want)
+
+
+def test_a_model_without_experts_tells_none(qwen3_folder):
+    assert not build(qwen3_folder).model.experts.does_tell

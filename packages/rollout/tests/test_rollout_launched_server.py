@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import rl_ckpt
 from rl_rollout import (
-    CkptReceiver,
     GenerateRequest,
     ModelFolderError,
     Router,
@@ -32,32 +30,10 @@ START_S = 240.0
 """Deadline of everything: a busy machine takes long to import what a server needs."""
 
 
-class Trainer:
-    """Sends from this process; the server's process receives."""
-
-    def __init__(self):
-        self.sender = rl_ckpt.connect(f"shm://rollout-test-{os.getpid()}", role="send", timeout_s=START_S)
-
-    async def update(self, served, weights, version):
-        failures = await asyncio.gather(
-            served.server.update_weights(CkptReceiver(self.sender.address), version),
-            self._send(weights, version),
-            return_exceptions=True,
-        )
-        for failure in failures:
-            if failure is not None:
-                raise failure
-
-    async def _send(self, weights, version):
-        await self.sender.prepare()
-        await self.sender.connect()
-        await self.sender.send_weights(weights.items(), version=version)
-
-
 @pytest.fixture(scope="module")
-def served(qwen3_folder):
+def served(qwen3_folder, new_trainer):
     with asyncio.Runner() as runner:
-        trainer = Trainer()
+        trainer = new_trainer(START_S)
         config = config_of(qwen3_folder, api_token=TOKEN)
         server = launch_server("embedded", config)
         runner.run(server.start())
@@ -65,7 +41,7 @@ def served(qwen3_folder):
             server=server, run=runner.run, model_path=str(qwen3_folder), update=trainer.update, api_token=TOKEN
         )
         runner.run(server.stop())
-        runner.run(trainer.sender.close())
+        runner.run(trainer.close())
 
 
 @pytest.mark.contract
@@ -125,7 +101,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(qwen3_folder):
         return server
 
     server = asyncio.run(scenario())
-    assert server._process.poll() is not None
+    assert server._process.returncode is not None
 
 
 def test_it_ends_when_its_parent_is_killed(qwen3_folder):

@@ -14,7 +14,7 @@ PROBS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
 def draw(logits, *, temperature=1.0, seeds=None, positions=None, top_k=0, top_p=1.0):
     rows = logits.shape[0]
-    return sample(
+    ids, logprobs, distribution = sample(
         logits,
         temperature=torch.full((rows,), temperature),
         seeds=torch.arange(rows) if seeds is None else seeds,
@@ -22,6 +22,8 @@ def draw(logits, *, temperature=1.0, seeds=None, positions=None, top_k=0, top_p=
         top_k=torch.full((rows,), top_k),
         top_p=torch.full((rows,), top_p),
     )
+    assert distribution.gather(-1, ids[:, None])[:, 0].equal(logprobs) or logprobs.isnan().any()
+    return ids, logprobs
 
 
 def test_mix_is_splitmix64():

@@ -10,6 +10,7 @@ from rl_rollout import BackendError, ConfigError, ModelFolderError, ServerConfig
 
 PUBLIC = [
     "BackendError",
+    "Capabilities",
     "CkptReceiver",
     "ConfigError",
     "FinishReason",
@@ -28,6 +29,7 @@ PUBLIC = [
     "ServerStartError",
     "TokenChunk",
     "TokenOutput",
+    "UnsupportedError",
     "WeightReceiver",
     "WeightUpdateError",
     "connect_server",

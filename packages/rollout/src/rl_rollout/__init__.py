@@ -12,11 +12,13 @@ from rl_rollout.errors import (
     RolloutError,
     ServerLostError,
     ServerStartError,
+    UnsupportedError,
     WeightUpdateError,
 )
 from rl_rollout.receiver import CkptReceiver
 from rl_rollout.router import Router
 from rl_rollout.types import (
+    Capabilities,
     FinishReason,
     GenerateRequest,
     SamplingParams,
@@ -28,6 +30,7 @@ from rl_rollout.types import (
 
 __all__ = [
     "BackendError",
+    "Capabilities",
     "CkptReceiver",
     "ConfigError",
     "FinishReason",
@@ -46,6 +49,7 @@ __all__ = [
     "ServerStartError",
     "TokenChunk",
     "TokenOutput",
+    "UnsupportedError",
     "WeightReceiver",
     "WeightUpdateError",
     "connect_server",

@@ -11,7 +11,7 @@ import aiohttp
 from rl_rollout import _wire
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
-from rl_rollout.types import ServerAddress
+from rl_rollout.types import Capabilities, ServerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -44,10 +44,17 @@ class HttpServer(RolloutServer):
         self._outbox: list[Pending] = []
         self._in_flight: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._capabilities = Capabilities()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the server says that it can do."""
+        return self._capabilities
 
     async def start(self) -> ServerAddress:
         """See that the server answers. It has been started by somebody else."""
         health = await self._call("GET", "/health")
+        self._capabilities = _wire.capabilities_from_json(health["capabilities"])
         return ServerAddress(url=self.url, model=health["model"], pid=health["pid"])
 
     async def stop(self) -> None:

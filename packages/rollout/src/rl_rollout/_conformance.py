@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout.errors import RequestError, ServerLostError, WeightUpdateError
+from rl_rollout.errors import RequestError, ServerLostError, UnsupportedError, WeightUpdateError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     Update = Callable[["Served", Mapping[str, Tensor], int], Awaitable[None]]
 
 _ids = itertools.count()
+
+TINY_ALPHABET = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz?.,:"
+"""Characters of a tiny model's tokenizer, one token each, after `<pad>` (0), `<eos>` (1) and `<unk>` (2)."""
+VOCAB_SIZE = 3 + len(TINY_ALPHABET)
 
 
 async def update_in_process(served: Served, weights: Mapping[str, Tensor], version: int) -> None:
@@ -46,12 +51,14 @@ class Served:
     """A folder of `write_tiny_model`."""
     update: Update = update_in_process
     """Brings weights of a version into the server, or raises `WeightUpdateError`."""
+    num_long: int = 200
+    """Tokens of a request that still runs while something else is done: some tenths of a second."""
     max_model_len: int = 256
     """Longest prompt plus completion that the server takes."""
     api_token: str | None = None
     """What its HTTP endpoint asks for."""
-    is_seeded: bool = True
-    """Whether `SamplingParams.seed` is honoured."""
+    takes_parts: bool = False
+    """Whether an update that does not bring all weights is taken, and changes those that it brings."""
     version: int = field(default=0)
     """Version that was installed last."""
 
@@ -124,7 +131,8 @@ class ServerConformance:
         assert same_tokens(served.generate_all(requests)[0], alone)
 
     def test_a_seed_fixes_the_tokens_beside_any_neighbours(self, served: Served) -> None:
-        if not served.is_seeded:
+        if not served.server.capabilities.is_seeded:
+            expect(UnsupportedError, lambda: served.generate(seed=1), "seed")
             return
         alone = [served.generate(max_new_tokens=20, temperature=1.0, seed=seed) for seed in (1, 2)]
         assert alone[0].token_ids != alone[1].token_ids
@@ -149,6 +157,43 @@ class ServerConformance:
         assert len(output.token_ids) == 3
         assert output.finish_reason is FinishReason.LENGTH
 
+    def test_top_and_prompt_logprobs_are_those_of_the_drawn_tokens(self, served: Served) -> None:
+        from dataclasses import replace
+
+        prompt = (5, 6, 7, 8)
+        plain = served.request(prompt, temperature=0.7, seed=None)
+        if not served.server.capabilities.gives_top_logprobs:
+            expect(UnsupportedError, lambda: served.run(served.server.generate(replace(plain, num_top_logprobs=2))))
+        else:
+            output = served.run(served.server.generate(replace(plain, num_top_logprobs=VOCAB_SIZE)))
+            for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
+                assert len(top) == VOCAB_SIZE
+                assert [x for _, x in top] == sorted((x for _, x in top), reverse=True)
+                assert abs(dict(top)[token] - logprob) < 1e-4
+                assert abs(sum(math.exp(x) for _, x in top) - 1) < 1e-3  # all of the tiny vocabulary
+        scoring = replace(served.request(prompt, max_new_tokens=1), returns_prompt_logprobs=True)
+        if not served.server.capabilities.gives_prompt_logprobs:
+            expect(UnsupportedError, lambda: served.run(served.server.generate(scoring)))
+            return
+        scores = served.run(served.server.generate(scoring)).prompt_logprobs
+        # The last token of the prompt, had it been drawn.
+        drawn = served.generate((5, 6), max_new_tokens=2, temperature=1.0)
+        redrawn = replace(served.request((5, 6, *drawn.token_ids), max_new_tokens=1), returns_prompt_logprobs=True)
+        found = served.run(served.server.generate(redrawn)).prompt_logprobs
+        assert len(scores) == 3
+        assert all(abs(a - b) < 1e-4 for a, b in zip(found[1:], drawn.logprobs, strict=True))
+
+    def test_what_a_server_cannot_give_is_refused(self, served: Served) -> None:
+        from dataclasses import replace
+
+        can = served.server.capabilities
+        if not can.gives_routed_experts:
+            request = replace(served.request(), returns_routed_experts=True)
+            expect(UnsupportedError, lambda: served.run(served.server.generate(request)), "routed_experts")
+        if not can.has_adapters:
+            request = replace(served.request(), adapter="mine")
+            expect(UnsupportedError, lambda: served.run(served.server.generate(request)), "adapter")
+
     def test_a_bad_request_gets_an_error_and_others_an_answer(self, served: Served) -> None:
         good = served.generate()
         expect(RequestError, lambda: served.generate(()), "empty")
@@ -160,17 +205,17 @@ class ServerConformance:
         assert same_tokens(served.generate(), good)
 
     def test_abort_returns_what_there_is_and_it_can_be_resumed(self, served: Served) -> None:
-        whole = served.generate((5,), max_new_tokens=200)
+        whole = served.generate((5,), max_new_tokens=served.num_long)
         part = served.run(self._aborted(served))
         assert part.finish_reason is FinishReason.ABORT
         done = part.token_ids
         assert done == whole.token_ids[: len(done)]
         assert len(part.logprobs) == len(part.weight_versions) == len(done)
-        rest = served.generate((5, *done), max_new_tokens=200 - len(done))
+        rest = served.generate((5, *done), max_new_tokens=served.num_long - len(done))
         assert done + rest.token_ids == whole.token_ids
 
     async def _aborted(self, served: Served) -> TokenOutput:
-        request = served.request((5,), max_new_tokens=200)
+        request = served.request((5,), max_new_tokens=served.num_long)
         task = asyncio.create_task(served.server.generate(request))
         await asyncio.sleep(0.05)
         await served.server.pause("keep")
@@ -180,7 +225,7 @@ class ServerConformance:
 
     def test_pause_keep_freezes_and_holds(self, served: Served) -> None:
         async def scenario() -> tuple[bool, bool, tuple[TokenOutput, TokenOutput]]:
-            first = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=200)))
+            first = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=served.num_long)))
             await asyncio.sleep(0.03)
             await served.server.pause("keep")
             second = asyncio.create_task(served.server.generate(served.request((6,))))
@@ -192,12 +237,12 @@ class ServerConformance:
         first_done, second_done, outputs = served.run(scenario())
         assert not second_done
         assert not first_done
-        assert same_tokens(outputs[0], served.generate((5,), max_new_tokens=200))
+        assert same_tokens(outputs[0], served.generate((5,), max_new_tokens=served.num_long))
         assert same_tokens(outputs[1], served.generate((6,)))
 
     def test_pause_wait_lets_requests_in_flight_finish(self, served: Served) -> None:
         async def scenario() -> tuple[bool, bool, TokenOutput]:
-            first = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=100)))
+            first = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=served.num_long)))
             await asyncio.sleep(0.03)
             await served.server.pause("wait")
             second = asyncio.create_task(served.server.generate(served.request((6,))))
@@ -209,11 +254,11 @@ class ServerConformance:
 
         first_done, second_done, output = served.run(scenario())
         assert (first_done, second_done) == (True, False)
-        assert len(output.token_ids) == 100
+        assert len(output.token_ids) == served.num_long
 
     def test_pause_abort_ends_requests_in_flight(self, served: Served) -> None:
         async def scenario() -> TokenOutput:
-            task = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=250)))
+            task = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=served.num_long)))
             await asyncio.sleep(0.03)
             await served.server.pause("abort")
             output = await task
@@ -240,7 +285,7 @@ class ServerConformance:
         weights, version = load_weights(served.model_path), served.version
 
         async def scenario() -> TokenOutput:
-            task = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=240)))
+            task = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=served.num_long)))
             await asyncio.sleep(0.05)
             await served.server.pause("keep")
             await served.update(served, _other(weights), version + 1)
@@ -255,7 +300,7 @@ class ServerConformance:
         assert versions[-1] == version + 1
         # What follows the swap is what the new weights say after this context: old keys and values are gone.
         num_old = versions.count(version)
-        rest = served.generate((5, *output.token_ids[:num_old]), max_new_tokens=240 - num_old)
+        rest = served.generate((5, *output.token_ids[:num_old]), max_new_tokens=served.num_long - num_old)
         assert rest.token_ids == output.token_ids[num_old:]
         served.install(weights)
 
@@ -267,7 +312,8 @@ class ServerConformance:
         name = next(iter(weights))
         others = _other(weights)
         without = {key: value for key, value in others.items() if key != name}
-        for bad in (without, {**others, "no.such.weight": others[name]}, {**others, name: others[name][..., :1]}):
+        bads = [{**others, "no.such.weight": others[name]}, {**others, name: others[name][..., :1]}]
+        for bad in bads if served.takes_parts else [without, *bads]:
             expect(WeightUpdateError, lambda bad=bad: served.install(bad), "still serves")
             # A version number that failed is spent: a sender never goes back.
             served.version += 1
@@ -277,10 +323,14 @@ class ServerConformance:
         served.install(weights)
 
     def test_sleep_gives_back_the_cache_and_loses_nothing(self, served: Served) -> None:
-        whole = served.generate((5,), max_new_tokens=200)
+        if 1 not in served.server.capabilities.sleep_levels:
+            expect(UnsupportedError, lambda: served.run(served.server.sleep(1)), "level 1")
+            assert served.generate().token_ids
+            return
+        whole = served.generate((5,), max_new_tokens=served.num_long)
 
         async def scenario() -> tuple[bool, TokenOutput]:
-            task = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=200)))
+            task = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=served.num_long)))
             await asyncio.sleep(0.05)
             await served.server.sleep(1)
             await asyncio.sleep(0.1)
@@ -295,6 +345,9 @@ class ServerConformance:
     def test_after_sleep_2_the_server_refuses_until_an_update(self, served: Served) -> None:
         from rl_rollout.testing import load_weights
 
+        if 2 not in served.server.capabilities.sleep_levels:
+            expect(UnsupportedError, lambda: served.run(served.server.sleep(2)), "level 2")
+            return
         old = served.generate(max_new_tokens=20)
         served.run(served.server.sleep(2))
         served.run(served.server.wake())

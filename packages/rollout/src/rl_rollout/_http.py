@@ -8,6 +8,7 @@ compatible ones. An error is `{"error": {"type", "message", "code"}}`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import json
 import logging
@@ -199,6 +200,5 @@ class Endpoint:
     async def _health(self, request: web.Request) -> web.StreamResponse:
         del request
         status: Callable[[], dict[str, Any]] | None = getattr(self._server, "status", None)
-        return web.json_response(
-            status() if status else {"status": "ok", "model": self._model_name, "pid": os.getpid()}
-        )
+        found = status() if status else {"status": "ok", "model": self._model_name, "pid": os.getpid()}
+        return web.json_response({**found, "capabilities": dataclasses.asdict(self._server.capabilities)})

@@ -1,8 +1,8 @@
 """The OpenAI-compatible endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, whole or streamed.
 
-Beyond OpenAI's fields: `top_k`, `stop_token_ids`, `ignore_eos`, and `return_token_ids`, which adds `token_ids` to
-every choice and `prompt_token_ids`. With `n` above 1 and a seed, choice i is drawn with seed + i. A field that is not
-honoured is refused. Format: https://platform.openai.com/docs/api-reference
+Beyond OpenAI's fields: `top_k`, `stop_token_ids`, `ignore_eos`; `return_token_ids`, which adds `token_ids` to every
+choice and `prompt_token_ids`; and, for completions, `prompt_logprobs` (0), in the format of vLLM. With `n` above 1
+and a seed, choice i is drawn with seed + i. A field that is not honoured is refused. Format: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMMON: dict[str, tuple[type, ...]] = {
     "user": (str,),
     "metadata": (dict,),
 }
-COMPLETION_TYPES = {**_COMMON, "prompt": (str, list), "logprobs": (int,)}
+COMPLETION_TYPES = {**_COMMON, "prompt": (str, list), "logprobs": (int,), "prompt_logprobs": (int,)}
 CHAT_TYPES = {**_COMMON, "messages": (list,), "max_completion_tokens": (int,), "logprobs": (bool,)}
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -79,6 +79,7 @@ class Call:
     stops: tuple[str, ...]
     has_logprobs: bool
     returns_token_ids: bool
+    returns_prompt_logprobs: bool
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -91,6 +92,7 @@ class Piece:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish_reason: str | None = None
+    prompt_logprobs: tuple[float, ...] = ()
 
 
 class OpenAIRoutes:
@@ -100,7 +102,7 @@ class OpenAIRoutes:
         self._server = server
         self._model_name = model_name
         self._names = {model_name, config.model_path}
-        self._max_new_tokens = config.max_model_len
+        self._max_model_len = config.max_model_len
         self._tokenizer = LazyTokenizer(config.model_path)
         self._created = int(time.time())
 
@@ -114,7 +116,13 @@ class OpenAIRoutes:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         del request
-        model = {"id": self._model_name, "object": "model", "created": self._created, "owned_by": "rl-rollout"}
+        model = {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "rl-rollout",
+            "max_model_len": getattr(self._server, "max_model_len", self._max_model_len),
+        }
         return web.json_response({"object": "list", "data": [model]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -133,7 +141,7 @@ class OpenAIRoutes:
             raise RequestError("the request needs 'messages': a list of objects with 'role' and 'content'")
         prompt = self._tokenizer.encode_chat(messages)
         return await self._answer(
-            request, self._call(message, (prompt,), is_chat=True, default_tokens=self._max_new_tokens)
+            request, self._call(message, (prompt,), is_chat=True, default_tokens=self._max_model_len)
         )
 
     # ---- reading
@@ -162,6 +170,8 @@ class OpenAIRoutes:
         num_choices = message.get("n", 1)
         if num_choices < 1:
             raise RequestError(f"n={num_choices} must be at least 1")
+        if message.get("prompt_logprobs", 0) != 0 or ("prompt_logprobs" in message and message.get("stream")):
+            raise RequestError("prompt_logprobs must be 0 (the prompt's own tokens), and is not streamed")
         options = message.get("stream_options", {})
         _wire.check_fields(options, {"include_usage": (bool,)}, "stream_options")
         known = {
@@ -181,6 +191,7 @@ class OpenAIRoutes:
             stops=stops,
             has_logprobs=message.get("logprobs", False) is not False,
             returns_token_ids=message.get("return_token_ids", False),
+            returns_prompt_logprobs="prompt_logprobs" in message,
         )
 
     # ---- generating
@@ -201,6 +212,7 @@ class OpenAIRoutes:
             token_ids=tuple(i for piece in pieces for i in piece.token_ids),
             logprobs=tuple(x for piece in pieces for x in piece.logprobs),
             finish_reason=pieces[-1].finish_reason,
+            prompt_logprobs=pieces[-1].prompt_logprobs,
         )
 
     async def _pieces(self, call: Call, index: int) -> AsyncIterator[Piece]:
@@ -213,7 +225,13 @@ class OpenAIRoutes:
             told = text.push(output.token_ids)
             told += text.finish(drop_last=output.finish_reason is FinishReason.STOP)
             reason = "stop" if text.is_stopped else str(output.finish_reason)
-            yield Piece(text=told, token_ids=output.token_ids, logprobs=output.logprobs, finish_reason=reason)
+            yield Piece(
+                text=told,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
+                finish_reason=reason,
+                prompt_logprobs=output.prompt_logprobs,
+            )
             return
         async for chunk in generate_stream(request):
             told = text.push(chunk.token_ids) if chunk.token_ids else ""
@@ -233,7 +251,10 @@ class OpenAIRoutes:
         if params.seed is not None:
             params = replace(params, seed=params.seed + choice_index)
         return GenerateRequest(
-            request_id=f"{call.id}-{index}", prompt_token_ids=call.prompts[prompt_index], sampling_params=params
+            request_id=f"{call.id}-{index}",
+            prompt_token_ids=call.prompts[prompt_index],
+            sampling_params=params,
+            returns_prompt_logprobs=call.returns_prompt_logprobs,
         )
 
     async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
@@ -296,6 +317,9 @@ class OpenAIRoutes:
         if call.returns_token_ids:
             choice["token_ids"] = piece.token_ids
             choice["prompt_token_ids"] = call.prompts[index // call.num_choices]
+        if call.returns_prompt_logprobs:
+            scored = zip(call.prompts[index // call.num_choices][1:], piece.prompt_logprobs, strict=True)
+            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": logprob}} for token, logprob in scored)]
         return choice
 
     def _logprobs(self, call: Call, piece: Piece) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import ServerAddress, ServerConfig
 
@@ -58,6 +61,19 @@ def check_config(config: ServerConfig) -> None:
             raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
     if config.timeout_s <= 0:
         raise ConfigError(f"timeout_s={config.timeout_s} must be above 0")
+
+
+def check_options(options: Mapping[str, Any], known: Mapping[str, str], backend: str) -> None:
+    """Refuse options that a backend does not have. `known` tells what each is.
+
+    Raises:
+        ConfigError: names the option, and those that there are.
+    """
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            what = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known) or 'none'}"
+            raise ConfigError(f"backend {backend!r} has no option {name!r}; {what}")
 
 
 def create_server(backend: str, config: ServerConfig) -> RolloutServer:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rl_rollout.errors import RequestError
+from rl_rollout.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
-    from rl_rollout.types import GenerateRequest, SamplingParams
+    from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams
 
 SEED_RANGE = 2**63
 """Seeds lie in [-2**63, 2**63)."""
@@ -36,6 +36,29 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise RequestError(f"request {request.request_id!r}: timeout_s={request.timeout_s} must be above 0")
     check_sampling(request.request_id, request.sampling_params)
+
+
+def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
+    """Refuse what a server does not give.
+
+    Raises:
+        UnsupportedError: names the field.
+        RequestError: `num_top_logprobs` is negative.
+    """
+    if request.num_top_logprobs < 0:
+        raise RequestError(
+            f"request {request.request_id!r}: num_top_logprobs={request.num_top_logprobs} must be 0 or above"
+        )
+    asked = {
+        "num_top_logprobs": capabilities.gives_top_logprobs or not request.num_top_logprobs,
+        "returns_prompt_logprobs": capabilities.gives_prompt_logprobs or not request.returns_prompt_logprobs,
+        "returns_routed_experts": capabilities.gives_routed_experts or not request.returns_routed_experts,
+        "adapter": capabilities.has_adapters or request.adapter is None,
+        "seed": capabilities.is_seeded or request.sampling_params.seed is None,
+    }
+    for name, is_fine in asked.items():
+        if not is_fine:
+            raise UnsupportedError(f"request {request.request_id!r}: this server has no {name}; leave it out")
 
 
 def check_sampling(request_id: str, params: SamplingParams) -> None:

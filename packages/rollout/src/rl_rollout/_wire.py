@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl_rollout import errors
 from rl_rollout.errors import RequestError, RolloutError
-from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
+from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,11 +31,21 @@ REQUEST_TYPES: dict[str, tuple[type, ...]] = {
     "sampling_params": (dict,),
     "session_id": (str, type(None)),
     "timeout_s": (int, float, type(None)),
+    "num_top_logprobs": (int,),
+    "returns_prompt_logprobs": (bool,),
+    "returns_routed_experts": (bool,),
+    "adapter": (str, type(None)),
 }
 """JSON types of a request's fields."""
 
+_PLAIN_FIELDS = REQUEST_TYPES.keys() - {"request_id", "prompt_token_ids", "sampling_params"}
+
+_EXTRAS = ("top_logprobs", "prompt_logprobs", "routed_experts")
+"""Fields of an output that are sent if they were asked for."""
+
 STATUS_OF = {
     errors.RequestError: 400,
+    errors.UnsupportedError: 501,
     errors.ConfigError: 400,
     errors.ModelFolderError: 400,
     errors.WeightUpdateError: 409,
@@ -91,19 +101,12 @@ def token_ids(found: Any, what: str) -> tuple[int, ...]:
 
 def request_to_json(request: GenerateRequest) -> dict[str, Any]:
     """Only what differs from the defaults is sent."""
-    params = {
-        field.name: getattr(request.sampling_params, field.name)
-        for field in dataclasses.fields(SamplingParams)
-        if getattr(request.sampling_params, field.name) != field.default
-    }
-    message = {
-        "request_id": request.request_id,
-        "prompt_token_ids": request.prompt_token_ids,
-        "sampling_params": params,
-        "session_id": request.session_id,
-        "timeout_s": request.timeout_s,
-    }
-    return {name: value for name, value in message.items() if value is not None}
+    return {**_changed(request), "sampling_params": _changed(request.sampling_params)}
+
+
+def _changed(value: GenerateRequest | SamplingParams) -> dict[str, Any]:
+    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    return {name: found for name, (found, default) in fields.items() if found != default}
 
 
 def request_from_json(message: Any, default_id: str) -> GenerateRequest:
@@ -125,8 +128,7 @@ def request_from_json(message: Any, default_id: str) -> GenerateRequest:
         request_id=message.get("request_id", default_id),
         prompt_token_ids=token_ids(message["prompt_token_ids"], "prompt_token_ids"),
         sampling_params=SamplingParams(**params),
-        session_id=message.get("session_id"),
-        timeout_s=message.get("timeout_s"),
+        **{name: message[name] for name in _PLAIN_FIELDS & message.keys()},
     )
 
 
@@ -138,6 +140,7 @@ def output_to_json(output: TokenOutput) -> dict[str, Any]:
         "logprobs": output.logprobs,
         "weight_versions": output.weight_versions,
         "finish_reason": output.finish_reason,
+        **{name: getattr(output, name) for name in _EXTRAS if getattr(output, name)},
     }
 
 
@@ -149,7 +152,18 @@ def output_from_json(message: Mapping[str, Any]) -> TokenOutput:
         logprobs=tuple(message["logprobs"]),
         weight_versions=tuple(message["weight_versions"]),
         finish_reason=FinishReason(message["finish_reason"]),
+        **{name: _tuples(message[name]) for name in _EXTRAS if name in message},
     )
+
+
+def capabilities_from_json(message: Mapping[str, Any]) -> Capabilities:
+    """The reverse of `dataclasses.asdict`."""
+    return Capabilities(**{name: _tuples(found) for name, found in message.items()})
+
+
+def _tuples(found: Any) -> Any:
+    """Nested lists as nested tuples."""
+    return tuple(map(_tuples, found)) if isinstance(found, list) else found
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

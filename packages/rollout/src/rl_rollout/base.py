@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from rl_rollout.types import Capabilities
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
@@ -46,6 +48,11 @@ class RolloutServer(ABC):
     Called from one event loop. Servers also answer an OpenAI-compatible HTTP endpoint at their address.
     """
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do. Of a server in another process, known from `start` on."""
+        return Capabilities()
+
     @abstractmethod
     async def start(self) -> ServerAddress:
         """Load the model, bind the endpoint, and return where it answers.
@@ -61,6 +68,7 @@ class RolloutServer(ABC):
 
         Raises:
             RequestError: empty or too long prompt, or a sampling field out of range.
+            UnsupportedError: it asks for what `capabilities` excludes.
             ServerLostError, RequestTimeoutError: see their names.
         """
 

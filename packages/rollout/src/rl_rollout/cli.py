@@ -11,11 +11,11 @@ import select
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_rollout._launch import API_TOKEN_VARIABLE, READY
 from rl_rollout._registry import create_server
-from rl_rollout.errors import RolloutError
+from rl_rollout.errors import ConfigError, RolloutError
 from rl_rollout.types import ServerConfig
 
 if TYPE_CHECKING:
@@ -50,10 +50,29 @@ def parse(argv: Sequence[str] | None) -> tuple[str, ServerConfig, bool]:
         "--dtype", default=default.dtype, help="auto, float32, bfloat16, float16 (default: %(default)s)"
     )
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="most memory of keys and values; 0 chooses")
+    parser.add_argument(
+        "--option", dest="options", action="append", default=[], metavar="NAME=JSON", help="a setting of the backend"
+    )
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input is closed")
     found = vars(parser.parse_args(argv))
     backend, exits_with_stdin = found.pop("backend"), found.pop("exit_with_stdin")
+    found["options"] = dict(map(parse_option, found["options"]))
     return backend, ServerConfig(api_token=os.environ.get(API_TOKEN_VARIABLE), **found), exits_with_stdin
+
+
+def parse_option(option: str) -> tuple[str, Any]:
+    """`NAME=JSON`, or `NAME=TEXT` where that is no JSON.
+
+    Raises:
+        ConfigError: there is no `=`.
+    """
+    name, sign, text = option.partition("=")
+    if not sign:
+        raise ConfigError(f"--option {option!r} must be NAME=VALUE")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text
 
 
 async def serve(backend: str, config: ServerConfig, *, exits_with_stdin: bool) -> None:
@@ -100,8 +119,8 @@ def watch_parent(on_gone: Callable[[], object], *, check_s: float = 1.0) -> None
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns 2, with one sentence on standard error, for anything that the caller can mend."""
-    backend, config, exits_with_stdin = parse(argv)
     try:
+        backend, config, exits_with_stdin = parse(argv)
         asyncio.run(serve(backend, config, exits_with_stdin=exits_with_stdin))
     except RolloutError as error:
         print(f"rl-serve: {type(error).__name__}: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ RolloutError
 ├── ConfigError (ValueError)              a setting that this backend cannot honour
 ├── RequestError (ValueError)             a request that no retry will fix: empty or too long prompt, unknown sampling
 field
+├── UnsupportedError (NotImplementedError)  what this kind of server cannot do; says what can
 ├── ModelFolderError (ValueError)         the model folder cannot be loaded as it is
 ├── ServerStartError (RuntimeError)       the server died or did not answer while starting; carries its last lines
 ├── ServerLostError (ConnectionError)     the server closed or died; names it
@@ -31,6 +32,10 @@ class ConfigError(RolloutError, ValueError):
 
 class RequestError(RolloutError, ValueError):
     """A request that no retry will fix."""
+
+
+class UnsupportedError(RolloutError, NotImplementedError):
+    """This kind of server cannot do what it was asked."""
 
 
 class ModelFolderError(RolloutError, ValueError):

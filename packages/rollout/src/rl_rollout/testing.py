@@ -21,11 +21,11 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._conformance import Served, ServerConformance
-from rl_rollout._validation import check_request
+from rl_rollout._conformance import TINY_ALPHABET, Served, ServerConformance
+from rl_rollout._validation import check_extras, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, ServerLostError, WeightUpdateError
-from rl_rollout.types import FinishReason, GenerateRequest, ServerAddress, TokenOutput
+from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, ServerAddress, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from rl_rollout.base import PauseMode, WeightReceiver
 
 __all__ = ["FakeReceiver", "FakeServer", "Served", "ServerConformance", "load_weights", "write_tiny_model"]
-
-TINY_ALPHABET = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz?.,:"
-"""Characters of a tiny model's tokenizer, one token each, after `<pad>` (0), `<eos>` (1) and `<unk>` (2)."""
 
 
 def write_tiny_model(folder: Path, *, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
@@ -155,6 +152,11 @@ class FakeServer(RolloutServer):
         self._held: dict[str, asyncio.Event] = {}
         self._is_started = self._is_stopped = False
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """Tokens, and nothing beside them."""
+        return Capabilities(gives_top_logprobs=False, gives_prompt_logprobs=False)
+
     async def start(self) -> ServerAddress:
         """Nothing to load."""
         self._is_started = True
@@ -165,6 +167,7 @@ class FakeServer(RolloutServer):
         if not self._is_started or self._is_stopped:
             raise ServerLostError("the fake server is not running; call start()")
         check_request(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
+        check_extras(request, self.capabilities)
         if request.request_id in self._held:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
         self.requests.append(request)

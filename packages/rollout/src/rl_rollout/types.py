@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class FinishReason(StrEnum):
@@ -52,6 +56,14 @@ class GenerateRequest:
     """Requests of one conversation share it; a router keeps them on one replica."""
     timeout_s: float | None = None
     """Deadline of this request, seconds, time in the queue included; None takes the server's."""
+    num_top_logprobs: int = 0
+    """Give this many most likely tokens at every position too."""
+    returns_prompt_logprobs: bool = False
+    """Give the log-probs of the prompt's tokens too."""
+    returns_routed_experts: bool = False
+    """Give the experts that every token was routed to, of a mixture-of-experts model."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that generates; None is the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +80,40 @@ class TokenOutput:
     """C weight versions, one for the weights that each token was sampled from."""
     finish_reason: FinishReason
     """Why it ended."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """C lists of (id, log-prob) under the sampling distribution, the most likely first; empty unless asked for."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """P - 1 log-probs at temperature 1 of the prompt's tokens, each given those before it, under the weights that
+    serve when the request starts; empty unless asked for."""
+    routed_experts: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """[P + C - 1][MoE layers][experts per token] expert ids, in the order of the router; the last token was never
+    fed. Empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a server can do beyond plain generation. What it cannot is refused with `UnsupportedError`."""
+
+    takes_token_ids: bool = True
+    """Token ids in and out, exactly; without, no output may be trained on."""
+    has_logprobs: bool = True
+    """Log-probs are of the distribution that was sampled from."""
+    updates_weights: bool = True
+    """`update_weights`."""
+    pauses: bool = True
+    """`pause`, `resume`, and `abort` with its partial output."""
+    sleep_levels: tuple[int, ...] = (1, 2)
+    """Levels of `sleep`."""
+    is_seeded: bool = True
+    """`SamplingParams.seed` fixes the tokens."""
+    gives_top_logprobs: bool = True
+    """`GenerateRequest.num_top_logprobs`."""
+    gives_prompt_logprobs: bool = True
+    """`GenerateRequest.returns_prompt_logprobs`."""
+    gives_routed_experts: bool = False
+    """`GenerateRequest.returns_routed_experts`."""
+    has_adapters: bool = False
+    """`GenerateRequest.adapter`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +171,5 @@ class ServerConfig:
     kv_cache_bytes: int = 0
     """Most memory that keys and values may take, bytes; 0 allows a quarter of the machine's memory, or half of what is
     free on a CUDA device."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of one backend alone, JSON values; its module says which."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_rollout._registry import check_options
 from rl_rollout.errors import ModelFolderError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def check_model_folder(model_path: str) -> None:
 
 def create_server(config: ServerConfig) -> RolloutServer:
     """A server whose engine lives in this process, in a thread of its own."""
+    check_options(config.options, {}, "embedded")
     check_model_folder(config.model_path)
     from rl_rollout.backends.embedded.server import EmbeddedServer  # imports transformers and aiohttp
 
@@ -35,6 +37,7 @@ def create_server(config: ServerConfig) -> RolloutServer:
 
 def launch_server(config: ServerConfig) -> RolloutServer:
     """A client whose `start` runs `rl-serve --backend embedded` as a process of its own."""
+    check_options(config.options, {}, "embedded")
     check_model_folder(config.model_path)
     from rl_rollout._launch import LaunchedServer
 

@@ -62,6 +62,7 @@ class Engine:
         self._leaders: dict[tuple[int, ...], InFlight] = {}
         self._streaming: set[InFlight] = set()
         self._truncating: set[InFlight] = set()
+        self._reading: set[InFlight] = set()
         self._events: list[tuple[str, Event]] = []
 
     # ---- what is going on
@@ -135,7 +136,8 @@ class Engine:
         """End every request with an error, and forget the batch."""
         for sequence in list(self._by_id.values()):
             self._end(sequence, error)
-        for container in (self._running, self._waiting, self._held, self._leaders, self._streaming, self._truncating):
+        groups = (self._streaming, self._truncating, self._reading)
+        for container in (self._running, self._waiting, self._held, self._leaders, *groups):
             container.clear()
         self.cache.release()
 
@@ -194,6 +196,7 @@ class Engine:
         self._running.extend(admitted)
         self._streaming.update(s for s in admitted if s.is_streaming)
         self._truncating.update(s for s in admitted if s.truncates)
+        self._reading.update(s for s in admitted if s.reads_steps)
         stops = [self._stops(sequence) for sequence in admitted]
         self.table.reserve(
             len(self._running),
@@ -245,6 +248,9 @@ class Engine:
         longest = 0
         for sequence in admitted:
             prompt = sequence.request.prompt_token_ids
+            if sequence.reads_prompt:
+                self._read_prompt(sequence)
+                continue
             leader = self._leaders.setdefault(prompt, sequence)
             if leader is sequence:
                 to_compute.append(sequence)
@@ -256,8 +262,20 @@ class Engine:
             source, target = self._tensor([c[0] for c in copies]), self._tensor([c[1] for c in copies])
             self.cache.copy_rows(source, target, longest)
 
+    def _read_prompt(self, sequence: InFlight) -> None:
+        """Prefill one sequence alone, and keep what it asked about its prompt."""
+        length = len(sequence.request.prompt_token_ids) - 1
+        if not length:
+            return
+        rows = self._tensor([sequence.row])
+        batch = PrefillBatch(self.cache, rows, self._tensor([length]), length)
+        self.model.experts.is_on = sequence.request.returns_routed_experts
+        logits = self.model.logits(self.table.tokens[sequence.row, :length], batch.positions, batch)
+        sequence.extras.note_prompt(logits, self.model.experts.take())
+
     def _prefill(self, sequences: Iterable[InFlight]) -> None:
         """Compute keys and values of all tokens but the last, of sequences of like length together."""
+        self.model.experts.is_on = False
         lengths = self.table.host_lengths.tolist()
         todo = sorted((lengths[s.row] - 1, s.row) for s in sequences if lengths[s.row] > 1)
         while todo:
@@ -276,8 +294,9 @@ class Engine:
         lengths = table.lengths[:count]
         positions = lengths - 1
         batch = DecodeBatch(self.cache, positions, self._longest())
-        logits = self.model.decode(table.tokens[batch.rows, positions], positions, batch)
-        ids, logprobs = sample(
+        self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._reading)
+        logits = self.model.logits(table.tokens[batch.rows, positions], positions, batch)
+        ids, logprobs, distribution = sample(
             logits,
             temperature=table.temperature[:count],
             seeds=table.seeds[:count],
@@ -294,6 +313,7 @@ class Engine:
         is_full = lengths >= table.limits[:count]
         verdict = (is_stopped + 2 * is_full + 4 * ~logprobs.isfinite()).cpu()  # the one transfer of a step
         self._stream(verdict)
+        self._read_step(distribution)
         self._leave([(row, finish_reason(int(verdict[row]))) for row in verdict.nonzero()[:, 0].tolist()])
 
     def _stream(self, verdict: Tensor) -> None:
@@ -308,6 +328,15 @@ class Engine:
                     finish_reason=None,
                 )
                 self._events.append((sequence.request.request_id, chunk))
+
+    def _read_step(self, distribution: Tensor) -> None:
+        """Keep what was asked about this step."""
+        experts = self.model.experts.take()
+        for sequence in self._reading:
+            its_experts = None
+            if experts is not None and sequence.request.returns_routed_experts:
+                its_experts = experts[sequence.row]
+            sequence.extras.note_step(distribution[sequence.row], its_experts)
 
     def _leave(self, ended: Sequence[tuple[int, FinishReason | None]]) -> None:
         """Take rows out of the batch, deliver what they have, close the gaps. No reason: logits were not finite."""
@@ -355,6 +384,7 @@ class Engine:
         del self._by_id[sequence.request.request_id]
         self._streaming.discard(sequence)
         self._truncating.discard(sequence)
+        self._reading.discard(sequence)
         self._events.append((sequence.request.request_id, event))
 
     def _tensor(self, numbers: Iterable[int]) -> Tensor:

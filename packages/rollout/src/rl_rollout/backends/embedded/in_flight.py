@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rl_rollout.backends.embedded.extras import Extras
 from rl_rollout.backends.embedded.table import RowValues
 from rl_rollout.types import FinishReason, TokenOutput
 
@@ -25,6 +26,21 @@ class InFlight:
     """Its own, or one of the server's stream."""
     row: int = -1
     """Its row in the batch; -1 while it waits."""
+    extras: Extras = field(init=False)
+    """What it gets beside its tokens."""
+
+    def __post_init__(self) -> None:
+        self.extras = Extras(self.request)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something is to be told about the prompt, so that it is computed for this request alone."""
+        return self.request.returns_prompt_logprobs or self.request.returns_routed_experts
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether something beside the token is to be told about every step."""
+        return self.request.num_top_logprobs > 0 or self.request.returns_routed_experts
 
     @property
     def truncates(self) -> bool:
@@ -56,6 +72,7 @@ class InFlight:
             logprobs=tuple(logprobs[completion]),
             weight_versions=tuple(versions[completion]),
             finish_reason=reason,
+            **self.extras.columns(),
         )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, ProbeBatch, register_attention
+from rl_rollout.backends.embedded.extras import ExpertRecorder
 from rl_rollout.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ class ServedModel:
     """Ids at which a request stops unless it ignores them."""
     layer_shapes: dict[int, LayerShape]
     """What each attention layer keeps."""
+    experts: ExpertRecorder
+    """Of its routers; of none, where the model has no experts or its routers do not tell."""
 
-    def decode(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """Logits [B, V] float32 of the token after each of `ids`."""
+    def logits(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """Fill the cache; logits [T, V] float32 of the token after each of `ids`."""
         return self._run(ids[None], positions[None], batch, 0)[0].float()
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Batch) -> None:
@@ -103,6 +106,7 @@ def load_model(config: ServerConfig) -> ServedModel:
     register_attention()
     module.set_attn_implementation(ATTENTION_NAME)
     text_config = module.config.get_text_config()
+    experts = ExpertRecorder(module)
     model_limit = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
     return ServedModel(
         module=module,
@@ -111,7 +115,8 @@ def load_model(config: ServerConfig) -> ServedModel:
         vocab_size=module.get_input_embeddings().weight.shape[0],
         max_model_len=min(config.max_model_len, model_limit),
         eos_token_ids=_eos_token_ids(module),
-        layer_shapes=_probe(module, device, text_config.num_hidden_layers, config.model_path),
+        layer_shapes=_probe(module, device, text_config.num_hidden_layers, config.model_path, experts),
+        experts=experts,
     )
 
 
@@ -151,11 +156,16 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device, num_layers: int, path: str) -> dict[int, LayerShape]:
-    """Run one token through, to learn what each layer keeps and that every layer hands its batch over."""
+def _probe(
+    module: Any, device: torch.device, num_layers: int, path: str, experts: ExpertRecorder
+) -> dict[int, LayerShape]:
+    """Run one token through, to learn what each layer keeps, that it hands its batch over, and if routers tell."""
     probe = ProbeBatch()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    experts.is_on = True
     module(input_ids=zero, position_ids=zero, use_cache=False, rl_batch=probe)
+    experts.is_on = False
+    experts.does_tell = experts.take() is not None
     if sorted(probe.shapes) != list(range(num_layers)):
         raise ModelFolderError(
             f"model folder {path!r}: {type(module).__name__} has {num_layers} layers and "

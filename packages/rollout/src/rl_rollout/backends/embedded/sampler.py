@@ -64,8 +64,8 @@ def sample(
     positions: Tensor,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Token ids [B] int64 and their log-probs [B] float32 under the distribution that they were drawn from.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids [B] int64, their log-probs [B] float32, and the log-probs [B, V] that they were drawn from.
 
     Args:
         logits: float32.
@@ -86,4 +86,4 @@ def sample(
     threshold = (uniform(seeds, positions) * mass[:, -1])[:, None]
     drawn = torch.searchsorted(mass, threshold, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     ids = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
-    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0], logprobs

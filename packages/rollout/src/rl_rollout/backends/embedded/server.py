@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout._http import Endpoint
-from rl_rollout._validation import check_request
+from rl_rollout._validation import check_extras, check_request
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.model import load_model
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, RequestTimeoutError, ServerLostError, WeightUpdateError
-from rl_rollout.types import FinishReason, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -46,6 +46,17 @@ class EmbeddedServer(RolloutServer):
         self._streams: dict[str, asyncio.Queue[Event]] = {}
         self._update_lock = asyncio.Lock()
         self._may_hold_weights = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything; routed experts if the model has some."""
+        tells_experts = self._address is not None and self._model.experts.does_tell
+        return Capabilities(gives_routed_experts=tells_experts)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion, tokens."""
+        return self._model.max_model_len
 
     # ---- life
 
@@ -131,6 +142,7 @@ class EmbeddedServer(RolloutServer):
         if self._address is None or self._is_stopped:
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
         check_request(request, vocab_size=self._model.vocab_size, max_model_len=self._model.max_model_len)
+        check_extras(request, self.capabilities)
         if not self._engine.has_weights:
             raise WeightUpdateError("the weights were released by sleep(level=2); wake the server and update them")
         if request.request_id in self._futures or request.request_id in self._streams:

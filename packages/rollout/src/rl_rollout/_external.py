@@ -1,0 +1,455 @@
+"""What all inference servers of others have in common: a process in an environment of its own, spoken to over HTTP.
+
+The process listens on a UNIX socket or on loopback, known to this process alone; in front of it is the same endpoint
+as that of every other server here. So a client need not know whose engine it talks to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from rl_rollout._http import Endpoint
+from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
+from rl_rollout._validation import check_extras, check_request
+from rl_rollout.base import RolloutServer
+from rl_rollout.errors import (
+    GenerationError,
+    ModelFolderError,
+    RequestError,
+    RequestTimeoutError,
+    RolloutError,
+    ServerLostError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from rl_rollout.types import FinishReason, ServerAddress, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_rollout.base import PauseMode, WeightReceiver
+    from rl_rollout.types import GenerateRequest, ServerConfig
+
+CHECK_S = 0.2
+"""How often a starting server is asked whether it is ready, and an abort is repeated, seconds."""
+GRACE_S = 5.0
+"""How much longer than `timeout_s` an answer to a command is waited for, seconds."""
+EXIT_TIMEOUT_S = 2.0
+"""How long to wait for the end of a process whose connection was lost, seconds."""
+
+
+def read_model_config(model_path: str) -> dict[str, Any]:
+    """`config.json` of a model folder; that of the language model, where there are several.
+
+    Raises:
+        ModelFolderError: it cannot be read.
+    """
+    try:
+        found = json.loads((Path(model_path) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(
+            f"model folder {model_path!r} has no config.json that can be read ({error}); give a Hugging Face folder"
+        ) from error
+    return {**found, **found.get("text_config", {})}
+
+
+class Flight:
+    """A request between `generate` and its answer."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.is_sent = False
+        self.aborted = asyncio.Event()
+        self.ended = asyncio.Event()
+
+
+class ExternalServer(RolloutServer):
+    """Starts a server, and translates. A subclass knows its command line and its endpoints.
+
+    Pausing closes a gate on this side as well: what is asked meanwhile is not sent before `resume`, so that it does
+    not depend on what overtakes what on the way.
+    """
+
+    process: ServerProcess
+
+    def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
+        model_config = read_model_config(config.model_path)
+        self.config = config
+        self.engine_name = engine_name
+        self.model_name = Path(config.model_path).resolve().name
+        self.vocab_size = int(model_config["vocab_size"])
+        self.max_model_len = min(config.max_model_len, model_config.get("max_position_embeddings", sys.maxsize))
+        self.weight_version = 0
+        self._endpoint = Endpoint(self, config, model_name=self.model_name)
+        self._session: aiohttp.ClientSession | None = None
+        self._address: ServerAddress | None = None
+        self._is_stopped = self._is_paused = self._is_asleep = False
+        self._refusal = ""
+        """Why nothing is generated until an update succeeds; empty when something may be."""
+        self._flights: dict[str, Flight] = {}
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._update_lock = asyncio.Lock()
+
+    # ---- what a subclass knows
+
+    @abstractmethod
+    def base_url(self) -> str:
+        """Where the process answers."""
+
+    @abstractmethod
+    def connector(self) -> aiohttp.BaseConnector:
+        """How it is reached."""
+
+    @abstractmethod
+    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
+        """Generate."""
+
+    @abstractmethod
+    async def post_abort(self, request_ids: Sequence[str]) -> None:
+        """Ask to end these requests; ids that it does not know are no error."""
+
+    @abstractmethod
+    async def post_pause(self, mode: PauseMode) -> None:
+        """Pause; `wait` is called when nothing is in flight any more."""
+
+    @abstractmethod
+    async def post_resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    async def post_update(self, address: str, version: int) -> None:
+        """Install weights, while nothing is computed.
+
+        Raises:
+            RolloutError: the old version serves, unless it is a `TornUpdateError`.
+        """
+
+    async def after_start(self) -> None:
+        """What there is to say to the server before its first request."""
+
+    async def post_sleep(self, level: int) -> None:
+        """Give memory back. Called while nothing is computed."""
+        raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep at level {level}")
+
+    async def post_wake(self, tags: Sequence[str]) -> None:
+        """Take it again."""
+        raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep, nor wake {list(tags)}")
+
+    # ---- life
+
+    async def start(self) -> ServerAddress:
+        """Start the process, wait until it answers, and bind the endpoint. Idempotent."""
+        if self._address is not None:
+            return self._address
+        if self._is_stopped:
+            raise ServerLostError("this server was stopped; create another")
+        self.process.start()
+        try:
+            await self.process.wait_until(self._is_ready, timeout_s=self.config.timeout_s, check_s=CHECK_S)
+            await self.after_start()
+            url = await self._endpoint.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._address = ServerAddress(url=url, model=self.model_name, pid=os.getpid())
+        return self._address
+
+    async def _is_ready(self) -> bool:
+        try:
+            async with asyncio.timeout(GRACE_S), self._open().get(f"{self.base_url()}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def stop(self) -> None:
+        """End the process and close the endpoint. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        await self._endpoint.stop()
+        if self._session is not None:
+            await self._session.close()
+        await self.process.end(grace_s=STOP_TIMEOUT_S)
+
+    # ---- requests
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        self._check(request)
+        flight = self._flights[request.request_id] = Flight(request)
+        timeout_s = request.timeout_s or self.config.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not await self._wait_for_gate(flight):
+                    return empty_output(request)
+                flight.is_sent = True
+                return await self.post_generate(request)
+        except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
+            # Leaving the connection has ended the request in the server.
+            raise RequestTimeoutError(
+                f"request {request.request_id!r} did not finish within {timeout_s} s on {self._where()}"
+            ) from error
+        finally:
+            del self._flights[request.request_id]
+            flight.ended.set()
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._need_running()
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        check_extras(request, self.capabilities)
+        if self._refusal:
+            raise WeightUpdateError(self._refusal)
+        if request.request_id in self._flights:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+
+    async def _wait_for_gate(self, flight: Flight) -> bool:
+        """Wait while paused; False if the request was aborted meanwhile."""
+        if self._may_send.is_set():
+            return True
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._may_send, flight.aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return not flight.aborted.is_set()
+
+    def max_new_tokens(self, request: GenerateRequest) -> int:
+        """What a request asks for and the context leaves."""
+        return min(request.sampling_params.max_new_tokens, self.max_model_len - len(request.prompt_token_ids))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `RolloutServer.abort`. Returns when they have ended."""
+        self._need_running()
+        ids = list(self._flights) if request_ids is None else request_ids
+        await self._abort([self._flights[i] for i in ids if i in self._flights])
+
+    async def _abort(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            flight.aborted.set()
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                # Repeated: an abort may overtake the request that it is meant for.
+                while ids := [f.request.request_id for f in flights if f.is_sent and not f.ended.is_set()]:
+                    await self.post_abort(ids)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(CHECK_S):
+                            await asyncio.gather(*(flight.ended.wait() for flight in flights))
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"{self._where()} did not end {len(flights)} aborted requests within {self.config.timeout_s} s"
+            ) from error
+
+    # ---- control
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutServer.pause`."""
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestError(f"pause mode {mode!r} is not one of abort, wait, keep")
+        self._need_running()
+        flights = [flight for flight in self._flights.values() if flight.is_sent]
+        self._may_send.clear()
+        self._is_paused = True
+        if mode == "abort":
+            await self._abort(flights)
+        elif mode == "wait":
+            await self._drain(flights)
+        await self.post_pause(mode)
+
+    async def _drain(self, flights: Sequence[Flight]) -> None:
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                await asyncio.gather(*(flight.ended.wait() for flight in flights))
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"{self._where()} did not finish the requests in flight within {self.config.timeout_s} s; "
+                "new ones are held"
+            ) from error
+
+    async def resume(self) -> None:
+        """See `RolloutServer.resume`."""
+        self._need_running()
+        await self.post_resume()
+        self._is_paused = False
+        self._open_gate()
+
+    def _open_gate(self) -> None:
+        if not self._is_paused and not self._is_asleep:
+            self._may_send.set()
+
+    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
+        """See `RolloutServer.update_weights`. Decoding stands still meanwhile.
+
+        The server's own processes open their receivers by `receive.address`, a URL of rl-ckpt.
+        """
+        if not self.capabilities.updates_weights:
+            raise UnsupportedError(f"{self.engine_name} as it was started takes no new weights")
+        async with self._update_lock:
+            self._need_running()
+            address = receive.address
+            stands_still = self._is_paused or self._is_asleep
+            try:
+                if "://" not in address:
+                    raise WeightUpdateError("the address is no URL of rl-ckpt, e.g. shm://policy")
+                if not stands_still:
+                    await self.post_pause("keep")
+                await self.post_update(address, version)
+            except TornUpdateError as error:
+                self._refusal = f"version {version} was installed by half ({error}); an update must succeed first"
+                raise WeightUpdateError(f"{self._refusal}; the server refuses until then") from error
+            except RolloutError as error:
+                who = self._refusal or f"version {self.weight_version} still serves"
+                raise WeightUpdateError(
+                    f"version {version} was not installed from {address!r}: {error}; {who}"
+                ) from error
+            finally:
+                if not stands_still and not self._is_stopped:
+                    await self.post_resume()
+            self.weight_version = version
+            self._refusal = ""
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `RolloutServer.sleep`."""
+        if level not in (1, 2):
+            raise RequestError(f"sleep level {level!r} is not 1 (KV cache) or 2 (KV cache and weights)")
+        if level not in self.capabilities.sleep_levels:
+            raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep at level {level}")
+        async with self._update_lock:
+            self._need_running()
+            self._may_send.clear()
+            self._is_asleep = True
+            await self.post_sleep(level)
+            if level == 2:
+                self._refusal = "the weights were released by sleep(level=2); wake the server and update them"
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """See `RolloutServer.wake`."""
+        unknown = sorted(set(tags) - {"weights", "kv_cache"})
+        if unknown or not tags:
+            raise RequestError(f"wake tags {list(tags)} must be some of weights, kv_cache")
+        async with self._update_lock:
+            self._need_running()
+            if not self._is_asleep:
+                return
+            await self.post_wake(tags)
+            if "kv_cache" in tags:
+                self._is_asleep = False
+                if not self._is_paused:
+                    await self.post_resume()
+                self._open_gate()
+
+    def status(self) -> dict[str, Any]:
+        """What `/health` tells: counts are of requests."""
+        num_sent = sum(flight.is_sent for flight in self._flights.values())
+        return {
+            "status": "no weights" if self._refusal else "ok",
+            "model": self.model_name,
+            "pid": os.getpid(),
+            "weight_version": self.weight_version,
+            "num_running": num_sent,
+            "num_waiting": len(self._flights) - num_sent,
+            "is_paused": self._is_paused,
+            "is_asleep": self._is_asleep,
+        }
+
+    # ---- HTTP
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=self.connector(), timeout=aiohttp.ClientTimeout(total=None, sock_connect=GRACE_S)
+            )
+        return self._session
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **query: str
+    ) -> dict[str, Any]:
+        """One HTTP request to the server; its JSON answer.
+
+        Args:
+            method: GET or POST.
+            path: Of the endpoint.
+            body: JSON.
+            timeout_s: Deadline, seconds; None leaves it to the caller's.
+            **query: In the URL.
+
+        Raises:
+            RequestError: it answered 4xx.
+            GenerationError: it answered 5xx.
+            ServerLostError: it is not there, or it closed the connection.
+            RequestTimeoutError: it did not answer in time.
+        """
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open().request(method, self.base_url() + path, json=body, params=query) as response,
+            ):
+                text = await response.text()
+                if response.status != 200:
+                    kind = RequestError if 400 <= response.status < 500 else GenerationError
+                    raise kind(f"{self.engine_name} answered {response.status} to {path}: {error_text(text)}")
+                return decode(text)
+        except TimeoutError as error:
+            if timeout_s is None:
+                raise
+            raise RequestTimeoutError(f"{self._where()} did not answer {path} within {timeout_s} s") from error
+        except aiohttp.ClientError as error:
+            if await self.process.has_ended(EXIT_TIMEOUT_S):
+                raise ServerLostError(self.process.told_end()) from error
+            raise ServerLostError(f"{self._where()} closed the connection: {error or type(error).__name__}") from error
+
+    async def command(self, path: str, body: Any = None, **query: str) -> dict[str, Any]:
+        """`call` by POST, with the deadline of commands."""
+        return await self.call("POST", path, body, timeout_s=self.config.timeout_s + GRACE_S, **query)
+
+    def _need_running(self) -> None:
+        if self._address is None or self._is_stopped:
+            raise ServerLostError(f"the {self.engine_name} server of {self.model_name!r} is not running; call start()")
+
+    def _where(self) -> str:
+        return f"{self.engine_name} (pid {self.process.pid})"
+
+
+class TornUpdateError(RolloutError):
+    """Within a backend: an update failed after the model was changed."""
+
+
+def empty_output(request: GenerateRequest) -> TokenOutput:
+    """Of a request that was aborted before its first token."""
+    return TokenOutput(
+        request_id=request.request_id,
+        token_ids=(),
+        logprobs=(),
+        weight_versions=(),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+def decode(text: str) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def error_text(text: str) -> str:
+    """The sentence in an error's answer, whatever its shape."""
+    found: Mapping[str, Any] = decode(text)
+    told = found.get("error", found.get("detail", found.get("message")))
+    if isinstance(told, dict):
+        told = told.get("message")
+    return str(told or text)[:1000]

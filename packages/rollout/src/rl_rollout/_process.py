@@ -1,0 +1,161 @@
+"""A server's process: started, watched for its last lines, and ended with all that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from rl_rollout.errors import ServerStartError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+NUM_LAST_LINES = 20
+NUM_FIRST_ERRORS = 3
+STOP_TIMEOUT_S = 10.0
+"""How long a process may take to end by itself before it is killed, seconds."""
+
+_IS_ERROR = re.compile(r"\b\w*(Error|Exception)\b: \S")
+
+
+class ServerProcess:
+    """One process, which is to end when its standard input is closed.
+
+    Args:
+        command: What to run. It is in a session of its own, so that a Ctrl-C in this terminal is this process's to
+            handle.
+        environment: Variables beside those of this process.
+        name: What errors call it.
+        on_line: Called in the reading thread with every line; says whether to keep it from the last lines.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        name: str,
+        on_line: Callable[[str], bool] = lambda line: False,
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._name = name
+        self._on_line = on_line
+        self._process: subprocess.Popen[str] | None = None
+        self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._first_errors: list[str] = []
+        self._reader = threading.Thread(target=self._read, name="rl-rollout-log", daemon=True)
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The newest lines that it wrote, 20 at most."""
+        return tuple(self._last_lines)
+
+    @property
+    def was_started(self) -> bool:
+        """Whether `start` was called."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before the start."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            ServerStartError: there is no such command, or it was started before.
+        """
+        if self._process is not None:
+            raise ServerStartError("this server was started and stopped already; launch another")
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | self._environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ServerStartError(f"{self._name} cannot be started with {self._command[0]!r}: {error}") from error
+        self._reader.start()
+
+    async def wait_until(self, is_ready: Callable[[], Awaitable[bool]], *, timeout_s: float, check_s: float) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            ServerStartError: it ended, or was not ready in time; with its last lines.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not await is_ready():
+            if self.returncode is not None:
+                raise ServerStartError(self.told_end())
+            if time.monotonic() > deadline:
+                raise ServerStartError(self._told(f"{self._name} (pid {self.pid}) was not ready within {timeout_s} s"))
+            await asyncio.sleep(check_s)
+
+    def told_end(self) -> str:
+        """A sentence on how it ended, with its last lines."""
+        self._reader.join(1.0)
+        return self._told(f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
+
+    async def has_ended(self, timeout_s: float) -> bool:
+        """Whether it ends within the time."""
+        if self._process is None:
+            return False
+        try:
+            await asyncio.to_thread(self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    async def end(self, *, grace_s: float) -> None:
+        """End it: by closing its standard input, and by force after `grace_s`. Idempotent."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        if not await self.has_ended(grace_s):
+            # Its own session, so its own process group: whatever it started ends with it.
+            os.killpg(process.pid, signal.SIGKILL)
+            await self.has_ended(STOP_TIMEOUT_S)
+        self._reader.join(1.0)
+        if process.stdout is not None and not self._reader.is_alive():
+            process.stdout.close()
+
+    def _read(self) -> None:
+        """In a thread: keep the last lines, and the first errors, which servers of many processes bury."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if self._on_line(line):
+                continue
+            self._last_lines.append(line.rstrip("\n"))
+            if len(self._first_errors) < NUM_FIRST_ERRORS and _IS_ERROR.search(line):
+                self._first_errors.append(line.rstrip("\n"))
+
+    def _told(self, what: str) -> str:
+        if not self._last_lines:
+            return f"{what}, and it wrote nothing"
+        buried = [line for line in self._first_errors if line not in self._last_lines]
+        first = "".join(f"\n  | {line}" for line in buried)
+        lines = "".join(f"\n  | {line}" for line in self._last_lines)
+        return f"{what}; " + (f"its first errors:{first}\n" if first else "") + f"its last lines:{lines}"

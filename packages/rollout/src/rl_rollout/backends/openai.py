@@ -1,0 +1,366 @@
+"""Any OpenAI-compatible URL, for evaluation, judges and distillation teachers. Nothing there can be trained.
+
+`ServerConfig.model_path` is the name of the model at the URL. Token ids go in and out where the server gives
+`return_token_ids` (vLLM does, and every server of this package); what it can do is found out by `start`. Log-probs are
+those that the server tells, and NaN where temperature, top-k or top-p make it unknown of which distribution they
+are; weight versions are -1: nobody knows them. Text goes through `chat` and `complete`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import openai
+
+from rl_rollout._http import Endpoint
+from rl_rollout._registry import check_options
+from rl_rollout._validation import check_extras, check_request
+from rl_rollout.base import RolloutServer
+from rl_rollout.errors import (
+    ConfigError,
+    GenerationError,
+    RequestError,
+    RequestTimeoutError,
+    RolloutError,
+    ServerLostError,
+    ServerStartError,
+    UnsupportedError,
+)
+from rl_rollout.types import Capabilities, FinishReason, SamplingParams, ServerAddress, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_rollout.base import PauseMode, WeightReceiver
+    from rl_rollout.types import GenerateRequest, ServerConfig
+
+OPTIONS = {
+    "url": "base URL of the API, e.g. http://127.0.0.1:8000/v1",
+    "api_key_variable": "environment variable that holds the key; OPENAI_API_KEY",
+    "max_retries": "how often a call that was refused for load or lost is repeated; 2",
+    "tokenizer": "a Hugging Face folder, for text at this server's own endpoint",
+}
+UNKNOWN_VERSION = -1
+"""Weight version of a token that an unknown server gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOutput:
+    """What `chat` and `complete` give."""
+
+    text: str
+    """The completion."""
+    finish_reason: str
+    """As the server tells it: stop, length, content_filter, ..."""
+    num_prompt_tokens: int
+    """As the server counts them."""
+    num_completion_tokens: int
+    """As the server counts them."""
+
+
+def create_server(config: ServerConfig) -> OpenAIServer:
+    """A client of the URL, with an endpoint of its own."""
+    return OpenAIServer(config)
+
+
+class OpenAIServer(RolloutServer):
+    """The model at a URL as a server: it generates, and is neither paused nor updated."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        check_options(config.options, OPTIONS, "openai")
+        url = config.options.get("url")
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ConfigError(f"backend 'openai' needs the option url, e.g. http://127.0.0.1:8000/v1; it is {url!r}")
+        variable = config.options.get("api_key_variable", "OPENAI_API_KEY")
+        self.config = config
+        self.url = url.rstrip("/")
+        self._client = openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=os.environ.get(variable) or "none",
+            max_retries=config.options.get("max_retries", 2),
+            timeout=config.timeout_s,
+        )
+        local = replace(config, model_path=config.options.get("tokenizer", config.model_path))
+        self._endpoint = Endpoint(self, local, model_name=config.model_path)
+        self._address: ServerAddress | None = None
+        self._is_stopped = False
+        self._takes_ids = self._scores = False
+        self._max_model_len = config.max_model_len
+        self._in_flight: dict[str, asyncio.Event] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What `start` has found out."""
+        return Capabilities(
+            takes_token_ids=self._takes_ids,
+            has_logprobs=False,
+            updates_weights=False,
+            pauses=False,
+            sleep_levels=(),
+            gives_top_logprobs=False,
+            gives_prompt_logprobs=self._scores,
+        )
+
+    async def start(self) -> ServerAddress:
+        """See that the URL serves the model, and what it can do. Idempotent.
+
+        Raises:
+            ServerStartError: nobody answers, the key is refused, or it has no such model.
+        """
+        if self._address is not None:
+            return self._address
+        if self._is_stopped:
+            raise ServerLostError("this server was stopped; create another")
+        try:
+            await self._look()
+            url = await self._endpoint.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._address = ServerAddress(url=url, model=self.config.model_path, pid=os.getpid())
+        return self._address
+
+    async def _look(self) -> None:
+        """Find out what is there."""
+        try:
+            models = {model.id: model async for model in self._client.models.list()}
+        except openai.OpenAIError as error:
+            raise ServerStartError(f"{self.url} does not tell its models: {error}") from error
+        if self.config.model_path not in models:
+            some = ", ".join(sorted(models)[:10])
+            raise ServerStartError(f"{self.url} has no model {self.config.model_path!r}; it has: {some}")
+        told = getattr(models[self.config.model_path], "max_model_len", None)
+        self._max_model_len = min(self.config.max_model_len, told or self.config.max_model_len)
+        self._takes_ids = await self._gives("token_ids", return_token_ids=True)
+        self._scores = self._takes_ids and await self._gives("prompt_logprobs", prompt_logprobs=0)
+
+    async def _gives(self, field: str, **asked: Any) -> bool:
+        """Ask for one token, and see whether the answer has a field."""
+        try:
+            answer = await self._client.completions.create(
+                model=self.config.model_path, prompt=[[1, 1]], max_tokens=1, extra_body=asked
+            )
+        except (openai.BadRequestError, openai.NotFoundError, openai.UnprocessableEntityError):
+            return False
+        except openai.OpenAIError as error:
+            raise ServerStartError(f"{self.url} did not complete a prompt of two tokens: {error}") from error
+        return getattr(answer.choices[0], field, None) is not None
+
+    async def stop(self) -> None:
+        """Close the connections and the endpoint; the URL goes on. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        await self.abort()
+        await self._endpoint.stop()
+        await self._client.close()
+
+    # ---- token ids
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `RolloutServer.generate`.
+
+        Raises:
+            UnsupportedError: the server takes no token ids, or does not give them back.
+        """
+        self._check(request)
+        aborted = self._in_flight[request.request_id] = asyncio.Event()
+        gathered = Gathered(request)
+        timeout_s = request.timeout_s or self.config.timeout_s
+        work = asyncio.ensure_future(self._gather(request, gathered))
+        waiting = asyncio.ensure_future(aborted.wait())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+            return gathered.output(is_aborted=not work.done())
+        except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
+            raise RequestTimeoutError(
+                f"request {request.request_id!r} did not finish within {timeout_s} s on {self.url}"
+            ) from error
+        finally:
+            work.cancel()
+            waiting.cancel()
+            del self._in_flight[request.request_id]
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._need_running()
+        if not self._takes_ids:
+            raise UnsupportedError(
+                f"{self.url} does not give token ids, so that nothing of it can be trained on; "
+                "use chat or complete, for text"
+            )
+        check_request(request, vocab_size=2**31, max_model_len=self._max_model_len)
+        check_extras(request, self.capabilities)
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+
+    async def _gather(self, request: GenerateRequest, gathered: Gathered) -> None:
+        params = request.sampling_params
+        extras: dict[str, Any] = {"return_token_ids": True}
+        if params.top_k:
+            extras["top_k"] = params.top_k
+        if params.stop_token_ids:
+            extras["stop_token_ids"] = list(params.stop_token_ids)
+        if params.ignore_eos:
+            extras["ignore_eos"] = True
+        if request.returns_prompt_logprobs:
+            extras["prompt_logprobs"] = 0
+        room = self._max_model_len - len(request.prompt_token_ids)
+        settings: dict[str, Any] = {
+            "model": self.config.model_path,
+            "prompt": [list(request.prompt_token_ids)],
+            "max_tokens": min(params.max_new_tokens, room),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "logprobs": 0,
+            "extra_body": extras,
+            **({} if params.seed is None else {"seed": params.seed}),
+        }
+        try:
+            if request.returns_prompt_logprobs:  # nobody streams these
+                answer = await self._client.completions.create(**settings)
+                gathered.add(answer.choices[0])
+                return
+            async for event in await self._client.completions.create(**settings, stream=True):
+                if event.choices:
+                    gathered.add(event.choices[0])
+        except openai.OpenAIError as error:
+            raise self._translated(error) from error
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests, all when None: they return what has come, and the connection is closed."""
+        for request_id in list(self._in_flight) if request_ids is None else request_ids:
+            if request_id in self._in_flight:
+                self._in_flight[request_id].set()
+
+    # ---- text
+
+    async def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> TextOutput:
+        """One answer to a conversation, in OpenAI's format.
+
+        Raises:
+            RequestError, ServerLostError, RequestTimeoutError, GenerationError: see their names.
+        """
+        return await self._text(self._client.chat.completions, messages=list(messages), params=params)
+
+    async def complete(self, text: str, params: SamplingParams | None = None) -> TextOutput:
+        """Text that goes on from `text`."""
+        return await self._text(self._client.completions, prompt=text, params=params)
+
+    async def _text(self, resource: Any, *, params: SamplingParams | None, **asked: Any) -> TextOutput:
+        self._need_running()
+        chosen = params or SamplingParams()
+        settings: dict[str, Any] = {"temperature": chosen.temperature, "top_p": chosen.top_p}
+        if chosen.seed is not None:
+            settings["seed"] = chosen.seed
+        if chosen.top_k or chosen.stop_token_ids or chosen.ignore_eos:
+            raise UnsupportedError("top_k, stop_token_ids and ignore_eos are not for text; leave them out")
+        try:
+            answer = await resource.create(
+                model=self.config.model_path, max_tokens=chosen.max_new_tokens, **settings, **asked
+            )
+        except openai.OpenAIError as error:
+            raise self._translated(error) from error
+        choice = answer.choices[0]
+        return TextOutput(
+            text=choice.message.content or "" if hasattr(choice, "message") else choice.text,
+            finish_reason=str(choice.finish_reason),
+            num_prompt_tokens=answer.usage.prompt_tokens if answer.usage else 0,
+            num_completion_tokens=answer.usage.completion_tokens if answer.usage else 0,
+        )
+
+    def _translated(self, error: openai.OpenAIError) -> RolloutError:
+        """OpenAI's error as ours."""
+        what = f"{self.url}: {error}"
+        if isinstance(error, openai.APITimeoutError):
+            return RequestTimeoutError(f"{self.url} did not answer within {self.config.timeout_s} s")
+        if isinstance(error, openai.APIStatusError):
+            if error.status_code in (429, 502, 503):
+                return ServerLostError(what)
+            return RequestError(what) if error.status_code < 500 else GenerationError(what)
+        return ServerLostError(what) if isinstance(error, openai.APIConnectionError) else GenerationError(what)
+
+    # ---- what it is not for
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Refused."""
+        raise self._not_ours(f"pause({mode!r})")
+
+    async def resume(self) -> None:
+        """Refused."""
+        raise self._not_ours("resume()")
+
+    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
+        """Refused."""
+        raise self._not_ours(f"update_weights({receive.address!r}, {version})")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Refused."""
+        raise self._not_ours(f"sleep({level})")
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Refused."""
+        raise self._not_ours(f"wake({list(tags)})")
+
+    def _not_ours(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{what}: the model at {self.url} is not ours to control; train with the backend embedded, vllm or sglang"
+        )
+
+    def _need_running(self) -> None:
+        if self._address is None or self._is_stopped:
+            raise ServerLostError(f"the client of {self.url} is not running; call start()")
+
+
+class Gathered:
+    """What has come of one request."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.prompt_logprobs: tuple[float, ...] = ()
+        self.finish_reason: str | None = None
+
+    def add(self, choice: Any) -> None:
+        """A piece of the stream, or the whole."""
+        ids = list(getattr(choice, "token_ids", None) or ())
+        logprobs = list(choice.logprobs.token_logprobs or ()) if choice.logprobs else []
+        if len(logprobs) != len(ids):
+            logprobs = [float("nan")] * len(ids)
+        self.token_ids += ids
+        self.logprobs += logprobs
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        if self.request.returns_prompt_logprobs:
+            rows = zip(choice.prompt_logprobs[1:], self.request.prompt_token_ids[1:], strict=True)
+            self.prompt_logprobs = tuple(row[str(token)]["logprob"] for row, token in rows)
+
+    def output(self, *, is_aborted: bool) -> TokenOutput:
+        """All of it.
+
+        Raises:
+            GenerationError: the server ended it for a reason of its own, or for none.
+        """
+        params = self.request.sampling_params
+        is_plain = params.temperature in (0, 1) and params.top_p == 1 and params.top_k == 0
+        count = len(self.token_ids)
+        if not is_aborted and self.finish_reason not in ("stop", "length", "abort"):
+            raise GenerationError(
+                f"request {self.request.request_id!r}: the server ended it with {self.finish_reason!r}, and not with "
+                "stop or length"
+            )
+        return TokenOutput(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) if is_plain else (float("nan"),) * count,
+            weight_versions=(UNKNOWN_VERSION,) * count,
+            finish_reason=FinishReason.ABORT if is_aborted else FinishReason(str(self.finish_reason)),
+            prompt_logprobs=self.prompt_logprobs,
+        )

@@ -1,0 +1,240 @@
+"""vLLM, started as a process in its own environment and spoken to over HTTP. Run against vLLM 0.32.
+
+Token ids go in and come out of `/inference/v1/generate`; `/pause`, `/resume`, `/abort_requests` and the weight-transfer
+endpoints are those of vLLM's development mode, on a UNIX socket in a folder of this user alone. Log-probs are those
+of the distribution that was sampled from (`--logprobs-mode processed_logprobs`); which weights a token was sampled
+from is told by vLLM's own spans. Weights come through rl-ckpt's plug-in, which must be installed beside vLLM.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import shlex
+import shutil
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from rl_rollout._external import ExternalServer, TornUpdateError, empty_output
+from rl_rollout._process import ServerProcess
+from rl_rollout._registry import check_options
+from rl_rollout.errors import ConfigError, RolloutError, WeightUpdateError
+from rl_rollout.types import Capabilities, FinishReason, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.types import GenerateRequest, ServerConfig
+
+OPTIONS = {
+    "command": "what starts the server, a list or a line; default: this Python -m vllm.entrypoints.openai.api_server",
+    "args": "further arguments of vLLM, a list or a line",
+    "env": "environment variables of the server beside those of this process",
+}
+
+SLEEP_ARGUMENT = "--enable-sleep-mode"
+ROUTED_ARGUMENT = "--enable-return-routed-experts"
+LORA_ARGUMENT = "--enable-lora"
+
+
+def create_server(config: ServerConfig) -> RolloutServer:
+    """A server whose vLLM is a process that ends when this one does."""
+    return VllmServer(config)
+
+
+class VllmServer(ExternalServer):
+    """One `vllm serve`.
+
+    KV caches are computed anew after an update (`/reset_prefix_cache`), those of requests in flight included. A
+    request's seed fixes its tokens while it stays on one server; it starts over where a request is resumed elsewhere.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        check_options(config.options, OPTIONS, "vllm")
+        if config.device != "auto":
+            raise ConfigError(
+                f"device={config.device!r}: the device is that of the vLLM that is installed; leave it at auto, and "
+                "choose among GPUs with the option env={'CUDA_VISIBLE_DEVICES': '0'}"
+            )
+        super().__init__(config, engine_name="vllm")
+        self._arguments = words(config.options.get("args", []), "args")
+        self._folder = tempfile.mkdtemp(prefix="rl-rollout-")
+        self._socket = f"{self._folder}/vllm"
+        self._sessions: set[str] = set()
+        self.process = ServerProcess(
+            [sys.executable, "-m", "rl_rollout._guard", *self._command()], self._environment(), name="vllm"
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Depend on the arguments that it was started with."""
+        return Capabilities(
+            sleep_levels=(1, 2) if SLEEP_ARGUMENT in self._arguments else (),
+            gives_routed_experts=ROUTED_ARGUMENT in self._arguments,
+            has_adapters=LORA_ARGUMENT in self._arguments,
+        )
+
+    def _command(self) -> list[str]:
+        config = self.config
+        default = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        memory = ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)] if config.kv_cache_bytes else []
+        return [
+            *words(config.options.get("command", default), "command"),
+            *("--model", config.model_path, "--served-model-name", self.model_name, "--uds", self._socket),
+            *("--dtype", config.dtype, "--seed", str(config.seed), "--max-model-len", str(self.max_model_len)),
+            *("--max-num-seqs", str(config.max_num_seqs), "--logprobs-mode", "processed_logprobs"),
+            *("--enable-scale-out", "--skip-tokenizer-init", "--weight-transfer-config", '{"backend": "rl_ckpt"}'),
+            *("--max-logprobs", "-1", *memory, *self._arguments),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        threads = {"OMP_NUM_THREADS": str(self.config.num_threads)} if self.config.num_threads else {}
+        found = self.config.options.get("env", {})
+        if not isinstance(found, dict):
+            raise ConfigError(f"option env={found!r} must be an object of names and values")
+        return {"VLLM_SERVER_DEV_MODE": "1", **threads, **{str(name): str(value) for name, value in found.items()}}
+
+    def base_url(self) -> str:
+        """The host is not looked at."""
+        return "http://vllm"
+
+    def connector(self) -> aiohttp.BaseConnector:
+        """The UNIX socket; as many connections as there are requests."""
+        return aiohttp.UnixConnector(self._socket, limit=0)
+
+    async def after_start(self) -> None:
+        """The weights on disk are version 0; vLLM calls them `default`."""
+        await self.command("/update_weight_version", {"new_version": "0"})
+
+    async def stop(self) -> None:
+        """See `RolloutServer.stop`."""
+        await super().stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `ExternalServer`."""
+        params = request.sampling_params
+        body = {
+            "request_id": request.request_id,
+            "model": request.adapter or self.model_name,
+            "token_ids": request.prompt_token_ids,
+            "sampling_params": {
+                "max_tokens": self.max_new_tokens(request),
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "stop_token_ids": params.stop_token_ids,
+                "ignore_eos": params.ignore_eos,
+                "seed": params.seed,
+                "logprobs": request.num_top_logprobs,
+                "prompt_logprobs": 0 if request.returns_prompt_logprobs else None,
+                "detokenize": False,
+            },
+        }
+        answer = await self.call("POST", "/inference/v1/generate", body)
+        return read_answer(request, answer)
+
+    async def post_abort(self, request_ids: Sequence[str]) -> None:
+        """See `ExternalServer`. vLLM knows them by another name."""
+        await self.command("/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in request_ids]})
+
+    async def post_pause(self, mode: PauseMode) -> None:
+        """See `ExternalServer`."""
+        await self.command("/pause", mode=mode)
+
+    async def post_resume(self) -> None:
+        """See `ExternalServer`."""
+        await self.command("/resume")
+
+    async def post_update(self, address: str, version: int) -> None:
+        """See `ExternalServer`. The plug-in verifies, installs and attests; after a failure it restores."""
+        if address not in self._sessions:
+            info = {"url": address, "timeout_s": self.config.timeout_s}
+            await self.command("/init_weight_transfer_engine", {"init_info": info})
+            self._sessions = {address}  # a new session takes the place of the one before
+        await self.command("/start_weight_update")
+        await self.command("/update_weights", {"update_info": {"version": version}})
+        try:
+            await self.command("/finish_weight_update", {"weight_version": str(version)})
+            await self.command("/reset_prefix_cache", reset_running_requests="true")
+        except RolloutError as error:
+            raise TornUpdateError(str(error)) from error
+
+    async def post_sleep(self, level: int) -> None:
+        """See `ExternalServer`. What is in flight is computed anew after waking."""
+        await self.command("/pause", mode="keep")
+        await self.command("/reset_prefix_cache", reset_running_requests="true")
+        await self.command("/sleep", level=str(level), mode="keep")
+
+    async def post_wake(self, tags: Sequence[str]) -> None:
+        """See `ExternalServer`."""
+        for tag in tags:
+            await self.command("/wake_up", tags=tag)
+
+
+def words(found: Any, name: str) -> list[str]:
+    """A list of strings, or a line of them.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(found, str):
+        return shlex.split(found)
+    if not isinstance(found, list | tuple) or (not found and name == "command"):
+        raise ConfigError(f"option {name}={found!r} must be a list of words, or a line of them")
+    return [str(word) for word in found]
+
+
+def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
+    """What vLLM says about one request."""
+    choice = answer["choices"][0]
+    ids = tuple(choice["token_ids"] or ())
+    if not ids:
+        return empty_output(request)
+    content = choice["logprobs"]["content"]
+    extras: dict[str, Any] = {}
+    if request.num_top_logprobs:
+        extras["top_logprobs"] = tuple(most_likely(each["top_logprobs"], request.num_top_logprobs) for each in content)
+    if request.returns_prompt_logprobs:
+        rows = zip(answer["prompt_logprobs"][1:], request.prompt_token_ids[1:], strict=True)
+        extras["prompt_logprobs"] = tuple(row[str(token)]["logprob"] for row, token in rows)
+    if request.returns_routed_experts:
+        extras["routed_experts"] = read_experts(choice["routed_experts"])
+    return TokenOutput(
+        request_id=request.request_id,
+        token_ids=ids,
+        logprobs=tuple(each["logprob"] for each in content),
+        weight_versions=tuple(versions_of(choice["weight_versions"], len(ids))),
+        finish_reason=FinishReason(choice["finish_reason"]),
+        **extras,
+    )
+
+
+def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[int, float], ...]:
+    """The first `count` by log-prob: vLLM puts the drawn token first, likely or not."""
+    pairs = [(each["token_id"], each["logprob"]) for each in found]
+    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
+
+
+def versions_of(spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """One version per token, of spans `[start, end)` that cover all.
+
+    Raises:
+        WeightUpdateError: they do not: no token may have a version by guess.
+    """
+    versions = [int(span["version"]) for span in spans or () for _ in range(span["start"], span["end"])]
+    if len(versions) != count:
+        raise WeightUpdateError(f"vllm told the weight versions of {len(versions)} tokens, and there are {count}")
+    return versions
+
+
+def read_experts(encoded: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """[tokens][layers][experts], of base64 of a .npy."""
+    import numpy as np  # needed for this alone
+
+    array: Any = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    return tuple(tuple(map(tuple, token)) for token in array.tolist())

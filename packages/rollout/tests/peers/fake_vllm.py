@@ -1,0 +1,195 @@
+"""A process that speaks the part of vLLM 0.32's protocol that we use, over the embedded engine.
+
+Written from vLLM's sources (`entrypoints/rl`, `scale_out/token_in_token_out`, `serve/dev`). It refuses what it does
+not know, so that a misspelt argument, path or field fails a test.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+
+from aiohttp import web
+
+from rl_rollout import CkptReceiver, GenerateRequest, RolloutError, SamplingParams, ServerConfig, create_server
+
+SAMPLING = {
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+}
+
+
+def parse():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("model", "served-model-name", "uds", "dtype", "logprobs-mode", "weight-transfer-config"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("seed", "max-model-len", "max-num-seqs", "max-logprobs"):
+        parser.add_argument(f"--{name}", required=True, type=int)
+    parser.add_argument("--enable-scale-out", action="store_true", required=True)
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--fail-finish", type=int, default=0, help="of this fake: the version whose finish fails")
+    arguments = parser.parse_args()
+    assert arguments.logprobs_mode == "processed_logprobs"
+    assert json.loads(arguments.weight_transfer_config) == {"backend": "rl_ckpt"}
+    return arguments
+
+
+def spans(versions):
+    """Contiguous spans, as vLLM tells them."""
+    found = []
+    for index, version in enumerate(versions):
+        if found and found[-1]["version"] == str(version):
+            found[-1]["end"] = index + 1
+        else:
+            found.append({"version": str(version), "start": index, "end": index + 1})
+    return found
+
+
+class FakeVllm:
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.server = create_server(
+            "embedded",
+            ServerConfig(
+                model_path=arguments.model,
+                max_model_len=arguments.max_model_len,
+                max_num_seqs=arguments.max_num_seqs,
+                seed=arguments.seed,
+                dtype=arguments.dtype,
+                num_threads=1,
+            ),
+        )
+        self.receiver = None
+        self.label = "default"
+
+    def routes(self):
+        async def health(request):
+            return web.json_response({})
+
+        posts = {
+            "/inference/v1/generate": self.generate,
+            "/abort_requests": self.abort,
+            "/pause": lambda body, query: self.server.pause(query["mode"]),
+            "/resume": lambda body, query: self.server.resume(),
+            "/init_weight_transfer_engine": self.init,
+            "/start_weight_update": self.nothing,
+            "/update_weights": self.update,
+            "/finish_weight_update": self.finish,
+            "/update_weight_version": self.set_version,
+            "/reset_prefix_cache": self.reset,
+        }
+        if self.arguments.enable_sleep_mode:
+            posts["/sleep"] = lambda body, query: self.server.sleep(int(query["level"]))
+            posts["/wake_up"] = lambda body, query: self.server.wake([query["tags"]])
+        return [web.get("/health", health), *(web.post(path, handler(call)) for path, call in posts.items())]
+
+    async def nothing(self, body, query):
+        return {}
+
+    async def generate(self, body, query):
+        params = body["sampling_params"]
+        assert params.keys() == SAMPLING
+        assert body.keys() == {"request_id", "model", "token_ids", "sampling_params"}
+        assert body["model"] == self.arguments.served_model_name
+        output = await self.server.generate(
+            GenerateRequest(
+                request_id=f"generate-tokens-{body['request_id']}",
+                prompt_token_ids=tuple(body["token_ids"]),
+                sampling_params=SamplingParams(
+                    max_new_tokens=params["max_tokens"],
+                    stop_token_ids=tuple(params["stop_token_ids"]),
+                    **{name: params[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed")},
+                ),
+                num_top_logprobs=params["logprobs"],
+                returns_prompt_logprobs=params["prompt_logprobs"] is not None,
+            )
+        )
+        tops = output.top_logprobs or ((),) * len(output.token_ids)
+        content = [
+            {
+                "token_id": token,
+                "logprob": logprob,
+                "top_logprobs": [{"token_id": i, "logprob": x} for i, x in ((token, logprob), *top)][: len(top) + 1]
+                if token not in dict(top)
+                else [{"token_id": i, "logprob": x} for i, x in sorted(top, key=lambda pair: pair[0] != token)],
+            }
+            for token, logprob, top in zip(output.token_ids, output.logprobs, tops, strict=True)
+        ]
+        scores = zip(body["token_ids"][1:], output.prompt_logprobs, strict=False)
+        return {
+            "prompt_logprobs": [None, *({str(token): {"logprob": x}} for token, x in scores)],
+            "choices": [
+                {
+                    "finish_reason": str(output.finish_reason),
+                    "token_ids": output.token_ids,
+                    "logprobs": {"content": content},
+                    "weight_versions": spans(output.weight_versions) or None,
+                    "routed_experts": None,
+                }
+            ],
+        }
+
+    async def abort(self, body, query):
+        await self.server.abort(body["request_ids"])
+
+    async def init(self, body, query):
+        if self.receiver is not None:
+            await self.receiver.close()
+        self.receiver = CkptReceiver(body["init_info"]["url"], timeout_s=body["init_info"]["timeout_s"])
+
+    async def update(self, body, query):
+        await self.server.update_weights(self.receiver, body["update_info"]["version"])
+
+    async def finish(self, body, query):
+        if int(body["weight_version"]) == self.arguments.fail_finish:
+            raise RuntimeError("finish was told to fail")
+        self.label = body["weight_version"]
+
+    async def set_version(self, body, query):
+        assert body["new_version"] == "0"
+
+    async def reset(self, body, query):
+        assert query == {"reset_running_requests": "true"}
+
+
+def handler(call):
+    async def answer(request):
+        try:
+            body = await request.json() if request.can_read_body else {}
+            return web.json_response(await call(body, dict(request.query)) or {})
+        except Exception as error:  # noqa: BLE001  told to the caller, as vLLM does
+            message = f"{type(error).__name__}: {error}"
+            status = 400 if isinstance(error, RolloutError) and isinstance(error, ValueError) else 500
+            return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+    return answer
+
+
+async def main():
+    arguments = parse()
+    fake = FakeVllm(arguments)
+    await fake.server.start()
+    app = web.Application()
+    app.add_routes(fake.routes())
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.UnixSite(runner, arguments.uds).start()
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
+    await over.wait()
+    await runner.cleanup()
+    await fake.server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -1,0 +1,210 @@
+"""The vLLM backend: against a fake that speaks its protocol, and against the real server where there is one.
+
+RL_ROLLOUT_VLLM is the folder of a virtual environment with vLLM and rl-ckpt: vLLM pins another torch than ours.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_rollout import (
+    ConfigError,
+    GenerateRequest,
+    ModelFolderError,
+    SamplingParams,
+    ServerConfig,
+    ServerLostError,
+    ServerStartError,
+    WeightUpdateError,
+    create_server,
+)
+from rl_rollout.backends.vllm import versions_of
+from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
+
+ENVIRONMENT = os.environ.get("RL_ROLLOUT_VLLM")
+START_S = 600.0
+FAKE = [sys.executable, str(Path(__file__).parent / "peers/fake_vllm.py")]
+
+
+def config_of(folder, *args, command=FAKE, env=None, **fields):
+    options = {"command": command, "args": list(args), "env": env or {}}
+    fields = {"num_threads": 1, "timeout_s": START_S, "dtype": "float32", "max_num_seqs": 32} | fields
+    return ServerConfig(model_path=str(folder), options=options, **fields)
+
+
+def real_config(folder):
+    return config_of(
+        folder,
+        "--enforce-eager",
+        command=f"{ENVIRONMENT}/bin/python -m vllm.entrypoints.openai.api_server",
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def serve(config, trainer, **fields):
+    with asyncio.Runner() as runner:
+        server = create_server("vllm", config)
+        runner.run(server.start())
+        yield Served(server=server, run=runner.run, model_path=config.model_path, update=trainer.update, **fields)
+        runner.run(server.stop())
+        runner.run(trainer.close())
+
+
+@pytest.mark.contract
+class TestProtocol(ServerConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, qwen3_folder, new_trainer):
+        yield from serve(config_of(qwen3_folder, "--enable-sleep-mode"), new_trainer(60))
+
+
+@pytest.mark.contract
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_VLLM names no environment with vLLM and rl-ckpt")
+class TestRealVllm(ServerConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, tmp_path_factory, new_trainer):
+        # Heads of 32: vLLM's attention on a CPU has no smaller ones.
+        sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}
+        folder = write_tiny_model(tmp_path_factory.mktemp("vllm") / "model", **sizes)
+        yield from serve(real_config(folder), new_trainer(60), takes_parts=True, max_model_len=2048, num_long=1200)
+
+    def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
+        """Temperature, top-k and top-p, recomputed by transformers: as our own sampler defines them."""
+        from transformers import AutoModelForCausalLM
+
+        from rl_rollout.backends.embedded.sampler import truncate
+
+        prompt = (5, 6, 7)
+        output = served.generate(prompt, temperature=0.7, top_k=20, top_p=0.9, max_new_tokens=60)
+        model = AutoModelForCausalLM.from_pretrained(served.model_path).eval()
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *output.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        rows = logits.shape[0]
+        kept = truncate(logits / 0.7, torch.full((rows,), 20), torch.full((rows,), 0.9))
+        want = kept.log_softmax(-1).gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), want, atol=1e-4, rtol=0)
+
+    test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+def request(request_id="r", **params):
+    params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
+    return GenerateRequest(request_id=request_id, prompt_token_ids=(5, 6), sampling_params=SamplingParams(**params))
+
+
+def test_a_server_that_dies_at_start_shows_its_last_lines(qwen3_folder):
+    server = create_server("vllm", config_of(qwen3_folder, "--no-such-argument"))
+    with pytest.raises(ServerStartError, match=r"(?s)vllm .* ended with code 2; .*--no-such-argument"):
+        asyncio.run(server.start())
+
+
+def test_a_command_that_is_none(qwen3_folder):
+    server = create_server("vllm", config_of(qwen3_folder, command=["/no/such/python"]))
+    with pytest.raises(ServerStartError, match="/no/such/python"):
+        asyncio.run(server.start())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"options": {"comand": "python"}}, "did you mean 'command'"),
+        ({"options": {"command": 3}}, "list of words"),
+        ({"options": {"env": "A=1"}}, "object of names and values"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_bad_settings_are_told_before_anything_starts(qwen3_folder, fields, told):
+    with pytest.raises(ConfigError, match=told):
+        create_server("vllm", ServerConfig(model_path=str(qwen3_folder), **fields))
+
+
+def test_a_folder_that_is_none_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(ModelFolderError, match="config.json"):
+        create_server("vllm", config_of(tmp_path / "missing"))
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder):
+    async def scenario():
+        server = create_server("vllm", config_of(qwen3_folder))
+        await server.start()
+        (child,) = children(server.process.pid)
+        await server.pause("keep")
+        await server.resume()
+        task = asyncio.create_task(server.generate(request(max_new_tokens=200)))
+        await asyncio.sleep(0.05)
+        os.kill(int(child), signal.SIGKILL)
+        with pytest.raises(ServerLostError, match="ended with code 137"):
+            await task
+        with pytest.raises(ServerLostError):
+            await server.generate(request())
+        await server.stop()
+        return child, Path(server._folder)
+
+    child, folder = asyncio.run(scenario())
+    assert not Path(f"/proc/{child}").exists()
+    assert not folder.exists()
+
+
+def test_it_ends_with_the_process_that_started_it(qwen3_folder):
+    code = f"""
+import asyncio, os
+from pathlib import Path
+from rl_rollout import ServerConfig, create_server
+async def main():
+    config = ServerConfig(model_path={str(qwen3_folder)!r}, dtype="float32", options={{"command": {FAKE!r}}})
+    server = create_server("vllm", config)
+    await server.start()
+    guard = server.process.pid
+    print(guard, *Path(f"/proc/{{guard}}/task/{{guard}}/children").read_text().split(), flush=True)
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=START_S).stdout
+    pids = told.split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + START_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_update_that_was_installed_by_half_makes_the_server_refuse(qwen3_folder, new_trainer):
+    """vLLM has the new weights and does not say so: no token may come of them until an update succeeds."""
+
+    async def scenario():
+        server, trainer = create_server("vllm", config_of(qwen3_folder, "--fail-finish", "1")), new_trainer(60)
+        weights = load_weights(qwen3_folder)
+        await server.start()
+        try:
+            with pytest.raises(WeightUpdateError, match="installed by half.*finish was told to fail.*refuses"):
+                await trainer.update_server(server, weights, 1)
+            with pytest.raises(WeightUpdateError, match="must succeed first"):
+                await server.generate(request())
+            await trainer.update_server(server, weights, 2)
+            return await server.generate(request())
+        finally:
+            await server.stop()
+            await trainer.close()
+
+    assert asyncio.run(scenario()).weight_versions == (2,) * 8
+
+
+def test_versions_are_never_guessed():
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+    assert versions_of(spans, 5) == [3, 3, 4, 4, 4]
+    with pytest.raises(WeightUpdateError, match="of 5 tokens, and there are 6"):
+        versions_of(spans, 6)
