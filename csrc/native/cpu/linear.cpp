@@ -15,8 +15,7 @@ namespace {
 
 constexpr double kLn2 = 0.6931471805599453;
 constexpr float kLog2e = 1.44269504088896340736f;
-constexpr std::int64_t kSegment = 4096;             // vocabulary rows whose statistics are kept together
-constexpr std::int64_t kResidentBytes = 1400 << 10;  // packed tokens that stay in a core's second-level cache
+constexpr std::int64_t kSegment = 4096;  // vocabulary rows whose statistics are kept together
 
 std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -53,7 +52,7 @@ std::vector<std::int32_t> tile_labels(const rl_logits& in, std::int64_t padded) 
 Tokens prepare(const rl_logits& in, const rl_linear& l, int threads) {
   Tokens t;
   t.padded = round_up(in.rows, kPairTokens);
-  t.block = std::max(kPairTokens, kResidentBytes / (2 * l.width) / kPairTokens * kPairTokens);
+  t.block = std::max(kPairTokens, tiles()->resident_bytes / (2 * l.width) / kPairTokens * kPairTokens);
   t.packed.reset(new std::uint16_t[static_cast<std::size_t>(t.padded * l.width)]);
   t.factor.assign(static_cast<std::size_t>(t.padded), 0);
   t.label = tile_labels(in, t.padded);

@@ -41,6 +41,8 @@ struct TileGradient {
 };
 
 struct Tiles {
+  // Packed tokens that stay in cache while panels of weights pass: more of them share the packing of a panel.
+  std::int64_t resident_bytes;
   void (*stats)(const TileWork& work, const TileStats& stats);
   void (*gradient)(const TileWork& work, const TileGradient& gradient);
   // Turns what the statistics kept for vocabulary rows [first, last) into their gradient, in place: no product is made again.

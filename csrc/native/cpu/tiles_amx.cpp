@@ -10,6 +10,8 @@ namespace {
 #include "cpu/vec.h"
 #include "cpu/level_tanh.h"
 
+constexpr int64_t kResidentBytes = 1400 << 10;  // in a second-level cache of 2 MB
+
 struct __attribute__((aligned(64))) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {};
@@ -56,7 +58,7 @@ RL_INLINE void multiply(const uint16_t* panel, const uint16_t* b, int64_t steps,
 }  // namespace
 
 const Tiles& tiles_amx() {
-  static constexpr Tiles kernels{linear_stats, linear_gradient, linear_rescale};
+  static constexpr Tiles kernels{kResidentBytes, linear_stats, linear_gradient, linear_rescale};
   return kernels;
 }
 
