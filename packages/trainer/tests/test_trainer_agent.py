@@ -11,7 +11,7 @@ from rl_tq.types import BatchMeta
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
 from rl_trainer.pipelines.parts import short_enough
-from rl_trainer.workers.agent import GenerateReport, _GroupWriter, _Ledger, to_columns
+from rl_trainer.workers.agent import GenerateReport, _GroupWriter, _Ledger, overlong_penalty, to_columns
 
 
 def output(ids, version=1):
@@ -27,7 +27,9 @@ def output(ids, version=1):
 
 
 def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token():
-    columns, tags = to_columns([(7, [(output([3, 4]), 1.0), (output([5]), 0.0)]), (9, [(output([6, 6, 6]), 0.5)])])
+    columns, tags = to_columns(
+        [(7, [(output([3, 4]), 1.0), (output([5]), 0.0)], None), (9, [(output([6, 6, 6]), 0.5)], None)]
+    )
     assert columns.batch_size == (3,)
     assert columns["group_id"].tolist() == [7, 7, 9]
     assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 1.0], [0.0], [0.0, 0.0, 0.5]]
@@ -38,29 +40,39 @@ def test_turn_rewards_stand_at_the_end_of_their_turns_and_add_up_to_the_reward()
     tool = dataclasses.replace(
         output([3, 4, 5, 6, 7]), loss_mask=(1, 1, 0, 1, 1), num_turns=2, turn_rewards=(0.25, 0.5)
     )
-    columns, _ = to_columns([(1, [(tool, 1.0)])])
+    columns, _ = to_columns([(1, [(tool, 1.0)], None)])
     assert columns["rewards"].values().tolist() == [0.0, 0.25, 0.0, 0.0, 0.75]
     with pytest.raises(ValueError, match="3 turn rewards for 2 runs of model tokens"):
-        to_columns([(1, [(dataclasses.replace(tool, turn_rewards=(1.0, 1.0, 1.0)), 1.0)])])
+        to_columns([(1, [(dataclasses.replace(tool, turn_rewards=(1.0, 1.0, 1.0)), 1.0)], None)])
+
+
+def test_a_completion_is_punished_over_its_last_tokens():
+    got = [overlong_penalty(n, longest=100, buffer=20, penalty=2.0) for n in (10, 80, 90, 100, 120)]
+    assert got == [0.0, 0.0, 1.0, 2.0, 2.0]
+
+
+def test_a_group_s_greedy_reward_is_a_column_of_its_rows():
+    columns, _ = to_columns([(7, [(output([3]), 1.0), (output([5]), 0.0)], 0.5), (9, [(output([6]), 0.5)], 1.0)])
+    assert columns["greedy_rewards"].tolist() == [0.5, 0.5, 1.0]
 
 
 def test_groups_that_finish_during_a_write_share_the_next_one():
     entered, gate, calls = threading.Event(), threading.Event(), []
 
     def put(groups):
-        calls.append([group_id for group_id, _ in groups])
+        calls.append([group_id for group_id, *_ in groups])
         entered.set()
         assert gate.wait(10)
-        return BatchMeta(partition="p", sample_ids=tuple(str(group_id) for group_id, _ in groups), columns=())
+        return BatchMeta(partition="p", sample_ids=tuple(str(group_id) for group_id, *_ in groups), columns=())
 
     ledger = _Ledger()
 
     async def write():
         writer = _GroupWriter(put, ledger)
-        writer.add(1, [])
+        writer.add((1, [], None))
         assert await asyncio.to_thread(entered.wait, 10)
-        writer.add(2, [])
-        writer.add(3, [])
+        writer.add((2, [], None))
+        writer.add((3, [], None))
         gate.set()
         await writer.finish()
 
@@ -78,10 +90,10 @@ def test_a_write_that_fails_is_not_lost(adds_more):
 
     async def write():
         writer = _GroupWriter(put, _Ledger())
-        writer.add(1, [])
+        writer.add((1, [], None))
         if adds_more:
             await asyncio.sleep(0.1)
-            writer.add(2, [])
+            writer.add((2, [], None))
         await writer.finish()
 
     with pytest.raises(RuntimeError, match="the queue is gone"):

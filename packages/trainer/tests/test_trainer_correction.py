@@ -1,8 +1,9 @@
 import math
 
+import pytest
 import torch
 
-from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics
+from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics, rejection_mask
 
 ROLLOUT = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5]))
 OLD = torch.log(torch.tensor([0.25, 0.9, 0.1, 0.5, 0.75]))  # ratios 0.5, 1.8, 0.2, 1, 1.5
@@ -54,3 +55,22 @@ def test_mismatch_by_hand_and_shares_add_up():
     halves = [mismatch_metrics(OLD[s], ROLLOUT[s], MASK[s], weights()[s], 4) for s in (slice(0, 3), slice(3, 5))]
     for name, value in whole.items():
         torch.testing.assert_close(halves[0][name] + halves[1][name], value)
+
+
+@pytest.mark.parametrize(
+    ("level", "divergence", "low", "high", "kept"),
+    [
+        ("token", "k1", 0.5, 2.0, [1, 0, 0, 1, 0]),  # ratios 1, 3, -, 1, 1/3
+        ("sequence", "k1", 0.3, 2.0, [0, 0, 0, 1, 1]),  # 3 and 1/3
+        ("sequence_mean", "k1", 0.5, 2.0, [1, 1, 0, 1, 1]),  # their square roots
+        ("sequence_max", "k1", 0.5, 10.0, [0, 0, 0, 0, 0]),  # 3 both ways, and 1/3 is too little
+        ("sequence_max", "k1", 0.3, 3.1, [1, 1, 0, 1, 1]),
+        ("token", "k2", 0.0, 0.5, [1, 0, 0, 1, 0]),  # 0, 0.603, -, 0, 0.603
+        ("sequence", "k3", 0.0, 0.5, [0, 0, 0, 1, 1]),  # 0.901 and 0.432
+    ],
+)
+def test_rejection_by_hand(level, divergence, low, high, kept):
+    ratio = torch.tensor([1.0, 3.0, 1e9, 1.0, 1 / 3])
+    mask, cu = torch.tensor([1, 1, 0, 1, 1]), torch.tensor([0, 3, 5])
+    got = rejection_mask(ratio.log(), torch.zeros(5), mask, cu, level=level, divergence=divergence, low=low, high=high)
+    assert got.int().tolist() == kept

@@ -38,10 +38,10 @@ def test_training_does_not_wait_for_generation():
                 meet.wait(10)
             return super().generate_sequences(partition, step)
 
-        def compute_advantage(self, batch):
+        def compute_advantage(self, batch, *args):
             if "advantage" not in self.calls:
                 meet.wait(10)
-            return super().compute_advantage(batch)
+            return super().compute_advantage(batch, *args)
 
     list(run_one_step_off(Overlapping(config()).parts(), config(), []))
     assert not meet.broken

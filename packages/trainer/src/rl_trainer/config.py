@@ -196,10 +196,30 @@ class AlgorithmConfig:
     """Importance ratio is clipped at 1 + clip_high."""
     clip_dual: float = 3.0
     """Bound on the ratio for negative advantages; 0 turns it off."""
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    cov_share: Annotated[float, Field(gt=0, le=1)] = 0.0002
+    """Share of the tokens that loss=clip_cov or kl_cov treats apart."""
+    cov_bounds: tuple[float, float] = (1.0, 5.0)
+    """Covariances that loss=clip_cov chooses among."""
+    cov_kl_coef: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the KL of the tokens that loss=kl_cov chose."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per model token, of the estimators that look ahead."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of advantage=gae and vtrace."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
     """How token losses become one number."""
+    norm_constant: Annotated[float, Field(gt=0)] | None = None
+    """What aggregation=seq-mean-token-sum-norm divides by, such as the longest completion."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty against the frozen start policy, in the loss; 0 starts no reference."""
+    """Weight of the KL penalty against the frozen start policy; 0 starts no reference."""
+    kl_in_reward: bool = False
+    """Take the penalty off the rewards, token by token, instead of adding it to the loss."""
+    kl_target: Annotated[float, Field(ge=0)] = 0.0
+    """KL per token that the coefficient is steered to; only with kl_in_reward; 0 keeps the coefficient."""
+    kl_horizon: Annotated[float, Field(gt=0)] = 10000.0
+    """Completions in which the coefficient follows; only with kl_target."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of that KL."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -215,6 +235,38 @@ class AlgorithmConfig:
     """Lower bound of that ratio; icepop only."""
     correction_high: Annotated[float, Field(gt=0)] = 2.0
     """Upper bound of that ratio."""
+    rejection: Literal["none", "token", "sequence", "sequence_mean", "sequence_max"] = "none"
+    """Leave out tokens, or whole completions, whose probabilities differ too much between engine and sampler."""
+    rejection_divergence: Literal["k1", "k2", "k3"] = "k1"
+    """How much they differ: k1 bounds the ratio engine / sampler on both sides, k2 and k3 are distances."""
+    rejection_low: Annotated[float, Field(ge=0)] = 0.5
+    """Lower bound of the ratio; k1 only."""
+    rejection_high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper bound of the ratio, or of the distance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSection:
+    """The value function that advantage=gae and vtrace learn beside the policy."""
+
+    path: str | None = None
+    """A Hugging Face folder to start from; None starts from the policy's, with a value head of zeros."""
+    lr: float = 1e-5
+    """Learning rate."""
+    clip: Annotated[float, Field(ge=0)] = 0.2
+    """A value may leave its old one by this much per step before it stops being pulled; 0 turns that off."""
+    warmup_steps: NonNegative = 0
+    """First training steps in which the critic learns alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection:
+    """What becomes of a rule's reward."""
+
+    overlong_buffer: NonNegative = 0
+    """Last tokens of rollout.max_new_tokens over which a longer completion is punished, linearly; 0: none."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """What a completion of full length loses; only with overlong_buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +312,9 @@ class Config:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     agent: AgentSection = field(default_factory=AgentSection)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticSection | None = None
+    """Train a value function, for the estimators that read it."""
+    reward: RewardSection = field(default_factory=RewardSection)
     fully_async: AsyncSection = field(default_factory=AsyncSection)
     weights_transport: str = "shm"
     """Name of an installed rl-ckpt backend."""

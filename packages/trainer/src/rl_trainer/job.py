@@ -75,7 +75,7 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
     with ExitStack() as stack:
         runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
         with console.status("starting the workers"):
-            where = {"position": state["position"], "pending": state["pending"]}
+            where = {"position": state["position"], "pending": state["pending"], "kl_coef": state["kl_coef"]}
             parts = place(config, runtime, model_path, datasets, **where)
         stack.callback(parts.queue.close)
         if parts.num_too_long:
@@ -85,6 +85,8 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
             )
         if config.resume_from is not None:
             parts.actor.load_checkpoint(str(Path(config.resume_from) / "engine"))
+            if parts.critic is not None:
+                parts.critic.load_checkpoint(str(Path(config.resume_from) / "critic"))
         start_s = time.perf_counter() - start - warmup_s
         progress = report.Report(console, output_dir, config.steps)
         checkpoint: Path | None = None
@@ -92,6 +94,7 @@ def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path
             for record in run_pipeline(parts, config, parts.eval_rows, start_step=state["step"]):
                 progress.add(record)
                 state |= {"step": record.step, "position": record.position, "pending": list(record.pending)}
+                state["kl_coef"] = parts.kl.coef
                 is_last = stop.is_set() or record.step == config.steps
                 if is_last or (config.save_every and record.step and record.step % config.save_every == 0):
                     checkpoint = _save(parts, output_dir, state)
@@ -136,6 +139,8 @@ def _save(parts: Parts, output_dir: Path, state: Mapping[str, Any]) -> Path:
     folder = output_dir / f"checkpoint-{state['step']}"
     parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
     parts.actor.save_model(str(folder / "model"))
+    if parts.critic is not None:
+        parts.critic.save_checkpoint(str(folder / "critic"), state["step"])
     (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
     return folder
 
@@ -143,8 +148,9 @@ def _save(parts: Parts, output_dir: Path, state: Mapping[str, Any]) -> Path:
 def _first_state(config: Config, datasets: Datasets) -> dict[str, Any]:
     """What has been done: nothing, or what the checkpoint says; preflight has checked that it is of this data."""
     if config.resume_from is None:
-        return {"step": 0, "position": 0, "pending": [], "seed": config.seed, "num_rows": len(datasets.train)}
-    return {"pending": []} | json.loads((Path(config.resume_from) / STATE_FILE).read_text())
+        state = {"step": 0, "position": 0, "pending": [], "kl_coef": None}
+        return state | {"seed": config.seed, "num_rows": len(datasets.train)}
+    return {"pending": [], "kl_coef": None} | json.loads((Path(config.resume_from) / STATE_FILE).read_text())
 
 
 def _model(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> Path:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
-from rl_trainer.config import AsyncSection
+from rl_trainer.algorithms.selection import COV_LOSSES
+from rl_trainer.config import AlgorithmConfig, AsyncSection, RewardSection
 from rl_trainer.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rl_trainer.algorithms.advantages import Need
     from rl_trainer.config import Config
-
-_NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "grpo_passk", "opo", "gpg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,16 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.loss={algorithm.loss!r} is not a policy loss; there are {', '.join(POLICY_LOSSES)}"
         )
-    if algorithm.advantage in _NEEDS_A_GROUP and config.batch.group_size < 2:
+    for need in ADVANTAGES[algorithm.advantage].needs:
+        if (lacking := _lacking(config, need)) is not None:
+            raise PlanError(f"algorithm.advantage={algorithm.advantage} reads {need}, which takes {lacking}")
+    if config.critic is not None and "values" not in ADVANTAGES[algorithm.advantage].needs:
+        raise PlanError(
+            f"the keys of critic do nothing with algorithm.advantage={algorithm.advantage}; leave them out, or choose "
+            f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if 'values' in e.needs)}"
+        )
+    _check_keys_that_depend(config)
+    if ADVANTAGES[algorithm.advantage].compares_group and config.batch.group_size < 2:
         raise PlanError(
             f"algorithm.advantage={algorithm.advantage} compares completions of one prompt: batch.group_size must be "
             "at least 2"
@@ -107,6 +116,11 @@ def _check_algorithm(config: Config) -> None:
     if config.batch.dynamic_sampling and config.batch.group_size < 2:
         raise PlanError(
             "batch.dynamic_sampling compares completions of one prompt: batch.group_size must be at least 2"
+        )
+    if algorithm.rejection != "none" and algorithm.old_logprobs == "rollout":
+        raise PlanError(
+            f"algorithm.rejection={algorithm.rejection} compares the sampler's log-probs with the engine's, which "
+            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
         )
     if algorithm.correction != "none" and algorithm.old_logprobs == "rollout":
         raise PlanError(
@@ -129,6 +143,60 @@ def _check_algorithm(config: Config) -> None:
         raise PlanError(
             "rollout.top_p < 1 makes the sampler's distribution differ from the one the engine scores; set top_p=1, "
             "or algorithm.old_logprobs=rollout"
+        )
+
+
+def _lacking(config: Config, need: Need) -> str | None:
+    """What a run would have to have for an optional input of estimators; None if it has it."""
+    if need in {"greedy_rewards", "logprobs"} or (need == "values" and config.critic is not None):
+        return None
+    if need == "ratio" and config.algorithm.old_logprobs == "recompute":
+        return None
+    return {
+        "values": "a critic: set a key of critic, such as critic.lr",
+        "ratio": "the engine's log-probs beside the sampler's: set algorithm.old_logprobs=recompute",
+        "sum_pi_squared": "an engine that gives the sum of squared probabilities; none does: compose your own trainer",
+        "components": "the parts of a reward, which no shipped rule gives: compose your own trainer",
+        "process_rewards": "a process reward model, which the pipelines have not got: compose your own trainer",
+    }[need]
+
+
+def _check_keys_that_depend(config: Config) -> None:
+    """Keys that mean something only beside another one."""
+    algorithm, default = config.algorithm, AlgorithmConfig()
+
+    def refuse(unless: str, *names: str) -> None:
+        for name in names:
+            if getattr(algorithm, name) != getattr(default, name):
+                raise PlanError(
+                    f"algorithm.{name}={getattr(algorithm, name)} does nothing unless {unless}; leave it out"
+                )
+
+    if algorithm.loss not in COV_LOSSES:
+        refuse("algorithm.loss is clip_cov or kl_cov", "cov_share")
+    if algorithm.loss != "clip_cov":
+        refuse("algorithm.loss is clip_cov", "cov_bounds")
+    if algorithm.loss != "kl_cov":
+        refuse("algorithm.loss is kl_cov", "cov_kl_coef")
+    if algorithm.kl_coef == 0:
+        refuse("algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator")
+    if not algorithm.kl_in_reward:
+        refuse("algorithm.kl_in_reward is set", "kl_target", "kl_horizon")
+    if algorithm.rejection == "none":
+        refuse("algorithm.rejection is chosen", "rejection_divergence", "rejection_low", "rejection_high")
+    if algorithm.advantage not in {"gae", "vtrace"}:
+        refuse("algorithm.advantage is gae or vtrace", "lam")
+    if (algorithm.norm_constant is None) != (algorithm.aggregation != "seq-mean-token-sum-norm"):
+        raise PlanError(
+            f"algorithm.norm_constant={algorithm.norm_constant} goes with "
+            f"algorithm.aggregation=seq-mean-token-sum-norm and with no other, but aggregation={algorithm.aggregation}"
+        )
+    if config.reward.overlong_buffer == 0 and config.reward != RewardSection():
+        raise PlanError("reward.overlong_penalty does nothing without reward.overlong_buffer; set it, or leave it out")
+    if config.reward.overlong_buffer > config.rollout.max_new_tokens:
+        raise PlanError(
+            f"reward.overlong_buffer={config.reward.overlong_buffer} is longer than the longest completion, "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
         )
 
 

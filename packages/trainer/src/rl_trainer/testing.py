@@ -15,7 +15,7 @@ from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.errors import PlacementError
 from rl_trainer.pipelines.parts import Generated, Parts
 from rl_trainer.workers.agent import EvalReport, GenerateReport
-from rl_trainer.workers.engine import UpdateReport
+from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,10 +81,11 @@ class FakeJob:
         self.calls.append(column)
         return BatchMeta(partition=batch.partition, sample_ids=batch.sample_ids, columns=(column,))
 
-    def compute_advantage(self, batch: BatchMeta) -> BatchMeta:
+    def compute_advantage(self, batch: BatchMeta, kl_coef: float = 0.0, seed: int = 0) -> AdvantageReport:
         """The batch with one more column."""
         self.calls.append("advantage")
-        return BatchMeta(partition=batch.partition, sample_ids=batch.sample_ids, columns=("advantages",))
+        batch = BatchMeta(partition=batch.partition, sample_ids=batch.sample_ids, columns=("advantages",))
+        return AdvantageReport(batch=batch)
 
     def update_actor(self, batch: BatchMeta) -> UpdateReport:
         """An update that changed nothing."""

@@ -1,27 +1,29 @@
-"""Advantage estimators. Legend: `T` tokens (packed), `B` rows, `n` rows of one group.
+"""What advantage estimators read, and the registry of them. Legend: `T` tokens (packed), `B` rows.
 
-Each is a pure function from `AdvantageInput` to one value per token; positions with loss_mask 0 get 0.
+Each is a pure function from `AdvantageInput` to one value per token; positions with loss_mask 0 get 0 and are skipped
+by every recurrence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-import rl_csrc
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Need = Literal["values", "components", "greedy_rewards", "logprobs", "sum_pi_squared", "ratio", "process_rewards"]
+"""An optional field of `AdvantageInput` that an estimator cannot do without."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInput:
-    """A batch of completions, packed."""
+    """A batch of completions, packed. Which of the optional fields are there is what the estimator registered."""
 
     rewards: Tensor
     """(T,) float32, a completion's reward on its last model token, turn rewards on the last token of their turn."""
@@ -31,111 +33,90 @@ class AdvantageInput:
     """(B + 1,) int64 row offsets into T."""
     group_ids: Tensor
     """(B,) int64, equal for the completions of one prompt."""
+    gamma: float = 1.0
+    """Discount of rewards per model token."""
+    lam: float = 1.0
+    """Lambda of GAE and V-trace."""
+    values: Tensor | None = None
+    """(T,) float32, the critic's value of the state before each token."""
+    components: Tensor | None = None
+    """(B, K) float32, the parts that a completion's reward is made of."""
+    component_weights: Tensor | None = None
+    """(K,) float32; None: 1 each."""
+    greedy_rewards: Tensor | None = None
+    """(B,) float32, reward of the greedy completion of each row's prompt."""
+    logprobs: Tensor | None = None
+    """(T,) float32, by the trainer before the update."""
+    sum_pi_squared: Tensor | None = None
+    """(T,) float32, sum over the vocabulary of the squared probabilities that each token was chosen from."""
+    ratio: Tensor | None = None
+    """(T,) float32, trainer's probability over the sampler's."""
+    process_rewards: Tensor | None = None
+    """(T,) float32, beta times the log-ratio of the process reward model to its reference."""
 
     def sum_rewards(self) -> Tensor:
         """(B,) float32, the reward of each completion."""
-        return torch.segment_reduce(self.rewards.float(), "sum", offsets=self.cu_seqlens)
+        return self.sum_rows(self.rewards)
+
+    def sum_rows(self, per_token: Tensor) -> Tensor:
+        """(B,) float32, the sum over each row's tokens."""
+        return torch.segment_reduce(per_token.float(), "sum", offsets=self.cu_seqlens)
 
     def broadcast(self, per_row: Tensor) -> Tensor:
         """(T,) float32: a row's value at each of its model tokens, 0 elsewhere."""
         lengths = self.cu_seqlens.diff()
         return torch.repeat_interleave(per_row.float(), lengths) * self.loss_mask
 
+    def needed(self, name: Need) -> Tensor:
+        """An optional field that has to be there.
 
-AdvantageEstimator = Callable[[AdvantageInput], "Tensor"]
-ADVANTAGES: dict[str, AdvantageEstimator] = {}
+        Raises:
+            ConfigError: it is not.
+        """
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise ConfigError(f"this advantage estimator reads {name}, which the batch has not got")
+        return value
 
 
-def register_advantage(name: str, estimator: AdvantageEstimator) -> None:
+AdvantageFunction = Callable[[AdvantageInput], "Tensor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """A registered estimator and what has to be known before a run starts."""
+
+    compute: AdvantageFunction
+    """`AdvantageInput -> (T,) float32`."""
+    needs: tuple[Need, ...] = ()
+    """Optional fields that it reads."""
+    compares_group: bool = False
+    """Whether it compares completions of one prompt, so that groups of one teach nothing."""
+
+
+ADVANTAGES: dict[str, Estimator] = {}
+
+
+def register_advantage(
+    name: str, compute: AdvantageFunction, *, needs: tuple[Need, ...] = (), compares_group: bool = False
+) -> None:
     """Add an estimator under a name that `algorithm.advantage` can then choose."""
-    ADVANTAGES[name] = estimator
+    ADVANTAGES[name] = Estimator(compute=compute, needs=needs, compares_group=compares_group)
 
 
 def compute_advantages(name: str, data: AdvantageInput) -> Tensor:
     """(T,) float32 advantages by a registered estimator.
 
     Raises:
-        ConfigError: no such estimator; lists them.
+        ConfigError: no such estimator (lists them), or a field that it needs is not there.
     """
     if name not in ADVANTAGES:
         raise ConfigError(f"there is no advantage estimator {name!r}; there are {', '.join(sorted(ADVANTAGES))}")
-    return ADVANTAGES[name](data)
+    return ADVANTAGES[name].compute(data)
 
 
-def group_relative(data: AdvantageInput, *, mode: Literal["grpo", "dr_grpo", "rloo"]) -> Tensor:
-    """A completion's reward against its group's, broadcast over its tokens.
-
-    grpo: (r - mean) / (std + 1e-6), arXiv 2402.03300. dr_grpo: r - mean, arXiv 2503.20783. rloo: r - mean of the
-    others, arXiv 2402.14740.
-    """
-    return data.broadcast(rl_csrc.group_norm(data.sum_rewards(), data.group_ids, mode=mode))
-
-
-def reinforce_plus_plus(data: AdvantageInput) -> Tensor:
-    """Reward-to-go, whitened over the batch's model tokens, arXiv 2501.03262 (gamma 1)."""
-    reverse = torch.flip(torch.cumsum(torch.flip(data.rewards.float(), (0,)), 0), (0,))
-    after_row = torch.cat([reverse, reverse.new_zeros(1)])[data.cu_seqlens[1:]]
-    reward_to_go = reverse - torch.repeat_interleave(after_row, data.cu_seqlens.diff())
-    return rl_csrc.whiten(reward_to_go, data.loss_mask) * data.loss_mask
-
-
-def group_whitened(data: AdvantageInput) -> Tensor:
-    """Reward less its group's mean, whitened over the batch's model tokens: REINFORCE++-baseline, arXiv 2501.03262."""
-    centered = group_relative(data, mode="dr_grpo")
-    return rl_csrc.whiten(centered, data.loss_mask) * data.loss_mask
-
-
-def best_of_group(data: AdvantageInput) -> Tensor:
-    """Only a group's best completion learns: (best - second best) / (std + 1e-6), arXiv 2503.19595 (pass@k).
-
-    0 for the others, where the best is shared, and in groups of one.
-    """
-    rewards = data.sum_rewards()
-    normed = rl_csrc.group_norm(rewards, data.group_ids, mode="grpo")
-    advantages = torch.zeros_like(normed)
-    for members in _members(data.group_ids):
-        if members.numel() > 1:
-            best, second = rewards[members].topk(2).indices.tolist()
-            advantages[members[best]] = normed[members[best]] - normed[members[second]]
-    return data.broadcast(advantages)
-
-
-def length_weighted(data: AdvantageInput) -> Tensor:
-    """Reward less the group's mean weighted by length in model tokens: OPO, arXiv 2505.23585. 0 in groups of one."""
-    rewards = data.sum_rewards()
-    lengths = torch.segment_reduce(data.loss_mask.float(), "sum", offsets=data.cu_seqlens)
-    advantages = torch.zeros_like(rewards)
-    for members in _members(data.group_ids):
-        weight = lengths[members] / lengths[members].sum().clamp(min=1.0)
-        advantages[members] = rewards[members] - (weight * rewards[members]).sum()
-    return data.broadcast(advantages)
-
-
-def gpg(data: AdvantageInput) -> Tensor:
-    """Reward less its group's mean, scaled up for the completions without signal: GPG, arXiv 2504.02546.
-
-    The scale is completions / completions of groups whose rewards differ; 0 everywhere if there are none.
-    """
-    rewards = data.sum_rewards()
-    advantages = rl_csrc.group_norm(rewards, data.group_ids, mode="dr_grpo")
-    has_signal = torch.zeros_like(rewards)
-    for members in _members(data.group_ids):
-        has_signal[members] = float(rewards[members].min() != rewards[members].max())
-    return data.broadcast(advantages * (rewards.numel() / has_signal.sum().clamp(min=1.0)))
-
-
-def _members(group_ids: Tensor) -> list[Tensor]:
+def members_of(group_ids: Tensor) -> list[Tensor]:
     """Row numbers of each group."""
     order = torch.argsort(group_ids, stable=True)
     counts = torch.unique_consecutive(group_ids[order], return_counts=True)[1]
     return list(order.split(counts.tolist()))
-
-
-register_advantage("grpo", partial(group_relative, mode="grpo"))
-register_advantage("dr_grpo", partial(group_relative, mode="dr_grpo"))
-register_advantage("rloo", partial(group_relative, mode="rloo"))
-register_advantage("reinforce_pp", reinforce_plus_plus)
-register_advantage("reinforce_pp_baseline", group_whitened)
-register_advantage("grpo_passk", best_of_group)
-register_advantage("opo", length_weighted)
-register_advantage("gpg", gpg)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Correction = Literal["none", "tis", "icepop"]
 Level = Literal["token", "sequence"]
+Rejection = Literal["none", "token", "sequence", "sequence_mean", "sequence_max"]
+Divergence = Literal["k1", "k2", "k3"]
 
 _LOG_MAX = 20.0
 """Log ratios are cut here before exp; any bound is far below."""
@@ -46,15 +48,67 @@ def correction_weights(
     mask = loss_mask.bool()
     delta = torch.where(mask, old_logprobs.detach().float() - rollout_logprobs.float(), 0.0)
     if level == "sequence":
-        lengths = cu_seqlens.diff()
-        row_of = torch.arange(lengths.numel(), device=delta.device).repeat_interleave(lengths)
-        delta = delta.new_zeros(lengths.numel()).index_add_(0, row_of, delta)[row_of]
+        row_of = _row_of(cu_seqlens)
+        delta = delta.new_zeros(cu_seqlens.numel() - 1).index_add_(0, row_of, delta)[row_of]
     ratio = delta.clamp(max=_LOG_MAX).exp()
     if correction == "tis":
         weights = ratio.clamp(max=high)
     else:
         weights = torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
     return torch.where(mask, weights, 0.0)
+
+
+def rejection_mask(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    level: Literal["token", "sequence", "sequence_mean", "sequence_max"],
+    divergence: Divergence,
+    low: float,
+    high: float,
+) -> Tensor:
+    """(T,) bool, the model tokens that are learned from; a rejected row loses all of its tokens.
+
+    Args:
+        old_logprobs: (T,) by the trainer, before the update.
+        rollout_logprobs: (T,) by the sampler.
+        loss_mask: (T,) 1 where the model wrote the token.
+        cu_seqlens: (B + 1,) int64 row offsets into T.
+        level: `token`: each token by itself; a row by the sum (`sequence`), the mean (`sequence_mean`, so its ratio is
+            the geometric mean) or the largest (`sequence_max`; for k1 of |Delta|) of its model tokens' divergences.
+        divergence: k1: exp(Delta) has to lie within [low, high] (its inverse too, where the largest |Delta| counts);
+            k2 = Delta^2 / 2 and k3 = exp(Delta) - 1 - Delta: at most `high`.
+        low: Lower bound of the ratio trainer / sampler; k1 only.
+        high: Upper bound.
+    """
+    mask = loss_mask.bool()
+    delta = torch.where(mask, old_logprobs.detach().float() - rollout_logprobs.float(), 0.0)
+    if divergence == "k1":
+        per_token = delta.abs() if level == "sequence_max" else delta
+    else:
+        per_token = delta.square() / 2 if divergence == "k2" else torch.expm1(delta.clamp(max=_LOG_MAX)) - delta
+    measure = per_token
+    if level != "token":
+        row_of, num_rows = _row_of(cu_seqlens), cu_seqlens.numel() - 1
+        if level == "sequence_max":
+            rows = torch.segment_reduce(per_token, "max", offsets=cu_seqlens, initial=0.0)
+        else:
+            rows = per_token.new_zeros(num_rows).index_add_(0, row_of, per_token)
+        if level == "sequence_mean":
+            rows = rows / rows.new_zeros(num_rows).index_add_(0, row_of, mask.float()).clamp(min=1.0)
+        measure = rows[row_of]
+    if divergence != "k1":
+        return mask & (measure <= high)
+    ratio = measure.clamp(max=_LOG_MAX).exp()
+    return mask & (ratio <= high) & ((-measure).exp() >= low if level == "sequence_max" else ratio >= low)
+
+
+def _row_of(cu_seqlens: Tensor) -> Tensor:
+    """(T,) number of the row that each token belongs to."""
+    lengths = cu_seqlens.diff()
+    return torch.arange(lengths.numel(), device=cu_seqlens.device).repeat_interleave(lengths)
 
 
 def mismatch_metrics(

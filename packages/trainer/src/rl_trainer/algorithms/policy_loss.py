@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 import rl_csrc
 from rl_csrc import METRIC_NAMES
-from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics
+from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics, rejection_mask
+from rl_trainer.algorithms.selection import COV_LOSSES
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -16,8 +19,11 @@ if TYPE_CHECKING:
     from rl_engine.types import ModelOutput
     from rl_trainer.config import AlgorithmConfig
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce")
-"""Policy losses of rl-csrc; their formulas and papers are in `rl_csrc.policy_loss`."""
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce", *COV_LOSSES)
+"""Policy losses: formulas and papers are in `rl_csrc.policy_loss`, those of the last two in `selection`."""
+
+_NO_CLIP = 1e9
+"""An upper bound of the importance ratio that nothing reaches."""
 
 _PER_TOKEN = ("log_ratio", "k3", "clipped_high", "clipped_low", "clipped_dual", "ratio")
 
@@ -27,7 +33,8 @@ class PolicyLossFunction:
     """An rl-engine loss function: policy loss, KL to the reference and entropy bonus, as shares of the global batch.
 
     Reads the columns `old_logprobs`, `advantages`, `loss_mask`; `rollout_logprobs` where `old_logprobs` are the
-    engine's own; `ref_logprobs` where the KL coefficient is positive.
+    engine's own; `ref_logprobs` where the KL coefficient of the loss is positive; `selected` where the loss treats
+    some tokens apart.
     """
 
     config: AlgorithmConfig
@@ -36,32 +43,61 @@ class PolicyLossFunction:
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
         config = self.config
-        has_reference = config.kl_coef > 0
+        has_reference = config.kl_coef > 0 and not config.kl_in_reward
         weights, mismatch = self._correct(output, rows)
+        old, mask = rows["old_logprobs"].values(), rows["loss_mask"].values()
+        loss, clip_low, clip_high, clip_dual = config.loss, config.clip_low, config.clip_high, config.clip_dual
+        selected = rows["selected"].values().bool() if loss in COV_LOSSES else None
+        if loss == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
+            assert selected is not None
+            kept = (~selected).float()
+            loss, weights = "ppo", kept if weights is None else weights * kept
+        elif loss == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy below
+            loss, clip_low, clip_high, clip_dual = "ppo", 1.0, _NO_CLIP, 0.0
+        counted = {
+            "aggregation": config.aggregation,
+            "num_tokens": output.counts.tokens,
+            "num_sequences": output.counts.sequences,
+            "norm_constant": config.norm_constant,
+        }
         result = rl_csrc.policy_loss(
             output.logprobs,
-            rows["old_logprobs"].values(),
+            old,
             rows["advantages"].values(),
-            rows["loss_mask"].values(),
+            mask,
             output.cu_seqlens,
-            loss=config.loss,  # pyright: ignore[reportArgumentType] - checked against POLICY_LOSSES before anything starts
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            clip_dual=config.clip_dual or None,
+            loss=loss,  # pyright: ignore[reportArgumentType] - checked against POLICY_LOSSES before anything starts
+            clip_low=clip_low,
+            clip_high=clip_high,
+            clip_dual=clip_dual or None,
             kl=config.kl_estimator if has_reference else "none",
             kl_coef=config.kl_coef,
             ref_logprobs=rows["ref_logprobs"].values() if has_reference else None,
             entropy=output.entropy,
             entropy_coef=config.entropy_coef,
             weights=weights,
-            aggregation=config.aggregation,
-            num_tokens=output.counts.tokens,
-            num_sequences=output.counts.sequences,
+            **counted,
         )
+        total = result.loss
+        if config.loss == "kl_cov":
+            assert selected is not None
+            penalty = rl_csrc.policy_loss(
+                output.logprobs,
+                old,
+                torch.zeros_like(old),
+                mask,
+                output.cu_seqlens,
+                loss="reinforce",
+                kl="abs",
+                kl_coef=config.cov_kl_coef,
+                ref_logprobs=torch.where(selected, old, output.logprobs.detach()),  # no distance, no penalty
+                **counted,
+            )
+            total = total + penalty.loss
         sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
         metrics = {"policy_loss": sums["policy_loss"], "kl": sums["kl_loss"], "entropy": sums["entropy"]}
         metrics |= {name: sums[name] / output.counts.tokens for name in _PER_TOKEN}
-        return result.loss, metrics | mismatch
+        return total, metrics | mismatch
 
     def _correct(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Weights for the sampler's difference, and how large it is; nothing where the sampler's log-probs are used."""
@@ -82,4 +118,16 @@ class PolicyLossFunction:
                 low=config.correction_low,
                 high=config.correction_high,
             )
+        if config.rejection != "none":
+            accepted = rejection_mask(
+                old,
+                rollout,
+                mask,
+                output.cu_seqlens,
+                level=config.rejection,
+                divergence=config.rejection_divergence,
+                low=config.rejection_low,
+                high=config.rejection_high,
+            ).float()
+            weights = accepted if weights is None else weights * accepted
         return weights, mismatch_metrics(old, rollout, mask, weights, output.counts.tokens)

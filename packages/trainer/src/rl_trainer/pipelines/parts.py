@@ -5,23 +5,25 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import rl_tq
-from rl_engine.types import EngineConfig, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
+from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
 from rl_rollout.types import ServerConfig
+from rl_trainer.algorithms import ADVANTAGES
+from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError, RolloutFailedError, StaleWeightsError
 from rl_trainer.workers.agent import AgentWorker, Job
-from rl_trainer.workers.engine import EngineWorker
+from rl_trainer.workers.engine import CriticWorker, EngineWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rl_ckpt.types import SyncReport
     from rl_tq.base import TransferQueue
@@ -184,6 +186,10 @@ class Parts:
     """The policy being trained."""
     reference: EngineWorker | None
     """The frozen start policy; None without a KL penalty."""
+    critic: CriticWorker | None = None
+    """The value function; None without one."""
+    kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0, horizon=1.0))
+    """Weight of the KL in the rewards."""
     rollout_manager: RolloutManager
     """Generation."""
     weights: WeightSync
@@ -223,8 +229,11 @@ def place(
     *,
     position: int,
     pending: Sequence[int] = (),
+    kl_coef: float | None = None,
 ) -> Parts:
     """Start every worker of a job, which takes its prompts from `position` on, after the rows `pending`.
+
+    `kl_coef` is where the weight of the KL in the rewards stood; None begins with `algorithm.kl_coef`.
 
     Raises:
         InputError: no training or no held-out prompt is short enough.
@@ -253,11 +262,15 @@ def place(
             if config.algorithm.kl_coef > 0
             else None
         )
+        critic = create_critic(config, runtime, model_path, queue_address) if config.critic is not None else None
         rollout = servers.result()
     agents = runtime.create_group(
         AgentWorker,
         "agent",
         config=config.agent,
+        reward=config.reward,
+        max_new_tokens=config.rollout.max_new_tokens,
+        has_baseline="greedy_rewards" in ADVANTAGES[config.algorithm.advantage].needs,
         model_path=str(model_path),
         servers=rollout.addresses(),
         queue_address=queue_address,
@@ -268,6 +281,12 @@ def place(
     return Parts(
         actor=actor,
         reference=reference,
+        critic=critic,
+        kl=AdaptiveKl(
+            coef=config.algorithm.kl_coef if kl_coef is None else kl_coef,
+            target=config.algorithm.kl_target,
+            horizon=config.algorithm.kl_horizon,
+        ),
         rollout_manager=RolloutManager(agents, rows, order, config),
         weights=WeightSync(actor, rollout, config.rollout.num_replicas),
         queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
@@ -304,38 +323,61 @@ def create_engine(
     is_trained: bool,
 ) -> EngineWorker:
     """Place the actor or the reference on the engine pool."""
+    algorithm, lora = config.algorithm, config.engine.lora
+    engine_config = replace(
+        engine_config_of(config, model_path, config.engine.lr),
+        lora=LoraConfig(**asdict(lora)) if is_trained and lora is not None else None,
+        entropy=is_trained and algorithm.entropy_coef > 0,
+    )
+    return runtime.create_group(
+        EngineWorker,
+        "engine",
+        backend=config.engine.backend,
+        config=engine_config if is_trained else replace(engine_config, optimizer=None),
+        algorithm=algorithm,
+        queue_address=queue_address,
+        weights_address=weights_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker:
+    """Place the value function on the engine pool, laid out like the policy."""
+    assert config.critic is not None, "the caller has checked it"
+    path = Path(config.critic.path) if config.critic.path is not None else model_path
+    return runtime.create_group(
+        CriticWorker,
+        "engine",
+        backend=config.engine.backend,
+        config=replace(engine_config_of(config, path, config.critic.lr), head=Head.VALUE),
+        clip=config.critic.clip,
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def engine_config_of(config: Config, model_path: Path, lr: float) -> EngineConfig:
+    """What every trained engine of a job has in common."""
     section = config.engine
     num_updates = config.batch.batch_size // config.batch.mini_batch_size
     optimizer = OptimizerConfig(
-        lr=section.lr,
+        lr=lr,
         betas=section.betas,
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
         warmup_steps=section.lr_warmup_steps,
         total_steps=config.steps * num_updates if section.lr_schedule == "cosine" else None,
     )
-    engine_config = EngineConfig(
+    return EngineConfig(
         model_path=str(model_path),
-        optimizer=optimizer if is_trained else None,
+        optimizer=optimizer,
         parallel=section.parallel,
-        lora=LoraConfig(**asdict(section.lora)) if is_trained and section.lora is not None else None,
         precision=Precision(section.precision),
         matmul_precision=MatmulPrecision(section.matmul_precision),
         max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
         temperature=config.rollout.temperature,
-        entropy=is_trained and config.algorithm.entropy_coef > 0,
         activation_checkpointing=section.activation_checkpointing,
         seed=config.seed,
-        timeout_s=config.timeout_s,
-    )
-    return runtime.create_group(
-        EngineWorker,
-        "engine",
-        backend=section.backend,
-        config=engine_config,
-        algorithm=config.algorithm,
-        queue_address=queue_address,
-        weights_address=weights_address,
         timeout_s=config.timeout_s,
     )
 

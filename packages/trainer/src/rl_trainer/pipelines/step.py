@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import StepRecord
+from rl_trainer.pipelines.parts import hash_seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,10 +29,29 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
     if parts.reference is not None:
         with timer.phase("ref_logprobs"):
             batch = batch.union(parts.reference.compute_log_prob(batch, column="ref_logprobs"))
+    if parts.critic is not None:
+        with timer.phase("values"):
+            batch = batch.union(parts.critic.compute_values(batch))
     with timer.phase("advantage"):
-        batch = batch.union(parts.actor.compute_advantage(batch))
-    with timer.phase("update"):
-        return [parts.actor.update_actor(mini_batch) for mini_batch in mini_batches(batch, config, step)]
+        report = parts.actor.compute_advantage(batch, parts.kl.coef, hash_seed(f"{config.seed}/{step}"))
+        batch = batch.union(report.batch)
+    if report.reward_kl is not None:
+        parts.kl.update(report.reward_kl, len(batch))
+    updates: list[UpdateReport] = []
+    for mini_batch in mini_batches(batch, config, step):
+        reports: list[UpdateReport] = []
+        if parts.critic is not None:
+            with timer.phase("update_critic"):
+                critic = parts.critic.update_critic(mini_batch)
+            reports.append(replace(critic, metrics=critic.metrics | {"critic_grad_norm": critic.grad_norm}))
+        if config.critic is None or step > config.critic.warmup_steps:
+            with timer.phase("update"):
+                reports.append(parts.actor.update_actor(mini_batch))
+        metrics = {name: value for report in reports for name, value in report.metrics.items()}
+        updates.append(replace(reports[-1], metrics=metrics))
+    if report.reward_kl is not None:
+        updates[-1].metrics.update(reward_kl=report.reward_kl, kl_coef=parts.kl.coef)
+    return updates
 
 
 def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]:
@@ -69,7 +90,8 @@ def record_of(
 ) -> StepRecord:
     """What the step's reports say together."""
     tags = generated.batch.tags
-    metrics = {name: fmean(u.metrics[name] for u in updates) for name in updates[0].metrics}
+    names = {name: None for update in updates for name in update.metrics}  # in order
+    metrics = {name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names}
     metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
     metrics |= {"grad_norm": fmean(u.grad_norm for u in updates), "lr": updates[-1].lr}
     return StepRecord(

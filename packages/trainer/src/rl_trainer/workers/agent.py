@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from rl_agent.types import Message
     from rl_rollout.types import ServerAddress
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import AgentSection
+    from rl_trainer.config import AgentSection, RewardSection
     from rl_trainer.data import Row
 
 Sample = tuple[AgentLoopOutput, float]
 """A trajectory and its reward."""
-Group = tuple[int, list[Sample]]
-"""A group's id, and its samples in the order of its rollouts."""
+Group = tuple[int, list[Sample], float | None]
+"""A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +122,8 @@ class _GroupWriter:
         self._ready: list[Group] = []
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, group_id: int, samples: list[Sample]) -> None:
-        self._ready.append((group_id, samples))
+    def add(self, group: Group) -> None:
+        self._ready.append(group)
         if self._task is not None and self._task.done():
             self._task.result()  # raises what the last call raised
         if self._task is None or self._task.done():
@@ -132,7 +133,7 @@ class _GroupWriter:
         while self._ready:
             groups, self._ready = self._ready, []
             meta = await asyncio.to_thread(self._put, groups)
-            self._ledger.wrote([group_id for group_id, _ in groups], meta)
+            self._ledger.wrote([group_id for group_id, *_ in groups], meta)
 
     async def finish(self) -> None:
         if self._task is not None:
@@ -147,6 +148,9 @@ class AgentWorker:
         context: WorkerContext,
         *,
         config: AgentSection,
+        reward: RewardSection,
+        max_new_tokens: int,
+        has_baseline: bool,
         model_path: str,
         servers: Sequence[ServerAddress],
         queue_address: str,
@@ -154,6 +158,7 @@ class AgentWorker:
     ) -> None:
         del context
         self._timeout_s = timeout_s
+        self._reward, self._max_new_tokens, self._has_baseline = reward, max_new_tokens, has_baseline
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
@@ -216,23 +221,41 @@ class AgentWorker:
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int, ledger: _Ledger
     ) -> None:
         results: dict[int, dict[int, list[Sample] | Failure]] = {}  # by group and rollout
-        writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
         rows, places = [job.row for job in jobs], [job.place for job in jobs]
+        baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
+        writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
         async for result in self._runner.run(rows, sampling_params, group_size=group_size, places=places):
             job = jobs[result.row_index]
             rollouts = results.setdefault(job.group_id, {})
-            rollouts[result.rollout_index] = await score(result.outputs, job.row, self._scorer)
+            rollouts[result.rollout_index] = await self._score(result.outputs, job.row)
             if len(rollouts) < group_size:
                 continue
             in_order = [rollouts[index] for index in range(group_size)]
             del results[job.group_id]
-            if failures := [rollout for rollout in in_order if isinstance(rollout, Failure)]:
+            greedy = None if baselines is None else (await baselines)[job.group_id]
+            if failures := [rollout for rollout in (*in_order, greedy) if isinstance(rollout, Failure)]:
                 ledger.failed(job.group_id, failures)
             else:
-                writer.add(
-                    job.group_id, [s for rollout in in_order if not isinstance(rollout, Failure) for s in rollout]
-                )
+                samples = [s for rollout in in_order if not isinstance(rollout, Failure) for s in rollout]
+                writer.add((job.group_id, samples, None if isinstance(greedy, Failure) else greedy))
         await writer.finish()
+
+    async def _score(self, outputs: tuple[AgentLoopOutput, ...] | Failure, row: Row) -> list[Sample] | Failure:
+        scored = await score(outputs, row, self._scorer)
+        if isinstance(scored, Failure) or not self._reward.overlong_buffer:
+            return scored
+        section, longest = self._reward, self._max_new_tokens
+        buffer, penalty = section.overlong_buffer, section.overlong_penalty
+        return [(o, r - overlong_penalty(len(o.completion_token_ids), longest, buffer, penalty)) for o, r in scored]
+
+    async def _baselines(self, jobs: list[Job], sampling_params: dict[str, Any]) -> dict[int, float | Failure]:
+        """Reward of one greedy completion per job, by group."""
+        found: dict[int, float | Failure] = {}
+        async for result in self._runner.run([job.row for job in jobs], sampling_params | {"temperature": 0.0}):
+            job = jobs[result.row_index]
+            scored = await self._score(result.outputs, job.row)
+            found[job.group_id] = scored if isinstance(scored, Failure) else fmean(reward for _, reward in scored)
+        return found
 
     def _put(self, groups: list[Group], partition: str) -> BatchMeta:
         columns, tags = to_columns(groups)
@@ -265,6 +288,14 @@ class AgentWorker:
         self._queue.close()
 
 
+def overlong_penalty(num_tokens: int, longest: int, buffer: int, penalty: float) -> float:
+    """What a completion loses for its length: nothing up to `longest - buffer` tokens, then linearly up to `penalty`.
+
+    Soft overlong punishment, arXiv 2503.14476, equation 13.
+    """
+    return penalty * min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0)
+
+
 async def score(outputs: tuple[AgentLoopOutput, ...] | Failure, row: Row, scorer: Scorer) -> list[Sample] | Failure:
     """The reward of each trajectory: the loop's own, or the data source's rule. A scorer that raises is a failure."""
     if isinstance(outputs, Failure):
@@ -278,8 +309,9 @@ async def score(outputs: tuple[AgentLoopOutput, ...] | Failure, row: Row, scorer
 
 def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]]]:
     """Queue columns and tags of groups. Ragged ones are jagged tensors; per token means per completion token."""
-    samples = [sample for _, group in groups for sample in group]
-    group_ids = [group_id for group_id, group in groups for _ in group]
+    samples = [sample for _, group, _ in groups for sample in group]
+    group_ids = [group_id for group_id, group, _ in groups for _ in group]
+    greedy = [reward for _, group, reward in groups for _ in group if reward is not None]
     outputs = [output for output, _ in samples]
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
     completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
@@ -294,6 +326,7 @@ def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]
             "weight_version_max": torch.tensor([max(v) for v in versions]),
             "group_id": torch.tensor(group_ids),
             "num_turns": torch.tensor([o.num_turns for o in outputs]),
+            **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
         },
         batch_size=[len(samples)],
     )

@@ -1,4 +1,4 @@
-"""One rank of a model engine, fed from the queue: the actor, and the reference."""
+"""One rank of a model engine, fed from the queue: the actor, the reference, and the critic."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from tensordict import TensorDict
 import rl_ckpt
 import rl_engine
 import rl_tq
-from rl_trainer.algorithms import AdvantageInput, PolicyLossFunction, compute_advantages
+from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, PolicyLossFunction, ValueLossFunction, compute_advantages
+from rl_trainer.algorithms.kl import estimate_kl
+from rl_trainer.algorithms.selection import COV_LOSSES, select_tokens
+from rl_trainer.algorithms.token_advantages import value_scan
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_ckpt.types import SyncReport
     from rl_engine.types import EngineConfig
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AlgorithmConfig
 
 _POLICY_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
+_OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
+"""By `algorithm.old_logprobs`, the column of the policy before the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,86 +45,39 @@ class UpdateReport:
     """Learning rate of the step."""
 
 
-class EngineWorker:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageReport:
+    """What was made of a batch's rewards."""
+
+    batch: BatchMeta
+    """The columns that were written."""
+    reward_kl: float | None = None
+    """Mean KL per token that was taken off the rewards; None with the KL elsewhere."""
+
+
+class _EngineRank:
     """Wraps an `rl_engine.Engine`: reads columns from the queue, computes, writes columns back. Ranks call in step."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        backend: str,
-        config: EngineConfig,
-        algorithm: AlgorithmConfig,
-        queue_address: str,
-        weights_address: str | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self._context = context
-        self._algorithm = algorithm
+    def __init__(self, *, backend: str, config: EngineConfig, queue_address: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._loss = PolicyLossFunction(config=algorithm)
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.create_engine(backend, config)
         self._engine.initialize()
         self._lr = config.optimizer.lr if config.optimizer else 0.0
-        self._loop = LoopThread("weights")
-        self._sender = None
-        if weights_address is not None and context.rank == 0:
-            self._sender = rl_ckpt.connect(weights_address, role="send", timeout_s=timeout_s)
-            self._loop.run(self._sender.prepare(), timeout_s)
 
-    @register(Dispatch.SPLIT)
-    def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
-        """Write the log-probs of every completion token under the engine's weights as `column`."""
+    def _forward(self, batch: BatchMeta, output: str, column: str) -> BatchMeta:
         data = self._queue.get(batch, _POLICY_COLUMNS)
         with self._engine.eval_mode():
-            output = self._engine.forward_backward_batch(data, None, forward_only=True)
-        return self._put(batch, {column: output.columns["logprobs"]})
+            outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
+        return self._put(batch, {column: outputs.columns[output]})
 
-    @register(Dispatch.RANK_ZERO)
-    def compute_advantage(self, batch: BatchMeta) -> BatchMeta:
-        """Write `advantages` from rewards and groups; needs the whole batch."""
-        data = self._queue.get(batch, ("rewards", "loss_mask", "group_id"))
-        rewards = data["rewards"]
-        advantages = compute_advantages(
-            self._algorithm.advantage,
-            AdvantageInput(
-                rewards=rewards.values(),
-                loss_mask=data["loss_mask"].values(),
-                cu_seqlens=rewards.offsets().to(torch.int64),
-                group_ids=data["group_id"],
-            ),
-        )
-        return self._put(batch, {"advantages": torch.nested.nested_tensor_from_jagged(advantages, rewards.offsets())})
-
-    @register(Dispatch.SPLIT_REDUCED)
-    def update_actor(self, batch: BatchMeta) -> UpdateReport:
-        """One optimizer step on one mini-batch."""
-        columns = [*_POLICY_COLUMNS, "advantages", "old_logprobs"]
-        if self._algorithm.kl_coef > 0:
-            columns.append("ref_logprobs")
-        if self._algorithm.old_logprobs == "rollout":
-            columns.remove("old_logprobs")
-        data = self._queue.get(batch, [*columns, "rollout_logprobs"])
-        if self._algorithm.old_logprobs == "rollout":
-            data.rename_key_("rollout_logprobs", "old_logprobs")
+    def _update(self, data: TensorDict, loss: PolicyLossFunction | ValueLossFunction) -> UpdateReport:
         with self._engine.train_mode():
             self._engine.optimizer_zero_grad()
-            output = self._engine.forward_backward_batch(data, self._loss)
+            output = self._engine.forward_backward_batch(data, loss)
             grad_norm = self._engine.optimizer_step()
             lr, self._lr = self._lr, self._engine.lr_scheduler_step()
         return UpdateReport(metrics=output.metrics, grad_norm=grad_norm, lr=lr)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int, num_receivers: int) -> SyncReport | None:
-        """Stream the weights to every server, once they all have joined. All ranks gather; rank 0 sends and reports."""
-        named_tensors, _ = self._engine.get_per_tensor_param()
-        if self._sender is not None:
-            sending = self._sender.send_weights(named_tensors, version=version, num_peers=num_receivers)
-            return self._loop.run(sending, self._timeout_s)
-        for _ in named_tensors:  # the gather is collective
-            pass
-        return None
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> float:
@@ -136,9 +96,146 @@ class EngineWorker:
         """Write an ordinary Hugging Face folder."""
         self._engine.save_model(Path(path))
 
-    def _put(self, batch: BatchMeta, columns: dict[str, Any]) -> BatchMeta:
-        data = TensorDict(columns, batch_size=[len(batch)])
+    def _put(self, batch: BatchMeta, columns: Mapping[str, Any]) -> BatchMeta:
+        data = TensorDict(dict(columns), batch_size=[len(batch)])
         return self._queue.put(data, partition=batch.partition, sample_ids=batch.sample_ids)
+
+    def close(self) -> None:
+        """Free the model and leave the queue."""
+        self._engine.close()
+        self._queue.close()
+
+
+class CriticWorker(_EngineRank):
+    """One rank of the value function."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        backend: str,
+        config: EngineConfig,
+        clip: float,
+        queue_address: str,
+        timeout_s: float = 600.0,
+    ) -> None:
+        del context
+        super().__init__(backend=backend, config=config, queue_address=queue_address, timeout_s=timeout_s)
+        self._loss = ValueLossFunction(clip=clip)
+
+    @register(Dispatch.SPLIT)
+    def compute_values(self, batch: BatchMeta) -> BatchMeta:
+        """Write the value of the state before every completion token as `values`."""
+        return self._forward(batch, "values", "values")
+
+    @register(Dispatch.SPLIT_REDUCED)
+    def update_critic(self, batch: BatchMeta) -> UpdateReport:
+        """One optimizer step on one mini-batch."""
+        return self._update(self._queue.get(batch, (*_POLICY_COLUMNS, "values", "returns")), self._loss)
+
+
+class EngineWorker(_EngineRank):
+    """One rank of the policy, trained or frozen."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        backend: str,
+        config: EngineConfig,
+        algorithm: AlgorithmConfig,
+        queue_address: str,
+        weights_address: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(backend=backend, config=config, queue_address=queue_address, timeout_s=timeout_s)
+        self._algorithm = algorithm
+        self._loss = PolicyLossFunction(config=algorithm)
+        self._loop = LoopThread("weights")
+        self._sender = None
+        if weights_address is not None and context.rank == 0:
+            self._sender = rl_ckpt.connect(weights_address, role="send", timeout_s=timeout_s)
+            self._loop.run(self._sender.prepare(), timeout_s)
+
+    @register(Dispatch.SPLIT)
+    def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
+        """Write the log-probs of every completion token under the engine's weights as `column`."""
+        return self._forward(batch, "logprobs", column)
+
+    @register(Dispatch.RANK_ZERO)
+    def compute_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
+        """Write `advantages`, and what a critic or the loss reads beside them; needs the whole batch.
+
+        Args:
+            batch: Scored rows of one training step.
+            kl_coef: Weight of the KL to the reference in the rewards; only with `algorithm.kl_in_reward`.
+            seed: Of the choice of tokens that some losses treat apart.
+        """
+        config, needs = self._algorithm, ADVANTAGES[self._algorithm.advantage].needs
+        has_kl = config.kl_in_reward and config.kl_coef > 0
+        has_policy = has_kl or "ratio" in needs or "logprobs" in needs or config.loss in COV_LOSSES
+        columns = ["rewards", "loss_mask", "group_id"]
+        columns += [_OLD[config.old_logprobs]] if has_policy else []
+        columns += ["rollout_logprobs"] if "ratio" in needs else []
+        columns += ["ref_logprobs"] if has_kl else []
+        columns += [name for name in ("values", "greedy_rewards") if name in needs]
+        data = self._queue.get(batch, columns)
+        offsets, mask, rewards = data["rewards"].offsets(), data["loss_mask"].values(), data["rewards"].values()
+        old = data[_OLD[config.old_logprobs]].values() if has_policy else None
+        reward_kl = None
+        if has_kl:
+            assert old is not None
+            kl = torch.where(mask.bool(), estimate_kl(old, data["ref_logprobs"].values(), config.kl_estimator), 0.0)
+            reward_kl = float(kl.sum() / mask.sum().clamp(min=1))
+            rewards = rewards - kl_coef * kl
+        inputs = AdvantageInput(
+            rewards=rewards,
+            loss_mask=mask,
+            cu_seqlens=offsets.to(torch.int64),
+            group_ids=data["group_id"],
+            gamma=config.gamma,
+            lam=config.lam,
+            logprobs=old,
+            values=data["values"].values() if "values" in needs else None,
+            greedy_rewards=data["greedy_rewards"] if "greedy_rewards" in needs else None,
+            ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
+        )
+        written = {"advantages": compute_advantages(config.advantage, inputs)}
+        if "values" in needs:
+            written["returns"] = value_scan(inputs, "vtrace" if "ratio" in needs else "gae").returns
+        if config.loss in COV_LOSSES:
+            assert old is not None
+            low, high = config.cov_bounds
+            kind, share = config.loss, config.cov_share
+            written["selected"] = select_tokens(
+                old, written["advantages"], mask, loss=kind, share=share, low=low, high=high, seed=seed
+            )
+        jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in written.items()}
+        return AdvantageReport(batch=self._put(batch, jagged), reward_kl=reward_kl)
+
+    @register(Dispatch.SPLIT_REDUCED)
+    def update_actor(self, batch: BatchMeta) -> UpdateReport:
+        """One optimizer step on one mini-batch."""
+        config = self._algorithm
+        columns = [*_POLICY_COLUMNS, "advantages", "rollout_logprobs"]
+        columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
+        columns += ["old_logprobs"] if config.old_logprobs == "recompute" else []
+        columns += ["selected"] if config.loss in COV_LOSSES else []
+        data = self._queue.get(batch, columns)
+        if config.old_logprobs == "rollout":
+            data.rename_key_("rollout_logprobs", "old_logprobs")
+        return self._update(data, self._loss)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int, num_receivers: int) -> SyncReport | None:
+        """Stream the weights to every server, once they all have joined. All ranks gather; rank 0 sends and reports."""
+        named_tensors, _ = self._engine.get_per_tensor_param()
+        if self._sender is not None:
+            sending = self._sender.send_weights(named_tensors, version=version, num_peers=num_receivers)
+            return self._loop.run(sending, self._timeout_s)
+        for _ in named_tensors:  # the gather is collective
+            pass
+        return None
 
     def close(self) -> None:
         """Leave every session and free the model."""
@@ -146,5 +243,4 @@ class EngineWorker:
             self._loop.run(self._sender.close(), 30.0)
             self._sender = None
         self._loop.close()
-        self._engine.close()
-        self._queue.close()
+        super().close()

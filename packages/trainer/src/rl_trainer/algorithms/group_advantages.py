@@ -1,0 +1,91 @@
+"""Estimators that compare whole completions of one prompt; a completion's advantage stands at each of its tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+import rl_csrc
+from rl_trainer.algorithms.advantages import AdvantageInput, members_of, register_advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def group_relative(data: AdvantageInput, *, mode: Literal["grpo", "dr_grpo", "rloo"]) -> Tensor:
+    """A completion's reward against its group's, broadcast over its tokens.
+
+    grpo: (r - mean) / (std + 1e-6), arXiv 2402.03300. dr_grpo: r - mean, arXiv 2503.20783. rloo: r - mean of the
+    others, arXiv 2402.14740.
+    """
+    return data.broadcast(rl_csrc.group_norm(data.sum_rewards(), data.group_ids, mode=mode))
+
+
+def group_whitened(data: AdvantageInput) -> Tensor:
+    """Reward less its group's mean, whitened over the batch's model tokens: REINFORCE++-baseline, arXiv 2501.03262."""
+    centered = group_relative(data, mode="dr_grpo")
+    return rl_csrc.whiten(centered, data.loss_mask) * data.loss_mask
+
+
+def best_of_group(data: AdvantageInput) -> Tensor:
+    """Only a group's best completion learns: (best - second best) / (std + 1e-6), arXiv 2503.19595 (pass@k).
+
+    0 for the others, where the best is shared, and in groups of one.
+    """
+    rewards = data.sum_rewards()
+    normed = rl_csrc.group_norm(rewards, data.group_ids, mode="grpo")
+    advantages = torch.zeros_like(normed)
+    for members in members_of(data.group_ids):
+        if members.numel() > 1:
+            best, second = rewards[members].topk(2).indices.tolist()
+            advantages[members[best]] = normed[members[best]] - normed[members[second]]
+    return data.broadcast(advantages)
+
+
+def length_weighted(data: AdvantageInput) -> Tensor:
+    """Reward less the group's mean weighted by length in model tokens: OPO, arXiv 2505.23585. 0 in groups of one."""
+    rewards = data.sum_rewards()
+    lengths = torch.segment_reduce(data.loss_mask.float(), "sum", offsets=data.cu_seqlens)
+    advantages = torch.zeros_like(rewards)
+    for members in members_of(data.group_ids):
+        weight = lengths[members] / lengths[members].sum().clamp(min=1.0)
+        advantages[members] = rewards[members] - (weight * rewards[members]).sum()
+    return data.broadcast(advantages)
+
+
+def gpg(data: AdvantageInput) -> Tensor:
+    """Reward less its group's mean, scaled up for the completions without signal: GPG, arXiv 2504.02546.
+
+    The scale is completions / completions of groups whose rewards differ; 0 everywhere if there are none.
+    """
+    rewards = data.sum_rewards()
+    advantages = rl_csrc.group_norm(rewards, data.group_ids, mode="dr_grpo")
+    has_signal = torch.zeros_like(rewards)
+    for members in members_of(data.group_ids):
+        has_signal[members] = float(rewards[members].min() != rewards[members].max())
+    return data.broadcast(advantages * (rewards.numel() / has_signal.sum().clamp(min=1.0)))
+
+
+def group_reward_decoupled(data: AdvantageInput) -> Tensor:
+    """Each part of the reward normalised in its group (grpo), weighted, added, and whitened: GDPO, arXiv 2601.05242.
+
+    Whitened over the batch's model tokens. Parts of different scale weigh the same, which one sum of them would not.
+    """
+    components = data.needed("components")
+    weights = data.component_weights if data.component_weights is not None else components.new_ones(components.shape[1])
+    total = torch.zeros(components.shape[0], dtype=torch.float32, device=components.device)
+    for rewards, weight in zip(components.float().unbind(1), weights.tolist(), strict=True):
+        total += weight * rl_csrc.group_norm(rewards, data.group_ids, mode="grpo")
+    return rl_csrc.whiten(data.broadcast(total), data.loss_mask) * data.loss_mask
+
+
+register_advantage("grpo", partial(group_relative, mode="grpo"), compares_group=True)
+register_advantage("dr_grpo", partial(group_relative, mode="dr_grpo"), compares_group=True)
+register_advantage("rloo", partial(group_relative, mode="rloo"), compares_group=True)
+register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True)
+register_advantage("grpo_passk", best_of_group, compares_group=True)
+register_advantage("opo", length_weighted, compares_group=True)
+register_advantage("gpg", gpg, compares_group=True)
+register_advantage("gdpo", group_reward_decoupled, needs=("components",), compares_group=True)

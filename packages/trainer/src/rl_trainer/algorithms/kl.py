@@ -1,0 +1,46 @@
+"""KL to the reference policy as a part of the reward. Legend: `T` tokens (packed)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KlEstimator = Literal["k1", "abs", "k2", "k3"]
+
+
+def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """(T,) float32 estimate of KL(policy || reference) from each token, with d = logprob - ref_logprob.
+
+    k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
+    """
+    d = logprobs.float() - ref_logprobs.float()
+    if estimator == "k1":
+        return d
+    if estimator == "abs":
+        return d.abs()
+    if estimator == "k2":
+        return d.square() / 2
+    return torch.expm1(-d) + d
+
+
+@dataclass(slots=True, kw_only=True)
+class AdaptiveKl:
+    """A coefficient that follows a target, arXiv 1909.08593, section 2.2: proportional, cut at a fifth per update."""
+
+    coef: float
+    """Weight of the KL in the reward."""
+    target: float
+    """KL per token to keep; 0 keeps the coefficient as it is."""
+    horizon: float
+    """Completions after which a KL a fifth too large has raised the coefficient by a fifth."""
+
+    def update(self, kl: float, num_completions: int) -> None:
+        """Take the mean KL of a batch into account."""
+        if self.target > 0:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * num_completions / self.horizon

@@ -1,0 +1,218 @@
+"""Estimators with values per token, the critic's loss, and the choices over a whole batch; all by hand."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rl_engine.types import BatchCounts, ModelOutput
+from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, PolicyLossFunction, ValueLossFunction, compute_advantages
+from rl_trainer.algorithms.kl import AdaptiveKl, estimate_kl
+from rl_trainer.algorithms.selection import select_tokens
+from rl_trainer.algorithms.token_advantages import value_scan
+from rl_trainer.config import AlgorithmConfig
+from rl_trainer.errors import ConfigError
+
+
+def batch(**optional):
+    """Two completions of one prompt, 3 and 2 model tokens; the first has a tool's token after its second."""
+    return AdvantageInput(
+        rewards=torch.tensor([0.0, 0.5, 0.0, 1.0, 0.0, 2.0]),
+        loss_mask=torch.tensor([1, 1, 0, 1, 1, 1]),
+        cu_seqlens=torch.tensor([0, 4, 6]),
+        group_ids=torch.tensor([3, 3]),
+        **optional,
+    )
+
+
+def whitened(values, mask):
+    chosen = values[mask.bool()]
+    return torch.where(mask.bool(), (values - chosen.mean()) / chosen.std(), 0.0)
+
+
+def test_gae_by_hand_passes_over_a_tool_s_token():
+    values = torch.tensor([0.1, 0.2, 99.0, 0.3, 0.4, 0.5])
+    data = batch(values=values, gamma=0.9, lam=0.8)
+    a3 = 1.0 - 0.3
+    a1 = 0.5 + 0.9 * 0.3 - 0.2 + 0.72 * a3
+    a0 = 0.9 * 0.2 - 0.1 + 0.72 * a1
+    b1 = 2.0 - 0.5
+    b0 = 0.9 * 0.5 - 0.4 + 0.72 * b1
+    plain = torch.tensor([a0, a1, 0.0, a3, b0, b1])
+    scan = value_scan(data, "gae")
+    torch.testing.assert_close(scan.advantages, plain)
+    torch.testing.assert_close(scan.returns[[0, 1, 3, 4, 5]], (plain + values)[[0, 1, 3, 4, 5]])
+    torch.testing.assert_close(compute_advantages("gae", data), whitened(plain, data.loss_mask), atol=1e-4, rtol=1e-4)
+
+
+def test_vtrace_without_mismatch_is_td_with_its_lambda_and_cuts_large_ratios():
+    values = torch.tensor([0.1, 0.2, 99.0, 0.3, 0.4, 0.5])
+    on_policy = compute_advantages("vtrace", batch(values=values, ratio=torch.ones(6)))
+    # With ratio, gamma and lambda 1 the target of a state is the reward behind it: A = R_t + G_{t+1} - V_t.
+    torch.testing.assert_close(on_policy, torch.tensor([1.4, 1.3, 0.0, 0.7, 1.6, 1.5]))
+    large = compute_advantages("vtrace", batch(values=values, ratio=torch.full((6,), 7.0)))
+    torch.testing.assert_close(large, on_policy)
+    small = compute_advantages("vtrace", batch(values=values, ratio=torch.full((6,), 0.5)))
+    torch.testing.assert_close(small[[3, 5]], on_policy[[3, 5]] / 2)
+
+
+def test_remax_by_hand():
+    got = compute_advantages("remax", batch(greedy_rewards=torch.tensor([1.0, 1.0])))
+    torch.testing.assert_close(got, torch.tensor([0.5, 0.5, 0.0, 0.0, 1.0, 1.0]))
+
+
+def otb_batch(**optional):
+    logprobs = torch.log(torch.tensor([0.5, 0.25, 1.0, 0.5, 0.8, 0.5]))
+    return batch(logprobs=logprobs, sum_pi_squared=torch.tensor([0.5, 0.4, 7.0, 0.5, 0.7, 0.5]), **optional)
+
+
+def test_optimal_token_baseline_by_hand():
+    # Energies 0.5, 0.9, -, 0.5 and 0.1, 0.5; summed 0.5, 1.4, -, 1.9 and 0.1, 0.6. Rewards to go 1.5, 1.5, -, 1; 2, 2.
+    first = (1.5 * 0.5 + 2 * 0.1) / 0.6
+    second = (1.5 * 1.4 + 2 * 0.6) / 2.0
+    want = torch.tensor([1.5 - first, 1.5 - second, 0.0, 0.0, 2 - first, 2 - second])
+    torch.testing.assert_close(compute_advantages("optimal_token_baseline", otb_batch()), want)
+
+
+def test_optimal_baseline_of_turns_by_hand():
+    # The first completion has two turns, of tokens 0 and 1, and of token 3; the second has one.
+    first = (1.5 * 0.5 + 1.5 * 1.4 + 2 * 0.1 + 2 * 0.6) / 2.6
+    want = torch.tensor([1.5 - first, 1.5 - first, 0.0, 0.0, 2 - first, 2 - first])
+    torch.testing.assert_close(compute_advantages("tir_optimal_token_baseline", otb_batch()), want)
+
+
+def test_optimal_token_baseline_weighs_by_the_squared_ratio():
+    ratio = torch.tensor([2.0, 2.0, 1.0, 2.0, 1.0, 1.0])
+    first = (1.5 * 2.0 + 2 * 0.1) / 2.1
+    got = compute_advantages("optimal_token_baseline", otb_batch(ratio=ratio))
+    assert got[0].item() == pytest.approx(1.5 - first)
+
+
+def test_gdpo_weighs_parts_of_different_scale_alike():
+    components = torch.tensor([[0.0, 100.0], [1.0, 0.0]])
+    weighted = compute_advantages("gdpo", batch(components=components, component_weights=torch.tensor([2.0, 1.0])))
+    half = 0.5**0.5
+    plain = torch.tensor([-half, -half, 0.0, -half, half, half])
+    torch.testing.assert_close(weighted, whitened(plain, batch().loss_mask), atol=1e-4, rtol=1e-4)
+
+
+def test_prime_by_hand():
+    process = torch.tensor([0.3, 0.0, 50.0, 0.3, 0.1, 0.5])
+    # Means per completion 0.2 and 0.3; outcomes 1.5 - 2 and 2 - 1.5.
+    first = [0.0 - 0.3 * 2 + 0.6, -0.3 + 0.0, 0.0]
+    want = torch.tensor([first[0] - 0.3 - 0.5, -0.3 + 0.0 - 0.5, 0.0, 0.0 - 0.5, 0.2 + 0.5, 0.3 + 0.5])
+    torch.testing.assert_close(compute_advantages("prime", batch(process_rewards=process)), want)
+
+
+def test_what_an_estimator_needs_is_told():
+    for name, estimator in ADVANTAGES.items():
+        if estimator.needs:
+            with pytest.raises(ConfigError, match="which the batch has not got"):
+                compute_advantages(name, batch())
+
+
+def test_a_token_that_the_model_did_not_write_is_never_looked_at():
+    optional = {
+        "values": torch.rand(6),
+        "ratio": torch.rand(6),
+        "logprobs": -torch.rand(6),
+        "sum_pi_squared": torch.rand(6),
+        "process_rewards": torch.rand(6),
+        "greedy_rewards": torch.rand(2),
+        "components": torch.rand(2, 3),
+    }
+    poisoned = {
+        k: v.clone().index_fill_(0, torch.tensor([2]), math.nan) if v.shape == (6,) else v for k, v in optional.items()
+    }
+    for name in ADVANTAGES:
+        clean, dirty = compute_advantages(name, batch(**optional)), compute_advantages(name, batch(**poisoned))
+        torch.testing.assert_close(dirty, clean, msg=name)
+        assert clean[2] == 0
+
+
+def jagged(values):
+    return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, values.shape[0]]))
+
+
+def output_of(logprobs=None, values=None):
+    num = (logprobs if logprobs is not None else values).shape[0]
+    counts = BatchCounts(tokens=float(num), sequences=1.0)
+    cu = torch.tensor([0, num])
+    return ModelOutput(token_logprobs=logprobs, token_values=values, entropy=None, cu_seqlens=cu, counts=counts)
+
+
+def test_value_loss_by_hand():
+    values = torch.tensor([1.0, 0.0, 5.0, 0.0], requires_grad=True)
+    columns = {
+        "values": jagged(torch.tensor([0.9, 1.0, 0.0, 0.0])),
+        "returns": jagged(torch.tensor([2.0, 0.0, 0.0, math.nan])),
+        "loss_mask": jagged(torch.tensor([1, 1, 1, 0])),
+    }
+    loss, metrics = ValueLossFunction(clip=0.5)(output_of(values=values), TensorDict(columns, batch_size=[1]))
+    # Near its old value: 1; clipped to 0.5, which is worse: 0.25; clipped to 0.5, which is better: 25.
+    assert loss.item() == pytest.approx(0.5 * (1 + 0.25 + 25) / 4)
+    assert metrics["value_clipped"] == pytest.approx(0.25)
+    loss.backward()
+    torch.testing.assert_close(values.grad, torch.tensor([-0.25, 0.0, 1.25, 0.0]))
+
+
+def test_tokens_are_chosen_by_covariance_over_model_tokens_alone():
+    logprobs = torch.tensor([0.0, -1.0, -2.0, -3.0, 1000.0])
+    advantages = torch.tensor([3.0, 1.0, -1.0, -3.0, 1000.0])
+    mask = torch.tensor([1, 1, 1, 1, 0])
+    # Covariances 4.5, 0.5, 0.5, 4.5.
+    assert select_tokens(logprobs, advantages, mask, loss="kl_cov", share=0.5).tolist() == [1, 0, 0, 1, 0]
+    by_bounds = select_tokens(logprobs, advantages, mask, loss="clip_cov", share=1.0, low=0.1, high=1.0)
+    assert by_bounds.tolist() == [0, 1, 1, 0, 0]
+    draws = {
+        tuple(
+            select_tokens(logprobs, advantages, mask, loss="clip_cov", share=0.25, low=0.1, high=1.0, seed=s).tolist()
+        )
+        for s in range(20)
+    }
+    assert draws == {(0, 1, 0, 0, 0), (0, 0, 1, 0, 0)}
+    nothing = select_tokens(logprobs, advantages, torch.zeros(5), loss="clip_cov", share=1.0)
+    assert nothing.sum() == 0
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_chosen_tokens_are_treated_apart(loss):
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.0, -1.5, -1.5])
+    columns = {
+        "old_logprobs": jagged(old),
+        "rollout_logprobs": jagged(old),
+        "advantages": jagged(torch.tensor([1.0, -1.0, -1.0])),
+        "loss_mask": jagged(torch.ones(3)),
+        "selected": jagged(torch.tensor([0, 0, 1], dtype=torch.uint8)),
+    }
+    config = AlgorithmConfig(loss=loss, clip_dual=0.0, cov_kl_coef=0.5)
+    value, _ = PolicyLossFunction(config=config)(output_of(logprobs), TensorDict(columns, batch_size=[1]))
+    value.backward()
+    ratio = math.exp(0.5)
+    if loss == "clip_cov":
+        assert value.item() == pytest.approx((-1 + ratio) / 3)
+        want = [-1 / 3, ratio / 3, 0.0]
+    else:
+        assert value.item() == pytest.approx((-1 + ratio + ratio + 0.5 * 0.5) / 3)
+        want = [-1 / 3, ratio / 3, (ratio + 0.5) / 3]
+    torch.testing.assert_close(logprobs.grad, torch.tensor(want))
+
+
+def test_kl_estimators_by_hand():
+    policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
+    got = {name: estimate_kl(policy, reference, name).item() for name in ("k1", "abs", "k2", "k3")}
+    assert got == pytest.approx({"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 1 + 0.5})
+
+
+def test_the_coefficient_follows_its_target():
+    kl = AdaptiveKl(coef=0.1, target=0.5, horizon=100)
+    kl.update(5.0, 10)
+    assert kl.coef == pytest.approx(0.1 * 1.02)
+    kl.update(0.45, 10)
+    assert kl.coef == pytest.approx(0.1 * 1.02 * 0.99)
+    fixed = AdaptiveKl(coef=0.1, target=0.0, horizon=100)
+    fixed.update(5.0, 10)
+    assert fixed == dataclasses.replace(fixed, coef=0.1)
