@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
+from aiohttp import web
 
 from rl_agent import AgentRunner, create_loop, validate_output
 from rl_agent.proxy import RecordingProxy
 from rl_agent.testing import FakeTokenizer
 from rl_bench import Role, Run
-from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
+from rl_rollout.types import FinishReason, GenerateRequest, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine
 
 NUM_PROMPT_CHARS = 200
 NUM_TOKENS = 256
@@ -62,6 +66,7 @@ def main(run: Run) -> None:
         per_turn(run, runner)
         tool_turns(run, runner)
         proxy_requests(run, runner)
+        proxy_streams(run, runner, num_streams=100 if run.quick else 1000)
         many_sessions(run, runner, num_sessions, delay_s)
 
 
@@ -166,6 +171,83 @@ def proxy_requests(run: Run, runner: asyncio.Runner) -> None:
     note = "request and answer over a local socket, client included"
     figures = [latencies[num_requests // 2] for latencies in samples]
     run.record("proxy overhead p50", "RecordingProxy", figures, unit="ms", goal="<= 2 ms", note=note)
+    runner.run(proxy.stop())
+
+
+class Streaming(Server):
+    """Gives every stream two tokens per second, each stream at moments of its own, and notes when."""
+
+    num_tokens = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, list[float]] = {}
+
+    async def times(self, name: str) -> AsyncGenerator[int, None]:
+        noted = self.given[name] = []
+        start = time.monotonic() + 0.5 + random.Random(name).random() / 2
+        for i in range(self.num_tokens):
+            await asyncio.sleep(start + i / 2 - time.monotonic())
+            noted.append(time.monotonic())
+            yield i
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        async for i in self.times(request.session_id or ""):
+            reason = FinishReason.LENGTH if i == self.num_tokens - 1 else None
+            yield TokenChunk(token_ids=(100,), logprobs=(-1.0,), weight_versions=(0,), finish_reason=reason)
+
+    async def bare(self, request: web.Request) -> web.StreamResponse:
+        """The same events as the proxy's, written by nothing but the web server."""
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        event = {"id": "chatcmpl-" + "0" * 32, "created": 0, "model": "policy", "object": "chat.completion.chunk"}
+        choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}
+        async for _ in self.times(request.headers["Authorization"].removeprefix("Bearer ")):
+            await response.write(f"data: {json.dumps({**event, 'choices': [choice]})}\n\n".encode())
+        await response.write_eof()
+        return response
+
+
+def proxy_streams(run: Run, runner: asyncio.Runner, *, num_streams: int) -> None:
+    """From the moment that a server has a token to the moment that a client in another process has read it."""
+    server = Streaming()
+    proxy = RecordingProxy(server, FakeTokenizer())
+    proxied = runner.run(proxy.start()) + "/chat/completions"
+    app = web.Application()
+    app.router.add_post("/", server.bare)
+    bare = web.AppRunner(app, access_log=None)
+
+    async def start() -> str:
+        await bare.setup()
+        await web.TCPSite(bare, "127.0.0.1", 0, backlog=4096).start()
+        return f"http://127.0.0.1:{bare.addresses[0][1]}/"
+
+    async def delays(url: str) -> list[float]:
+        server.given.clear()
+        client = Path(__file__).with_name("_streams.py")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(client), url, str(num_streams)), stdout=asyncio.subprocess.PIPE
+        )
+        arrivals = json.loads((await process.communicate())[0])
+        for i in range(num_streams):
+            proxy.finish(str(i))
+        pairs = [zip(server.given[str(i)], arrivals[i], strict=True) for i in range(num_streams)]
+        return sorted((arrived - given) * 1e3 for pair in pairs for given, arrived in pair)
+
+    urls = {"web server alone": runner.run(start()), "RecordingProxy": proxied}
+    found = run.collect({n: partial(lambda url: runner.run(delays(url)), u) for n, u in urls.items()})
+    for quantile in (0.5, 0.99):
+        at = {name: [each[int(len(each) * quantile)] for each in samples] for name, samples in found.items()}
+        metric = f"token to client p{quantile * 100:g}, {num_streams} streams"
+        run.record(metric, "web server alone", at["web server alone"], unit="ms", role=Role.LIMIT)
+        run.record(metric, "RecordingProxy", at["RecordingProxy"], unit="ms")
+        if quantile == 0.5:
+            beyond = [ours - limit for ours, limit in zip(at["RecordingProxy"], at["web server alone"], strict=True)]
+            metric = f"proxy overhead p50, {num_streams} streams"
+            note = "two tokens per stream and second; beyond a bare web server"
+            run.record(metric, "RecordingProxy", beyond, unit="ms", goal="<= 2 ms", note=note)
+    runner.run(bare.cleanup())
     runner.run(proxy.stop())
 
 

@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from rl_agent import FailureError, Grader, SandboxError, SandboxLimits, _sandbox
 from rl_agent.loops.tool import ToolLoop
+from rl_agent.sandbox_worker.isolation import descendants
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_agent.tools.python import PythonTool
 
@@ -53,8 +55,16 @@ def test_a_flood_is_bounded():
 
 
 def test_runs_do_not_see_one_another_and_the_process_stays_warm():
-    (results, _) = grade("import os; x = 1; os.getppid()", "import os; print('x' in globals()); os.getppid()")
-    assert results[1].output.splitlines() == ["False", results[0].output.strip()]
+    async def main():
+        grader = Grader(num_workers=1, limits=LIMITS)
+        await grader.run("x = 1")
+        (worker,) = grader._idle
+        result = await grader.run("'x' in globals()")
+        assert grader._idle == [worker]
+        await grader.close()
+        return result.output
+
+    assert asyncio.run(main()) == "False\n"
 
 
 def test_a_run_past_its_deadline_is_killed_with_its_children():
@@ -96,19 +106,115 @@ def test_runs_wait_for_a_process_and_too_many_fail_at_once():
     assert sum(getattr(result, "kind", "") == "ok" for result in results) == 3
 
 
-def test_there_is_no_network_where_the_kernel_permits():
+@pytest.fixture(params=[True, False], ids=["isolated", "not"])
+def has_isolation(request, monkeypatch):
+    """Where the kernel permits namespaces, and where it does not."""
+    if not request.param:
+        start = _sandbox.Worker.start
+        monkeypatch.setattr(_sandbox.Worker, "start", lambda limits: start(limits, may_isolate=False))
+    return request.param
+
+
+def test_there_is_no_network_where_the_kernel_permits(has_isolation):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ((result,), grader) = grade(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5); 'in'")
-    assert grader.is_offline in (True, False)
-    assert result.output == ("" if grader.is_offline else "'in'\n")
+    assert result.output == ("" if "network" in grader.isolation else "'in'\n")
+    assert has_isolation or not grader.isolation
 
 
-def test_where_network_cannot_be_denied_and_has_to_be_nothing_runs(monkeypatch):
+def size_of(path):
+    return Path(path).stat().st_size
+
+
+ESCAPE = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:  # not in our group, not our child: nothing but a namespace or a reaper finds it
+        while True:
+            print("I live", file=open({path!r}, "a"), flush=True)
+            time.sleep(0.01)
+    os._exit(0)
+while not os.path.exists({path!r}):
+    time.sleep(0.01)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["'done'", "time.sleep(3600)", "os._exit(1)"])
+def test_a_grandchild_that_leaves_the_session_does_not_outlive_the_run(has_isolation, tmp_path, end):
+    path = str(tmp_path / "lives")
+
+    async def main():
+        worker = await _sandbox.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
+        where = "/workspace/lives" if "files" in worker.isolation else path
+        result = await worker.run(ESCAPE.format(path=where, end=end), "", 2.0, is_fresh=True)
+        size = size_of(path)
+        await asyncio.sleep(0.2)
+        grew = size_of(path) - size
+        await worker.kill()
+        return result, grew
+
+    result, grew = asyncio.run(main())
+    assert result.kind == {"'done'": "ok", "time.sleep(3600)": "timeout", "os._exit(1)": "died"}[end]
+    assert grew == 0, "it still writes"
+
+
+def test_a_kept_process_takes_all_that_it_started_along(has_isolation, tmp_path):
+    path = str(tmp_path / "lives")
+
+    async def main():
+        worker = await _sandbox.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
+        where = "/workspace/lives" if "files" in worker.isolation else path
+        await worker.run(ESCAPE.format(path=where, end=""), "", 20.0, is_fresh=False)
+        before = size_of(path)
+        async with asyncio.timeout(30):
+            while size_of(path) == before:  # noqa: ASYNC110 - it goes on while its trajectory does
+                await asyncio.sleep(0.01)
+        await worker.kill()
+        size = size_of(path)
+        await asyncio.sleep(0.2)
+        return size_of(path) - size
+
+    assert asyncio.run(main()) == 0
+
+
+def test_files_are_those_of_the_system_and_a_scratch_folder(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    codes = [
+        f"import os; os.path.exists({str(secret)!r}), os.path.exists('/etc/shadow')",
+        "open('/usr/x', 'w')",
+        "import os; os.system('mount -o remount,rw /usr; unshare -Urm mount -o remount,rw,bind /usr /usr')\n"
+        "open('/usr/x', 'w')",
+        "import os; open('/tmp/mine', 'w').write('x'); os.getcwd(), os.listdir()",
+        "import os; os.listdir('/tmp')",
+        "f = open('/tmp/big', 'w')\nfor _ in range(99): f.write('x' * 90_000); f.flush()",
+    ]
+    results, grader = grade(*codes, limits=SandboxLimits(memory_bytes=1 << 28, scratch_bytes=1 << 20))
+    if "files" not in grader.isolation:
+        pytest.skip("the kernel does not let this user make namespaces; nothing is claimed then")
+    assert [result.output for result in results[:2]] == ["(False, False)\n", ""]
+    assert all("Read-only file system" in results[i].error for i in (1, 2))
+    assert [result.output for result in results[3:5]] == ["('/tmp', ['mine'])\n", "[]\n"]
+    assert "No space left on device" in results[5].error
+
+
+def test_code_sees_no_process_but_its_own():
+    ((result,), grader) = grade(f"import os; os.path.exists('/proc/{os.getpid()}/environ'), os.getpid() < 100")
+    if not {"processes", "files"} <= grader.isolation:
+        pytest.skip("the kernel does not let this user make namespaces; nothing is claimed then")
+    assert result.output == "(False, True)\n"
+
+
+def test_where_code_cannot_be_shut_off_as_asked_nothing_runs(monkeypatch):
     start = _sandbox.Worker.start
-    monkeypatch.setattr(_sandbox.Worker, "start", lambda limits, deny_network: start(limits, deny_network=False))
-    with pytest.raises(SandboxError, match="network cannot be denied"):
-        grade("1", needs_offline=True)
+    monkeypatch.setattr(_sandbox.Worker, "start", lambda limits: start(limits, may_isolate=False))
+    with pytest.raises(SandboxError, match="shut off from files, network here"):
+        grade("1", needs=("network", "files"))
+    with pytest.raises(ValueError, match="needs names 'net'; there are: network, processes, files"):
+        Grader(needs=("net",))
 
 
 def test_too_little_memory_for_python_is_told():
@@ -177,10 +283,12 @@ def test_code_that_hangs_is_killed_and_the_model_told():
 def test_no_process_is_left():
     async def main():
         grader = Grader(num_workers=2, limits=LIMITS)
-        result = await grader.run("import os; os.getppid()")
+        await grader.run("1")
+        pids = [worker._process.pid for worker in grader._idle]
+        below = [pid for worker in pids for pid in descendants(worker)]
         await grader.close()
-        return int(result.output)
+        return [*pids, *below]
 
-    pid = asyncio.run(main())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    for pid in asyncio.run(main()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

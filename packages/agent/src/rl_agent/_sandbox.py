@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_agent.errors import FailureError, SandboxError
+from rl_agent.sandbox_worker.isolation import kill_descendants
 from rl_agent.types import Failure, FailureKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Collection, Sequence
 
-_WORKER = Path(__file__).with_name("_sandbox_worker.py")
+_WORKER = Path(__file__).with_name("sandbox_worker")
+_PYTHON = os.path.realpath(sys.executable)  # a virtual environment's is a link that is not there in the sandbox
+_ISOLATIONS = ("network", "processes", "files")
 _MIN_MEMORY_BYTES = 1 << 26
 _START_TIMEOUT_S = 60.0
 """A Python of the standard library alone takes 20 ms to start; this is for machines that are starved."""
@@ -40,6 +43,8 @@ class SandboxLimits:
     """Of output that are returned."""
     file_bytes: int = 1 << 24
     """Of any file that is written, output included; more is an error in the code."""
+    scratch_bytes: int = 1 << 26
+    """Of all files in `/tmp` together, where code has one of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +64,34 @@ class CodeResult:
 
 
 class Worker:
-    """One subprocess, in a process group of its own."""
+    """One subprocess with what it starts."""
 
-    def __init__(self, process: asyncio.subprocess.Process, *, is_offline: bool) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.is_offline = is_offline
-        """Whether code in it reaches no network."""
+        self.isolation: frozenset[str] = frozenset()
+        """What code in it is shut off from: see `Grader`."""
 
     @classmethod
-    async def start(cls, limits: SandboxLimits, *, deny_network: bool) -> Worker:
+    async def start(
+        cls,
+        limits: SandboxLimits,
+        *,
+        may_isolate: bool = True,
+        workspace: Path | None = None,
+        readable: Sequence[Path] = (),
+    ) -> Worker:
         """Start one and wait until it answers."""
         settings = {
             "memory_bytes": limits.memory_bytes,
             "output_bytes": limits.output_bytes,
             "file_bytes": limits.file_bytes,
-            "deny_network": deny_network,
+            "scratch_bytes": limits.scratch_bytes,
+            "may_isolate": may_isolate,
+            "workspace": None if workspace is None else str(workspace),
+            "readable": [str(path) for path in readable],
         }
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_WORKER), json.dumps(settings)),
+            *(_PYTHON, "-I", "-S", str(_WORKER), json.dumps(settings)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -85,10 +100,10 @@ class Worker:
             cwd="/",
             limit=limits.output_bytes * 8 + (1 << 16),
         )
-        worker = cls(process, is_offline=False)
+        worker = cls(process)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                worker.is_offline = bool((await worker._read())["is_offline"])
+                worker.isolation = frozenset((await worker._read())["isolated"])
         except BaseException:
             await worker.kill()
             raise
@@ -129,8 +144,11 @@ class Worker:
         return self._process.returncode is None
 
     async def kill(self) -> None:
-        """End it and its children."""
+        """End it and all that it started: with a namespace of processes that goes by itself."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            if "processes" not in self.isolation and self.is_alive:
+                os.kill(self._process.pid, signal.SIGSTOP)  # it starts no more, and orphans still come back to it
+                await asyncio.to_thread(kill_descendants, self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
         transport = self._process._transport  # pyright: ignore - a stray child may hold the pipes open
         await asyncio.shield(self._process.wait())
@@ -140,17 +158,19 @@ class Worker:
 class Grader:
     """A pool of warm subprocesses that run code for rewards, each run in a fresh fork of its process.
 
-    Limits are hard: a run past its deadline is killed with its process group, memory and file sizes are bounded by
-    `setrlimit`, and where the kernel permits (Linux user namespaces) there is no network; `is_offline` says so. This
-    keeps honest mistakes and cheap tricks of a model in bounds. It is no wall against an attacker: code sees the files
-    that this user can read.
+    Limits are hard: a run past its deadline is killed with everything that it started, and memory and file sizes are
+    bounded by `setrlimit`. Where the kernel permits (Linux user namespaces) code is shut off from three things, and
+    `isolation` says from which: `network`, there is none; `processes`, it sees its own alone, and none outlives it;
+    `files`, it finds the system's programs and Python, read-only, and an empty `/tmp`. Without `files` code sees what
+    this user can read. The kernel is shared: this bounds a model, not somebody with an exploit for it.
 
     Args:
         num_workers: Subprocesses, that is, runs at the same time.
         limits: Of each run.
         max_waiting: Runs that may wait for a subprocess; one more fails at once.
         cache_size: Results kept, by code and input; runs that ended by a limit of time or memory are not.
-        needs_offline: Refuse to start where network cannot be denied.
+        needs: What code has to be shut off from, of `network`, `processes` and `files`; where that cannot be, nothing
+            runs.
 
     Raises:
         ValueError: a number is out of its range.
@@ -163,7 +183,7 @@ class Grader:
         limits: SandboxLimits | None = None,
         max_waiting: int = 4096,
         cache_size: int = 4096,
-        needs_offline: bool = False,
+        needs: Collection[str] = (),
     ) -> None:
         if num_workers < 1 or max_waiting < 0 or cache_size < 0:
             raise ValueError(
@@ -176,12 +196,14 @@ class Grader:
                 f"memory_bytes={self.limits.memory_bytes} must be at least {_MIN_MEMORY_BYTES}, which Python itself "
                 f"takes, and timeout_s={self.limits.timeout_s} positive"
             )
-        self.is_offline: bool | None = None
-        """Whether code reaches no network; None before the first run."""
+        if unknown := sorted(set(needs).difference(_ISOLATIONS)):
+            raise ValueError(f"needs names {unknown[0]!r}; there are: {', '.join(_ISOLATIONS)}")
+        self.isolation: frozenset[str] | None = None
+        """What code is shut off from; None before the first run."""
         self._num_workers = num_workers
         self._max_waiting = max_waiting
         self._cache_size = cache_size
-        self._needs_offline = needs_offline
+        self._needs = frozenset(needs)
         self._slots = asyncio.Semaphore(num_workers)
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
@@ -237,18 +259,19 @@ class Grader:
 
     async def _start(self) -> Worker:
         try:
-            worker = await Worker.start(self.limits, deny_network=True)
+            worker = await Worker.start(self.limits)
         except (OSError, EOFError, ValueError) as error:
             raise SandboxError(
                 f"a subprocess for code did not start ({type(error).__name__}: {error}); start it by hand to see why: "
                 f"{sys.executable} -I -S {_WORKER}"
             ) from error
-        self.is_offline = worker.is_offline
-        if self._needs_offline and not worker.is_offline:
+        self.isolation = worker.isolation
+        if missing := self._needs - worker.isolation:
             await worker.kill()
             raise SandboxError(
-                "network cannot be denied to code here: the kernel permits no user namespaces; allow them, or pass "
-                "needs_offline=False"
+                f"code cannot be shut off from {', '.join(sorted(missing))} here: the kernel does not let this user "
+                "make namespaces (user.max_user_namespaces, or a container's seccomp profile); allow it, or leave that "
+                "out of needs"
             )
         return worker
 

@@ -11,7 +11,7 @@ from rl_agent._tools import Tool
 from rl_agent.errors import ToolError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from rl_agent._sandbox import Worker
 
@@ -22,11 +22,11 @@ class PythonTool(Tool):
     Args:
         max_sessions: Processes at the same time; further trajectories wait for one, within their call's time.
         limits: Of each call. A call past its deadline loses the session's variables, and says so.
-        needs_offline: Refuse to run where network cannot be denied.
+        needs: What code has to be shut off from; see `Grader`.
     """
 
     def __init__(
-        self, *, max_sessions: int = 64, limits: SandboxLimits | None = None, needs_offline: bool = False
+        self, *, max_sessions: int = 64, limits: SandboxLimits | None = None, needs: Collection[str] = ()
     ) -> None:
         super().__init__(
             "python",
@@ -34,7 +34,7 @@ class PythonTool(Tool):
             {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
         )
         self._limits = limits or SandboxLimits()
-        self._pool = Grader(num_workers=max_sessions, limits=self._limits, needs_offline=needs_offline)
+        self._pool = Grader(num_workers=max_sessions, limits=self._limits, needs=needs)
         self._locks: dict[str, asyncio.Lock] = {}
         self._sessions: dict[str, tuple[AsyncExitStack, Worker]] = {}
 

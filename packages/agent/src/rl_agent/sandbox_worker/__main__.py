@@ -8,51 +8,51 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import json
 import os
 import resource
+import select
 import sys
 import traceback
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+import isolation  # pyright: ignore[reportMissingImports] - this folder is the path of the process that it is started in
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    limits = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-    is_offline = _leave_network(libc) if limits["deny_network"] else False
-    _limit(limits)
-    _tell(answers, {"is_offline": is_offline})
+    isolation.die_with_parent()
+    isolated: set[str] = set()
+    if settings["may_isolate"]:
+        places = {"workspace": settings["workspace"], "readable": settings["readable"]}
+        isolated = isolation.enter(**places, scratch_bytes=settings["scratch_bytes"])
+    else:
+        isolation.adopt_orphans()
+    if settings["workspace"] and "files" not in isolated:
+        os.chdir(settings["workspace"])
+    _limit(settings)
+    _tell(answers, {"isolated": sorted(isolated)})
     namespace: dict[str, object] = {"__name__": "__main__"}
+    is_kept = False
     for line in requests:
         request = json.loads(line)
-        _tell(answers, _fork(request, limits) if request["is_fresh"] else _run(request, namespace, limits))
+        if request["is_fresh"]:
+            _tell(answers, _fork(request, settings, isolated))
+            continue
+        if not is_kept and isolated:
+            isolation.drop_privileges()
+        is_kept = True
+        _tell(answers, _run(request, namespace, settings))
 
 
 def _tell(answers: object, message: dict[str, object]) -> None:
     answers.write(json.dumps(message).encode() + b"\n")  # pyright: ignore[reportAttributeAccessIssue]
     answers.flush()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _leave_network(libc: ctypes.CDLL) -> bool:
-    """Move into a network of no interfaces; whether the kernel let us."""
-    uid, gid = os.getuid(), os.getgid()
-    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
-        return False
-    with contextlib.suppress(OSError):  # unmapped, the process is nobody and could not read its own files
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - no import that is not needed
-                file.write(text)
-    return True
 
 
 def _limit(limits: dict[str, int]) -> None:
@@ -65,12 +65,14 @@ def _limit(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _fork(request: dict[str, str], limits: dict[str, int]) -> dict[str, object]:
-    """Run in a child. A deadline is the parent's of us both: it kills the process group."""
+def _fork(request: dict[str, str], limits: dict[str, int], isolated: set[str]) -> dict[str, object]:
+    """Run in a child; what it started ends with it. A deadline is the parent's of us both: it kills us."""
     reader, writer = os.pipe()
-    child = os.fork()
+    child = isolation.fresh_child(isolated, limits["scratch_bytes"])
     if child == 0:
         os.close(reader)
+        if isolated:
+            isolation.drop_privileges()
         try:
             result = _run(request, {"__name__": "__main__"}, limits)
             data = json.dumps(result).encode()
@@ -79,15 +81,30 @@ def _fork(request: dict[str, str], limits: dict[str, int]) -> dict[str, object]:
         finally:
             os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        data = file.read()
+    data = _read_until_end(reader, child)
     _, status = os.waitpid(child, 0)
+    if "processes" not in isolated:
+        isolation.kill_descendants(os.getpid())
     if data:
         with contextlib.suppress(ValueError):
             return json.loads(data)
-    signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    code = os.waitstatus_to_exitcode(status)
+    signal = -code if code < 0 else code - 128 if isolated and 128 < code <= 192 else 0  # as a shell tells it
     error = f"the process was killed by signal {signal}" if signal else "the process ended by itself"
     return {"kind": "died", "output": "", "error": error, "num_output_bytes": 0}
+
+
+def _read_until_end(reader: int, child: int) -> bytes:
+    """What comes until the child has ended; others that it started may hold the pipe open for longer."""
+    data, is_over = b"", False
+    os.set_blocking(reader, False)
+    with os.fdopen(reader, "rb", buffering=0) as pipe, os.fdopen(os.pidfd_open(child)) as end:
+        while not is_over:
+            is_over = end in select.select([pipe, end], [], [])[0]
+            while piece := pipe.read(1 << 16):
+                data += piece
+            is_over = is_over or piece == b""  # None: nothing yet
+    return data
 
 
 def _run(request: dict[str, str], namespace: dict[str, object], limits: dict[str, int]) -> dict[str, object]:
