@@ -337,7 +337,7 @@ def _checked_ids(sample_ids: Sequence[str]) -> list[str]:
 def _checked_tags(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     copies = [dict(tag) for tag in tags]
     try:
-        check_json(copies)
+        check_json(copies, is_message=True)
     except TypeError as error:
         raise SchemaError(f"tags must be mappings of JSON values: {error}") from error
     return copies

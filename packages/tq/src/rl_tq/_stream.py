@@ -1,12 +1,12 @@
-"""Messages on a TCP stream: a header of 16 bytes, JSON, and a payload of raw bytes that no one parses on the way."""
+"""Messages on a TCP stream: a header of 16 bytes, the message, and a payload of raw bytes that no one parses on the way."""
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from rl_tq._codec import decode, encode
 from rl_tq._segments import new_memory
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def prepare(connection: socket.socket, timeout_s: float) -> None:
 
 def send(connection: socket.socket, message: dict[str, Any], payload: Sequence[torch.Tensor] = ()) -> None:
     """Send one message; the payload is uint8 tensors, one after the other."""
-    text = json.dumps(message, separators=(",", ":")).encode()
+    text = encode(message)
     nbytes = sum(len(part) for part in payload)
     head = _HEADER.pack(_MAGIC, len(text), nbytes) + text
     if not nbytes:
@@ -65,16 +65,14 @@ def receive(
         raise ConnectionAbortedError(f"the other side sent {bytes(head)!r}, which begins no message of rl-tq")
     text = bytearray(text_bytes)
     _fill(connection, memoryview(text))
-    message = json.loads(text)
-    if not isinstance(message, dict):
-        raise ConnectionAbortedError("the other side sent JSON that is no object")
+    message = decode(text)
     if not payload_bytes:
-        return cast("dict[str, Any]", message), None
+        return message, None
     payload = place(message, payload_bytes) if place is not None else None
     if payload is None:
         payload = new_memory(payload_bytes)
     _fill(connection, payload.numpy().data)
-    return cast("dict[str, Any]", message), payload
+    return message, payload
 
 
 def _fill(connection: socket.socket, target: memoryview) -> None:

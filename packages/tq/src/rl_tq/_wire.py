@@ -1,4 +1,4 @@
-"""Messages on a UNIX stream socket: length and whether a file descriptor comes along (8 bytes), then JSON.
+"""Messages on a UNIX stream socket: length and whether a file descriptor comes along (8 bytes), then the message.
 
 Tensors never pass here. A message carries one descriptor at most, so that one which the kernel drops (the receiver
 has none left) can be told from the next.
@@ -6,15 +6,15 @@ has none left) can be told from the next.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
 import weakref
 from collections import deque
-from typing import Any, cast
+from typing import Any
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+from rl_tq._codec import decode, encode
+
 _HEADER = struct.Struct("<II")
 _MAX_MESSAGE_BYTES = 1 << 30
 _FD_SPACE = socket.CMSG_SPACE(4)
@@ -26,7 +26,7 @@ _TRUNCATED = int(socket.MSG_CTRUNC)
 
 def pack(message: dict[str, Any], *, has_fd: bool = False) -> bytes:
     """One message as bytes. Send its first byte with the descriptor, if it has one."""
-    body = _ENCODER.encode(message).encode()
+    body = encode(message)
     return _HEADER.pack(len(body), has_fd) + body
 
 
@@ -62,6 +62,10 @@ class Inbox:
         self._fds.extend(fds)
         if answered & _TRUNCATED and not fds:
             self._fds.append(None)
+        if not self._buffer and size >= _HEADER.size:
+            length, has_fd = _HEADER.unpack_from(self._chunk)
+            if size == _HEADER.size + length and not has_fd:  # one whole message, as most often
+                return [(decode(self._chunk[_HEADER.size : size]), None)]
         self._buffer += self._chunk[:size]
         return self._whole()
 
@@ -82,11 +86,9 @@ class Inbox:
             end = start + _HEADER.size + length
             if end > len(self._buffer):
                 break
-            message = json.loads(self._buffer[start + _HEADER.size : end])
+            message = decode(self._buffer[start + _HEADER.size : end])
             start = end
-            if not isinstance(message, dict):
-                raise ConnectionAbortedError("the other side sent JSON that is no object")
-            found.append((cast("dict[str, Any]", message), self._fds.popleft() if has_fd else None))
+            found.append((message, self._fds.popleft() if has_fd else None))
         del self._buffer[:start]
         return found
 

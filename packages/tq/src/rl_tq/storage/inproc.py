@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import uuid
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_tq._client import QueueClient
+from rl_tq._codec import decode, encode
 from rl_tq._hub import Hub
 from rl_tq._service import Message, raise_error
 from rl_tq.errors import AddressError, ServerLostError
@@ -43,7 +43,7 @@ class InprocQueue(QueueClient):
 
     def _call(self, request: Message, timeout_s: float) -> Message:
         self._check_open()
-        # Through JSON and back, as on a wire: nothing is kept by reference, and what a wire refuses is refused here.
+        # Through bytes and back, as on a wire: nothing is kept by reference, and what a wire refuses is refused here.
         return self._wait_for(self._hub.call(_copied({"timeout_s": timeout_s, **request}), self), timeout_s)
 
     def _wait_for(self, future: Future[Message], timeout_s: float) -> Message:
@@ -129,4 +129,4 @@ def connect(name: str, *, timeout_s: float) -> InprocQueue:
 
 
 def _copied(message: Message) -> Message:
-    return json.loads(json.dumps(message))
+    return decode(encode(message))

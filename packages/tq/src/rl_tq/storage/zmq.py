@@ -9,7 +9,6 @@ server that dies is noticed by its silence, after 10 s.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket as plain_socket
 import threading
@@ -22,6 +21,7 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from rl_tq._codec import decode, encode
 from rl_tq._hub import Hub
 from rl_tq._parking import Slot
 from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
@@ -152,15 +152,15 @@ class _Gateway(_Loop):
         client = frames[0].bytes
         self._heard[client] = time.monotonic()
         try:
-            message = json.loads(frames[1].bytes)
+            message = decode(frames[1].bytes)
             if message.get("op") == "beat":
-                self._outgoing.append([client, b'{"op":"beat"}'])
+                self._outgoing.append([client, encode({"op": "beat"})])
                 return
             if client not in self._desks:
                 label = f"client {message['id'] if message.get('op') == 'hello' else client.hex()}"
                 self._desks[client] = Desk(self.hub, label, self._sender(client))
             if message.get("op") == "hello":
-                self._outgoing.append([client, b'{"op":"beat"}'])
+                self._outgoing.append([client, encode({"op": "beat"})])
                 return
             payload = None
             if len(frames) > 2:  # its own copy: the extent lives for long, and must lie at a multiple of 64
@@ -169,7 +169,7 @@ class _Gateway(_Loop):
             self._desks[client].take(message, payload)
             if self._desks[client].has_left:
                 self._drop(client)
-        except (ValueError, KeyError, IndexError, AttributeError, TypeError):
+        except (ConnectionError, ValueError, KeyError, IndexError, AttributeError, TypeError):
             self._drop(client)  # it does not speak our language
 
     def tick(self) -> None:
@@ -180,7 +180,7 @@ class _Gateway(_Loop):
 
     def stop(self) -> None:
         for client in self._desks:
-            self._outgoing.append([client, b'{"op":"closed"}'])
+            self._outgoing.append([client, encode({"op": "closed"})])
 
     def _drop(self, client: bytes) -> None:
         self._heard.pop(client, None)
@@ -190,7 +190,7 @@ class _Gateway(_Loop):
 
     def _sender(self, client: bytes) -> Send:
         def send(message: Message, payload: Payload) -> None:
-            self.send([client, json.dumps(message).encode(), *(part.numpy().data for part in payload)])
+            self.send([client, encode(message), *(part.numpy().data for part in payload)])
 
         return send
 
@@ -237,7 +237,7 @@ class ZmqQueue(RemoteQueue, _Loop):
         self._why_lost: str | None = None
         self._heard = self._beaten = time.monotonic()
         self._greeted = threading.Event()
-        self._outgoing.append([json.dumps({"op": "hello", "id": f"process {os.getpid()}"}).encode()])
+        self._outgoing.append([encode({"op": "hello", "id": f"process {os.getpid()}"})])
         self.thread.start()
         if not self._greeted.wait(min(timeout_s, _SILENCE_S)):
             self.close()
@@ -251,7 +251,7 @@ class ZmqQueue(RemoteQueue, _Loop):
         if os.getpid() != self._pid:
             return
         if self._why_lost is None:
-            self._outgoing.append([b'{"op":"bye","id":0}'])
+            self._outgoing.append([encode({"op": "bye", "id": 0})])
         self._lose("this client was closed")
         self.end()
         self._context.destroy(_LINGER_MS)
@@ -259,7 +259,7 @@ class ZmqQueue(RemoteQueue, _Loop):
     def receive(self, frames: list[zmq.Frame]) -> None:
         """See `_Loop`."""
         self._heard = time.monotonic()
-        message = json.loads(frames[0].bytes)
+        message = decode(frames[0].bytes)
         match message.get("op"):
             case "beat":
                 self._greeted.set()
@@ -278,7 +278,7 @@ class ZmqQueue(RemoteQueue, _Loop):
             self._lose(f"it was silent for {_SILENCE_S:.0f} s")
         if now - self._beaten >= _BEAT_S:
             self._beaten = now
-            self._outgoing.append([b'{"op":"beat"}'])
+            self._outgoing.append([encode({"op": "beat"})])
 
     def stop(self) -> None:
         """See `_Loop`."""
@@ -297,7 +297,7 @@ class ZmqQueue(RemoteQueue, _Loop):
         with self._lock:
             self._check_alive()
             self._pending[number] = (slot, landing if landing is not None and landing.is_given else None)
-        self.send([json.dumps({**request, "id": number}).encode(), *(part.numpy().data for part in payload)])
+        self.send([encode({**request, "id": number}), *(part.numpy().data for part in payload)])
         deadline = time.monotonic() + timeout_s + GRACE_S
         try:
             while not slot.is_done and (left := deadline - time.monotonic()) > 0:
@@ -311,7 +311,7 @@ class ZmqQueue(RemoteQueue, _Loop):
             with self._lock:
                 was_pending = self._pending.pop(number, None) is not None
             if was_pending and self._why_lost is None:
-                self.send([json.dumps({"op": "withdraw", "request": number, "id": 0}).encode()])
+                self.send([encode({"op": "withdraw", "request": number, "id": 0})])
             raise
         raise_error(slot.result()[0])
         return slot.result()
