@@ -21,9 +21,9 @@ class Asked:
 
     def __init__(self, client: rl_tq.TransferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
         self.operations: list[str] = []
-        ask = client._request
+        ask = client._session.request
         monkeypatch.setattr(
-            client, "_request", lambda request, t: (self.operations.append(request["op"]), ask(request, t))[1]
+            client._session, "request", lambda request, t: (self.operations.append(request["op"]), ask(request, t))[1]
         )
 
     def since(self) -> list[str]:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import rl_tq
-import rl_tq._shm_client
+import rl_tq._readers
+import rl_tq._session
 from rl_tq._segments import PACKED_BYTES, SEGMENT_BYTES, Arena, Segment
 from rl_tq._shm_server import socket_name
 from rl_tq._wire import Inbox, pack, send_some
@@ -152,7 +153,7 @@ def test_a_client_that_lost_its_server_holds_nothing_even_if_nobody_closes_it(qu
     peer.get(queue.put({"a": torch.ones(2)}, partition="p"))
     queue.close()
     peer._idler.join(20.0)
-    assert peer._socket.fileno() == -1
+    assert peer._session._socket.fileno() == -1
     assert (memfds(), mappings()) == (0, 0)
 
 
@@ -179,7 +180,7 @@ time.sleep(600)
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_stopped_server_is_named_and_a_killed_one_is_lost_at_once(run, monkeypatch):
-    monkeypatch.setattr(rl_tq._shm_client, "GRACE_S", 0.2)
+    monkeypatch.setattr(rl_tq._session, "GRACE_S", 0.2)
     server = run(SERVER, str(2 * LARGE))
     address = server.stdout.readline().strip()
     # The client is closed first, so that a failure does not wait for the waiter.
@@ -384,16 +385,16 @@ def test_a_segment_is_not_given_back_while_its_answer_is_under_way(queue, monkey
     """The server frees it after the answer was sent, and before the client opened it."""
     with rl_tq.connect(queue.address) as peer:
         meta = queue.put({"a": torch.ones(4, LARGE)}, partition="p")
-        open_extent = rl_tq._shm_client._Readable.open
+        open_extent = rl_tq._readers.Readable.open
 
         def late(self, *place, **options):
             queue.clear("p")
-            until(lambda: peer._freed)
+            until(lambda: peer._readers.has_freed)
             peer.stats()  # tells the server what is no longer looked at
             queue.put({"a": torch.zeros(4, LARGE)}, partition="other")
             return open_extent(self, *place, **options)
 
-        monkeypatch.setattr(rl_tq._shm_client._Readable, "open", late)
+        monkeypatch.setattr(rl_tq._readers.Readable, "open", late)
         batch = peer.get(meta)["a"]
         monkeypatch.undo()
         assert batch.unique().tolist() == [1.0]

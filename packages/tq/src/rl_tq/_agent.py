@@ -77,7 +77,7 @@ class Compactor(ShmQueue):
         super().__init__(address, socket_name, timeout_s=timeout_s)
         self.is_more_to_come = False
         """Whether there are segments that may be worth it later."""
-        self._send({"op": "agent"})
+        self._session.send({"op": "agent"})
 
     def step(self) -> bool:
         """Copy once, if that is worth it; returns whether there may be more to do."""

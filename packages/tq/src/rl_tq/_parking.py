@@ -69,6 +69,7 @@ class Turnstile:
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._waiting: dict[Slot[Any], None] = {}
+        self._num_waits = self._seen = 0
 
     @property
     def is_wanted(self) -> bool:
@@ -78,35 +79,48 @@ class Turnstile:
     def wait(self, slot: Slot[Any], timeout_s: float) -> bool:
         """Return once the slot is done (True) or the time is up (False)."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            self._waiting[slot] = None
-        try:
-            while not slot.is_done and (left := deadline - time.monotonic()) > 0:
-                if self._turn.acquire(blocking=False):
-                    try:
-                        while not slot.is_done and (left := deadline - time.monotonic()) > 0:
-                            self._read(left)
-                    finally:
-                        self._turn.release()
-                else:
-                    slot.wait(left)
-        finally:
+        self._num_waits += 1
+        if not self._read_until(slot, deadline):  # somebody else reads
             with self._lock:
-                del self._waiting[slot]
-                following = next(iter(self._waiting), None)
-            if following is not None:
-                following.nudge()
+                self._waiting[slot] = None
+            try:
+                while not slot.is_done and (left := deadline - time.monotonic()) > 0:
+                    if not self._read_until(slot, deadline):
+                        slot.wait(left)
+            finally:
+                with self._lock:
+                    del self._waiting[slot]
+        self._pass_on()
         return slot.is_done
 
+    def _read_until(self, slot: Slot[Any], deadline: float) -> bool:
+        """Read until a slot is done or the time is up; False: another thread has the socket."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            while not slot.is_done and (left := deadline - time.monotonic()) > 0:
+                self._read(left)
+        finally:
+            self._turn.release()
+        return True
+
     def read_idly(self, timeout_s: float) -> bool:
-        """Read once, if no thread has the socket. Returns whether it was so."""
-        if self._waiting or not self._turn.acquire(blocking=False):
+        """Read once, if no thread has the socket, and none had since the last call. Returns whether it was so."""
+        was_quiet = self._num_waits == self._seen
+        self._seen = self._num_waits
+        if not was_quiet or self._waiting or not self._turn.acquire(blocking=False):
             return False
         try:
             self._read(timeout_s)
         finally:
             self._turn.release()
-        following = next(iter(list(self._waiting)), None)
-        if following is not None:
-            following.nudge()
+        self._pass_on()
         return True
+
+    def _pass_on(self) -> None:
+        """Wake one of those who wait, to read next."""
+        if self._waiting:
+            with self._lock:
+                following = next(iter(self._waiting), None)
+            if following is not None:
+                following.nudge()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import selectors
+import select
 import socket
 import threading
 import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rl_tq._compaction import Wasted
 from rl_tq._segment_table import Member, SegmentTable
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rl_tq._state import Record
 
 
+_Outgoing: TypeAlias = "tuple[bytes | memoryview, Segment | Stamps | None]"
 _SMALL_BYTES = 1 << 14
 
 
@@ -40,20 +41,17 @@ class _Connection(Member):
     socket: socket.socket
     inbox: Inbox
     pid: int
-    outbox: deque[tuple[memoryview, Segment | Stamps | None]] = field(
-        default_factory=deque[tuple[memoryview, "Segment | Stamps | None"]]
-    )
+    outbox: deque[_Outgoing] = field(default_factory=deque["_Outgoing"])
     parked: set[tuple[_Connection, int]] = field(default_factory=set["tuple[_Connection, int]"])
     has_left: bool = False
     """It said good-bye: it did not die."""
     is_agent: bool = False
     """It compacts memory, and is nobody's client."""
     is_writing: bool = False
-    """Whether the selector is to say when it takes more."""
-
-    @property
-    def label(self) -> str:
-        return f"process {self.pid}"
+    """Whether epoll is to say when it takes more."""
+    fd: int
+    label: str
+    """The client in words."""
 
 
 class ControlServer:
@@ -68,7 +66,7 @@ class ControlServer:
         self.has_waste = threading.Event()
         """Set when something was cleared that may be worth compacting."""
         self._connections: dict[int, _Connection] = {}
-        self._to_flush: dict[_Connection, None] = {}
+        self._to_flush: list[_Connection] = []
         try:
             if journal is not None:
                 with _no_collections():
@@ -83,9 +81,9 @@ class ControlServer:
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for each in (self._listener, self._wake_read, self._wake_write):
             close_after_fork(each)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._epoll.register(self._wake_read, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=f"rl-tq-server-{address}", daemon=True)
         self._thread.start()
 
@@ -104,7 +102,7 @@ class ControlServer:
         finally:
             for connection in list(self._connections.values()):
                 self._drop(connection)
-            self._selector.close()
+            self._epoll.close()
             for each in (self._listener, self._wake_read, self._wake_write):
                 each.close()
             os.close(self._spare_fd)
@@ -114,31 +112,30 @@ class ControlServer:
 
     def _turn(self) -> bool:
         deadline = self._service.next_deadline()
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        for key, events in self._selector.select(timeout_s):
-            if key.fileobj is self._wake_read:
-                return False
-            if key.fileobj is self._listener:
-                self._accept()
-            elif connection := self._connections.get(key.fd):
+        for fd, events in self._epoll.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if connection := self._connections.get(fd):
                 self._serve(connection, events)
+            elif fd == self._wake_read.fileno():
+                return False
+            elif fd == self._listener.fileno():
+                self._accept()
         if deadline is not None and deadline <= time.monotonic():
             self._deliver()
-        self._commit()
-        while self._to_flush:
-            connection, _ = self._to_flush.popitem()
-            if connection.socket.fileno() >= 0:
+        if self._journal is not None:
+            self._commit(self._journal)
+        for connection in self._to_flush:
+            if connection.outbox and connection.fd in self._connections:
                 self._flush(connection)
+        self._to_flush.clear()
         return True
 
-    def _commit(self) -> None:
+    def _commit(self, journal: Journal) -> None:
         """Write down what changed in this turn, before anybody is told."""
-        log = self._service.store.state.log
-        if self._journal is not None and log:
-            self._journal.append(log)
+        if log := self._service.store.state.log:
+            journal.append(log)
             log.clear()
-            if self._journal.is_long:
-                self._journal.rewrite(self._records())
+            if journal.is_long:
+                journal.rewrite(self._records())
 
     def _accept(self) -> None:
         try:
@@ -155,8 +152,10 @@ class ControlServer:
             client.send(pack({"op": "refused", **error_reply(PermissionError(refusal))}))
             client.close()
             return
-        connection = self._connections[client.fileno()] = _Connection(socket=client, inbox=Inbox(client), pid=pid)
-        self._selector.register(client, selectors.EVENT_READ)
+        connection = self._connections[client.fileno()] = _Connection(
+            socket=client, inbox=Inbox(client), pid=pid, fd=client.fileno(), label=f"process {pid}"
+        )
+        self._epoll.register(client, select.EPOLLIN)
         directory = None if self._journal is None else str(self._journal.directory)
         self._send(connection, {"op": "hello", "directory": directory}, self._table.stamps)
 
@@ -170,7 +169,7 @@ class ControlServer:
 
     def _serve(self, connection: _Connection, events: int) -> None:
         try:
-            if events & selectors.EVENT_READ:
+            if events & ~select.EPOLLOUT:
                 for message, fd in connection.inbox.receive():
                     self._take(connection, message, fd)
             if connection.is_writing:
@@ -190,42 +189,48 @@ class ControlServer:
             reply = error_reply(error)
         # What this made free is told first, so that whoever asked can use it again once he is answered; but never ahead
         # of an answer that names segments, which must still be known when it arrives.
-        names_segments = reply is not None and "places" in reply
-        if not names_segments:
+        if reply is None:
             self._deliver()
-        if reply is not None and "id" in message:
-            self._send(connection, {**reply, "id": message["id"]})
-        if names_segments:
+        elif "places" in reply:
+            self._answer(connection, message, reply)
             self._deliver()
+        else:
+            self._deliver()
+            self._answer(connection, message, reply)
+
+    def _answer(self, connection: _Connection, message: Message, reply: Message) -> None:
+        if "id" in message:
+            reply["id"] = message["id"]
+            self._send(connection, reply)
 
     def _send(self, connection: _Connection, message: Message, segment: Segment | Stamps | None = None) -> None:
-        connection.outbox.append((memoryview(pack(message, has_fd=segment is not None)), segment))
-        self._to_flush[connection] = None
+        connection.outbox.append((pack(message, has_fd=segment is not None), segment))
+        self._to_flush.append(connection)
 
     def _flush(self, connection: _Connection) -> None:
-        """Send what the client takes now; the selector says when it takes more."""
+        """Send what the client takes now; epoll says when it takes more."""
         try:
             while connection.outbox:
-                data, segment = _joined(connection.outbox)
+                data, segment = _joined(connection.outbox) if len(connection.outbox) > 1 else connection.outbox[0]
                 sent = send_some(connection.socket, data, None if segment is None else segment.fd)
                 if sent == len(data):
                     connection.outbox.popleft()
                 else:
-                    connection.outbox[0] = (data[sent:], None)
+                    connection.outbox[0] = (memoryview(data)[sent:], None)
         except BlockingIOError:
             pass
         except OSError:
             connection.outbox.clear()  # it is gone: reading from it says so next
         if connection.is_writing != bool(connection.outbox):
             connection.is_writing = not connection.is_writing
-            writing = selectors.EVENT_WRITE if connection.is_writing else 0
-            self._selector.modify(connection.socket, selectors.EVENT_READ | writing)
+            writing = select.EPOLLOUT if connection.is_writing else 0
+            self._epoll.modify(connection.fd, select.EPOLLIN | writing)
 
     def _drop(self, connection: _Connection) -> None:
         """Forget a client: its requests, and its right to put more into its segments. What it published stays."""
-        if self._connections.pop(connection.socket.fileno(), None) is None:
+        if self._connections.pop(connection.fd, None) is None:
             return
-        self._selector.unregister(connection.socket)
+        self._epoll.unregister(connection.fd)
         connection.inbox.close()
         connection.socket.close()
         for key in connection.parked:
@@ -240,14 +245,14 @@ class ControlServer:
         for (connection, number), reply in settled:
             connection.parked.discard((connection, number))
             self._send(connection, {**reply, "id": number})
-        shrunk = self._service.store.state.take_shrunk()
-        for extent in shrunk:
-            self._table.stamps.change(extent)
-        if freed or shrunk:
-            self._free(freed, shrunk)
+        if freed or self._service.store.state.shrunk:
+            self._free(freed, self._service.store.state.take_shrunk())
 
     def _free(self, freed: list[int], shrunk: set[int]) -> None:
-        self._commit()  # what is written down must not name a segment that is used again or gone
+        for extent in shrunk:
+            self._table.stamps.change(extent)
+        if self._journal is not None:
+            self._commit(self._journal)  # what is written down must not name a segment that is used again or gone
         now = time.monotonic()
         for extent in (*freed, *shrunk):
             self._wasted.note(self._table.segment_of(extent), now)
@@ -306,7 +311,8 @@ class ControlServer:
         if (log := self._service.store.state.log) is not None:
             log.append(self._table.record(extent))
         try:
-            return self._ask(connection, {**message, "extent": extent})
+            message["extent"] = extent
+            return self._ask(connection, message)
         except Exception:
             self._table.free([extent])
             raise
@@ -360,14 +366,14 @@ def _no_collections() -> Generator[None]:
             gc.enable()
 
 
-def _joined(outbox: deque[tuple[memoryview, Segment | Stamps | None]]) -> tuple[memoryview, Segment | Stamps | None]:
+def _joined(outbox: deque[_Outgoing]) -> _Outgoing:
     """The first of what is to be sent, after joining it with those behind it that are small and have no descriptor."""
     data, segment = outbox[0]
     if segment is None and len(data) < _SMALL_BYTES and len(outbox) > 1 and outbox[1][1] is None:
         parts = [outbox.popleft()[0]]
         while outbox and outbox[0][1] is None and len(outbox[0][0]) < _SMALL_BYTES and len(parts) < 64:
             parts.append(outbox.popleft()[0])
-        data = memoryview(b"".join(parts))
+        data = b"".join(parts)
         outbox.appendleft((data, None))
     return data, segment
 

@@ -1,4 +1,4 @@
-"""Messages on a TCP stream: a header of 16 bytes, the message, and a payload of raw bytes that no one parses on the way."""
+"""Messages on a TCP stream: a header of 16 bytes, the message, and a payload of raw bytes that nobody parses."""
 
 from __future__ import annotations
 

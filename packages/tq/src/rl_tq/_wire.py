@@ -30,7 +30,7 @@ def pack(message: dict[str, Any], *, has_fd: bool = False) -> bytes:
     return _HEADER.pack(len(body), has_fd) + body
 
 
-def send_some(connection: socket.socket, data: memoryview, fd: int | None) -> int:
+def send_some(connection: socket.socket, data: bytes | memoryview, fd: int | None) -> int:
     """Send what fits and return how many bytes that was; the descriptor goes with the first."""
     if fd is None:
         return connection.send(data, _SEND_FLAGS)

@@ -26,7 +26,7 @@ from rl_tq._hub import Hub
 from rl_tq._parking import Slot
 from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
 from rl_tq._service import Message, raise_error
-from rl_tq._shm_client import GRACE_S
+from rl_tq._session import GRACE_S
 from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, WaitTimeoutError
 from rl_tq.storage.inproc import InprocQueue
 
