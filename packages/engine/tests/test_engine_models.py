@@ -93,6 +93,23 @@ def test_exported_names_and_values_are_those_of_the_folder(tmp_path, kind):
     torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors"), exported, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.BFLOAT16])
+def test_what_is_exported_after_a_forward_pass_is_what_is_trained(tmp_path, precision):
+    folder = folder_of(tmp_path / "in", "qwen3", PACKED["qwen3"])
+    engine = create_engine("fsdp", EngineConfig(model_path=str(folder), precision=precision))
+    engine.initialize()
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    engine.forward_backward_batch(ragged_batch(*ROWS), None, forward_only=True)
+    after = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    engine.forward_backward_batch(ragged_batch(*ROWS), None, forward_only=True)
+    engine.save_checkpoint(tmp_path / "checkpoint", 1)
+    fresh = create_engine("fsdp", EngineConfig(model_path=str(folder), precision=precision, init="random", seed=3))
+    fresh.initialize()
+    fresh.load_checkpoint(tmp_path / "checkpoint")
+    torch.testing.assert_close(dict(fresh.get_per_tensor_param()[0]), before, rtol=0, atol=0)
+
+
 def test_other_number_formats_agree_with_float32(tmp_path):
     folder = folder_of(tmp_path, "qwen3", {"hidden_size": 64})
     scores = []

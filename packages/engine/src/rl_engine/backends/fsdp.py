@@ -204,6 +204,8 @@ class FsdpEngine(Engine):
                     self._run(batch, rows, counts, loss_function, tally, has_backward)
         finally:
             torch.set_float32_matmul_precision(before)
+            if isinstance(scorer := self._built(), FSDPModule):
+                scorer.reshard()  # a forward pass alone leaves the gathered weights in the place of the trained ones
         metrics = add_up(world, tally.metric_values()) if loss_function is not None else {}
         place = data.get("completion_token_ids").device
         columns = columns_of(batch, tally, place, "logprobs" if self._config.head == Head.LM else "values")
