@@ -33,7 +33,7 @@ def test_importing_is_light():
 def test_unknown_storage_lists_what_is_there():
     with pytest.raises(
         rl_tq.StorageError,
-        match=r"'pigeon'; installed are \['file', 'inproc', 'nixl', 'shm', 'tcp', 'zmq'\]",
+        match=r"'pigeon'; installed are \['file', 'inproc', 'nixl', 'ray', 'shm', 'tcp', 'zmq'\]",
     ):
         rl_tq.serve("pigeon://x")
 

@@ -25,6 +25,7 @@ from rl_tq.errors import MissingDataError, ServerLostError, StaleReferenceError,
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from rl_tq._journal import Journal
     from rl_tq._service import Message
@@ -36,8 +37,10 @@ _LOG = logging.getLogger(__name__)
 class Host:
     """The server and the agent of one queue."""
 
-    def __init__(self, address: str, abstract: str, journal: Journal | None = None) -> None:
-        self._server = ControlServer(address, abstract, journal)
+    def __init__(
+        self, address: str, abstract: str, journal: Journal | None = None, snapshot: Path | None = None
+    ) -> None:
+        self._server = ControlServer(address, abstract, journal, snapshot)
         self._address = address
         self._abstract = abstract
         self._is_closed = threading.Event()

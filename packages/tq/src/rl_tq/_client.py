@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_tq._columns import check_json, parse_columns
@@ -17,6 +18,7 @@ from rl_tq._gather import Landing, LocatedColumns, Opened, gather
 from rl_tq._numbers import lengthen, shorten
 from rl_tq._places import from_wire
 from rl_tq._schema import ColumnSchema
+from rl_tq._snapshot import write_snapshot
 from rl_tq.base import Sampler, TransferQueue
 from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError
 from rl_tq.types import BatchMeta, Credit, PartitionOptions, Policy, RestoreReport, RowMeta
@@ -222,6 +224,12 @@ class QueueClient(TransferQueue):
         elif len(meta_or_partition):
             request = {"op": "clear", "is_whole": False}
             self._about(meta_or_partition, lambda rows: self._call({**request, **rows}, self.timeout_s))
+
+    def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """See `TransferQueue.snapshot`."""
+        self._limit(timeout_s)
+        reply, opened = self._locate({"op": "snapshot"}, is_copied=True)
+        write_snapshot(Path(path), reply["records"], {number: extent.memory for number, extent in opened.items()})
 
     def stats(self) -> dict[str, Any]:
         """See `TransferQueue.stats`."""

@@ -34,9 +34,9 @@ def token() -> bytes | None:
     return os.environ.get(VARIABLE, "").encode() or None
 
 
-def check_exposure(host: str) -> None:
+def check_exposure(host: str, secret: bytes | None) -> None:
     """Raise AddressError if a queue would be served beyond this host to whoever comes."""
-    if token() is None and not _is_loopback(host):
+    if secret is None and not _is_loopback(host):
         raise AddressError(
             f"{host} can be reached from other hosts, and no token is set: anybody there could read and write. Set "
             f"{VARIABLE} to the same secret in every process of the job (python -c 'import secrets; "
@@ -44,13 +44,12 @@ def check_exposure(host: str) -> None:
         )
 
 
-def welcome(connection: socket.socket) -> None:
+def welcome(connection: socket.socket, secret: bytes | None) -> None:
     """The server's side, blocking.
 
     Raises:
         ConnectionError, TimeoutError: the other end is none of ours.
     """
-    secret = token()
     deadline = time.monotonic() + LIMIT_S
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING.pack(_MAGIC, secret is not None, nonce))
@@ -65,14 +64,13 @@ def welcome(connection: socket.socket) -> None:
         connection.sendall(_proof(secret, b"server", nonce, theirs))
 
 
-def introduce(connection: socket.socket, address: str, timeout_s: float) -> None:
+def introduce(connection: socket.socket, address: str, timeout_s: float, secret: bytes | None) -> None:
     """The client's side, blocking.
 
     Raises:
         AddressError: the two have different tokens, or one has none, or the server is not of rl-tq.
         OSError: the connection broke, or the time is up.
     """
-    secret = token()
     deadline = time.monotonic() + timeout_s
     magic, wants_token, theirs = _GREETING.unpack(_receive(connection, _GREETING.size, deadline))
     if magic != _MAGIC:

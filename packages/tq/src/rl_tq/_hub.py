@@ -6,21 +6,25 @@ import threading
 import time
 from concurrent.futures import Future
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_tq._gather import OpenExtent
-from rl_tq._service import Caller, Message, Service, error_reply
+from rl_tq._service import Caller, Message, Service, error_reply, raise_error
+from rl_tq._snapshot import Snapshot, spill_directory_of, write_snapshot
 from rl_tq._spill import write_spilled
 from rl_tq.errors import QueueFullError, ServerLostError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     import torch
 
 
 class Hub:
     """The service, the extents and one lock around both."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, snapshot: Path | None = None) -> None:
         self.address = address
         self.lock = threading.Lock()
         self.extents: dict[int, OpenExtent] = {}
@@ -29,6 +33,19 @@ class Hub:
         self._keys = count()
         self._numbers = count(1)
         self._parked: dict[int, Future[Message]] = {}
+        if snapshot is not None:
+            self.restore(snapshot, lambda memory, spill: memory if spill is None else write_spilled(memory, spill))
+
+    def restore(self, path: Path, place: Callable[[torch.Tensor, str | None], Any]) -> None:
+        """Begin with what a snapshot holds; `place(memory, spill directory)` gives what is kept of each extent."""
+        state = self._service.store.state
+        with self.lock, Snapshot(path) as snapshot:
+            self._service.resume(snapshot.records, time.monotonic())
+            for number in state.extents:
+                memory = place(snapshot.extent(number), spill_directory_of(state, number))
+                self.extents[number] = OpenExtent(memory=memory, is_private=False)
+            self._numbers = count(max(snapshot.places, default=0) + 1)
+            self._service.store.adopt()
 
     def call(self, request: Message, owner: object) -> Future[Message]:
         """The future reply. Errors of the store are replies too."""
@@ -90,6 +107,22 @@ class Hub:
             self.answer(request, future, owner)
             reply = future.result()
             return reply, {number: self.extents[number] for number in reply.get("extents", [])}
+
+    def snapshot(self, path: Path, owner: object) -> Future[Message]:
+        """The future reply to a snapshot, which a thread of its own writes to a directory of this host."""
+        future: Future[Message] = Future()
+
+        def write() -> None:
+            try:
+                reply, opened = self.locate({"op": "snapshot"}, owner)
+                raise_error(reply)
+                write_snapshot(path, reply["records"], {n: extent.memory for n, extent in opened.items()})
+                future.set_result({})
+            except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see
+                future.set_result(error_reply(error))
+
+        threading.Thread(target=write, name=f"rl-tq-snapshot-{self.address}", daemon=True).start()
+        return future
 
     def expire(self) -> None:
         """Settle the parked requests whose time is up."""

@@ -68,14 +68,21 @@ class Journal:
             raise TransferQueueError(f"{path} begins with {records[0]!r}; this rl-tq reads version {VERSION}")
         return records[1:]
 
-    def rewrite(self, records: Iterable[Record]) -> None:
-        """Replace the journal by the records of a state, at once or not at all."""
+    def rewrite(self, records: Iterable[Record], *, is_synced: bool = False) -> None:
+        """Replace the journal by the records of a state, at once or not at all; if synced, also when power is lost."""
         path, partial = self.directory / NAME, self.directory / f"{NAME}.partial"
         with partial.open("wb") as file:
             file.write(_lines([["version", VERSION]]))
             for record in records:
                 file.write(_lines([record]))
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
+        if is_synced:
+            directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            os.fsync(directory_fd)
+            os.close(directory_fd)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

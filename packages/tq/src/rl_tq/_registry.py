@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_tq.errors import AddressError, StorageError
@@ -13,20 +14,21 @@ if TYPE_CHECKING:
 GROUP = "rl_tq.storage"
 
 
-def serve(address: str = "shm://", *, timeout_s: float = 60.0) -> TransferQueue:
+def serve(address: str = "shm://", *, timeout_s: float = 60.0, snapshot: str | Path | None = None) -> TransferQueue:
     """Serve a queue from this process, and return a client of it. Closing that client ends the queue.
 
     Args:
         address: `shm://NAME` (processes of one host and user) or `inproc://NAME` (threads of this process). An empty
             NAME is replaced by a fresh one: pass the client's `address` to the others.
         timeout_s: Deadline of calls that are not given their own, seconds.
+        snapshot: A directory that `TransferQueue.snapshot` wrote, to begin with; it is copied. None: an empty queue.
 
     Raises:
-        AddressError: the address has no scheme, or is served already.
+        AddressError: the address has no scheme, or is served already; there is no snapshot, or no empty directory.
         StorageError: its scheme is no installed storage.
     """
     scheme, name = _split(address)
-    return load_storage(scheme).serve(name, timeout_s=timeout_s)
+    return load_storage(scheme).serve(name, timeout_s=timeout_s, snapshot=None if snapshot is None else Path(snapshot))
 
 
 def connect(address: str, *, timeout_s: float = 60.0) -> TransferQueue:

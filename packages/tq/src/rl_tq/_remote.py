@@ -7,6 +7,7 @@ with values as payload: column after column, each filled up with zeros to a mult
 from __future__ import annotations
 
 from abc import abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -66,12 +67,13 @@ class Desk:
                     if (future := self._pending.pop(message["request"], None)) is not None:
                         self._hub.abandon(future, "withdrawn")
                 case "fetch":
-                    reply, opened = self._hub.locate({**message, "op": "locate"}, self)
+                    reply, opened = self._hub.locate({**message, "op": message.get("of", "locate")}, self)
                     raise_error(reply)
                     self._send(*self.fetched(number, reply, opened))
+                case "snapshot":
+                    self._expect(number, self._hub.snapshot(Path(message["path"]), self))
                 case "put":
-                    extent = _checked(message, self.extent_of(message, payload))
-                    self._expect(number, self._hub.publish(message, extent, self))
+                    self._expect(number, self._hub.publish(message, self.extent_of(message, payload), self))
                 case _:
                     self._expect(number, self._hub.call(message, self))
         except TransferQueueError as error:
@@ -91,10 +93,13 @@ class Desk:
         self._pending[number] = future
         future.add_done_callback(answer)
 
-    def extent_of(self, message: Message, payload: torch.Tensor | None) -> torch.Tensor | None:
-        """The extent that a put brings."""
-        del message
-        return payload
+    def extent_of(self, message: Message, payload: torch.Tensor | None) -> Any:
+        """The extent that a put brings, as `fetched` will have it.
+
+        Raises:
+            SchemaError: it is none.
+        """
+        return checked_extent(message, payload)
 
     def fetched(self, number: int, reply: Message, opened: Opened) -> tuple[Message, Payload]:
         """The answer to a fetch whose values were located."""
@@ -122,7 +127,7 @@ def located_parts(
     return {name: (reply["columns"][name][0], pieces, lengths.get(name)) for name, pieces in parts.items()}
 
 
-def _checked(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
+def checked_extent(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
     """A put's extent, if it is one: whatever the bytes are, they are read safely from now on.
 
     Raises:
@@ -158,6 +163,10 @@ class RemoteQueue(QueueClient):
         memory = torch.empty(layout.nbytes, dtype=torch.uint8)
         layout.write(memory)
         return self._request(request, [memory], timeout_s)[0]
+
+    def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """See `TransferQueue.snapshot`."""
+        self._call({"op": "snapshot", "path": str(path)}, self._limit(timeout_s))
 
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
         raise NotImplementedError("the values themselves are fetched: see _fetch")

@@ -226,21 +226,29 @@ class SegmentTable:
         self, directory: Path, places: dict[int, list[Any]], last_number: int, spilled_to: Iterable[str] = ()
     ) -> None:
         """Open the files of the extents that an earlier server left, and remove those of none."""
+        self.restore(
+            places, last_number, lambda file: (Segment(os.open(directory / file, os.O_RDWR | os.O_CLOEXEC)), file)
+        )
+        kept = {directory / held.file for held in self._segments.values() if held.file is not None}
+        for path in chain(directory.glob("*.segment"), *(spilled_files(directory, each) for each in spilled_to)):
+            if path not in kept:
+                path.unlink()
+
+    def restore(
+        self, places: dict[int, list[Any]], last_number: int, make: Callable[[str], tuple[Segment, str | None]]
+    ) -> None:
+        """Take extents that lay in files; `make(file)` gives a segment of what is in it, and the segment's own file."""
         by_file: dict[str, int] = {}
         for extent, (file, offset, nbytes, is_packed) in places.items():
             if file not in by_file:
                 number = by_file[file] = last_number + len(by_file) + 1
-                segment = Segment(os.open(directory / file, os.O_RDWR | os.O_CLOEXEC))
+                segment, own = make(file)
                 self._segments[number] = _Held(
-                    segment=segment, is_packed=is_packed, owner=None, theirs=0, file=file, is_sealed=True
+                    segment=segment, is_packed=is_packed, owner=None, theirs=0, file=own, is_sealed=True
                 )
             self._extents[extent] = (by_file[file], offset, nbytes)
             self.stamps.open(extent)
             held = self._segments[by_file[file]]
             held.extents.add(extent)
             held.put_nbytes = held.segment.nbytes
-        kept = {directory / file for file in by_file}
-        for path in chain(directory.glob("*.segment"), *(spilled_files(directory, each) for each in spilled_to)):
-            if path not in kept:
-                path.unlink()
         self._numbers = count(last_number + len(by_file) + 1)

@@ -21,6 +21,8 @@ from rl_tq.types import Credit
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rl_tq._state import Record
+
 Message: TypeAlias = dict[str, Any]
 """One request or reply: JSON values only."""
 
@@ -50,6 +52,7 @@ class Service:
             "put": self._put,
             "locate": self._locate,
             "move": self._move,
+            "snapshot": self._snapshot,
             "wait": self._wait,
             "claim_rows": self._claim_rows,
             "clear": self._clear,
@@ -65,6 +68,11 @@ class Service:
             "explain": self._explain,
             "stats": self._stats,
         }
+
+    def resume(self, records: Sequence[Record], now: float) -> None:
+        """Begin with the state that records make. Call `store.adopt` once its extents are there."""
+        self.store.now = now
+        self.store.state.replay(records)
 
     def handle(self, request: Message, caller: Caller, now: float) -> Message | None:
         """Answer a request. None: it is parked under the caller's key, and `drain` will have the answer.
@@ -135,6 +143,10 @@ class Service:
             is_spilled=request.get("is_spilled", False),
         )  # fmt: skip
         return {}
+
+    def _snapshot(self, _: Message, __: Caller) -> Message:
+        """All there is, at this moment."""
+        return {"records": list(self.store.state.dump()), "extents": sorted(self.store.state.extents)}
 
     def _clear(self, request: Message, _: Caller) -> Message:
         if request["is_whole"]:

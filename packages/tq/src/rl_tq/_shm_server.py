@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from rl_tq._compaction import Wasted
 from rl_tq._segment_table import Member, SegmentTable
 from rl_tq._service import Caller, Message, Service, error_reply
+from rl_tq._snapshot import Snapshot, spill_directory_of
+from rl_tq._spill import source_of
 from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
 from rl_tq.errors import AddressError, TransferQueueError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+    from pathlib import Path
 
     from rl_tq._journal import Journal
     from rl_tq._places import Stamps
@@ -57,7 +60,9 @@ class _Connection(Member):
 class ControlServer:
     """Serves one queue from a thread of this process until `close`."""
 
-    def __init__(self, address: str, abstract: str, journal: Journal | None = None) -> None:
+    def __init__(
+        self, address: str, abstract: str, journal: Journal | None = None, snapshot: Path | None = None
+    ) -> None:
         self.address = address
         self._journal = journal
         self._table = SegmentTable(self._send, None if journal is None else journal.directory)
@@ -71,6 +76,9 @@ class ControlServer:
             if journal is not None:
                 with _no_collections():
                     self._resume(journal)
+            if snapshot is not None:
+                with _no_collections():
+                    self._restore(snapshot)
             self._listener = listen(address, abstract)
         except BaseException:
             self._table.close()
@@ -288,7 +296,7 @@ class ControlServer:
                 return {}
             case "put" | "move":
                 return self._put(connection, message)
-            case "locate":
+            case "locate" | "snapshot":
                 return self._locate(connection, message)
             case "stats":
                 return {**(self._ask(connection, message) or {}), **self._memory()}
@@ -326,8 +334,7 @@ class ControlServer:
     def _locate(self, connection: _Connection, message: Message) -> Message | None:
         reply = self._ask(connection, message)
         assert reply is not None
-        places = self._table.announce(connection, reply["extents"])
-        return {"columns": reply["columns"], "runs": reply["runs"], "places": places}
+        return {**reply, "places": self._table.announce(connection, reply.pop("extents"))}
 
     def _memory(self) -> Message:
         clients = sorted(connection.pid for connection in self._connections.values() if not connection.is_agent)
@@ -339,8 +346,7 @@ class ControlServer:
         """Take up what an earlier server of this directory left."""
         records = journal.load()
         store = self._service.store
-        store.now = time.monotonic()
-        store.state.replay(record for record in records if record[0] != "note_place")
+        self._service.resume([record for record in records if record[0] != "note_place"], time.monotonic())
         places = {record[1]: record[2:] for record in records if record[0] == "note_place"}
         live = {extent: places[extent] for extent in store.state.extents}
         spilled_to = {each.spill_directory for each in store.state.options.values() if each.spill_directory}
@@ -348,6 +354,29 @@ class ControlServer:
         store.adopt()
         store.state.log = []
         journal.rewrite(self._records())
+
+    def _restore(self, path: Path) -> None:
+        """Begin with what a snapshot holds, in memory and files of this queue's own."""
+        store = self._service.store
+        if store.state.next_row > 1 or store.state.options:
+            raise AddressError(
+                f"{self.address} holds a queue already: serve it without a snapshot, or take another directory"
+            )
+        directory = None if self._journal is None else self._journal.directory
+        with Snapshot(path) as snapshot:
+            self._service.resume(snapshot.records, time.monotonic())
+            places = {number: snapshot.places[number] for number in store.state.extents}
+            spills = {places[number][0]: spill_directory_of(store.state, number) for number in places}
+
+            def make(file: str) -> tuple[Segment, str | None]:
+                segment, own = source_of(directory, spills[file]).create(snapshot.nbytes(file))
+                snapshot.read(file, 0, segment.map(is_shared=True))
+                return segment, own
+
+            self._table.restore(places, max(snapshot.places, default=0), make)
+        store.adopt()
+        if self._journal is not None:
+            self._journal.rewrite(self._records())
 
     def _records(self) -> Iterator[Record]:
         yield from self._service.store.state.dump()

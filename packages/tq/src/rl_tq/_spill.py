@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 
+def source_of(directory: Path | None, spill: str | None) -> Source:
+    """Where values lie: those that are spilled, or those of the queue of a directory, or of none."""
+    if spill is not None:
+        return _spilling(Path(spill), directory)
+    return files_of(directory) if directory is not None else MEMORY
+
+
 class Arenas:
     """A client's arena, and another one for each directory that it spills to. Thread-safe, as an `Arena`."""
 
@@ -36,7 +43,7 @@ class Arenas:
         numbers = count(1)
         self._open: Callable[[Source], Arena] = lambda source: Arena(announce, seal, retire, source, numbers)
         self._directory = directory
-        self._arenas: dict[str | None, Arena] = {None: self._open(files_of(directory) if directory else MEMORY)}
+        self._arenas: dict[str | None, Arena] = {None: self._open(source_of(directory, None))}
 
     def allocate(self, nbytes: int, spill: str | None) -> Block:
         """Memory of `nbytes`; of a file in the directory `spill`, if one is given.
@@ -46,8 +53,7 @@ class Arenas:
         """
         arena = self._arenas.get(spill)
         if arena is None:
-            assert spill is not None
-            arena = self._arenas.setdefault(spill, self._open(_spilling(Path(spill), self._directory)))
+            arena = self._arenas.setdefault(spill, self._open(source_of(self._directory, spill)))
         return arena.allocate(nbytes)
 
     def leave(self, number: int) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from tensordict import TensorDict
 
@@ -226,6 +228,23 @@ class TransferQueue(ABC):
         """Free rows, or a whole partition. References to them raise `StaleReferenceError` from now on."""
 
     @abstractmethod
+    def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """Write the queue as it is at one moment to a directory, from which `serve(address, snapshot=path)` begins.
+
+        Nobody waits while it writes, but for the copying of the bookkeeping. Rows, who consumed what, dead letters,
+        options and weight versions are in it, and references to its rows stay good. Leases with a deadline get it anew;
+        others, and credits, are given back. What was in the directory before is replaced once the new one is whole.
+
+        Args:
+            path: Of this host; where the values lie in the serving process (`tcp`, `nixl`, `zmq`), of its host.
+            timeout_s: How long to wait for that process; None: the session's deadline.
+
+        Raises:
+            AddressError: somebody writes or serves there.
+            QueueFullError: the file system has no room.
+        """
+
+    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Rows, bytes and waiters per partition."""
 
@@ -246,8 +265,11 @@ class Storage(Protocol):
     The entry point's name is the scheme of the addresses that it serves.
     """
 
-    def serve(self, name: str, *, timeout_s: float) -> TransferQueue:
-        """Serve a queue from this process under `name` (a fresh one when empty) and return a client of it."""
+    def serve(self, name: str, *, timeout_s: float, snapshot: Path | None = None) -> TransferQueue:
+        """Serve a queue from this process under `name` (a fresh one when empty) and return a client of it.
+
+        `snapshot`: a directory that `TransferQueue.snapshot` wrote, to begin with; None: an empty queue.
+        """
         ...
 
     def connect(self, name: str, *, timeout_s: float) -> TransferQueue:

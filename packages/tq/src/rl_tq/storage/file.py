@@ -15,10 +15,10 @@ from rl_tq._shm_client import ShmQueue
 from rl_tq.errors import AddressError
 
 
-def serve(name: str, *, timeout_s: float) -> ShmQueue:
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> ShmQueue:
     """See `rl_tq.serve`."""
     address, abstract, directory = _names(name)
-    host = Host(address, abstract, Journal(directory))
+    host = Host(address, abstract, Journal(directory), snapshot)
     try:
         return ShmQueue(address, abstract, timeout_s=timeout_s, host=host)
     except BaseException:

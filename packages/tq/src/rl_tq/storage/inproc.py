@@ -18,6 +18,7 @@ from rl_tq.errors import AddressError, ServerLostError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+    from pathlib import Path
 
     from rl_tq._extent import Layout
     from rl_tq._gather import Opened
@@ -105,10 +106,10 @@ class InprocQueue(QueueClient):
             raise ServerLostError(f"this client of {self.address} was closed")
 
 
-def serve(name: str, *, timeout_s: float) -> InprocQueue:
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> InprocQueue:
     """See `rl_tq.serve`."""
     address = f"inproc://{name or uuid.uuid4().hex[:12]}"
-    hub = Hub(address)
+    hub = Hub(address, snapshot)
     with _SERVED_LOCK:
         if address in _SERVED:
             raise AddressError(f"{address} is served already: close that queue, or take another name")

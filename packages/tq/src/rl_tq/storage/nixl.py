@@ -20,12 +20,13 @@ import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
 from rl_tq._extent import as_bytes
-from rl_tq._remote import ALIGNMENT, Desk, Payload, assembled, landing_place, located_parts
+from rl_tq._remote import ALIGNMENT, Desk, Payload, assembled, checked_extent, landing_place, located_parts
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
 from rl_tq.storage.tcp import Gateway, ServedQueue, TcpQueue, split_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tensordict import TensorDict
 
@@ -129,14 +130,14 @@ class _NixlDesk(Desk):
         super().leave()
         self._held.clear()
 
-    def extent_of(self, message: Message, payload: torch.Tensor | None) -> torch.Tensor | None:
+    def extent_of(self, message: Message, payload: torch.Tensor | None) -> torch.Tensor:
         """See `Desk`."""
         address, nbytes = message["from"]
         if nbytes != message["nbytes"] or nbytes < 1:
             raise TransferQueueError(f"a put of {message['nbytes']} bytes shows {nbytes} of them")
         memory = torch.empty(nbytes, dtype=torch.uint8)
         self._agent.read(self._agent.meet(message["memory"]), [(address, nbytes)], memory, [0], self._limit_s)
-        return memory
+        return checked_extent(message, memory)
 
     def fetched(self, number: int, reply: Message, opened: Opened) -> tuple[Message, Payload]:
         """See `Desk`."""
@@ -162,10 +163,10 @@ class _NixlDesk(Desk):
 class _NixlGateway(Gateway):
     scheme = "nixl"
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float, snapshot: Path | None) -> None:
         self._agent = _Agent("server")
         self._limit_s = timeout_s
-        super().__init__(host, port, timeout_s)
+        super().__init__(host, port, timeout_s, snapshot=snapshot)
 
     def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
         return _NixlDesk(self._agent, hub, label, send, self._limit_s)
@@ -212,9 +213,10 @@ class NixlQueue(TcpQueue):
             return  # then it keeps nothing; the values are here, or an error is on its way
 
 
-def serve(name: str, *, timeout_s: float) -> ServedQueue:
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> ServedQueue:
     """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
-    return ServedQueue(_NixlGateway(*split_place(name or "127.0.0.1:0", "nixl"), timeout_s), timeout_s=timeout_s)
+    gateway = _NixlGateway(*split_place(name or "127.0.0.1:0", "nixl"), timeout_s, snapshot)
+    return ServedQueue(gateway, timeout_s=timeout_s)
 
 
 def connect(name: str, *, timeout_s: float) -> NixlQueue:

@@ -28,6 +28,7 @@ from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import torch
 
@@ -39,8 +40,16 @@ _TICK_S = 0.1
 class _Remote:
     """One client, as the server has it: a thread that reads and handles, and one that sends."""
 
-    def __init__(self, desk: Callable[[Hub, str, Send], Desk], hub: Hub, connection: socket.socket, peer: str) -> None:
+    def __init__(
+        self,
+        desk: Callable[[Hub, str, Send], Desk],
+        hub: Hub,
+        connection: socket.socket,
+        peer: str,
+        secret: bytes | None,
+    ) -> None:
         self._connection = connection
+        self._secret = secret
         self._outgoing: SimpleQueue[tuple[Message, Payload] | None] = SimpleQueue()
         self._desk = desk(hub, peer, lambda message, payload: self._outgoing.put((message, payload)))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
@@ -61,7 +70,7 @@ class _Remote:
 
     def _read(self) -> None:
         try:
-            _handshake.welcome(self._connection)
+            _handshake.welcome(self._connection, self._secret)
             while True:
                 self._desk.take(*_stream.receive(self._connection))
         except (OSError, ValueError, KeyError):
@@ -89,8 +98,13 @@ class Gateway:
 
     scheme = "tcp"
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        _handshake.check_exposure(host)
+    def __init__(
+        self, host: str, port: int, timeout_s: float, secret: bytes | None = None, snapshot: Path | None = None
+    ) -> None:
+        """`secret` None: what the environment says."""
+        self.host = host
+        self._secret = secret or _handshake.token()
+        _handshake.check_exposure(host, self._secret)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -102,7 +116,11 @@ class Gateway:
         close_after_fork(self._listener)
         self.port: int = self._listener.getsockname()[1]
         self._timeout_s = timeout_s
-        self.hub = Hub(_address(self.scheme, host, self.port))
+        try:
+            self.hub = Hub(_address(self.scheme, host, self.port), snapshot)
+        except BaseException:
+            self._listener.close()
+            raise
         self._remotes: list[_Remote] = []
         self._is_closed = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._tick)]
@@ -137,7 +155,8 @@ class Gateway:
             close_after_fork(connection)
             _stream.prepare(connection, self._timeout_s)
             self._remotes = [remote for remote in self._remotes if remote.is_alive]
-            self._remotes.append(_Remote(self.make_desk, self.hub, connection, f"client {peer[0]}:{peer[1]}"))
+            label = f"client {peer[0]}:{peer[1]}"
+            self._remotes.append(_Remote(self.make_desk, self.hub, connection, label, self._secret))
 
     def _tick(self) -> None:
         """Have leases and waits end at their deadline."""
@@ -163,7 +182,7 @@ class TcpQueue(RemoteQueue):
 
     scheme = "tcp"
 
-    def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, *, timeout_s: float, secret: bytes | None = None) -> None:
         super().__init__(_address(self.scheme, host, port), timeout_s=timeout_s)
         self._pid = os.getpid()
         try:
@@ -175,7 +194,7 @@ class TcpQueue(RemoteQueue):
             ) from error
         close_after_fork(self._socket)
         try:
-            _handshake.introduce(self._socket, self.address, timeout_s)
+            _handshake.introduce(self._socket, self.address, timeout_s, secret or _handshake.token())
         except AddressError:
             self._socket.close()
             raise
@@ -287,9 +306,10 @@ class TcpQueue(RemoteQueue):
         return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
 
 
-def serve(name: str, *, timeout_s: float) -> ServedQueue:
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> ServedQueue:
     """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
-    return ServedQueue(Gateway(*split_place(name or "127.0.0.1:0"), timeout_s), timeout_s=timeout_s)
+    gateway = Gateway(*split_place(name or "127.0.0.1:0"), timeout_s, snapshot=snapshot)
+    return ServedQueue(gateway, timeout_s=timeout_s)
 
 
 def connect(name: str, *, timeout_s: float) -> TcpQueue:

@@ -31,6 +31,8 @@ from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, Wait
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rl_tq._gather import Landing
 
 _BEAT_S = 1.0
@@ -115,7 +117,8 @@ class _Loop:
 class _Gateway(_Loop):
     """Lets the clients of other processes into a hub."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, snapshot: Path | None) -> None:
+        self.hub = Hub("zmq", snapshot)
         self._context: zmq.Context[Any] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         public, secret = zmq.curve_keypair()
@@ -136,7 +139,7 @@ class _Gateway(_Loop):
                 f"zmq://{host}:{port} cannot be served: {error.strerror}; take another port, or an address of this host"
             ) from error
         super().__init__(self._context, socket, "rl-tq-zmq-server")
-        self.hub = Hub(f"zmq://{_bracketed(host)}:{port}/{z85.decode(public).hex()}")
+        self.hub.address = f"zmq://{_bracketed(host)}:{port}/{z85.decode(public).hex()}"
         self._desks: dict[bytes, Desk] = {}
         self._heard: dict[bytes, float] = {}
         self.thread.start()
@@ -332,12 +335,12 @@ class ZmqQueue(RemoteQueue, _Loop):
         return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
 
 
-def serve(name: str, *, timeout_s: float) -> _ServedQueue:
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> _ServedQueue:
     """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
     host, port, key = _split(name or "127.0.0.1:0")
     if key:
         raise AddressError(f"'zmq://{name}' brings a key: a server makes its own; serve zmq://HOST:PORT")
-    return _ServedQueue(_Gateway(host, port), timeout_s=timeout_s)
+    return _ServedQueue(_Gateway(host, port, snapshot), timeout_s=timeout_s)
 
 
 def connect(name: str, *, timeout_s: float) -> ZmqQueue:

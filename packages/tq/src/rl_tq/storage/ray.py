@@ -1,0 +1,271 @@
+"""`ray://NAME`: a queue whose values lie in Ray's object store, for jobs that run on Ray.
+
+Processes find it by name, in any job of the cluster. A put goes into the object store of its node, where an actor of
+the queue owns it, so that it outlives who made it; a get has Ray bring it to the node of the reader, once per node.
+Requests go to the serving process over TCP, with a token that travels in Ray. Ray spills what its store cannot hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import threading
+import uuid
+import weakref
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rl_tq._client import QueueClient
+from rl_tq._gather import OpenExtent
+from rl_tq._remote import Desk
+from rl_tq.errors import (
+    AddressError,
+    ServerLostError,
+    StaleReferenceError,
+    StorageError,
+    TransferQueueError,
+    WaitTimeoutError,
+)
+from rl_tq.storage._keeper import NAMESPACE, Keeper, actor_name
+from rl_tq.storage.tcp import Gateway, TcpQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tensordict import TensorDict
+
+    from rl_tq._extent import Layout
+    from rl_tq._gather import Landing, Opened
+    from rl_tq._hub import Hub
+    from rl_tq._remote import Payload, Send
+    from rl_tq._service import Message
+    from rl_tq.storage._keeper import Where
+
+
+class _Kept:
+    """An extent as the server has it: on which node it is, and what the keeper there calls it."""
+
+    def __init__(self, node: str, number: int, nbytes: int, keepers: _Keepers) -> None:
+        self.place = (node, number, nbytes)
+        weakref.finalize(self, keepers.gone.append, (node, number)).atexit = False
+
+
+class _Keepers:
+    """The keepers of the queue that this process serves."""
+
+    def __init__(self, queue: str, where: Where) -> None:
+        self._queue = queue
+        self._lock = threading.Lock()
+        self.gone: deque[tuple[str, int]] = deque()
+        """Values that no row refers to any more."""
+        self._actors: dict[str, Any] = {}
+        self._make("", where[-1], where)
+
+    def make(self, node: str) -> None:
+        """Have a keeper on a node, if there is none yet."""
+        with self._lock:
+            if node not in self._actors:
+                self._make(node, node, None)
+
+    def keep(self, memory: torch.Tensor, _: str | None) -> Any:
+        """Have an extent kept on the serving node."""
+        number: Any = ray.get(self._actors[""].keep.remote(memory.numpy()), timeout=60.0)
+        return _Kept("", number, len(memory), self)
+
+    def sweep(self) -> None:
+        """Have the keepers drop what is gone."""
+        numbers: defaultdict[str, list[int]] = defaultdict(list)
+        while self.gone:
+            node, number = self.gone.popleft()
+            numbers[node].append(number)
+        for node, dropped in numbers.items():
+            self._actors[node].drop.remote(dropped)
+
+    def close(self) -> None:
+        """End them: their objects go."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _make(self, key: str, node: str, where: Where | None) -> None:
+        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+        remote: Any = ray.remote(Keeper)
+        actor = remote.options(
+            name=actor_name(self._queue, key), namespace=NAMESPACE, num_cpus=0, max_concurrency=8,
+            scheduling_strategy=on_node,
+        ).remote(where)  # fmt: skip
+        ray.get(actor.where.remote(), timeout=60.0)
+        self._actors[key] = actor
+
+
+class _RayDesk(Desk):
+    """Knows where values lie, and never sees them."""
+
+    def __init__(self, keepers: _Keepers, hub: Hub, label: str, send: Send) -> None:
+        super().__init__(hub, label, send)
+        self._keepers = keepers
+
+    def take(self, message: Message, payload: torch.Tensor | None) -> None:
+        """See `Desk`."""
+        if message["op"] == "keeper":
+            self._keepers.make(message["node"])
+            self._send({"id": message["id"]}, [])
+        elif message["op"] == "configure" and message["options"].get("on_full") == "spill":
+            error = "the object store of Ray spills by itself (its setting object_spilling_directory): use 'block'"
+            self._send({"id": message["id"], "error": "ValueError", "message": f"on_full is 'spill': {error}"}, [])
+        else:
+            super().take(message, payload)
+            self._keepers.sweep()
+
+    def extent_of(self, message: Message, payload: torch.Tensor | None) -> Any:
+        """See `Desk`."""
+        node, number = message["object"]
+        return _Kept(node, number, message["nbytes"], self._keepers)
+
+    def fetched(self, number: int, reply: Message, opened: Mapping[int, Any]) -> tuple[Message, Payload]:
+        """See `Desk`."""
+        objects = {extent: held.memory.place for extent, held in opened.items()}
+        return {**reply, "id": number, "objects": [*objects.items()]}, []
+
+
+class _RayGateway(Gateway):
+    scheme = "ray"
+
+    def __init__(self, queue: str, timeout_s: float, snapshot: Path | None) -> None:
+        self._keepers: _Keepers | None = None
+        secret = secrets.token_hex().encode()
+        super().__init__(ray.util.get_node_ip_address(), 0, timeout_s, secret)
+        self.hub.address = f"ray://{queue}"
+        try:
+            node = ray.get_runtime_context().get_node_id()
+            self._keepers = _Keepers(queue, (self.host, self.port, secret, node))
+            if snapshot is not None:
+                self.hub.restore(snapshot, self._keepers.keep)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        if self._keepers is not None:
+            self._keepers.close()
+            self._keepers = None
+
+    def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
+        assert self._keepers is not None
+        return _RayDesk(self._keepers, hub, label, send)
+
+
+class RayQueue(TcpQueue):
+    """A client in any process that is connected to the cluster. The one that `serve` returned ends the queue."""
+
+    scheme = "ray"
+
+    def __init__(self, queue: str, *, timeout_s: float, gateway: _RayGateway | None = None) -> None:
+        self._queue = queue
+        self._gateway = gateway
+        self._keepers: dict[str, Any] = {}
+        address = f"ray://{queue}"
+        try:
+            first = self._keepers[""] = ray.get_actor(actor_name(queue, ""), namespace=NAMESPACE)
+            host, port, secret, serving = ray.get(first.where.remote(), timeout=timeout_s)
+        except (ValueError, RayError) as error:
+            raise ServerLostError(f"nobody serves {address} in this cluster of Ray: {error}") from error
+        super().__init__(host, port, timeout_s=timeout_s, secret=secret)
+        self.address = address
+        node = ray.get_runtime_context().get_node_id()
+        self._node = "" if node == serving else node
+
+    def close(self) -> None:
+        """See `TransferQueue.close`."""
+        super().close()
+        if self._gateway is not None:
+            self._gateway.close()
+
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.write(memory)
+        number = self._ask(self._node, "keep", memory.numpy())
+        return self._request({**request, "object": [self._node, number]}, [], timeout_s)[0]
+
+    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+        return QueueClient._fetch(self, request, num_rows, landing)  # gathered here, not by the server
+
+    def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """See `TransferQueue.snapshot`."""
+        QueueClient.snapshot(self, path, timeout_s=timeout_s)
+
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
+        del is_copied
+        reply, _ = self._request({**request, "op": "fetch", "of": request["op"]}, [], self.timeout_s)
+        by_node: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for extent, (node, number, _) in reply["objects"]:
+            by_node[node].append((extent, number))
+        opened: dict[int, OpenExtent] = {}
+        for node, wanted in by_node.items():
+            found = self._ask(node, "give", [number for _, number in wanted])
+            if None in found:
+                raise StaleReferenceError(f"rows of {self.address} were cleared while they were fetched")
+            for (extent, _), values in zip(wanted, self._get(node, found), strict=True):
+                opened[extent] = OpenExtent(memory=_viewed(values), is_private=False)
+        return reply, opened
+
+    def _ask(self, node: str, method: str, argument: Any) -> Any:
+        """Have a keeper's method called."""
+        self._check_alive()
+        if node not in self._keepers:
+            self._request({"op": "keeper", "node": node}, [], self.timeout_s)
+            self._keepers[node] = ray.get_actor(actor_name(self._queue, node), namespace=NAMESPACE)
+        return self._get(node, getattr(self._keepers[node], method).remote(argument))
+
+    def _get(self, node: str, references: Any) -> Any:
+        where = f"node {node}" if node else "the serving node"
+        try:
+            return ray.get(references, timeout=self.timeout_s)
+        except GetTimeoutError as error:
+            raise WaitTimeoutError(f"Ray gave no values of {where} within {self.timeout_s} s") from error
+        except RayError as error:
+            self._check_alive()  # says that the server is gone, if it is
+            raise ServerLostError(f"what {self.address} kept on {where} is lost: {error}") from error
+
+
+def _viewed(values: Any) -> torch.Tensor:
+    """uint8 [n] over an array of Ray's, which is read-only: it is copied before anybody gets it."""
+    mapping: Any = (ctypes.c_uint8 * len(values)).from_address(values.ctypes.data)
+    mapping.kept = values  # lives as long as the tensor
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> RayQueue:
+    """See `rl_tq.serve`. This process must be connected to Ray."""
+    _check_ray()
+    queue = name or uuid.uuid4().hex[:12]
+    try:
+        gateway = _RayGateway(queue, timeout_s, snapshot)
+    except AddressError:
+        raise
+    except ValueError as error:
+        raise AddressError(f"ray://{queue} is served already: close that queue, or take another name") from error
+    except (RayError, TransferQueueError) as error:
+        raise StorageError(f"ray://{queue} cannot be served: {error}") from error
+    try:
+        return RayQueue(queue, timeout_s=timeout_s, gateway=gateway)
+    except BaseException:
+        gateway.close()
+        raise
+
+
+def connect(name: str, *, timeout_s: float) -> RayQueue:
+    """See `rl_tq.connect`. This process must be connected to Ray."""
+    _check_ray()
+    return RayQueue(name, timeout_s=timeout_s)
+
+
+def _check_ray() -> None:
+    if not ray.is_initialized():
+        raise StorageError("this process is not connected to Ray: call ray.init() before it serves or connects")

@@ -1,0 +1,107 @@
+"""The queue in Ray's object store, on a real Ray."""
+
+import os
+
+import pytest
+import torch
+
+import rl_tq
+from rl_tq.testing import TransferQueueContract
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray on this machine, with more processes than it has cores."""
+    before = os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns that it will
+    ray.init(
+        num_cpus=16, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False, logging_level="ERROR"
+    )
+    yield
+    ray.shutdown()
+    os.environ.pop("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    if before is not None:
+        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = before
+
+
+@pytest.mark.slow  # every queue starts an actor
+@pytest.mark.usefixtures("cluster")
+class TestRay(TransferQueueContract):
+    address = "ray://"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_tasks_of_ray_exchange_rows_and_values_outlive_who_made_them():
+    @ray.remote(num_cpus=1, max_calls=1)  # its process ends with it
+    def produce(address: str) -> rl_tq.BatchMeta:
+        with rl_tq.connect(address, timeout_s=60.0) as queue:
+            return queue.put({"a": torch.arange(3.0), "r": [torch.ones(n) for n in (1, 200_000, 0)]}, partition="p")
+
+    with rl_tq.serve("ray://", timeout_s=60.0) as queue:
+        assert queue.address.startswith("ray://")
+        with pytest.raises(rl_tq.AddressError, match="served already"):
+            rl_tq.serve(queue.address)
+        put = ray.get(produce.remote(queue.address), timeout=120)
+        meta = queue.get_meta(partition="p", columns=["a", "r"], batch_size=3, task="t")
+        assert meta.rows == put.rows
+        batch = queue.get(meta.reorder([2, 1, 0]))
+        assert batch["a"].tolist() == [2.0, 1.0, 0.0]
+        assert [len(row) for row in batch["r"].unbind()] == [0, 200_000, 1]
+        batch["a"] += 1  # ours
+        assert queue.get(meta)["a"].tolist() == [0.0, 1.0, 2.0]
+        with pytest.raises(ValueError, match="spills by itself"):
+            queue.configure("p", on_full="spill", max_bytes=1, spill_bytes=1, spill_directory="/tmp/x")
+        queue.ack(meta)
+        queue.clear(meta.reorder([0]))
+        with pytest.raises(rl_tq.StaleReferenceError):
+            queue.get(meta)
+        # The actor that keeps the values is killed: an error that says so, not a hang and not other values.
+        ray.kill(ray.get_actor(f"rl-tq/{queue.address.removeprefix('ray://')}", namespace="rl-tq"))
+        with pytest.raises(rl_tq.ServerLostError, match="what ray://.* kept on the serving node is lost"):
+            queue.get(meta.reorder([1, 2]))
+    with pytest.raises(rl_tq.ServerLostError, match="nobody serves"):
+        rl_tq.connect(queue.address)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own processes
+def test_each_node_keeps_what_is_put_on_it():
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=4, resources={"far": 1.0})
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+        @ray.remote(num_cpus=1, resources={"far": 0.1}, max_calls=1)
+        def exchange(address: str, meta: rl_tq.BatchMeta) -> tuple[str, rl_tq.BatchMeta, list[float]]:
+            with rl_tq.connect(address, timeout_s=60.0) as queue:
+                there = queue.get(meta)["a"].tolist()
+                node = ray.get_runtime_context().get_node_id()
+                return node, queue.put({"a": torch.arange(2.0)}, partition="p"), there
+
+        with rl_tq.serve("ray://", timeout_s=60.0) as queue:
+            here = queue.put({"a": torch.tensor([7.0])}, partition="p")
+            node, put, there = ray.get(exchange.remote(queue.address, here), timeout=120)
+            assert there == [7.0]
+            assert node != ray.get_runtime_context().get_node_id()
+            assert queue.get(rl_tq.BatchMeta.concat([put, here]))["a"].tolist() == [0.0, 1.0, 7.0]
+            keeper = ray.get_actor(f"rl-tq/{queue.address.removeprefix('ray://')}/{node}", namespace="rl-tq")
+            assert [each is None for each in ray.get(keeper.give.remote([1, 2]), timeout=60)] == [False, True]
+            queue.clear("p")
+            queue.stats()
+            assert ray.get(keeper.give.remote([1]), timeout=60) == [None]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_without_ray_it_says_what_to_do():
+    if ray.is_initialized():
+        ray.shutdown()
+    with pytest.raises(rl_tq.StorageError, match=r"call ray.init\(\)"):
+        rl_tq.serve("ray://")
