@@ -131,26 +131,27 @@ def test_nothing_is_lost_and_nothing_comes_twice_however_busy_the_queue_is(stora
                     assert sent_before[which] == 0
                     continue
                 num_acked = stats["tasks"].get("t", {"acked": 0})["acked"]
-                meta = _claim_all(queue, f"p{which}")
-                left = len(meta)
-                batch = queue.get(meta)
+                rows = _claim_all(queue, f"p{which}")
                 # What was acked is a beginning of what was sent, what is left is the rest of it: each row once.
-                assert batch["n"].tolist() == list(range(num_acked, num_acked + left))
-                assert [tag["n"] for tag in meta.tags] == batch["n"].tolist()
-                assert sent_before[which] <= num_acked + left <= sent_after[which] + 5
+                assert [number for number, _, _ in rows] == list(range(num_acked, num_acked + len(rows)))
+                assert sent_before[which] <= num_acked + len(rows) <= sent_after[which] + 5
                 assert acked_before[which] <= num_acked <= acked_after[which] + 2
-                for row, x in zip(batch["n"].tolist(), batch["x"].unbind(), strict=True):
+                for number, tag, x in rows:
+                    assert tag == {"n": number}
                     assert x.unique().numel() == 1
-                    assert 0 <= row - x[0].item() < 5
+                    assert 0 <= number - x[0].item() < 5
 
 
-def _claim_all(queue: rl_tq.TransferQueue, partition: str) -> rl_tq.BatchMeta:
-    metas: list[rl_tq.BatchMeta] = []
+def _claim_all(queue: rl_tq.TransferQueue, partition: str) -> list[tuple]:
+    """Number, tags and `x` of the rows that are free, as they come."""
+    found: list[tuple] = []
     try:
         while True:
-            metas.append(queue.get_meta(partition=partition, columns=["n", "x"], batch_size=1, task="t", timeout_s=0.0))
+            meta = queue.get_meta(partition=partition, columns=["n", "x"], batch_size=1, task="t", timeout_s=0.0)
+            batch = queue.get(meta)
+            found.append((batch["n"].item(), meta.tags[0], batch["x"].unbind()[0]))
     except rl_tq.WaitTimeoutError:
-        return rl_tq.BatchMeta.concat(metas)
+        return found
 
 
 SNAPSHOTTER = """
