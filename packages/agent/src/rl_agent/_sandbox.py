@@ -29,6 +29,8 @@ _ISOLATIONS = ("network", "processes", "files")
 _MIN_MEMORY_BYTES = 1 << 26
 _START_TIMEOUT_S = 60.0
 """A Python of the standard library alone takes 20 ms to start; this is for machines that are starved."""
+_END_TIMEOUT_S = 10.0
+"""The kernel ends a namespace in milliseconds; the rest is for machines that are starved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +146,14 @@ class Worker:
         return self._process.returncode is None
 
     async def kill(self) -> None:
-        """End it and all that it started: with a namespace of processes that goes by itself."""
+        """End it and all that it started; when this returns, none of that runs."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if "processes" not in self.isolation and self.is_alive:
+            if "processes" in self.isolation:
+                self._process.terminate()  # it ends when its namespace has
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_END_TIMEOUT_S):
+                        await asyncio.shield(self._process.wait())
+            elif self.is_alive:
                 os.kill(self._process.pid, signal.SIGSTOP)  # it starts no more, and orphans still come back to it
                 await asyncio.to_thread(kill_descendants, self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -233,8 +240,19 @@ class Grader:
         return result
 
     @asynccontextmanager
-    async def worker(self, *, is_kept: bool = True) -> AsyncGenerator[Worker, None]:
-        """A subprocess to oneself; waits for a free one. `is_kept` gives it back to the pool, else it is killed."""
+    async def worker(
+        self, *, is_kept: bool = True, workspace: Path | None = None, readable: Sequence[Path] = ()
+    ) -> AsyncGenerator[Worker, None]:
+        """A subprocess to oneself; waits for a free one.
+
+        Args:
+            is_kept: Give it back to the pool; else, and with a workspace, it is killed.
+            workspace: A folder that code works in and may change, `/workspace` where code has files of its own.
+            readable: Further files and folders that code may read there.
+
+        Raises:
+            FailureError, SandboxError: as of `run`.
+        """
         if self._slots.locked() and self._num_waiting >= self._max_waiting:
             message = f"{self._num_waiting} runs wait for {self._num_workers} subprocesses; no more may"
             raise FailureError(Failure(kind=FailureKind.GRADER, stage="grader", message=message, is_retryable=True))
@@ -244,22 +262,23 @@ class Grader:
         finally:
             self._num_waiting -= 1
         try:
-            worker = self._idle.pop() if self._idle else await self._start()
+            is_pooled = workspace is None and not readable
+            worker = self._idle.pop() if self._idle and is_pooled else await self._start(workspace, readable)
             self._busy.add(worker)
             try:
                 yield worker
             finally:
                 self._busy.discard(worker)
-                if is_kept and worker.is_alive:
+                if is_kept and is_pooled and worker.is_alive:
                     self._idle.append(worker)
                 else:
                     await worker.kill()
         finally:
             self._slots.release()
 
-    async def _start(self) -> Worker:
+    async def _start(self, workspace: Path | None, readable: Sequence[Path]) -> Worker:
         try:
-            worker = await Worker.start(self.limits)
+            worker = await Worker.start(self.limits, workspace=workspace, readable=readable)
         except (OSError, EOFError, ValueError) as error:
             raise SandboxError(
                 f"a subprocess for code did not start ({type(error).__name__}: {error}); start it by hand to see why: "

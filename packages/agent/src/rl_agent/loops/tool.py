@@ -95,8 +95,14 @@ class ToolLoop(AgentLoop):
             RowError: the row has no `prompt`, or there are no tools, or unknown ones.
             FailureError: a generation was aborted before its first token, or a tool's own machinery failed.
         """
-        messages = messages_of(kwargs)
-        names = self._names_of(kwargs)
+        messages, names = messages_of(kwargs), self._names_of(kwargs)
+        session, metrics, end = await self._converse(messages, names, sampling_params, uuid4().hex)
+        return session.finish(metrics=metrics, extra_fields={"end": end})
+
+    async def _converse(
+        self, messages: Sequence[Message], names: tuple[str, ...], sampling_params: Mapping[str, Any], session_id: str
+    ) -> tuple[Session, dict[str, float], str]:
+        """The conversation up to its end, its metrics, and what ended it."""
         template, tools = self._template_of(names), {name: self._tools[name] for name in names}
         session = Session(
             self.server,
@@ -106,7 +112,7 @@ class ToolLoop(AgentLoop):
             sampling_params,
             max_completion_tokens=self._max_completion_tokens,
         )
-        session_id, counts, end, tool_s = uuid4().hex, Counter[str](), "max_turns", 0.0
+        counts, end, tool_s = Counter[str](), "max_turns", 0.0
         try:
             while True:
                 turn = self._parse(await session.generate())
@@ -125,7 +131,7 @@ class ToolLoop(AgentLoop):
             for tool in tools.values():
                 await tool.end_session(session_id)
         metrics = {f"num_tool_{kind}": float(counts[kind]) for kind in _KINDS}
-        return session.finish(metrics={**metrics, "tool_s": tool_s}, extra_fields={"end": end})
+        return session, {**metrics, "tool_s": tool_s}, end
 
     async def close(self) -> None:
         """Close the tools."""

@@ -44,7 +44,7 @@ def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int) -> 
         adopt_orphans()
         return set()
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
+        with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     _go_on_in_child()  # the first process of the namespace: with it every other ends
     isolated = {"network", "processes"}
@@ -61,7 +61,7 @@ def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
     """As `os.fork`; what the child starts dies with it, and it has a `/tmp` of its own."""
     if "processes" not in isolated:
         return os.fork()
-    ours = os.open("/proc/self/ns/pid", os.O_RDONLY) if os.path.exists("/proc/self/ns/pid") else -1  # noqa: PTH110
+    ours = os.open("/proc/self/ns/pid", os.O_RDONLY) if os.path.exists("/proc/self/ns/pid") else -1
     if ours < 0 or _libc.unshare(_NEWPID) != 0:  # no /proc here: the worker's end is the end of what is started
         return os.fork()
     child = os.fork()
@@ -74,7 +74,7 @@ def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
     if "files" in isolated:
         _checked(_libc.unshare(_NEWNS), "unshare")
         _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
-        os.chdir("/tmp")
+        os.chdir("/workspace" if os.path.isdir("/workspace") else "/tmp")
     _go_on_in_child()
     return 0
 
@@ -91,10 +91,10 @@ def drop_privileges() -> None:
 def descendants(pid: int) -> list[int]:
     """Children of a process, theirs, and so on, as /proc tells now."""
     parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208
+    for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                with open(f"/proc/{name}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue  # it has ended
@@ -123,11 +123,15 @@ def kill_descendants(pid: int) -> None:
 
 
 def _go_on_in_child() -> None:
-    """Fork; the child returns, this process waits for it and ends as it did."""
+    """Fork; the child returns, this process waits for it and ends as it did. SIGTERM ends the child.
+
+    The first process of a namespace has ended for its parent when all the others have.
+    """
     child = os.fork()
     if child == 0:
         die_with_parent()
         return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     while True:
         ended, status = os.wait()  # orphans too
         if ended == child:
@@ -141,19 +145,19 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
         path: os.open(path, os.O_PATH)
         for path in (*_PROGRAMS, *_SETTINGS, *_DEVICES, *readable)
         if os.path.exists(path)
-    }  # noqa: PTH110
+    }
     work = os.open(workspace, os.O_PATH) if workspace else -1
     _mount("tmpfs", _OVER, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for path, descriptor in sorted(opened.items()):
-        if os.path.islink(path):  # noqa: PTH114 - /bin, where it is /usr/bin
-            os.symlink(os.readlink(path), _OVER + path)  # noqa: PTH115, PTH211
+        if os.path.islink(path):  # /bin, where it is /usr/bin
+            os.symlink(os.readlink(path), _OVER + path)
             continue
-        _bind(descriptor, _OVER + path, is_folder=os.path.isdir(path), is_writable=path in _DEVICES)  # noqa: PTH112
+        _bind(descriptor, _OVER + path, is_folder=os.path.isdir(path), is_writable=path in _DEVICES)
     if workspace:
         _bind(work, f"{_OVER}/workspace", is_folder=True, is_writable=True)
     for name in ("proc", "tmp", "old"):
-        os.mkdir(f"{_OVER}/{name}")  # noqa: PTH102
-    os.symlink("/proc/self/fd", _OVER + "/dev/fd")  # noqa: PTH211
+        os.mkdir(f"{_OVER}/{name}")
+    os.symlink("/proc/self/fd", _OVER + "/dev/fd")
     _mount("proc", f"{_OVER}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{_OVER}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
     for descriptor in (*opened.values(), work):
@@ -162,14 +166,14 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
     _checked(_libc.pivot_root(_OVER.encode(), f"{_OVER}/old".encode()), "pivot_root")
     os.chdir("/")
     _checked(_libc.umount2(b"/old", _MNT_DETACH), "umount2")
-    os.rmdir("/old")  # noqa: PTH106
+    os.rmdir("/old")
     _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     os.chdir("/workspace" if workspace else "/tmp")
 
 
 def _bind(descriptor: int, target: str, *, is_folder: bool, is_writable: bool) -> None:
-    os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
-    if not is_folder and not os.path.exists(target):  # noqa: PTH110
+    os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+    if not is_folder and not os.path.exists(target):
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
     _mount(f"/proc/self/fd/{descriptor}", target, None, _MS_BIND | _MS_REC)
     attributes = (ctypes.c_uint64 * 4)(2 if is_writable else 3, 0, 0, 0)  # nosuid, and read-only

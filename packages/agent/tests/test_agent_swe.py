@@ -1,0 +1,156 @@
+"""The coding agent: real shell commands in real working copies, and real tests."""
+
+import asyncio
+import json
+import tempfile
+
+import pytest
+
+from rl_agent import AgentRunner, Failure, RowError, create_loop
+from rl_agent.testing import AgentLoopConformance, FakeGenerator, FakeTokenizer
+
+TOKENIZER = FakeTokenizer()
+TEST = "import unittest, adder\nclass T(unittest.TestCase):\n    def test(self):\n        assert adder.add(2, 3) == 5\n"
+ROW = {
+    "prompt": [{"role": "user", "content": "add should add"}],
+    "files": {"adder.py": "def add(a, b):\n    return a - b\n"},
+    "tests": {"command": "python -m unittest -q", "files": {"test_adder.py": TEST}},
+}
+
+
+def says(*turns):
+    """A model that writes these turns, a command each but the last."""
+
+    def reply(request):
+        step = TOKENIZER.decode(request.prompt_token_ids).count("<|im_start|>tool")
+        text = turns[step] if step < len(turns) else "done"
+        if not text.startswith("$ "):
+            return [*TOKENIZER.encode(text), 1]
+        call = {"name": "bash", "arguments": {"command": text[2:]}}
+        return [*TOKENIZER.encode(f"<tool_call>{json.dumps(call)}</tool_call>"), 1]
+
+    return FakeGenerator(reply)
+
+
+def run(*turns, row=ROW, **options):
+    async def main():
+        loop = create_loop("swe", says(*turns), TOKENIZER, **options)
+        try:
+            return await loop.run({"max_new_tokens": 4096}, **row)
+        finally:
+            await loop.close()
+
+    return asyncio.run(main())
+
+
+def answers(output):
+    pairs = zip(output.completion_token_ids, output.loss_mask, strict=True)
+    context = TOKENIZER.decode([i for i, m in pairs if not m])
+    return [part.partition("<|im_end|>")[0] for part in context.split("<|im_start|>tool\n")[1:]]
+
+
+def test_a_change_that_makes_the_tests_pass_earns_one():
+    output = run(
+        "$ ls && cat adder.py", "$ sed -i s/-/+/ adder.py", "$ python -c 'import adder; print(adder.add(2, 2))'"
+    )
+    assert answers(output) == ["adder.py\ndef add(a, b):\n    return a - b", "", "4"]
+    assert (output.reward, output.num_turns, output.extra_fields["end"]) == (1.0, 4, "answer")
+    assert output.extra_fields["tests"]["exit_status"] == 0
+    assert output.metrics["num_tool_calls"] == 3.0
+
+
+def test_no_change_earns_nothing_and_the_output_of_the_tests_is_kept():
+    output = run("It is fine as it is.")
+    assert output.reward == 0.0
+    assert output.extra_fields["tests"]["exit_status"] == 1
+    assert "FAILED (failures=1)" in output.extra_fields["tests"]["output"]
+
+
+def test_a_repository_is_copied_and_stays_as_it_is(tmp_path):
+    (tmp_path / "adder.py").write_text(ROW["files"]["adder.py"])
+    (tmp_path / "sub").mkdir()
+    row = {**ROW, "files": None, "repository": str(tmp_path)}
+    assert run("$ sed -i s/-/+/ adder.py; rmdir sub", row=row).reward == 1.0
+    assert (tmp_path / "adder.py").read_text() == ROW["files"]["adder.py"]
+    assert (tmp_path / "sub").is_dir()
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "echo > test_adder.py",
+        "rm -f test_adder.py; mkdir test_adder.py",
+        "ln -s /dev/null test_adder.py",
+    ],
+)
+def test_a_model_that_touches_the_tests_gains_nothing(trick):
+    assert run(f"$ {trick}").reward == 0.0
+    assert run(f"$ {trick}", "$ sed -i s/-/+/ adder.py").reward == 1.0
+
+
+def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last():
+    turns = ["$ echo mine > note; exit 3", "$ sleep 100", "$ cat note", "$ yes"]
+    output = run(*turns, command_timeout_s=2.0, max_tool_tokens=100)
+    failed, hung, note, flooded = answers(output)
+    assert failed == "[exit status 3]"
+    assert hung == "error: no end within 2 s"
+    assert note == "mine"
+    assert len(flooded) < 200
+    assert "[cut:" in flooded or flooded.startswith("error:")
+
+
+def test_tests_that_hang_are_a_verdict_and_tests_that_cannot_run_are_a_failure():
+    output = run("$ echo 'while True: pass' > adder.py", test_timeout_s=1.0)
+    assert (output.reward, output.extra_fields["tests"]["exit_status"]) == (0.0, None)
+
+    async def main():
+        row = {**ROW, "tests": {"command": "no-such-command"}}
+        agents = AgentRunner(lambda _: create_loop("swe", says("done"), TOKENIZER), default_loop="swe")
+        (result,) = [result async for result in agents.run([row], {"max_new_tokens": 64})]
+        await agents.close()
+        return result.outputs
+
+    failure = asyncio.run(main())
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.stage, failure.is_retryable) == ("grader", "tests", False)
+    assert "no-such-command: command not found" in failure.message
+
+
+def test_work_does_not_leave_the_copy(tmp_path, monkeypatch):
+    """What a command starts ends with it, and no folder is left."""
+    secret, folder = tmp_path / "secret", tmp_path / "copies"
+    secret.write_text("x")
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    output = run(f"$ cat {secret}; pwd; (setsid sleep 0.5; echo late > late) & true", "$ sleep 1; ls")
+    first, second = answers(output)
+    assert not list(folder.iterdir())
+    if "/workspace" not in first:
+        pytest.skip("the kernel does not let this user make namespaces; nothing is claimed then")
+    assert "No such file" in first
+    assert second == "adder.py"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tests": None}, "field 'tests' of the row is None"),
+        ({"tests": {"command": "true", "files": {"../x": ""}}}, "outside of the working copy"),
+        ({"files": {"/x": ""}}, "outside of the working copy"),
+        ({"files": None}, "needs one of 'repository', a folder, and 'files'"),
+        ({"repository": "/nowhere"}, "needs one of"),
+        ({"files": None, "repository": "/nowhere"}, "'/nowhere'; it needs a folder"),
+        ({"files": {"x": 1}}, "texts by path"),
+    ],
+)
+def test_a_row_that_cannot_be_run_is_refused(change, sentence):
+    with pytest.raises(RowError, match=sentence):
+        run("done", row={**ROW, **change})
+
+
+class TestConformance(AgentLoopConformance):
+    def make_loop(self, server, tokenizer):
+        return create_loop("swe", server, tokenizer)
+
+    def make_row(self, index):
+        return {**super().make_row(index), "files": {"n": str(index)}, "tests": {"command": f"grep -q {index} n"}}
