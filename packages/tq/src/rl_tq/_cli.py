@@ -1,8 +1,11 @@
-"""`rl-tq top ADDRESS`: what a queue holds and who has what; `rl-tq metrics ADDRESS`: the same for Prometheus."""
+"""`rl-tq top ADDRESS`: what a queue holds and who has what; `rl-tq metrics ADDRESS`: the same for Prometheus;
+`rl-tq trace DIRECTORY`: what processes did with it, as one timeline.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rl_tq._explain import prometheus
 from rl_tq._registry import connect
 from rl_tq.errors import TransferQueueError
+from rl_tq.tracing import chrome_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metrics = commands.add_parser("metrics", help="print the counters in Prometheus' text format, once")
     for command in (top, metrics):
         command.add_argument("address", help="what serve() printed as its address, for example shm://my-run")
+    spans = commands.add_parser("trace", help="join the spans of a directory to one timeline, as JSON for Chrome")
+    spans.add_argument("directory", help="what RL_TQ_TRACE named in the processes that were traced")
     given = parser.parse_args(arguments)
     try:
+        if given.command == "trace":
+            json.dump(chrome_trace(given.directory), sys.stdout)
+            return 0
         with connect(given.address, timeout_s=10.0) as queue:
             if given.command == "metrics":
                 sys.stdout.write(prometheus(queue.stats()))

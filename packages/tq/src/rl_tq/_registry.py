@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ def serve(address: str = "shm://", *, timeout_s: float = 60.0, snapshot: str | P
         StorageError: its scheme is no installed storage.
     """
     scheme, name = _split(address)
-    return load_storage(scheme).serve(name, timeout_s=timeout_s, snapshot=None if snapshot is None else Path(snapshot))
+    path = None if snapshot is None else Path(snapshot)
+    return _traced(load_storage(scheme).serve(name, timeout_s=timeout_s, snapshot=path))
 
 
 def connect(address: str, *, timeout_s: float = 60.0) -> TransferQueue:
@@ -42,7 +44,7 @@ def connect(address: str, *, timeout_s: float = 60.0) -> TransferQueue:
     scheme, name = _split(address)
     if not name:
         raise AddressError(f"{address!r} names no queue: pass the address of the client that serve() returned")
-    return load_storage(scheme).connect(name, timeout_s=timeout_s)
+    return _traced(load_storage(scheme).connect(name, timeout_s=timeout_s))
 
 
 def load_storage(name: str) -> Storage:
@@ -62,6 +64,15 @@ def load_storage(name: str) -> Storage:
         raise StorageError(
             f"storage {name!r} cannot be imported: {error}; try: pip install '{package}[{name}]'"
         ) from error
+
+
+def _traced(queue: TransferQueue) -> TransferQueue:
+    directory = os.environ.get("RL_TQ_TRACE")
+    if not directory:
+        return queue
+    from rl_tq.tracing import trace
+
+    return trace(queue, directory)
 
 
 def _split(address: str) -> tuple[str, str]:
