@@ -159,3 +159,25 @@ def test_the_journal_is_lines_of_json(tmp_path):
     with contextlib.closing(Journal(tmp_path)) as again:
         assert again.load() == [["a", 1], ["b", {"x": None}], ["c"]]
     assert not (tmp_path / "journal.partial").exists()
+
+
+def test_what_a_group_shares_survives(tmp_path):
+    """Also by way of a snapshot, which writes it once."""
+    address = f"file://{tmp_path}/queue"
+    image = torch.rand(1, 100_000)
+    with rl_tq.serve(address, timeout_s=20.0) as queue:
+        first = queue.put({"image": rl_tq.PerGroup(image)}, partition="p", tags=[{"group_id": 1}])
+        later = [
+            queue.put({"image": rl_tq.PerGroup(), "x": [i]}, partition="p", tags=[{"group_id": 1}]) for i in range(3)
+        ]
+        queue.clear(first)
+        queue.clear(later.pop())
+        queue.snapshot(tmp_path / "snap")
+    assert sum(path.stat().st_size for path in (tmp_path / "snap").glob("*.segment")) < 1.1 * image.nbytes
+    for given in ({}, {"snapshot": tmp_path / "snap"}, {}):
+        where = f"file://{tmp_path}/other" if given else address
+        with rl_tq.serve(where, timeout_s=20.0, **given) as queue:
+            for reference in later:
+                assert torch.equal(queue.get(reference, ["image"])["image"], image)
+            again = queue.put({"image": rl_tq.PerGroup(), "x": [7]}, partition="p", tags=[{"group_id": 1}])
+            assert torch.equal(queue.get(again, ["image"])["image"], image)

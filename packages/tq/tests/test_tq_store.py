@@ -53,7 +53,7 @@ def ids(batch: object) -> list[str]:
 
 
 def test_runs_follow_the_batch():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     first = publish(store, "a", ["x", "y", "z"])
     second = publish(store, "a", ["u", "v"])
     numbers = [row.number for row in (*first.rows, *second.rows)]
@@ -69,7 +69,7 @@ def test_runs_follow_the_batch():
 
 
 def test_waiters_are_answered_in_order_and_small_ones_are_not_held_up():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     assert store.claim(claim("big", 3)) is None
     assert store.claim(claim("small", 1)) is None
     assert store.claim(claim("late", 1)) is None
@@ -83,7 +83,7 @@ def test_waiters_are_answered_in_order_and_small_ones_are_not_held_up():
 
 
 def test_deadlines():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     assert store.next_deadline() is None
     store.claim(claim("one", 1, deadline=5.0))
     store.claim(claim("two", 1, deadline=3.0))
@@ -102,7 +102,7 @@ def test_deadlines():
 
 
 def test_a_waiter_outlives_a_clear():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     publish(store, "a", ["x"])
     store.claim(claim("w", 2))
     store.clear_partition("p")
@@ -114,7 +114,7 @@ def test_a_waiter_outlives_a_clear():
 
 
 def test_a_choice_is_claimed_whole_or_not_at_all():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     rows = [row.number for row in publish(store, "a", 3).rows]
     store.claim(claim("w", 1))
     choose = claim("c", 2)
@@ -129,7 +129,7 @@ def test_a_choice_is_claimed_whole_or_not_at_all():
 
 
 def test_a_listing_waits_for_news():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     version = publish(store, "a", 2).version
     listing = {"partition": "p", "columns": ("a",), "task": "t", "batch_size": 2, "deadline": 9.0, "is_claim": False}
     assert isinstance(store.claim(Claim(key=1, **listing)), Batch)
@@ -141,7 +141,7 @@ def test_a_listing_waits_for_news():
 
 
 def test_extents_are_freed_with_their_last_row():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     both = publish(store, "a", ["x", "y"])
     extent = both.rows[0].pieces[0][0].number
     added = publish(store, "b", ["x"]).rows[0].pieces[1][0].number
@@ -153,7 +153,7 @@ def test_extents_are_freed_with_their_last_row():
 
 
 def test_cleared_rows_count_as_given_to_nobody():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     publish(store, "a", ["x", "y"])
     store.claim(claim("w", 2))
     store.clear_rows(partition="p", sample_ids=["y"])
@@ -161,7 +161,7 @@ def test_cleared_rows_count_as_given_to_nobody():
 
 
 def test_a_refused_publish_changes_nothing():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     publish(store, "a", ["x"])
     before = store.stats()
     with pytest.raises(SchemaError):
@@ -173,7 +173,7 @@ def test_a_refused_publish_changes_nothing():
 
 
 def test_a_fresh_id_is_not_one_that_somebody_chose():
-    store = MetadataStore()
+    store = MetadataStore(lambda _: next(EXTENTS))
     publish(store, "a", ["row2"])
     assert ids(publish(store, "a", 1)) == ["row2+"]
 
@@ -202,7 +202,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = MetadataStore()
+        self.store = MetadataStore(lambda _: next(EXTENTS))
         self.store.state.log = []
         self.journal: list = []
         self.rows: list[dict] = []
@@ -400,7 +400,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def restart(self, from_snapshot: bool) -> None:
         """The server dies. Who waited or held a lease without a deadline is gone; the others go on."""
         records = json.loads(json.dumps(list(self.store.state.dump()))) if from_snapshot else self.journal
-        fresh = MetadataStore()
+        fresh = MetadataStore(lambda _: next(EXTENTS))
         fresh.state.replay(records)
         fresh.state.log = []
         fresh.now = self.store.now

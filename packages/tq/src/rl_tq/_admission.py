@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rl_tq import _checks
+from rl_tq import _checks, _sharing
 from rl_tq._requests import Admission, Put, Request
 from rl_tq.errors import QueueFullError, SchemaError
 from rl_tq.types import Credit, OnFull, PartitionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from rl_tq._rows import Partition, Row
     from rl_tq._state import State
@@ -34,8 +34,9 @@ class _Promise:
 class Admissions:
     """Decides which puts enter a state."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, alias: Callable[[int], int]) -> None:
         self._state = state
+        self._alias = alias
         self._promises: dict[int, _Promise] = {}
         self._num_given = 0
 
@@ -53,7 +54,8 @@ class Admissions:
                 ledger, put.partition, put.task, put.rows, put.leases, put.sample_ids or (), may_be_acked=True
             )
         existing = self._existing(put, home)
-        _checks.check_unfilled(put.partition, [row for row in existing if row], put.schema)
+        _checks.check_unfilled(put.partition, [row for row in existing if row], (*put.schema, *put.shared))
+        _sharing.check(put, home, existing)
         num_new = put.num_rows - sum(row is not None for row in existing)
         self._check_possible(put.partition, num_new, put.nbytes if num_new else 0, "a put")
 
@@ -114,10 +116,14 @@ class Admissions:
             if home.by_name:
                 names = [_untaken(f"row{number}", home) for number in numbers]
         schema = {name: column.to_json() for name, column in put.schema.items()}
-        return state.put(
+        rows = state.put(
             put.partition, put.extent, schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags,
             put.is_spilled,
         )  # fmt: skip
+
+        if put.shared:
+            _sharing.lend(state, home, put, rows, self._alias)
+        return rows
 
     def _existing(self, put: Put, home: Partition | None) -> list[Row | None]:
         """The rows that a put adds to, None where it makes one; empty when it makes all of them."""

@@ -1,6 +1,4 @@
-"""`rl-tq top ADDRESS`: what a queue holds and who has what; `rl-tq metrics ADDRESS`: the same for Prometheus;
-`rl-tq trace DIRECTORY`: what processes did with it, as one timeline.
-"""
+"""Look into a queue: `rl-tq top ADDRESS`, `rl-tq metrics ADDRESS` (for Prometheus), `rl-tq trace DIRECTORY`."""
 
 from __future__ import annotations
 

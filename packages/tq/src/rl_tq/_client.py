@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_tq._columns import check_json, parse_columns
+from rl_tq._columns import borrowed_columns, check_json, parse_columns
 from rl_tq._extent import Layout, plan_extent
 from rl_tq._gather import Landing, LocatedColumns, Opened, gather
 from rl_tq._numbers import lengthen, shorten
@@ -68,7 +68,9 @@ class QueueClient(TransferQueue):
         timeout_s: float | None = None,
     ) -> BatchMeta:
         """See `TransferQueue.put`."""
-        columns = parse_columns(data, sample_ids.tags if tags is None and isinstance(sample_ids, BatchMeta) else tags)
+        row_tags = sample_ids.tags if tags is None and isinstance(sample_ids, BatchMeta) else tags
+        borrowed = borrowed_columns(data)
+        columns = parse_columns(data, row_tags, borrowed)
         layout = plan_extent(columns)
         limit = self._limit(timeout_s)
         request: Message = {
@@ -87,7 +89,9 @@ class QueueClient(TransferQueue):
             request["tags"] = _checked_tags(tags)
         if credit is not None:
             request["credit"] = credit.number
-        return _batch_meta(self._store_extent(layout, request, limit), partition, tuple(columns))
+        if borrowed:
+            request["shared"] = borrowed
+        return _batch_meta(self._store_extent(layout, request, limit), partition, (*columns, *borrowed))
 
     def get(
         self,

@@ -42,9 +42,11 @@ INDEX = "\0"
 
 
 def parse_columns(
-    data: TensorDictBase | Mapping[str, Any], tags: Sequence[Mapping[str, Any]] | None = None
+    data: TensorDictBase | Mapping[str, Any],
+    tags: Sequence[Mapping[str, Any]] | None = None,
+    borrowed: Sequence[str] = (),
 ) -> dict[str, Column]:
-    """Classify every column of `data`, whose rows have `tags`.
+    """Classify every column of `data`, whose rows have `tags`, but those that are `borrowed`.
 
     Raises:
         SchemaError: there are no columns or rows, row counts differ, or a value is of no kind that a queue holds.
@@ -59,13 +61,23 @@ def parse_columns(
         if isinstance(value := data.get(name), PerGroup)
         else _column(name, value)
         for name in names
+        if name not in borrowed
     }
+    if not columns:
+        raise SchemaError(f"the columns {names} are all those of the rows' groups: put at least one of their own")
     counts = {name: column.num_rows for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         raise SchemaError(f"the columns of one put have one value per row, but their row counts differ: {counts}")
-    if not counts[names[0]]:
+    if not next(iter(counts.values())):
         raise SchemaError(f"columns {names} have no rows: a put takes at least one")
     return columns
+
+
+def borrowed_columns(data: TensorDictBase | Mapping[str, Any]) -> list[str]:
+    """Columns whose values are those that the rows' groups have: `PerGroup()`."""
+    if isinstance(data, TensorDictBase):
+        return []
+    return [name for name, value in data.items() if isinstance(value, PerGroup) and value.values is None]
 
 
 def _column(name: str, value: Any) -> Column:

@@ -59,7 +59,8 @@ class Wasted:
         """What to copy next; None: nothing yet."""
         for segment, since in list(self._since.items()):
             numbers, put_nbytes = self._table.usage(segment)
-            extents = [self._state.extents[number] for number in sorted(numbers) if number in self._state.extents]
+            held = [self._state.extents.get(number) for number in sorted(numbers)]
+            extents = [extent for extent in held if extent is not None and extent.nbytes]  # no bytes: it is another's
             live = sum(extent.live_nbytes for extent in extents)
             if live > _AT_REST * put_nbytes or put_nbytes - live < _MIN_WASTE_BYTES:
                 del self._since[segment]

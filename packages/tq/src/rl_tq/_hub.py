@@ -29,7 +29,7 @@ class Hub:
         self.lock = threading.Lock()
         self.extents: dict[int, OpenExtent] = {}
         self.is_open = True
-        self._service = Service()
+        self._service = Service(self._alias)
         self._keys = count()
         self._numbers = count(1)
         self._parked: dict[int, Future[Message]] = {}
@@ -41,11 +41,20 @@ class Hub:
         state = self._service.store.state
         with self.lock, Snapshot(path) as snapshot:
             self._service.resume(snapshot.records, time.monotonic())
+            known: dict[tuple[str, int], OpenExtent] = {}
             for number in state.extents:
-                memory = place(snapshot.extent(number), spill_directory_of(state, number))
-                self.extents[number] = OpenExtent(memory=memory, is_private=False)
+                where = snapshot.where(number)
+                if where not in known:
+                    memory = place(snapshot.extent(number), spill_directory_of(state, number))
+                    known[where] = OpenExtent(memory=memory, is_private=False)
+                self.extents[number] = known[where]
             self._numbers = count(max(snapshot.places, default=0) + 1)
             self._service.store.adopt()
+
+    def _alias(self, extent: int) -> int:
+        number = next(self._numbers)
+        self.extents[number] = self.extents[extent]
+        return number
 
     def call(self, request: Message, owner: object) -> Future[Message]:
         """The future reply. Errors of the store are replies too."""

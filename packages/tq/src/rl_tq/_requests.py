@@ -111,6 +111,8 @@ class Put(Request):
     """The leases under which the caller writes: refused if he lost one."""
     is_spilled: bool = False
     """Whether the extent lies in a file."""
+    shared: Sequence[str] = ()
+    """Columns that each row has of its group."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

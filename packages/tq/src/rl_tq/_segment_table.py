@@ -103,6 +103,14 @@ class SegmentTable:
         self.stamps.open(extent)
         return extent
 
+    def alias(self, extent: int) -> int:
+        """Another number for an extent's memory, which stays as long as one of them is not freed."""
+        number = next(self._numbers)
+        self._extents[number] = self._extents[extent]
+        self._segments[self.segment_of(extent)].extents.add(number)
+        self.stamps.open(number)
+        return number
+
     def segment_of(self, extent: int) -> int:
         """Which segment an extent is in."""
         return self._extents[extent][0]

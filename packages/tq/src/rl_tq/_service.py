@@ -44,9 +44,13 @@ class Caller:
 class Service:
     """A metadata store that is spoken to in messages. One call at a time, as the store itself."""
 
-    def __init__(self, where: Callable[[int], Sequence[int] | None] | None = None) -> None:
-        """`where` says segment, offset, bytes, slot and stamp of an extent, if clients can read it without asking."""
-        self.store = MetadataStore()
+    def __init__(self, alias: Callable[[int], int], where: Callable[[int], Sequence[int] | None] | None = None) -> None:
+        """Begin empty.
+
+        `alias` gives the memory of an extent a second number, which is freed on its own; `where` says segment, offset,
+        bytes, slot and stamp of an extent, if clients can read it without asking.
+        """
+        self.store = MetadataStore(alias)
         self._where = where
         self._operations: dict[str, Callable[[Message, Caller], Message | None]] = {
             "put": self._put,
@@ -126,6 +130,7 @@ class Service:
             task=request.get("task", ""),
             leases=lengthen(request.get("leases", ())),
             is_spilled=request.get("is_spilled", False),
+            shared=request.get("shared", ()),
         )
         answer = self.store.put(put)
         if isinstance(answer, Spill):

@@ -66,7 +66,7 @@ class ControlServer:
         self.address = address
         self._journal = journal
         self._table = SegmentTable(self._send, None if journal is None else journal.directory)
-        self._service = Service(self._table.where)
+        self._service = Service(self._alias, self._table.where)
         self._wasted = Wasted(self._table, self._service.store.state)
         self.has_waste = threading.Event()
         """Set when something was cleared that may be worth compacting."""
@@ -324,6 +324,12 @@ class ControlServer:
         except Exception:
             self._table.free([extent])
             raise
+
+    def _alias(self, extent: int) -> int:
+        number = self._table.alias(extent)
+        if (log := self._service.store.state.log) is not None:
+            log.append(self._table.record(number))
+        return number
 
     def _plan(self) -> Message:
         plan = self._wasted.plan(time.monotonic())

@@ -89,7 +89,12 @@ def _write_extents(
 ) -> list[Record]:
     places: list[Record] = []
     shared: dict[str, _File] = {}
+    known: dict[tuple[int, int], Record] = {}
     for number, memory in extents.items():
+        same = known.get((memory.data_ptr(), len(memory)))
+        if same is not None:  # one memory may be several extents
+            places.append([same[0], number, *same[2:]])
+            continue
         is_packed = len(memory) <= PACKED_BYTES
         file = shared.get(alike[number]) if is_packed else None
         if file is None or file.nbytes + len(memory) > SEGMENT_BYTES:
@@ -100,7 +105,9 @@ def _write_extents(
             if is_packed:
                 shared[alike[number]] = file
         start = file.append(memory)
-        places.append(["note_place", number, file.path.name, start, len(memory), is_packed])
+        place = ["note_place", number, file.path.name, start, len(memory), is_packed]
+        places.append(place)
+        known[memory.data_ptr(), len(memory)] = place
         if not is_packed:
             file.finish()
     for file in shared.values():
@@ -149,6 +156,11 @@ class Snapshot:
             read = opened.readinto(_buffer(out))
         if read != len(out):
             raise AddressError(f"{self._directory / file} ends after {start + read} bytes: the snapshot was damaged")
+
+    def where(self, number: int) -> tuple[str, int]:
+        """File and offset of an extent; several numbers may stand for one."""
+        file, start, *_ = self.places[number]
+        return file, start
 
     def extent(self, number: int) -> torch.Tensor:
         """A copy of an extent, uint8 [n]."""

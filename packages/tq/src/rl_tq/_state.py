@@ -140,6 +140,40 @@ class State:
         self.touch(home)
         return rows
 
+    def share(
+        self,
+        partition: str,
+        extent: int,
+        of: int,
+        columns: Sequence[str],
+        numbers: Sequence[int],
+        places: Sequence[int],
+    ) -> None:
+        """Have rows refer to columns that lie in an extent, row i's at index `places[i]`.
+
+        By the number `extent`, which is that of the extent itself if it has no other columns; else one that stands for
+        the same memory from now on, and takes no bytes.
+        """
+        self._record("share", partition, extent, of, columns, numbers, places)
+        home = self.partitions[partition]
+        names = self._interned(frozenset(columns))
+        held = self.extents.get(extent)
+        if held is None:
+            source = self.extents[of]
+            held = self.extents[extent] = Extent(
+                number=extent, columns=names, nbytes=0, num_rows=source.num_rows, num_live=0, owner=source.owner,
+                partition=partition, rows=(), is_spilled=source.is_spilled,
+            )  # fmt: skip
+        held.num_live += len(numbers)
+        held.rows = (*held.rows, *numbers)
+        rows = [home.rows[number] for number in numbers]
+        for row, index in zip(rows, places, strict=True):
+            row.columns = self._interned(row.columns | names)
+            row.pieces = (*row.pieces, (held, index))
+        for ledger in home.tasks.values():
+            ledger.offer(rows)
+        self.touch(home)
+
     def move(
         self, extent: int, nbytes: int, old: Sequence[int], numbers: Sequence[int], is_spilled: bool = False
     ) -> None:

@@ -22,7 +22,7 @@ from rl_tq.policies import FirstK, GroupComplete
 from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from rl_tq._ledger import TaskLedger
     from rl_tq._rows import Partition, Row
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 class MetadataStore:
     """Partitions of rows, the tasks that consume them, and the requests parked for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, alias: Callable[[int], int]) -> None:
+        """`alias` has the host give the memory of an extent a second number."""
         self.state = State()
         self.now = 0.0
         """The host's clock, seconds; it never goes back."""
         self.num_expired = 0
         """Leases that ended at their deadline."""
-        self._admissions = Admissions(self.state)
+        self._admissions = Admissions(self.state, alias)
         self._parked: dict[str, dict[Any, Request]] = {}
         self._where: dict[Any, str] = {}
         self._timers = Timers()
@@ -385,7 +386,8 @@ class MetadataStore:
                 rows = self._admissions.put(request)
                 if rows is None:
                     return None
-                return self._batch(self.state.partitions[request.partition], rows, frozenset(request.schema))
+                columns = frozenset((*request.schema, *request.shared))
+                return self._batch(self.state.partitions[request.partition], rows, columns)
             case Admission():
                 return self._admissions.admit(request)
             case Claim():

@@ -150,6 +150,47 @@ class TransferQueueContract:
         added = peer.put({"late": PerGroup(torch.tensor([0.5, 1.5]))}, partition="p", sample_ids=meta)
         assert queue.get(added)["late"].tolist() == [0.5, 0.5, 1.5, 0.5, 1.5]
 
+    def test_rows_that_come_later_share_what_their_group_has(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Put by others, alone or several at a time; it outlives the rows that brought it."""
+        image = torch.rand(2, 100_000)
+        data = {"image": PerGroup(image), "prompt": PerGroup([b"x", b"yy"]), "x": torch.arange(2)}
+        first = queue.put(data, partition="p", tags=[{"group_id": 1}, {"group_id": 2}])
+        held = queue.stats()["bytes"]
+        mine: dict[str, Any] = {"image": PerGroup(), "prompt": PerGroup()}
+        later = [
+            peer.put({**mine, "x": torch.tensor([5, 6])}, partition="p", tags=[{"group_id": 2}, {"group_id": 1}]),
+            queue.put({**mine, "x": torch.tensor([7])}, partition="p", tags=[{"group_id": 2}]),
+        ]
+        assert later[0].columns == ("x", "image", "prompt")
+        empty = peer.put({"x": torch.tensor([8])}, partition="p", tags=[{"group_id": 1}])
+        later.append(peer.put({"prompt": PerGroup(), "y": ["late"]}, partition="p", sample_ids=empty))
+        assert queue.stats()["bytes"] - held < 10_000
+        claim: dict[str, Any] = {"partition": "p", "columns": ["image", "x"], "task": "t"}
+        meta = peer.get_meta(**claim, batch_size=5)
+        assert meta.rows == (*first.rows, *later[0].rows, *later[1].rows)
+        for client in (queue, peer):
+            batch = client.get(meta.reorder([4, 0, 3, 2, 1]))
+            assert torch.equal(batch["image"], image[[1, 0, 0, 1, 1]])
+            assert batch["x"].tolist() == [7, 0, 6, 5, 1]
+            assert client.get(later[0], ["prompt"])["prompt"].tolist() == [b"yy", b"x"]
+            assert client.get(later[2])["prompt"].tolist() == [b"x"]
+        queue.clear(first)
+        last = queue.put({**mine, "x": torch.tensor([9])}, partition="p", tags=[{"group_id": 1}])
+        for reference, wanted in ((later[0], [1, 0]), (last, [0])):
+            assert torch.equal(peer.get(reference, ["image"])["image"], image[wanted])
+        with pytest.raises(MissingDataError, match=r"no row of 1 groups of partition 'p' has 'image' \(3\)"):
+            queue.put({**mine, "x": torch.tensor([7])}, partition="p", tags=[{"group_id": 3}])
+        for given, tags, message in (
+            ({**mine, "x": torch.tensor([7])}, None, "no tag 'group_id'"),
+            (mine, [{"group_id": 1}], "at least one of their own"),
+        ):
+            with pytest.raises(SchemaError, match=message):
+                queue.put(given, partition="p", tags=tags)
+        with pytest.raises(SchemaError, match="filled already"):
+            queue.put({"image": PerGroup(), "z": [1]}, partition="p", sample_ids=last)
+        queue.clear("p")
+        assert queue.stats()["extents"] == 0
+
     def test_a_tensordict_round_trips(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """What a get returned can be put again."""
         data = TensorDict({"x": torch.arange(2), "text": NonTensorStack("a", "b")}, batch_size=[2])

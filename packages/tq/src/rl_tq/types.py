@@ -146,11 +146,14 @@ class PerGroup:
 
     `values` is whatever a column may be, of one value per group, in the order in which the groups first stand in the
     put's tags (or in those of the `BatchMeta` that names its rows). What comes back has a value per row, as any column:
-    rows of one column may be put in either way. Rows of a group that are put later bring their own copy.
+    rows of one column may be put in either way.
+
+    `PerGroup()`, without values, is the value that rows of the group already have, put by whomever in whatever way: a
+    row that comes later refers to it, and nothing is copied. It stays as long as one row refers to it.
     """
 
-    values: Any
-    """G values, one per group."""
+    values: Any = None
+    """G values, one per group; None: those that are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
