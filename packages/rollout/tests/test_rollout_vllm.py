@@ -25,7 +25,7 @@ from rl_rollout import (
     WeightUpdateError,
     create_server,
 )
-from rl_rollout.backends.vllm import versions_of
+from rl_rollout._external import versions_of
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 ENVIRONMENT = os.environ.get("RL_ROLLOUT_VLLM")
@@ -205,6 +205,6 @@ def test_an_update_that_was_installed_by_half_makes_the_server_refuse(qwen3_fold
 
 def test_versions_are_never_guessed():
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
-    assert versions_of(spans, 5) == [3, 3, 4, 4, 4]
+    assert versions_of(spans, 5, "vllm") == [3, 3, 4, 4, 4]
     with pytest.raises(WeightUpdateError, match="of 5 tokens, and there are 6"):
-        versions_of(spans, 6)
+        versions_of(spans, 6, "vllm")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import sys
 from abc import abstractmethod
 from pathlib import Path
@@ -22,6 +23,7 @@ from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
 from rl_rollout._validation import check_extras, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
+    ConfigError,
     GenerationError,
     ModelFolderError,
     RequestError,
@@ -87,7 +89,8 @@ class ExternalServer(RolloutServer):
         self.engine_name = engine_name
         self.model_name = Path(config.model_path).resolve().name
         self.vocab_size = int(model_config["vocab_size"])
-        self.max_model_len = min(config.max_model_len, model_config.get("max_position_embeddings", sys.maxsize))
+        self.max_position_embeddings = int(model_config.get("max_position_embeddings") or sys.maxsize)
+        self.max_model_len = min(config.max_model_len, self.max_position_embeddings)
         self.weight_version = 0
         self._endpoint = Endpoint(self, config, model_name=self.model_name)
         self._session: aiohttp.ClientSession | None = None
@@ -99,6 +102,14 @@ class ExternalServer(RolloutServer):
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._update_lock = asyncio.Lock()
+
+    def environment(self, **settings: str) -> dict[str, str]:
+        """Of the process: ours, then the backend's, then those of the option `env`."""
+        threads = {"OMP_NUM_THREADS": str(self.config.num_threads)} if self.config.num_threads else {}
+        found = self.config.options.get("env", {})
+        if not isinstance(found, dict):
+            raise ConfigError(f"option env={found!r} must be an object of names and values")
+        return {**threads, **settings, **{str(name): str(value) for name, value in found.items()}}
 
     # ---- what a subclass knows
 
@@ -453,3 +464,30 @@ def error_text(text: str) -> str:
     if isinstance(told, dict):
         told = told.get("message")
     return str(told or text)[:1000]
+
+
+def words(found: Any, name: str) -> list[str]:
+    """A list of strings, or a line of them.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(found, str):
+        return shlex.split(found)
+    if not isinstance(found, list | tuple) or (not found and name == "command"):
+        raise ConfigError(f"option {name}={found!r} must be a list of words, or a line of them")
+    return [str(word) for word in found]
+
+
+def versions_of(spans: Sequence[Mapping[str, Any]], count: int, engine_name: str) -> list[int]:
+    """One version per token, of spans `[start, end)` that cover all.
+
+    Raises:
+        WeightUpdateError: they do not: no token may have a version by guess.
+    """
+    versions = [int(span["version"]) for span in spans or () for _ in range(span["start"], span["end"])]
+    if len(versions) != count:
+        raise WeightUpdateError(
+            f"{engine_name} told the weight versions of {len(versions)} tokens, and there are {count}"
+        )
+    return versions

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import io
-import shlex
 import shutil
 import sys
 import tempfile
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout._external import ExternalServer, TornUpdateError, empty_output
+from rl_rollout._external import ExternalServer, TornUpdateError, empty_output, versions_of, words
 from rl_rollout._process import ServerProcess
 from rl_rollout._registry import check_options
-from rl_rollout.errors import ConfigError, RolloutError, WeightUpdateError
+from rl_rollout.errors import ConfigError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -66,7 +65,9 @@ class VllmServer(ExternalServer):
         self._socket = f"{self._folder}/vllm"
         self._sessions: set[str] = set()
         self.process = ServerProcess(
-            [sys.executable, "-m", "rl_rollout._guard", *self._command()], self._environment(), name="vllm"
+            [sys.executable, "-m", "rl_rollout._guard", *self._command()],
+            self.environment(VLLM_SERVER_DEV_MODE="1"),
+            name="vllm",
         )
 
     @property
@@ -91,20 +92,13 @@ class VllmServer(ExternalServer):
             *("--max-logprobs", "-1", *memory, *self._arguments),
         ]
 
-    def _environment(self) -> dict[str, str]:
-        threads = {"OMP_NUM_THREADS": str(self.config.num_threads)} if self.config.num_threads else {}
-        found = self.config.options.get("env", {})
-        if not isinstance(found, dict):
-            raise ConfigError(f"option env={found!r} must be an object of names and values")
-        return {"VLLM_SERVER_DEV_MODE": "1", **threads, **{str(name): str(value) for name, value in found.items()}}
-
     def base_url(self) -> str:
         """The host is not looked at."""
         return "http://vllm"
 
     def connector(self) -> aiohttp.BaseConnector:
-        """The UNIX socket; as many connections as there are requests."""
-        return aiohttp.UnixConnector(self._socket, limit=0)
+        """The UNIX socket; a connection per request: vLLM closes idle ones, perhaps while the next request is sent."""
+        return aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
 
     async def after_start(self) -> None:
         """The weights on disk are version 0; vLLM calls them `default`."""
@@ -176,19 +170,6 @@ class VllmServer(ExternalServer):
             await self.command("/wake_up", tags=tag)
 
 
-def words(found: Any, name: str) -> list[str]:
-    """A list of strings, or a line of them.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if isinstance(found, str):
-        return shlex.split(found)
-    if not isinstance(found, list | tuple) or (not found and name == "command"):
-        raise ConfigError(f"option {name}={found!r} must be a list of words, or a line of them")
-    return [str(word) for word in found]
-
-
 def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
     """What vLLM says about one request."""
     choice = answer["choices"][0]
@@ -208,7 +189,7 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
         request_id=request.request_id,
         token_ids=ids,
         logprobs=tuple(each["logprob"] for each in content),
-        weight_versions=tuple(versions_of(choice["weight_versions"], len(ids))),
+        weight_versions=tuple(versions_of(choice["weight_versions"], len(ids), "vllm")),
         finish_reason=FinishReason(choice["finish_reason"]),
         **extras,
     )
@@ -218,18 +199,6 @@ def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[i
     """The first `count` by log-prob: vLLM puts the drawn token first, likely or not."""
     pairs = [(each["token_id"], each["logprob"]) for each in found]
     return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
-
-
-def versions_of(spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """One version per token, of spans `[start, end)` that cover all.
-
-    Raises:
-        WeightUpdateError: they do not: no token may have a version by guess.
-    """
-    versions = [int(span["version"]) for span in spans or () for _ in range(span["start"], span["end"])]
-    if len(versions) != count:
-        raise WeightUpdateError(f"vllm told the weight versions of {len(versions)} tokens, and there are {count}")
-    return versions
 
 
 def read_experts(encoded: str) -> tuple[tuple[tuple[int, ...], ...], ...]:

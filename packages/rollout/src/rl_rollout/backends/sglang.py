@@ -1,0 +1,241 @@
+"""SGLang, started as a process in its own environment and spoken to over HTTP. Written for SGLang 0.5.23.
+
+Token ids go in and come out of `/generate`. Log-probs are those of the distribution that was sampled from: SGLang's are
+of logits / temperature, and where top-k or top-p cut something off, its "behaviour log-probs" are asked for instead.
+Which weights a token was sampled from is told by SGLang's spans. Weights come through rl-ckpt's loader, which must be
+installed beside SGLang.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+import sys
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import torch
+from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
+
+from rl_rollout._external import ExternalServer, TornUpdateError, empty_output, versions_of, words
+from rl_rollout._process import ServerProcess
+from rl_rollout._registry import check_options
+from rl_rollout.errors import ConfigError, GenerationError, RolloutError
+from rl_rollout.types import Capabilities, FinishReason, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.types import GenerateRequest, ServerConfig
+
+OPTIONS = {
+    "command": "what starts the server, a list or a line; default: this Python -m sglang.launch_server",
+    "args": "further arguments of SGLang, a list or a line",
+    "env": "environment variables of the server beside those of this process",
+}
+
+SEED_ARGUMENT = "--enable-deterministic-inference"
+SLEEP_ARGUMENT = "--enable-memory-saver"
+LORA_ARGUMENT = "--enable-lora"
+LOADER = "rl_ckpt.adapters.sglang.load_weights"
+
+
+def create_server(config: ServerConfig) -> RolloutServer:
+    """A server whose SGLang is a process that ends when this one does."""
+    return SglangServer(config)
+
+
+class SglangServer(ExternalServer):
+    """One `sglang.launch_server`.
+
+    While it is paused, what was in flight is taken out of the batch (`retract`), and its keys and values are computed
+    anew afterwards: so an update leaves none of the old ones.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        check_options(config.options, OPTIONS, "sglang")
+        if config.kv_cache_bytes:
+            raise ConfigError(
+                f"kv_cache_bytes={config.kv_cache_bytes}: SGLang counts tokens and not bytes; leave it at 0, and use "
+                "the option args='--max-total-tokens N'"
+            )
+        super().__init__(config, engine_name="sglang")
+        # SGLang keeps one position of its context to itself.
+        self._context = min(config.max_model_len + 1, self.max_position_embeddings)
+        self.max_model_len = self._context - 1
+        self._arguments = words(config.options.get("args", []), "args")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self._num_ranks = 1
+        self.process = ServerProcess(
+            [sys.executable, "-m", "rl_rollout._guard", *self._command()], self.environment(), name="sglang"
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Depend on the arguments that it was started with."""
+        return Capabilities(
+            sleep_levels=(1, 2) if SLEEP_ARGUMENT in self._arguments else (),
+            is_seeded=SEED_ARGUMENT in self._arguments,
+            has_adapters=LORA_ARGUMENT in self._arguments,
+        )
+
+    def _command(self) -> list[str]:
+        config = self.config
+        default = [sys.executable, "-m", "sglang.launch_server"]
+        return [
+            *words(config.options.get("command", default), "command"),
+            *("--model-path", config.model_path, "--served-model-name", self.model_name),
+            *("--host", "127.0.0.1", "--port", str(self._port), "--dtype", config.dtype),
+            *(() if config.device == "auto" else ("--device", config.device)),
+            *("--random-seed", str(config.seed), "--context-length", str(self._context)),
+            *("--max-running-requests", str(config.max_num_seqs), "--skip-tokenizer-init"),
+            *("--custom-weight-loader", LOADER, *self._arguments),
+        ]
+
+    def base_url(self) -> str:
+        """On loopback."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def connector(self) -> aiohttp.BaseConnector:
+        """A connection per request: SGLang closes idle ones, perhaps while the next request is sent."""
+        return aiohttp.TCPConnector(limit=0, force_close=True)
+
+    async def after_start(self) -> None:
+        """The weights on disk are version 0."""
+        self._num_ranks = int((await self.call("GET", "/server_info", timeout_s=self.config.timeout_s))["tp_size"])
+        await self.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+
+    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `ExternalServer`."""
+        params = request.sampling_params
+        sampling: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens(request),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "stop_token_ids": params.stop_token_ids,
+            "ignore_eos": params.ignore_eos,
+        }
+        if params.seed is not None:
+            sampling["sampling_seed"] = params.seed
+        body = {
+            "rid": request.request_id,
+            "input_ids": request.prompt_token_ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": 0 if request.returns_prompt_logprobs else -1,
+            "top_logprobs_num": request.num_top_logprobs,
+            "return_sampling_mask": is_cut(request),
+            "lora_path": request.adapter,
+        }
+        return read_answer(request, await self.call("POST", "/generate", body))
+
+    async def post_abort(self, request_ids: Sequence[str]) -> None:
+        """See `ExternalServer`."""
+        for request_id in request_ids:
+            await self.command("/abort_request", {"rid": request_id})
+
+    async def post_pause(self, mode: PauseMode) -> None:
+        """See `ExternalServer`. Nothing is in flight here but with `keep`."""
+        del mode
+        await self.command("/pause_generation", {"mode": "retract"})
+
+    async def post_resume(self) -> None:
+        """See `ExternalServer`."""
+        await self.command("/continue_generation", {})
+
+    async def post_update(self, address: str, version: int) -> None:
+        """See `ExternalServer`. The loader verifies, installs and attests; the version is set with the weights."""
+        payload = base64.b64encode(session_payload(address, version)).decode()
+        await self.command("/begin_weight_update", {})
+        try:
+            await self.command(
+                "/update_weights_from_tensor",
+                {
+                    "serialized_named_tensors": [payload] * self._num_ranks,
+                    "load_format": LOADER,
+                    "flush_cache": True,
+                    "weight_version": str(version),
+                },
+            )
+        except RolloutError:
+            await self.command("/end_weight_update", {})
+            raise
+        try:
+            await self.command("/end_weight_update", {})
+        except RolloutError as error:
+            raise TornUpdateError(str(error)) from error
+
+    async def post_sleep(self, level: int) -> None:
+        """See `ExternalServer`."""
+        await self.command("/pause_generation", {"mode": "retract"})
+        tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]
+        await self.command("/release_memory_occupation", {"tags": tags})
+
+    async def post_wake(self, tags: Sequence[str]) -> None:
+        """See `ExternalServer`."""
+        await self.command("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def is_cut(request: GenerateRequest) -> bool:
+    """Whether top-k or top-p leave something out of what is sampled from."""
+    params = request.sampling_params
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+
+
+def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
+    """What SGLang says about one request."""
+    told = answer["meta_info"]
+    reason = told["finish_reason"]["type"]
+    if reason == "abort" and told["finish_reason"].get("status_code"):
+        raise GenerationError(f"sglang ended {request.request_id!r}: {told['finish_reason'].get('message')}")
+    ids = tuple(answer["output_ids"] or ())
+    if not ids:
+        return empty_output(request)
+    pairs = told["output_token_logprobs"][: len(ids)]
+    logprobs = told["output_token_sampling_logprobs"] if is_cut(request) else [pair[0] for pair in pairs]
+    extras: dict[str, Any] = {}
+    if request.num_top_logprobs:
+        extras["top_logprobs"] = tuple(
+            tuple((token, logprob) for logprob, token, *_ in tops) for tops in told["output_top_logprobs"][: len(ids)]
+        )
+    if request.returns_prompt_logprobs:
+        extras["prompt_logprobs"] = tuple(pair[0] for pair in told["input_token_logprobs"][1:])
+    return TokenOutput(
+        request_id=request.request_id,
+        token_ids=ids,
+        logprobs=tuple(logprobs[: len(ids)]),
+        weight_versions=tuple(versions_of(told["weight_versions"], len(ids), "sglang")),
+        finish_reason=FinishReason(reason),
+        **extras,
+    )
+
+
+class _Storage:
+    """Pickles as a storage of one number."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.LongStorage, ([self._number],)
+
+
+class _Scalar:
+    """Pickles as a tensor [1] of int64, by functions that SGLang's unpickler allows and that copy no memory handle."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        hooks: OrderedDict[Any, Any] = OrderedDict()  # an alias that is called would pickle itself too
+        return _rebuild_tensor_v2, (_Storage(self._number), 0, (1,), (1,), False, hooks)
+
+
+def session_payload(address: str, version: int) -> bytes:
+    """What rl-ckpt's loader is given in place of weights: which session to take them from, and which version."""
+    return pickle.dumps([(address, _Scalar(version))])

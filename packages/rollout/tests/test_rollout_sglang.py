@@ -1,0 +1,116 @@
+"""The SGLang backend: against a fake that speaks its protocol, and against the real server where there is one.
+
+RL_ROLLOUT_SGLANG is the folder of a virtual environment with SGLang and rl-ckpt: SGLang pins another torch than ours.
+"""
+
+import asyncio
+import io
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_rollout import ConfigError, GenerationError, ServerConfig, create_server
+from rl_rollout.backends.sglang import read_answer, session_payload
+from rl_rollout.testing import Served, ServerConformance, write_tiny_model
+
+ENVIRONMENT = os.environ.get("RL_ROLLOUT_SGLANG")
+START_S = 600.0
+FAKE = [sys.executable, str(Path(__file__).parent / "peers/fake_sglang.py")]
+
+
+def config_of(folder, *args, command=FAKE, env=None, **fields):
+    options = {"command": command, "args": list(args), "env": env or {}}
+    fields = {"num_threads": 1, "timeout_s": START_S, "dtype": "float32", "max_num_seqs": 32} | fields
+    return ServerConfig(model_path=str(folder), options=options, **fields)
+
+
+def real_config(folder):
+    return config_of(
+        folder,
+        *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+        *("--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.1"),
+        *("--max-total-tokens", "65536"),
+        command=f"{ENVIRONMENT}/bin/python -m sglang.launch_server",
+        env={"SGLANG_USE_CPU_ENGINE": "1"},
+        device="cpu",
+    )
+
+
+def serve(config, trainer, **fields):
+    with asyncio.Runner() as runner:
+        server = create_server("sglang", config)
+        runner.run(server.start())
+        yield Served(server=server, run=runner.run, model_path=config.model_path, update=trainer.update, **fields)
+        runner.run(server.stop())
+        runner.run(trainer.close())
+
+
+@pytest.mark.contract
+class TestProtocol(ServerConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, qwen3_folder, new_trainer):
+        config = config_of(qwen3_folder, "--enable-memory-saver", "--enable-deterministic-inference")
+        yield from serve(config, new_trainer(60), max_model_len=255)
+
+    def test_where_something_is_cut_off_the_logprobs_are_the_behaviour_ones(self, served):
+        output = served.generate(temperature=0.7, top_k=5)
+        assert all(x <= 0 for x in output.logprobs)  # the fake tells 99 elsewhere
+
+    test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+@pytest.mark.contract
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_SGLANG names no environment with SGLang and rl-ckpt")
+class TestRealSglang(ServerConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, tmp_path_factory, new_trainer):
+        sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+        folder = write_tiny_model(tmp_path_factory.mktemp("sglang") / "model", **sizes)
+        yield from serve(real_config(folder), new_trainer(60), takes_parts=True, max_model_len=1023, num_long=600)
+
+    def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
+        """Temperature, top-k and top-p, recomputed by transformers: as our own sampler defines them."""
+        from transformers import AutoModelForCausalLM
+
+        from rl_rollout.backends.embedded.sampler import truncate
+
+        prompt = (5, 6, 7)
+        output = served.generate(prompt, temperature=0.7, top_k=20, top_p=0.9, max_new_tokens=60)
+        model = AutoModelForCausalLM.from_pretrained(served.model_path).eval()
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *output.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        rows = logits.shape[0]
+        kept = truncate(logits / 0.7, torch.full((rows,), 20), torch.full((rows,), 0.9))
+        want = kept.log_softmax(-1).gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), want, atol=1e-4, rtol=0)
+
+    test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+def test_what_it_cannot_do_is_refused(qwen3_folder):
+    with pytest.raises(ConfigError, match="--max-total-tokens N"):
+        create_server("sglang", ServerConfig(model_path=str(qwen3_folder), kv_cache_bytes=1))
+    can = create_server("sglang", config_of(qwen3_folder)).capabilities
+    assert (can.sleep_levels, can.is_seeded, can.has_adapters) == ((), False, False)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_the_payload_is_a_name_and_a_tensor_of_the_version():
+    ((address, version),) = pickle.load(io.BytesIO(session_payload("shm://policy", 7)))
+    assert (address, version.tolist(), version.dtype) == ("shm://policy", [7], torch.int64)
+
+
+def test_an_abort_for_a_fault_of_the_server_is_an_error():
+    from rl_rollout import GenerateRequest
+
+    told = {"finish_reason": {"type": "abort", "status_code": 500, "message": "out of memory"}}
+    with pytest.raises(GenerationError, match="'r': out of memory"):
+        read_answer(GenerateRequest(request_id="r", prompt_token_ids=(1,)), {"output_ids": [], "meta_info": told})
