@@ -48,8 +48,9 @@ def test_a_folder_without_tokenizer_is_one_sentence(tmp_path):
 def test_the_public_names():
     assert set(rl_agent.__all__) == {
         *("AgentError", "FailureError", "LoopError", "OutputError", "RowError", "TemplateError", "TokenizerError"),
+        "OnFailure",
         *("PluginError", "ToolDefinitionError", "ToolError", "FunctionTool", "Tool", "ToolCall", "ParsedTurn"),
-        *("CodeResult", "Grader", "SandboxError", "SandboxLimits"),
+        *("CodeResult", "Grader", "GroupResult", "SandboxError", "SandboxLimits"),
         *("AgentLoop", "AgentLoopOutput", "AgentRunner", "Failure", "FailureKind", "Generator", "Message"),
         *("RolloutResult", "Tokenizer", "create_loop", "load_tokenizer", "validate_output"),
     }

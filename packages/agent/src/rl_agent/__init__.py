@@ -1,5 +1,6 @@
 """Agent loops that produce trainable tokens: what the model emitted is never re-tokenised."""
 
+from rl_agent._groups import GroupResult, OnFailure
 from rl_agent._registry import create_loop
 from rl_agent._runner import AgentRunner
 from rl_agent._sandbox import CodeResult, Grader, SandboxLimits
@@ -43,8 +44,10 @@ __all__ = [
     "FunctionTool",
     "Generator",
     "Grader",
+    "GroupResult",
     "LoopError",
     "Message",
+    "OnFailure",
     "OutputError",
     "ParsedTurn",
     "PluginError",

@@ -9,14 +9,16 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from rl_agent._concurrency import as_finished
+from rl_agent._groups import GroupPlan, OnFailure, run_groups
 from rl_agent._validation import validate_output
 from rl_agent.errors import FailureError, OutputError, RowError
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
 from rl_rollout.errors import RolloutError, WeightUpdateError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
+    from rl_agent._groups import GroupResult
     from rl_agent.base import AgentLoop
 
 _RECOVERABLE = (FailureError, RowError, RolloutError, ConnectionError, TimeoutError)
@@ -96,9 +98,7 @@ class AgentRunner:
         """
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be positive")
-        places = range(len(rows)) if places is None else places
-        if len(places) != len(rows):
-            raise ValueError(f"there are {len(places)} places for {len(rows)} rows")
+        places = _checked_places(places, rows)
         loops = [self._loop_of(row) for row in rows]
         rollouts = (
             self._rollout(loops[i], rows[i], seeded(sampling_params, places[i], k), row_index=i, rollout_index=k)
@@ -108,6 +108,51 @@ class AgentRunner:
         async with aclosing(as_finished(rollouts, self._max_concurrent)) as results:
             async for result in results:
                 yield result
+
+    async def run_groups(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling_params: Mapping[str, Any],
+        *,
+        group_size: int,
+        on_failure: OnFailure | str = OnFailure.DROP,
+        max_refills: int = 2,
+        min_group_size: int = 2,
+        grade: Callable[[RolloutResult], Awaitable[RolloutResult]] | None = None,
+        places: Sequence[int] | None = None,
+    ) -> AsyncGenerator[GroupResult, None]:
+        """As `run`, by group: yield each as its last rollout ends. No failed rollout is among a group's trajectories.
+
+        Args:
+            rows: Dataset rows.
+            sampling_params: See `run`.
+            group_size: Rollouts per row.
+            on_failure: `refill`, `drop` or `mask`; see `OnFailure`.
+            max_refills: Places of one group that another rollout may take, with `refill`.
+            min_group_size: Rollouts that have to be left, with `mask`; a baseline needs two.
+            grade: Gives the rewards of a rollout that ended well, or the `Failure` to give them; that counts as the
+                rollout's own.
+            places: See `run`.
+
+        Raises:
+            LoopError, ValueError: as of `run`.
+        """
+        plan = GroupPlan(
+            group_size=group_size,
+            on_failure=OnFailure(on_failure),
+            max_refills=max_refills,
+            min_group_size=min(min_group_size, group_size),
+        )
+        places = _checked_places(places, rows)
+        loops = [self._loop_of(row) for row in rows]
+
+        def rollout(row: int, place: int, seed_index: int) -> Awaitable[RolloutResult]:
+            params = seeded(sampling_params, places[row], seed_index)
+            return self._rollout(loops[row], rows[row], params, row_index=row, rollout_index=place)
+
+        async with aclosing(run_groups(rollout, grade, len(rows), plan, self._max_concurrent)) as groups:
+            async for group in groups:
+                yield group
 
     async def close(self) -> None:
         """Close the loops that were made."""
@@ -146,6 +191,13 @@ class AgentRunner:
             num_attempts=num_attempts,
             wall_s=time.perf_counter() - start,
         )
+
+
+def _checked_places(places: Sequence[int] | None, rows: Sequence[Any]) -> Sequence[int]:
+    places = range(len(rows)) if places is None else places
+    if len(places) != len(rows):
+        raise ValueError(f"there are {len(places)} places for {len(rows)} rows")
+    return places
 
 
 def seeded(sampling_params: Mapping[str, Any], row_index: int, rollout_index: int) -> dict[str, Any]:

@@ -131,7 +131,11 @@ def _go_on_in_child() -> None:
     if child == 0:
         die_with_parent()
         return
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+
+    def end(*_: object) -> None:
+        os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
     while True:
         ended, status = os.wait()  # orphans too
         if ended == child:
