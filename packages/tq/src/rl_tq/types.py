@@ -244,7 +244,7 @@ class BatchMeta:
         index: defaultdict[Hashable, list[int]] = defaultdict(list)
         for i, value in enumerate(self._values(tag)):
             index[value].append(i)
-        return {value: self.reorder(positions) for value, positions in index.items()}
+        return {value: self._at(positions) for value, positions in index.items()}
 
     def sort_by(self, tag: str, *, descending: bool = False) -> BatchMeta:
         """Rows in the order of a tag; equal ones stay in the order they have.
@@ -304,7 +304,8 @@ class BatchMeta:
         tags = self.tags
         if other.tags:
             mine = self.tags or ({},) * len(self)
-            tags = tuple([m if m == (t := other.tags[i]) else {**m, **t} for m, i in zip(mine, theirs, strict=True)])
+            others = other.tags if isinstance(theirs, range) else _taker(theirs)(other.tags)
+            tags = tuple([m if m is t or m == t else {**m, **t} for m, t in zip(mine, others, strict=True)])
         return replace(
             self,
             columns=tuple(dict.fromkeys((*self.columns, *other.columns))),
@@ -369,6 +370,11 @@ class BatchMeta:
             places=_united([p.places for p in parts]),
         )
 
+    def _at(self, positions: list[int]) -> BatchMeta:
+        """Rows at ascending positions."""
+        first, last = positions[0], positions[-1]
+        return self._slice(first, last + 1) if last - first + 1 == len(positions) else self.reorder(positions)
+
     def _slice(self, start: int, stop: int) -> BatchMeta:
         part = slice(start, stop)
         return self._with_rows(self.sample_ids[part], self.tags[part], self.rows[part], self.leases[part])
@@ -383,15 +389,16 @@ class BatchMeta:
         # Many small references are made at once: the fields are set as they are, without a constructor's checks, which
         # the lengths of what was taken satisfy.
         meta = object.__new__(BatchMeta)
-        for set_field, value in zip(
-            _SETTERS,
-            (
-                self.partition, sample_ids, self.columns, tags, rows, self.generation, self.task, leases, self.places,
-                self.extra,
-            ),
-            strict=True,
-        ):  # fmt: skip
-            set_field(meta, value)
+        _SET_PARTITION(meta, self.partition)
+        _SET_SAMPLE_IDS(meta, sample_ids)
+        _SET_COLUMNS(meta, self.columns)
+        _SET_TAGS(meta, tags)
+        _SET_ROWS(meta, rows)
+        _SET_GENERATION(meta, self.generation)
+        _SET_TASK(meta, self.task)
+        _SET_LEASES(meta, leases)
+        _SET_PLACES(meta, self.places)
+        _SET_EXTRA(meta, self.extra)
         return meta
 
     def _all_tags(self) -> Sequence[Mapping[str, Any]]:
@@ -399,7 +406,7 @@ class BatchMeta:
 
     def _values(self, tag: str) -> list[Any]:
         try:
-            return [tags[tag] for tags in self._all_tags()]
+            return list(map(itemgetter(tag), self._all_tags()))
         except KeyError:
             lacking = [name for name, tags in zip(self.sample_ids, self._all_tags(), strict=True) if tag not in tags]
             raise KeyError(
@@ -425,8 +432,10 @@ class BatchMeta:
         return [position[key] for key in mine]
 
 
-_SETTERS = [getattr(BatchMeta, each.name).__set__ for each in fields(BatchMeta)]
-"""Of the slots, in the order of the fields."""
+(
+    _SET_PARTITION, _SET_SAMPLE_IDS, _SET_COLUMNS, _SET_TAGS, _SET_ROWS, _SET_GENERATION, _SET_TASK, _SET_LEASES,
+    _SET_PLACES, _SET_EXTRA,
+) = [getattr(BatchMeta, each.name).__set__ for each in fields(BatchMeta)]  # fmt: skip
 
 
 def _taker(index: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
