@@ -130,8 +130,9 @@ def test_every_backend_is_a_module_of_its_own_found_by_entry_point(package):
     group = f"{package}.{PLUG_INS[package]}"
     entries = PROJECTS[package]["project"]["entry-points"][group]
     for name, target in entries.items():
-        assert target.partition(":")[0] == f"{group}.{name}"
-        backend = SOURCES[package] / PLUG_INS[package] / name
+        module = name.replace("-", "_")  # a scheme of a URL has no underscore
+        assert target.partition(":")[0] == f"{group}.{module}"
+        backend = SOURCES[package] / PLUG_INS[package] / module
         assert backend.with_suffix(".py").is_file() or (backend / "__init__.py").is_file()
 
 

@@ -88,6 +88,15 @@ def test_digest_is_the_reference(kernels: Implementation, size: int, shift: int)
         assert kernels.call("digest_sum", on_device, offset) == _digest.reference_sum(data, offset)
 
 
+def test_digests_of_many_pieces(kernels: Implementation) -> None:
+    """More than fit a launch, of all alignments, some empty and some of several tiles."""
+    sizes = [(i * 37) % 500 for i in range(2500)] + [0, 300_000, 1 << 20, 0, 16, 0]
+    data = torch.randint(0, 256, (sum(sizes),), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    on_device = data.to(kernels.device)
+    sums = kernels.call("digest_many", on_device.split(sizes))
+    assert sums == [_digest.reference_sum(piece) for piece in data.split(sizes)]
+
+
 def delta_in_plain_python(fresh: torch.Tensor, base: torch.Tensor) -> tuple[list[list[int]], list[int]]:
     """Table and gap bytes by the words of FRAMES.md, one element at a time."""
     changed = (fresh != base).nonzero()[:, 0].tolist()

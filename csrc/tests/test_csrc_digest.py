@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_csrc import ArgumentError, _cpu, _digest, digest, digest_finish, digest_sum
+from rl_csrc import ArgumentError, _cpu, _digest, digest, digest_finish, digest_many, digest_sum
 
 MASK = (1 << 64) - 1
 LEVELS = (0, 1, 2)
@@ -99,3 +99,10 @@ def test_a_piece_must_start_on_a_word():
 def test_not_bytes():
     with pytest.raises(TypeError):
         digest("text")
+
+
+def test_digests_of_many_pieces_are_those_of_each():
+    data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    pieces = data.split([0, 7, 1000, 3993])
+    assert digest_many(pieces) == [digest(piece) for piece in pieces]
+    assert digest_many([]) == []

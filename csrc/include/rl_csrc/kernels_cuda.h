@@ -126,6 +126,9 @@ int rl_cuda_roll_labels(const int64_t* token_ids, const int64_t* cu_seqlens, int
 int64_t rl_cuda_digest_blocks(int64_t nbytes);
 int rl_cuda_digest(const void* data, int64_t nbytes, uint64_t first_word, uint64_t* total, uint64_t* partials, uint32_t* counter,
                    void* stream);
+/* The unfinished sums of `count` pieces, each from word 0, added to `totals` [count], which are zeros; `data` and `nbytes` are host
+ * memory, read before the call returns. */
+int rl_cuda_digest_many(const uint64_t* data, const uint64_t* nbytes, int64_t count, uint64_t* totals, void* stream);
 
 /* Delta (FRAMES.md) of `size` elements of 1, 2, 4 or 8 bytes, in chunks of 65536; `table` [chunks, 2] int32 = changed elements and
  * gap bytes, `masks` [chunks, 2048] uint32 = a bit per element. Without `starts` fills these two; with `starts` [chunks, 2] (where a

@@ -246,6 +246,12 @@ void bind_copies(py::module_& m) {
                                  at<int64_t>(labels), at<void>(stream));
     });
   });
+  m.def("digest_many", [](const std::vector<uint64_t>& data, const std::vector<uint64_t>& nbytes, Address totals, Address stream) {
+    if (data.size() != nbytes.size()) throw std::invalid_argument("digest_many: as many addresses as sizes are wanted.");
+    launch("digest_many", [&] {
+      return rl_cuda_digest_many(data.data(), nbytes.data(), int64_t(data.size()), at<uint64_t>(totals), at<void>(stream));
+    });
+  });
   m.def("digest_blocks", &rl_cuda_digest_blocks);
   m.def("digest", [](Address data, int64_t nbytes, uint64_t first_word, Address total, Address partials, Address counter, Address stream) {
     launch("digest", [&] {

@@ -3,7 +3,7 @@
 from rl_csrc import arena, bucket, delta, frames, reference, ring
 from rl_csrc._build import BuildInfo, build_info
 from rl_csrc._copy_ops import bucket_copy, cp_slice, pack, roll_labels, unpack
-from rl_csrc._digest import digest, digest_finish, digest_sum
+from rl_csrc._digest import digest, digest_finish, digest_many, digest_sum
 from rl_csrc._estimator_ops import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc._policy_ops import policy_loss, policy_loss_from_hidden, policy_loss_from_logits
 from rl_csrc._softmax_ops import linear_logprobs, logprob_stats, logprobs, parallel_logprobs, stats_merge
@@ -48,6 +48,7 @@ __all__ = [
     "delta",
     "digest",
     "digest_finish",
+    "digest_many",
     "digest_sum",
     "frames",
     "group_norm",

@@ -8,12 +8,15 @@ malice: there is no secret in it.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 from rl_csrc import _cpu
 from rl_csrc.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Data: TypeAlias = "torch.Tensor | bytes | bytearray | memoryview | Any"
 """A tensor on any device, or anything with the buffer protocol."""
@@ -36,6 +39,22 @@ def digest(data: Data) -> int:
     if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
         return digest_finish(_device_sum(plain, 0), plain.numel() * plain.element_size())
     return _cpu.digest(plain)
+
+
+def digest_many(pieces: Sequence[torch.Tensor]) -> list[int]:
+    """Return the digest of each of many contiguous uint8 `[N]` pieces; on a GPU by few launches and one wait."""
+    if not pieces or pieces[0].device.type != "cuda":
+        return [digest(piece) for piece in pieces]
+    if any(piece.dtype != torch.uint8 or piece.device != pieces[0].device for piece in pieces) or not all(
+        piece.is_contiguous() for piece in pieces
+    ):
+        raise ArgumentError("the pieces of digest_many must be contiguous, uint8, and on one device")
+    try:
+        from rl_csrc import _impl_cuda  # loads the CUDA module: only when a tensor lives there
+    except ImportError:
+        return [digest(piece) for piece in pieces]
+    sums = _impl_cuda.digest_many(pieces)
+    return [digest_finish(total, piece.numel()) for total, piece in zip(sums, pieces, strict=True)]
 
 
 def digest_sum(data: Data, *, offset: int = 0) -> int:

@@ -907,6 +907,14 @@ def digest_sum_async(raw: Tensor, offset: int = 0) -> Tensor:
     return total[0]
 
 
+def digest_many(pieces: Sequence[Tensor]) -> list[int]:
+    """Unfinished digests of uint8 `[N]` pieces, each from byte 0 of a stream. Waits for the device once."""
+    totals = torch.zeros(len(pieces), dtype=torch.int64, device=pieces[0].device)
+    addresses, sizes = [piece.data_ptr() for piece in pieces], [piece.numel() for piece in pieces]
+    _cuda.digest_many(addresses, sizes, totals.data_ptr(), _stream(totals))
+    return [total & ((1 << 64) - 1) for total in totals.tolist()]
+
+
 # ---- delta ----------------------------------------------------------------------------------------------------------
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -277,3 +277,26 @@ def test_a_registered_source_is_published_from_where_it_is(url, monkeypatch):
             assert "'large' was registered at" in str(error)
 
     asyncio.run(work())
+
+
+def test_a_staged_version_is_installed_whole_or_not_at_all(url, tmp_path):
+    async def work():
+        sender, receiver = ends(url)
+        async with sender, receiver:
+            weights = {f"t{i}": torch.randn(1000) for i in range(4)}
+            into = {name: torch.zeros(1000) for name in weights}
+            await sender.send_weights(weights.items(), version=1)
+            assert await receiver.receive_into(into, staged=True) == 1
+            assert_same(into, weights)
+            await sender.send_weights({name: -tensor for name, tensor in weights.items()}.items(), version=2)
+            (path,) = (tmp_path / "policy").glob("version-*2-00000.safetensors")
+            raw = bytearray(path.read_bytes())
+            raw[-1] ^= 1
+            path.write_bytes(raw)
+            await failure(DigestError, receiver.receive_into(into, staged=True))
+            assert_same(into, weights)
+            assert (receiver.version, receiver.state) == (1, ReceiverState.COMMITTED)
+            receiver.attest_with(lambda: into)
+            assert "use one of them" in str(await failure(UsageError, receiver.receive_into(into, staged=True)))
+
+    asyncio.run(work())

@@ -30,6 +30,7 @@ class Ring:
     def __init__(self):
         self.memory = torch.randint(0, 256, (3 * BUCKET_BYTES,), dtype=torch.uint8)
         self.slots = [self.memory[BUCKET_BYTES : 2 * BUCKET_BYTES]]
+        self.is_lent = False
 
     def fetch(self, bucket, contents):
         return False

@@ -108,7 +108,9 @@ def test_options_out_of_range_name_what_is_allowed(option, value, allowed):
 
 
 def test_an_unknown_backend_lists_what_is_installed():
-    with pytest.raises(rl_ckpt.BackendError, match="no backend 'smh'.*file, gloo, inproc, nixl, shm, tcp, uds"):
+    with pytest.raises(
+        rl_ckpt.BackendError, match="no backend 'smh'.*cuda-ipc, file, gloo, inproc, nccl, nixl, shm, tcp, uds"
+    ):
         rl_ckpt.connect("smh://x", role="send")
 
 

@@ -32,12 +32,19 @@ def combine(leaves: Sequence[int]) -> int:
 
 def leaves_of(raw: Tensor) -> list[int]:
     """The digests of the leaves of uint8 [num_bytes]; one for content without bytes."""
-    return [rl_csrc.digest(leaf) for leaf in _leaves(raw)]
+    return rl_csrc.digest_many(_leaves(raw))
+
+
+def digests_of(contents: Sequence[Tensor]) -> list[int]:
+    """The digests of many contents, uint8 [num_bytes] each: together, because a device has to be waited for."""
+    leaves = [_leaves(content) for content in contents]
+    found = iter(rl_csrc.digest_many([leaf for of_one in leaves for leaf in of_one]))
+    return [combine([next(found) for _ in of_one]) for of_one in leaves]
 
 
 def pack_leaves(content: Tensor, slot: Tensor) -> list[int]:
     """Copy `content` into `slot`, uint8 [num_bytes] both, and return the digests of its leaves, in one pass."""
-    if content.device.type != "cpu":
+    if content.device.type != "cpu" or slot.device.type != "cpu":
         slot.copy_(content)
         return leaves_of(slot)
     pairs = zip(_leaves(content), _leaves(slot), strict=True)
@@ -45,7 +52,10 @@ def pack_leaves(content: Tensor, slot: Tensor) -> list[int]:
 
 
 def unpack_leaves(slot: Tensor, content: Tensor) -> list[int]:
-    """Copy `slot` into `content`, uint8 [num_bytes] on the CPU both, and return the digests of what was read."""
+    """Copy `slot` into `content`, uint8 [num_bytes]; the digests of what was read or, on a device, of the copy."""
+    if content.device.type != "cpu" or slot.device.type != "cpu":
+        content.copy_(slot)
+        return leaves_of(content)
     pairs = zip(_leaves(slot), _leaves(content), strict=True)
     return [_digest(unpack(_plan(leaf.numel()), leaf, [into], digest=True)) for leaf, into in pairs]
 

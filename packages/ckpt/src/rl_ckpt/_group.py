@@ -1,4 +1,7 @@
-"""One group of torch.distributed at a time, worked by a thread of its own: an operation that hangs is left behind."""
+"""One group of torch.distributed at a time, worked by a thread of its own: an operation that hangs is left behind.
+
+Of gloo on the CPU, or of NCCL on a device.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rl_ckpt._fork import close_in_children
 from rl_ckpt.errors import BackendError
@@ -29,6 +34,13 @@ def require_gloo(address: str) -> None:
     """Raise `BackendError` where this torch has none."""
     if not (_dist().is_available() and _dist().is_gloo_available()):
         raise BackendError(f"{address} needs a torch that was built with torch.distributed and gloo; use tcp instead")
+
+
+def require_nccl(address: str) -> None:
+    """Raise `BackendError` where there is none, or no GPU to use it with."""
+    dist = _dist()
+    if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
+        raise BackendError(f"{address} needs NCCL and a GPU, and torch has not both here; use gloo or tcp instead")
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[Any, int]:
@@ -62,10 +74,19 @@ class Group:
         size: How many there are.
         host: Address of this end, that the others connect to.
         timeout_s: Longest time of one operation, seconds; after it the thread of a group that was left ends.
+        device: Where the contents are: the CPU for gloo, a GPU for NCCL.
     """
 
     def __init__(
-        self, store: Callable[[], Any], generation: int, rank: int, size: int, *, host: str, timeout_s: float
+        self,
+        store: Callable[[], Any],
+        generation: int,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        timeout_s: float,
+        device: torch.device,
     ) -> None:
         self.generation = generation
         self.error: Exception | None = None
@@ -75,10 +96,12 @@ class Group:
         self._is_left = False
         self._store = store
         self._place = (rank, size, host, timeout_s)
+        self._device = device
+        self._group: Any = None
         self._jobs: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._bell_in, self._bell_out = map(close_in_children, socket.socketpair())
         self._bell_in.setblocking(False)
-        name = f"rl-ckpt gloo group {generation} rank {rank}"
+        name = f"rl-ckpt {device.type} group {generation} rank {rank}"
         threading.Thread(target=self._work, name=name, daemon=True).start()  # a hung operation must not hang the exit
 
     def fileno(self) -> int:
@@ -86,7 +109,7 @@ class Group:
         return self._bell_out.fileno()
 
     def broadcast(self, content: Tensor) -> None:
-        """Begin to send (rank 0) or to receive uint8 [num_bytes] on the CPU, after what was asked for before."""
+        """Begin to send (rank 0) or to receive uint8 [num_bytes] on the device, after what was asked for before."""
         self.num_pending += 1
         self._jobs.put(content)
 
@@ -98,17 +121,24 @@ class Group:
             raise self.error
 
     def leave(self) -> None:
-        """Do nothing more. What is under way ends by itself, at the latest by its timeout, and is heard by nobody."""
+        """Do nothing more. What is under way ends by itself, at the latest by its timeout, and is heard by nobody.
+
+        NCCL would hold its device until then, so its communicator is aborted.
+        """
         self._is_left = True
         self._jobs.put(None)
+        if self._device.type == "cuda" and self._group is not None:
+            self._group.abort()
         self._bell_in.close()
         self._bell_out.close()
 
     def _work(self) -> None:
         try:
-            group = self._join()
+            self._group = group = self._join()
             while (content := self._jobs.get()) is not None and not self._is_left:
                 group.broadcast(content, 0).wait()
+                if self._device.type == "cuda":  # NCCL's wait is that of the stream
+                    torch.cuda.current_stream(self._device).synchronize()
                 self._ring()
         except Exception as error:  # noqa: BLE001  # kept for `take`: gloo raises RuntimeError for everything
             self.error = error
@@ -117,11 +147,16 @@ class Group:
     def _join(self) -> Any:
         dist = _dist()
         rank, size, host, timeout_s = self._place
+        store = dist.PrefixStore(f"rl-ckpt/{self.generation}", self._store())
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            return dist.ProcessGroupNCCL(store, rank, size, options)
         options = dist.ProcessGroupGloo._Options()  # its only name, since torch 1.8
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1  # one operation at a time
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        store = dist.PrefixStore(f"rl-ckpt/{self.generation}", self._store())
         return dist.ProcessGroupGloo(store, rank, size, options)
 
     def _ring(self) -> None:

@@ -43,6 +43,7 @@ class Inlet:
         waits: Waits,
     ) -> None:
         self.slots = slots
+        self.is_lent = transport.is_lent
         self._opened = 0
         self._transport = transport
         self._session = session

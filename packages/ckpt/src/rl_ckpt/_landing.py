@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._shelf import Shelf
+    from rl_ckpt._stage import Stage
     from rl_ckpt._wire import Bucket
     from rl_ckpt.types import ReceiverState
+
+
+_CPU = torch.device("cpu")
 
 
 class Memory(Protocol):
@@ -33,6 +37,8 @@ class Memory(Protocol):
 
     slots: Sequence[Tensor]
     """uint8 [bucket_bytes] each."""
+    is_lent: bool
+    """Whether they are the sender's own, and can be written: tensors in them are not handed out."""
 
     def fetch(self, bucket: Bucket, contents: Sequence[Tensor]) -> bool:
         """Read a bucket into `contents`, uint8 each, that follow one another; False if it is in its slot instead."""
@@ -49,11 +55,11 @@ class Scratch:
 
     _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def get(self, num_bytes: int) -> Tensor:
+    def get(self, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 [num_bytes], the same memory as the last time where it is enough."""
-        if self._memory.numel() < num_bytes:
+        if self._memory.numel() < num_bytes or self._memory.device != device:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it first
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._memory[:num_bytes]
 
     def forget(self) -> None:
@@ -94,7 +100,11 @@ class Landing:
     has_base: bool
     """Whether differences are allowed."""
     targets: Mapping[str, Tensor] | None
-    """Where the consumer wants its tensors; None: it iterates."""
+    """Where the consumer wants its tensors, or the stage in front of it; None: it iterates."""
+    stage: Stage | None = None
+    """Where the whole version lands before the consumer's tensors are touched."""
+    is_called_off: bool = False
+    """Whether the sender itself has said after the vote that the version is not in force."""
     verify_s: float = 0.0
     """Time in checking bytes, and in bringing them where they go in the same pass, seconds."""
     install_s: float = 0.0
@@ -135,7 +145,7 @@ class Landing:
                 f"{sequence} is due, of at most {self.bucket_bytes} in one of {len(slots)} slots"
             )
         slot = slots[bucket.slot]
-        places = self._places(bucket)
+        places = self._places(bucket, slot.device, is_lent=memory.is_lent)
         self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
         is_fetched = memory.fetch(bucket, _contents(bucket, places, slot))
         since = time.perf_counter()
@@ -153,6 +163,24 @@ class Landing:
         self.install_s += time.perf_counter() - checked
         return items
 
+    def begin_mapped(self, sequence: int, specs: Sequence[TensorSpec]) -> list[Tensor] | None:
+        """Count a bucket of whole tensors that are copied from where the sender has them; where they belong, if said.
+
+        Raises:
+            ProtocolError, TensorError: it is not its turn, a tensor came before, or the consumer has none like it.
+        """
+        if sequence != self.num_buckets or self._partial is not None:
+            raise ProtocolError(f"{self.sender} sent mapped tensors as bucket {sequence}; {self.num_buckets} is due")
+        for spec in specs:
+            if spec.name in self._names:
+                raise ProtocolError(f"{self.sender} sent {spec.name!r} twice")
+            self._names.add(spec.name)
+        targets = None if self.targets is None else [self._target(spec) for spec in specs]
+        self.num_buckets += 1
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+        self.is_touched = True
+        return targets
+
     def missing(self) -> list[str]:
         """Tensors of the consumer that did not come."""
         return [] if self.targets is None else [name for name in self.targets if name not in self._names]
@@ -161,7 +189,7 @@ class Landing:
         """Whether no tensor is begun and not ended."""
         return self._partial is None
 
-    def _places(self, bucket: Bucket) -> list[Place]:
+    def _places(self, bucket: Bucket, device: torch.device, *, is_lent: bool) -> list[Place]:
         places: list[Place] = []
         end = 0
         for span in bucket.spans:
@@ -173,7 +201,7 @@ class Landing:
             end = aligned(span.bucket_offset + span.num_bytes)
             is_whole = span.is_last and _end_of(span, spec) == spec.num_bytes
             self._partial = None if is_whole else span
-            places.append(self._choose(span, spec))
+            places.append(self._choose(span, spec, device, is_lent=is_lent))
             if is_whole:
                 self._names.add(spec.name)
         if end != bucket.used_bytes:
@@ -212,16 +240,19 @@ class Landing:
             return span.total_bytes == leaf_bytes
         return span.codec in (Codec.DELTA, Codec.DELTA_ZSTD) and 0 < span.total_bytes < leaf_bytes
 
-    def _choose(self, span: Span, spec: TensorSpec) -> Place:
+    def _choose(self, span: Span, spec: TensorSpec, device: torch.device, *, is_lent: bool) -> Place:
         """Decide where the piece goes."""
         is_whole = span.num_bytes == span.total_bytes
         target = None if self.targets is None else self._target(spec)
-        if span.codec == Codec.RAW and target is not None and _is_plain(target):
+        if span.codec == Codec.RAW and target is not None and _is_plain(target, device):
             content = as_bytes(target)[span.start : span.start + span.total_bytes]
             return Place(span, spec, content, is_target=True)
         if span.codec == Codec.RAW and span.total_bytes < spec.num_bytes:
             raise ProtocolError(f"{self.sender} sent a leaf of {spec.name!r}, which this end did not ask for")
-        return Place(span, spec, None if is_whole else self.scratch.get(span.total_bytes), is_target=False)
+        if is_lent and is_whole and self.targets is None:
+            return Place(span, spec, torch.empty(span.total_bytes, dtype=torch.uint8, device=device), is_target=False)
+        content = None if is_whole else self.scratch.get(span.total_bytes, device)
+        return Place(span, spec, content, is_target=False)
 
     def _target(self, spec: TensorSpec) -> Tensor:
         targets = self.targets or {}
@@ -308,10 +339,10 @@ def is_base(targets: Mapping[str, Tensor]) -> bool:
     return all(_is_plain(target) for target in targets.values())
 
 
-def _is_plain(target: Tensor) -> bool:
-    """Whether a tensor's memory can be written as bytes."""
+def _is_plain(target: Tensor, device: torch.device = _CPU) -> bool:
+    """Whether a tensor's memory can be written as bytes, from that device."""
     return (
-        target.device.type == "cpu"
+        target.device == device
         and target.layout == torch.strided
         and target.is_contiguous()
         and not (target.is_conj() or target.is_neg())

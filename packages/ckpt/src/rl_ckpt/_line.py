@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt._inlet import Inlet
 from rl_ckpt._link import Deadline, Link, Waker, wait_for
+from rl_ckpt._mapped import Mirror
 from rl_ckpt._proof import is_proof, proof_of
 from rl_ckpt._tensors import TensorSpec
 from rl_ckpt._wire import (
@@ -25,6 +26,7 @@ from rl_ckpt._wire import (
     Proof,
     Regroup,
     Session,
+    Sources,
 )
 from rl_ckpt.errors import AddressError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
@@ -54,6 +56,8 @@ class Line:
     """What the sender said of it; None before."""
     inlet: Inlet | None = None
     """Where its buckets come from; None before that is known."""
+    mirror: Mirror | None = None
+    """Its registered source, if this end has mapped that."""
     inbox: deque[tuple[int, Message]] = field(default_factory=deque[tuple[int, Message]])
     """`(sync, message)` that arrived and was not looked at."""
     specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
@@ -115,6 +119,7 @@ class Line:
 
     def close(self) -> None:
         """Hang up."""
+        self.mirror = None
         if self.inlet is not None:
             self.inlet.close()
             self.inlet = None  # it refers back to the line: the ring would stay mapped until a collection
@@ -191,6 +196,9 @@ class Line:
                 self.specs += message.specs
             elif isinstance(message, Regroup):
                 self.transport.regroup(message, self.link)
+            elif isinstance(message, Sources):
+                segments = self.transport.map_segments(message.segments, self.link)
+                self.mirror = Mirror(message, segments, self.specs, self.peer)
             elif sync in {0, self.sync}:
                 self.inbox.append((sync, message))
         for sync, message in self.inbox:

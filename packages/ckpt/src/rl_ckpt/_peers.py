@@ -80,6 +80,8 @@ class Peer:
     """A bit for every `Codec` that it can read."""
     sync: int = 0
     """Its number of the sync that it takes part in; 0 for none."""
+    mapped: int = 0
+    """Generation of the registered source that it was told of; 0 for none."""
     num_declared: int = 0
     """Tensors of the manifest that it was told."""
     num_sent: int = 0

@@ -14,6 +14,7 @@ from rl_ckpt._landing import Landing, Scratch, is_base, readable_codecs
 from rl_ckpt._line import Line
 from rl_ckpt._link import Deadline, wait_for
 from rl_ckpt._shelf import Shelf
+from rl_ckpt._stage import Stage
 from rl_ckpt._wire import (
     NO_VERSION,
     AbortReason,
@@ -22,6 +23,7 @@ from rl_ckpt._wire import (
     Commit,
     Committed,
     Free,
+    Mapped,
     Ready,
     Seal,
     Staged,
@@ -33,6 +35,7 @@ from rl_ckpt.errors import (
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
+    SyncAbortedError,
     TensorError,
     UsageError,
 )
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._mapped import Mirror
     from rl_ckpt._transport import ReceiveTransport
     from rl_ckpt.base import Hold
     from rl_ckpt.types import SessionConfig, SyncReport
@@ -66,6 +70,7 @@ class Receiver(CheckpointEngine):
         self._line: Line | None = None
         self._landing: Landing | None = None
         self._scratch = Scratch()
+        self._stage = Stage()
         self._handed_at: float | None = None
         """Since when the consumer has its tensors."""
         self._state = ReceiverState.IDLE
@@ -150,9 +155,9 @@ class Receiver(CheckpointEngine):
         self._scratch.forget()
         return self._landing.shelf.hold()
 
-    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Land tensors where they belong. See `CheckpointEngine`."""
-        landing = await self._begin_async(targets)
+        landing = await self._begin_async(targets, staged=staged)
         try:
             await self._worker.run(lambda: self._take_all(landing, strict))
         finally:
@@ -169,9 +174,9 @@ class Receiver(CheckpointEngine):
         finally:
             self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
 
-    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Synchronous twin of `receive_into`: does everything in the calling thread."""
-        landing = self._worker.call(lambda: self._begin(targets))
+        landing = self._worker.call(lambda: self._begin(targets, staged=staged))
         try:
             self._worker.call(lambda: self._take_all(landing, strict))
         finally:
@@ -187,20 +192,21 @@ class Receiver(CheckpointEngine):
             self._give_up(self._landing, AbortReason.FAILED, "it was closed")
         self._hang_up()
 
-    async def _begin_async(self, targets: Mapping[str, Tensor] | None) -> Landing:
+    async def _begin_async(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
         try:
-            return await self._worker.run(lambda: self._begin(targets))
+            return await self._worker.run(lambda: self._begin(targets, staged=staged))
         except asyncio.CancelledError:
             if self._landing is not None:  # it began in the very moment of the cancellation
                 self._give_up(self._landing, AbortReason.FAILED, "it was cancelled")
             raise
 
-    def _begin(self, targets: Mapping[str, Tensor] | None) -> Landing:
+    def _begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
         """Ask for the next sync and wait until it starts."""
         if self._landing is not None:
             self._give_up(self._landing, AbortReason.FAILED, "its consumer began anew")
         held = NO_VERSION
-        if targets is not None and targets is self._base and self._state is ReceiverState.COMMITTED:
+        stage = self._stage if staged and targets is not None else None
+        if targets is not None and targets is self._base and self._state is ReceiverState.COMMITTED and stage is None:
             held = NO_VERSION if self._version is None else self._version
         deadline = Deadline(self._config.timeout_s)
         while True:
@@ -216,9 +222,9 @@ class Receiver(CheckpointEngine):
                 self._hang_up()
                 raise
             else:
-                return self._land_on(line, begin, targets)
+                return self._land_on(line, begin, targets, stage)
 
-    def _land_on(self, line: Line, begin: Begin, targets: Mapping[str, Tensor] | None) -> Landing:
+    def _land_on(self, line: Line, begin: Begin, targets: Mapping[str, Tensor] | None, stage: Stage | None) -> Landing:
         self._landing = Landing(
             version=begin.version,
             previous=self._state,
@@ -228,7 +234,8 @@ class Receiver(CheckpointEngine):
             specs=line.specs,
             scratch=self._scratch,
             has_base=begin.base != NO_VERSION,
-            targets=targets,
+            targets=targets if targets is None or stage is None else stage.open(targets),
+            stage=stage,
         )
         self._state, self._handed_at = ReceiverState.PREPARING, None
         return self._landing
@@ -292,6 +299,10 @@ class Receiver(CheckpointEngine):
                         self._handed_at = time.perf_counter()
                         return landing.shelf.hand_out(message.sequence, tensors)
                     line.say(Free(message.sequence))
+                elif isinstance(message, Mapped) and line.mirror is not None:
+                    if tensors := self._mirror(landing, line.mirror, message):
+                        return landing.shelf.hand_out(message.sequence, tensors)
+                    line.say(Free(message.sequence))
                 elif isinstance(message, Seal):
                     for sequence in landing.shelf.close():
                         line.say(Free(sequence))
@@ -302,6 +313,15 @@ class Receiver(CheckpointEngine):
         except BaseException as error:
             self._give_up(landing, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
             raise
+
+    def _mirror(self, landing: Landing, mirror: Mirror, message: Mapped) -> list[tuple[str, Tensor]]:
+        since = time.perf_counter()
+        tensors = mirror.land(landing, message)
+        self._handed_at = time.perf_counter()
+        landing.verify_s += self._handed_at - since
+        if not tensors:
+            self._handed_at = None
+        return tensors
 
     def _line_of(self, landing: Landing) -> Line:
         if self._line is None or landing.is_over:
@@ -326,15 +346,25 @@ class Receiver(CheckpointEngine):
             verify_ns=int(landing.verify_s * 1e9),
             install_ns=int(landing.install_s * 1e9),
         )
+        if landing.stage is not None:
+            landing.stage.install(spec.name for spec in landing.digests)
         vote = self._attest(landing, vote)
         self._state = ReceiverState.STAGED
         line.say(vote)
-        verdict = line.hear("gave no verdict")
+        try:
+            verdict = line.hear("gave no verdict")
+        except SyncAbortedError:
+            landing.is_called_off = not self._worker.waker.is_woken
+            raise
         if verdict != Commit(landing.version):
             raise ProtocolError(f"{line.peer} sent {verdict} where a verdict on {landing.version} is due")
         landing.is_over, self._landing = True, None
         self._version, self._digest, self._state = landing.version, digest, ReceiverState.COMMITTED
-        self._base = landing.targets if landing.targets is not None and is_base(landing.targets) else None
+        if landing.stage is not None:
+            landing.stage.close()
+            self._base = None
+        else:
+            self._base = landing.targets if landing.targets is not None and is_base(landing.targets) else None
         line.link.try_send(Committed(landing.version), line.sync)
 
     def _attest(self, landing: Landing, vote: Staged) -> Staged:
@@ -355,8 +385,18 @@ class Receiver(CheckpointEngine):
         if self._landing is landing:
             self._landing = None
             self._base = None
-            self._state = ReceiverState.POISONED if landing.is_touched else landing.previous
+            is_mixed = landing.is_touched if landing.stage is None else not self._restore(landing, landing.stage)
+            self._state = ReceiverState.POISONED if is_mixed else landing.previous
             self._leave(reason, text)
+
+    def _restore(self, landing: Landing, stage: Stage) -> bool:
+        """Put back what was before. False if it may not be served: the version may be in force, or that failed."""
+        is_in_doubt = self._state is ReceiverState.STAGED and not landing.is_called_off
+        try:
+            stage.undo()
+        except Exception:  # noqa: BLE001  # the error that ended the sync is the one to raise; the state tells of this one
+            return False
+        return not is_in_doubt
 
     def _leave(self, reason: AbortReason, text: str) -> None:
         """Tell the sender, if it can still hear it, and hang up if it cannot or if the two are out of step."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._mapped import SourceMap
+    from rl_ckpt._transport import SendTransport
+
 _AGAIN = "; call register_source again after whatever replaces storages (an offload, .data = ..., resize_)"
 _Place: TypeAlias = tuple[TensorSpec, int, tuple[int, ...]]
 """What a tensor is, its address, and its strides."""
@@ -31,6 +34,7 @@ class Registered:
     def __init__(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._named = named_tensors.items if isinstance(named_tensors, Mapping) else named_tensors
         self._places: dict[str, _Place] = {}
+        self._map: SourceMap | None = None
         for name, tensor in self._named():
             if name in self._places:
                 raise TensorError(f"{name!r} is registered twice; names must differ")
@@ -57,6 +61,12 @@ class Registered:
                     f"storage is another{_AGAIN}"
                 )
         return items
+
+    def map_with(self, transport: SendTransport) -> SourceMap | None:
+        """What of it the receivers of a session can read where it is; found out once. None: nothing."""
+        if self._map is None:
+            self._map = transport.map_source(self.items())
+        return self._map
 
 
 def _place_of(name: str, tensor: Tensor) -> _Place:

@@ -131,11 +131,11 @@ class Sender(CheckpointEngine):
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 
-    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 
-    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Raise `UsageError`: not for this end."""
         raise self._not_mine()
 
@@ -181,7 +181,7 @@ class Sender(CheckpointEngine):
         source = Source(() if weights is None else weights, clock)
         try:
             if weights is None:
-                source = Source(items_of(self._registered), clock, is_stable=True)
+                source = Source(items_of(self._registered), clock, self._registered)
             return self._transact(source, version, clock)
         except Exception as error:
             if not self._worker.waker.is_woken:

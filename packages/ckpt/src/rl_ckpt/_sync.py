@@ -7,22 +7,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, pack_leaves
+import torch
+
+from rl_ckpt._digest import LEAF_BYTES, combine, digests_of, leaves_of, model_digest, pack_leaves
 from rl_ckpt._link import Deadline
 from rl_ckpt._outbox import Run
 from rl_ckpt._plan import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
 from rl_ckpt._tensors import TensorSpec, as_bytes, memory_of, spec_of
-from rl_ckpt._wire import NO_VERSION, Begin, Bucket, Commit, Manifest, Seal
+from rl_ckpt._wire import NO_VERSION, Begin, Bucket, Commit, Manifest, Mapped, Seal, Sources
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.types import Receipt, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from rl_ckpt._delta import Snapshot
+    from rl_ckpt._mapped import SourceMap
     from rl_ckpt._peers import Peer, Peers
+    from rl_ckpt._registered import Registered
     from rl_ckpt._wire import Staged
 
 MANIFEST_CHUNK = 4096
@@ -62,15 +66,19 @@ def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
     for _ in range(4):
         since = time.perf_counter()
         other.copy_(one)
+        if other.is_cuda:
+            torch.cuda.synchronize(other.device)
         times.append(time.perf_counter() - since)
     return one.numel() / max(min(times[1:]), 1e-9) / 1e9
 
 
 class Source:
-    """The caller's weights, taken one by one. `is_stable`: none of them changes before the sync ends."""
+    """The caller's weights, taken one by one: of a call, or of a registered source, which stays as it is meanwhile."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], clock: Clock, *, is_stable: bool = False) -> None:
-        self.is_stable = is_stable
+    def __init__(
+        self, weights: Iterable[tuple[str, Tensor]], clock: Clock, registered: Registered | None = None
+    ) -> None:
+        self.registered = registered
         self._iterator = iter(weights)
         self._clock = clock
         self._is_over = False
@@ -166,8 +174,9 @@ class Sync:
         self._peers.regroup(self._participants)
         for peer in self._participants:
             self._peers.send(peer, Begin(self._version, NO_VERSION if base is None else base))
-        self._is_stable = source.is_stable
-        for name, tensor in source:
+        self._is_stable = source.registered is not None
+        source_map = self._map(source)
+        for name, tensor in source if source_map is None else self._tell(source_map):
             self._pack(spec_of(name, tensor), tensor)
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
@@ -254,6 +263,46 @@ class Sync:
             verify_s=staged.verify_ns / 1e9,
             install_s=staged.install_ns / 1e9,
         )
+
+    def _map(self, source: Source) -> SourceMap | None:
+        """What of the source the receivers can read where it is; they are told where, if they do not know."""
+        registered = source.registered
+        if registered is None or self._snapshot is not None:
+            return None
+        with self._clock("export_s"):
+            found = registered.map_with(self._peers.transport)
+        if found is not None and found.places:
+            indices = tuple((self._schema.index(spec), segment, offset) for spec, segment, offset in found.places)
+            for peer in self._participants:
+                self._declare(peer)
+                if peer.mapped != found.generation:
+                    self._peers.send(peer, Sources(tuple(found.segments), indices))
+                    peer.mapped = found.generation
+        return found
+
+    def _tell(self, source_map: SourceMap) -> Iterator[tuple[str, Tensor]]:
+        """Say what is ready to be read where it is; yield, in their place, the tensors that have to be packed."""
+        with self._clock("export_s"):
+            self._peers.transport.settle()
+        for step in source_map.steps:
+            if isinstance(step, tuple):
+                yield step
+                continue
+            self._publish()
+            self._plan.close()
+            with self._clock("verify_s"):
+                digests = digests_of(step.contents)
+            message = Mapped(self._num_buckets, step.first, tuple(digests))
+            for peer in self._participants:
+                self._peers.send(peer, message)
+                peer.num_sent += 1
+            self._num_buckets += 1
+            self._plan = BucketPlan(self._plan.bucket_bytes, bucket=self._num_buckets)
+            self._digests |= zip(step.specs, digests, strict=True)
+            self._names |= {spec.name for spec in step.specs}
+            num_bytes = sum(spec.num_bytes for spec in step.specs)
+            self._num_bytes += num_bytes
+            self._num_wire_bytes += num_bytes
 
     def _pack(self, spec: TensorSpec, tensor: Tensor) -> None:
         if spec.name in self._names:

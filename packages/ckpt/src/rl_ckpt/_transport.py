@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._link import Link
+    from rl_ckpt._mapped import SourceMap
     from rl_ckpt._wire import Regroup, Session
     from rl_ckpt.types import SessionConfig
 
@@ -131,6 +132,14 @@ class SendTransport(ABC):
         """Begin to send the payload of a bucket, which every receiver was just told of, to all at once."""
         del content
 
+    def map_source(self, items: Sequence[tuple[str, Tensor]]) -> SourceMap | None:
+        """Of a registered source, what receivers can read where it is; None where they can read nothing so."""
+        del items
+        return None
+
+    def settle(self) -> None:  # noqa: B027  # most transports have nothing to do here
+        """Wait until what was begun on the source's device is in its memory."""
+
     def disband(self) -> None:  # noqa: B027  # most transports have nothing to do here
         """The sync is off: forget what `regroup` made. Idempotent."""
 
@@ -144,6 +153,8 @@ class ReceiveTransport(ABC):
 
     token: bytes | None = None
     """Secret that the sender must know; None where the kernel vouches for it."""
+    is_lent: bool = False
+    """Whether slots are the sender's own memory, which a consumer could write to."""
 
     @abstractmethod
     def dial(self) -> Link | None:
@@ -189,6 +200,19 @@ class ReceiveTransport(ABC):
             waits: How to wait for it.
         """
         del slot, content, waits
+
+    def map_segments(self, segments: Sequence[tuple[bytes, int]], link: Link) -> Sequence[Tensor]:
+        """Map memory of the sender's, uint8 [size] each, in place of what was mapped before.
+
+        Args:
+            segments: The handle and the size of each, bytes.
+            link: Who sent them.
+
+        Raises:
+            ProtocolError: this transport has no such memory.
+        """
+        del segments
+        raise ProtocolError(f"{link.peer} offered memory to map on a transport where none can be")
 
     def disband(self) -> None:  # noqa: B027  # most transports have nothing to do here
         """The sync is off: forget what `regroup` made. Idempotent."""

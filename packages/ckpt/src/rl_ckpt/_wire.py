@@ -26,6 +26,8 @@ NO_VERSION = 2**64 - 1
 """Stands for "none" where a version is expected."""
 NONCE_BYTES = 16
 PROOF_BYTES = 32
+HANDLE_BYTES = 64
+"""Of what another process maps memory by."""
 
 _HEADER = struct.Struct("<4sHHIII")
 _CHECKED_BYTES = 16
@@ -36,6 +38,10 @@ _BUCKET = struct.Struct("<IIQII")
 _SPAN = struct.Struct("<IIQQQQQQ")
 _ABORT = struct.Struct("<HH")
 _SESSION = struct.Struct("<QIIQ")
+_SOURCES = struct.Struct("<II")
+_SEGMENT = struct.Struct(f"<{HANDLE_BYTES}sQ")
+_PLACE = struct.Struct("<IIQ")
+_MAPPED = struct.Struct("<IIII")
 
 
 class AbortReason(IntEnum):
@@ -198,6 +204,25 @@ class Abort:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Sender to receiver: memory of the sender's that a receiver can map, and which tensors lie where in it."""
+
+    segments: tuple[tuple[bytes, int], ...]
+    """The handle and the size of each, bytes."""
+    places: tuple[tuple[int, int, int], ...]
+    """Of each tensor: its index, the segment, and where it starts in that, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Sender to receiver: tensors that lie in its sources are ready to be read there."""
+
+    sequence: int
+    first: int
+    digests: tuple[int, ...]
+
+
 Message: TypeAlias = (
     Hello
     | Session
@@ -214,6 +239,8 @@ Message: TypeAlias = (
     | Proof
     | Stream
     | Regroup
+    | Sources
+    | Mapped
 )
 
 _KINDS: dict[int, type[Message]] = {
@@ -232,6 +259,8 @@ _KINDS: dict[int, type[Message]] = {
     13: Proof,
     14: Stream,
     15: Regroup,
+    16: Sources,
+    17: Mapped,
 }
 _CODES = {message: kind for kind, message in _KINDS.items()}
 _FIXED: dict[type[Message], struct.Struct] = {
@@ -318,6 +347,11 @@ def decode(kind: int, body: bytes) -> Message:
         if message is Session:
             bucket_bytes, num_slots, num_streams, ticket = _SESSION.unpack_from(body)
             return Session(bucket_bytes, num_slots, num_streams, ticket, body[_SESSION.size :])
+        if message is Sources:
+            return _decode_sources(body)
+        if message is Mapped:
+            sequence, first, count, _ = _MAPPED.unpack_from(body)
+            return Mapped(sequence, first, struct.unpack(f"<{count}Q", body[_MAPPED.size :]))
         if message is Abort:
             reason, _ = _ABORT.unpack_from(body)
             return Abort(AbortReason(reason), body[_ABORT.size :].decode())
@@ -344,6 +378,13 @@ def _encode_body(message: Message) -> bytes:
     if isinstance(message, Session):
         head = _SESSION.pack(message.bucket_bytes, message.num_slots, message.num_streams, message.ticket)
         return head + message.memory
+    if isinstance(message, Sources):
+        parts = [_SOURCES.pack(len(message.segments), len(message.places))]
+        parts += [_SEGMENT.pack(*segment) for segment in message.segments]
+        return b"".join(parts + [_PLACE.pack(*place) for place in message.places])
+    if isinstance(message, Mapped):
+        count = len(message.digests)
+        return _MAPPED.pack(message.sequence, message.first, count, 0) + struct.pack(f"<{count}Q", *message.digests)
     if isinstance(message, Abort):
         return _ABORT.pack(message.reason, 0) + message.text.encode()
     return _FIXED[type(message)].pack(*(getattr(message, field.name) for field in fields(message)))
@@ -375,3 +416,13 @@ def _decode_bucket(body: bytes) -> Bucket:
         raise ValueError(f"{count} spans do not fit it")
     spans = tuple(Span(*fields) for fields in _SPAN.iter_unpack(body[_BUCKET.size :]))
     return Bucket(sequence, slot, used_bytes, spans)
+
+
+def _decode_sources(body: bytes) -> Sources:
+    num_segments, num_places = _SOURCES.unpack_from(body)
+    places_at = _SOURCES.size + num_segments * _SEGMENT.size
+    if len(body) != places_at + num_places * _PLACE.size:
+        raise ValueError(f"{num_segments} segments and {num_places} tensors do not fit it")
+    segments = tuple((handle, size) for handle, size in _SEGMENT.iter_unpack(body[_SOURCES.size : places_at]))
+    places = tuple((tensor, segment, offset) for tensor, segment, offset in _PLACE.iter_unpack(body[places_at:]))
+    return Sources(segments, places)

@@ -169,29 +169,38 @@ class CheckpointEngine(ABC):
         """
         return Hold(lambda: None)  # where tensors are the consumer's own there is nothing to keep
 
-    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Receive one sync into tensors of the caller, by name, and return its version.
 
         The fast way where names, dtypes and shapes are those of the sender: bytes land where they belong, without a
         view in between. Called again with the same mapping, it can take differences (`connect(..., delta=True)`).
-        Tensors are written before the commit, so after a failure they may be mixed: see `state`.
+        Tensors are written before the commit, so after a failure they may be mixed, and `state` is then `POISONED`.
 
         Args:
             targets: Name to tensor, on any device; dtype and shape must be those that are sent.
             strict: Whether every tensor of `targets` must come.
+            staged: Land the version in host memory first, kept for the session, and install it when all of it is there
+                and verified. What fails, also after that, leaves the tensors and `state` as they were; but `state` is
+                `POISONED` where a vote was cast and no verdict was heard. Takes no differences.
 
         Raises:
             TensorError: a tensor came that is not in `targets` or differs from it, or one did not come (`strict`).
             CkptError: as `receive_weights`.
         """
         left = dict(targets)
-        async for name, tensor in self.receive_weights():
+        landed: dict[str, Tensor] = {}
+        async for name, tensor in self.receive_weights(clone=staged):
             target = left.pop(name, None)
             if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
                 raise TensorError(f"{name!r} came as {tensor.dtype} {list(tensor.shape)}; the target is {target!r}")
-            target.detach().copy_(tensor)
+            if staged:
+                landed[name] = tensor
+            else:
+                target.detach().copy_(tensor)
         if strict and left:
             raise TensorError(f"{len(left)} tensors did not come, {next(iter(left))!r} the first")
+        for name, tensor in landed.items():
+            targets[name].detach().copy_(tensor)
         if self.version is None:
             raise TensorError("the sync ended without a version")
         return self.version
@@ -254,12 +263,12 @@ class CheckpointEngine(ABC):
                     return
                 yield item
 
-    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True) -> int:
+    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Synchronous twin of `prepare`, `connect` and `receive_into`."""
 
         async def run() -> int:
             await self.prepare()
             await self.connect()
-            return await self.receive_into(targets, strict=strict)
+            return await self.receive_into(targets, strict=strict, staged=staged)
 
         return asyncio.run(run())

@@ -170,7 +170,7 @@ class FileSender(FileEnd):
         written: list[str] = []
         try:
             if weights is None:
-                source = Source(items_of(self._registered), clock, is_stable=True)
+                source = Source(items_of(self._registered), clock, self._registered)
             self._open()
             last = max(self._folder.versions(), default=-1)
             if not last < version <= MAX_VERSION:
@@ -199,7 +199,7 @@ class FileSender(FileEnd):
                 raise TensorError(f"the source yielded {name!r} {what}")
             names.add(name)
             with clock("pack_s"):
-                batch[name] = _kept(tensor, batch) if source.is_stable else _copied(tensor)
+                batch[name] = _kept(tensor, batch) if source.registered is not None else _copied(tensor)
             with clock("verify_s"):
                 digests[spec] = combine(leaves_of(as_bytes(batch[name])))
             file = self._folder.file_name(version, len(written))
@@ -275,6 +275,21 @@ class FileReceiver(FileEnd):
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Look into the engine before a version counts as taken. See `CheckpointEngine`."""
         self._held = held
+
+    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
+        """See `CheckpointEngine`. Staged, it installs what it has taken, so that there is nothing yet to attest."""
+        if not staged:
+            return await super().receive_into(targets, strict=strict)
+        if self._held is not None:
+            raise UsageError(
+                "staged=True installs when a sync has ended, and attest_with looks before; use one of them"
+            )
+        before = self._state, self._version, self._digest
+        try:
+            return await super().receive_into(targets, strict=strict, staged=True)
+        except BaseException:
+            self._state, self._version, self._digest = before
+            raise
 
     async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of the newest version above the one that was taken last, each verified."""

@@ -58,6 +58,8 @@ class GlooSend(TcpSend):
     """Rank 0 of every group."""
 
     is_direct = False
+    device = torch.device("cpu")
+    """Where the ring is."""
     _store: tuple[Any, int] | None = None
     _group: Group | None = None
     _members: tuple[int, ...] = ()
@@ -81,7 +83,9 @@ class GlooSend(TcpSend):
         def store() -> Any:  # of its own: a group that was left may wait in its own for long
             return dial_store(mine, port, timeout_s)
 
-        self._group = Group(store, self._generation, 0, size, host=mine, timeout_s=timeout_s + MARGIN_S)
+        self._group = Group(
+            store, self._generation, 0, size, host=mine, timeout_s=timeout_s + MARGIN_S, device=self.device
+        )
         return [Regroup(self._generation, rank, size, port) for rank in range(1, size)]
 
     def publish(self, content: Tensor) -> None:
@@ -105,6 +109,8 @@ class GlooSend(TcpSend):
 class GlooReceive(StreamReceive):
     """Any other rank. Buckets land in slots of its own."""
 
+    device = torch.device("cpu")
+    """Where they are."""
     _group: Group | None = None
 
     @property
@@ -117,7 +123,9 @@ class GlooReceive(StreamReceive):
         if session.num_streams or not 0 < session.bucket_bytes <= MAX_BUCKET_BYTES:
             raise ProtocolError(f"{link.peer} announced {session}, which is not a session of broadcasts")
         num_slots = min(session.num_slots, MAX_SLOTS)
-        self._slots = [torch.empty(session.bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        self._slots = [
+            torch.empty(session.bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_slots)
+        ]
         return self._slots
 
     def regroup(self, message: Regroup, link: Link) -> None:
@@ -130,7 +138,13 @@ class GlooReceive(StreamReceive):
             return dial_store(theirs, message.port, timeout_s)
 
         self._group = Group(
-            store, message.generation, message.rank, message.size, host=mine, timeout_s=timeout_s + MARGIN_S
+            store,
+            message.generation,
+            message.rank,
+            message.size,
+            host=mine,
+            timeout_s=timeout_s + MARGIN_S,
+            device=self.device,
         )
 
     def pull(self, slot: int, content: Tensor, waits: Waits) -> None:

@@ -7,6 +7,7 @@ class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite, KillSuite):
 ```
 """
 
+from rl_ckpt.testing.cuda import FakeCuda, fake_cuda
 from rl_ckpt.testing.ends import EndProcess
 from rl_ckpt.testing.faults import Fault, Injector, inject
 from rl_ckpt.testing.helpers import assert_same, failure, new_name, receive_all, sample_weights, until
@@ -18,6 +19,7 @@ from rl_ckpt.testing.versions import VersionSuite
 __all__ = [
     "CheckpointEngineSuite",
     "EndProcess",
+    "FakeCuda",
     "Fault",
     "Injector",
     "KillSuite",
@@ -25,6 +27,7 @@ __all__ = [
     "VersionSuite",
     "assert_same",
     "failure",
+    "fake_cuda",
     "inject",
     "new_name",
     "receive_all",

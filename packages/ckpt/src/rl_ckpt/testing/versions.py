@@ -9,8 +9,8 @@ import torch
 
 from rl_ckpt import tree_digest
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError, UsageError
-from rl_ckpt.testing._pair import Pair, Suite
 from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights
+from rl_ckpt.testing.stages import StageSuite
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.testing._pair import Pair
     from rl_ckpt.types import SyncReport
 
 LEAF_ELEMENTS = (4 << 20) // 4
@@ -43,7 +44,7 @@ def step(weights: Mapping[str, Tensor], every: int = 100) -> dict[str, Tensor]:
     return fresh
 
 
-class VersionSuite(Suite):
+class VersionSuite(StageSuite):
     """Attestation, differences, parts of a model, and late comers. Every receiver here uses `receive_into`."""
 
     @staticmethod

@@ -1,0 +1,178 @@
+"""The few calls of the CUDA driver that sharing memory between processes takes. Knows no sessions.
+
+The driver and not the runtime, because it tells which allocation an address lies in: torch carves many tensors out of
+one, and a handle is of the whole. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rl_ckpt._wire import HANDLE_BYTES
+from rl_ckpt.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IS_SHAREABLE = 13
+"""CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE."""
+_ENABLE_PEER_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+
+
+class Driver(Protocol):
+    """What sharing takes; `rl_ckpt.testing.FakeCuda` is another, for machines without a GPU."""
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor is that of the session's device."""
+        ...
+
+    def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
+        """Address and size, bytes, of the allocation that a tensor lies in.
+
+        Raises:
+            BackendError: it is of a kind that cannot be shared; says what to set.
+        """
+        ...
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] on the session's device."""
+        ...
+
+    def export(self, address: int) -> bytes:
+        """The handle, 64 bytes, of the allocation at an address."""
+        ...
+
+    def open(self, handle: bytes, num_bytes: int) -> Tensor:
+        """Map the allocation of another process: uint8 [num_bytes]. Valid until `close`."""
+        ...
+
+    def close(self, mapped: Tensor) -> None:
+        """Give a mapping back."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for everything that was begun on the device."""
+        ...
+
+    @property
+    def device_id(self) -> str:
+        """The same in every process that sees this device, 36 characters."""
+        ...
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class CudaDriver:
+    """The real one.
+
+    Args:
+        device_id: UUID of the device; None: the current one of torch.
+
+    Raises:
+        BackendError: there is no CUDA here, or this process does not see that device.
+    """
+
+    def __init__(self, device_id: str | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise BackendError("cuda-ipc shares the memory of a GPU, and torch finds none here; use shm instead")
+        self._library: Any = ctypes.CDLL("libcuda.so.1")
+        self._library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
+        index = torch.cuda.current_device() if device_id is None else _index_of(device_id)
+        self._device = torch.device("cuda", index)
+        torch.zeros(1, device=self._device)  # from here on there is a context
+
+    @property
+    def device_id(self) -> str:
+        """UUID."""
+        return _uuid_of(self._device.index)
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """See `Driver`."""
+        return tensor.device == self._device
+
+    def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
+        """See `Driver`."""
+        self._enter()
+        address, size, pointer = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(tensor.data_ptr())
+        is_shareable = ctypes.c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(is_shareable), _IS_SHAREABLE, pointer)
+        if not is_shareable.value:
+            raise BackendError(
+                "it lies in memory that CUDA IPC cannot share, of expandable segments or cudaMallocAsync; start this "
+                "process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and without backend:cudaMallocAsync"
+            )
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(address), ctypes.byref(size), pointer)
+        return address.value, size.value
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `Driver`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def export(self, address: int) -> bytes:
+        """See `Driver`."""
+        self._enter()
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes, num_bytes: int) -> Tensor:
+        """See `Driver`."""
+        self._enter()
+        address = ctypes.c_uint64()
+        mine = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), mine, _ENABLE_PEER_ACCESS)
+        return torch.as_tensor(_Array(address.value, num_bytes), device=self._device)
+
+    def close(self, mapped: Tensor) -> None:
+        """See `Driver`."""
+        self._enter()
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(mapped.data_ptr()))
+
+    def settle(self) -> None:
+        """See `Driver`."""
+        torch.cuda.synchronize(self._device)
+
+    def _enter(self) -> None:
+        """Make the device's context that of this thread: the driver, unlike torch, does not by itself."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.synchronize(self._device)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            raise BackendError(f"{name} failed with CUDA error {status}: {(text.value or b'unknown').decode()}")
+
+
+class _Array:
+    """Memory at an address, as torch takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _uuid_of(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _index_of(device_id: str) -> int:
+    seen = [_uuid_of(index) for index in range(torch.cuda.device_count())]
+    if device_id not in seen:
+        raise BackendError(
+            f"the sender's GPU is {device_id}, and this process sees {', '.join(seen)}: start both on the same one, or "
+            "let CUDA_VISIBLE_DEVICES name the sender's here as well"
+        )
+    return seen.index(device_id)

@@ -1,0 +1,175 @@
+"""`cuda-ipc://name`: between processes of one user that share a GPU, without a copy to the host.
+
+What is said goes over a UNIX socket, as with `uds://`, whose other end the kernel vouches for. A source that was
+registered (`register_source`) is not staged at all: the sender exports one handle for each allocation that its tensors
+lie in, once; receivers map them, and copy straight to where the tensors belong. Everything else is packed into a ring
+on the GPU. Digests are made and checked on the GPU.
+
+Memory of expandable segments cannot be shared in this way, and is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from rl_ckpt._cuda import CudaDriver, Driver
+from rl_ckpt._mapped import map_source
+from rl_ckpt._receiver import Receiver
+from rl_ckpt._sender import Sender
+from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_name
+from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
+from rl_ckpt._wire import HANDLE_BYTES
+from rl_ckpt.errors import AddressError, BackendError, ProtocolError
+from rl_ckpt.types import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from rl_ckpt._link import Link
+    from rl_ckpt._mapped import SourceMap
+    from rl_ckpt._wire import Session
+    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.types import SessionConfig
+
+_RING = struct.Struct(f"<36s{HANDLE_BYTES}sQQ")
+"""Device, handle and size of the allocation that the ring lies in, and where in it, bytes."""
+MAX_RING_BYTES = 1 << 36
+
+
+def driver_of(device_id: str | None = None) -> Driver:
+    """The CUDA driver for a device; `rl_ckpt.testing.FakeCuda` takes its place in tests without a GPU."""
+    return CudaDriver(device_id)
+
+
+def open_session(config: SessionConfig) -> CheckpointEngine:
+    """Return one end of a session on a GPU.
+
+    Raises:
+        AddressError: the name has characters that are not allowed.
+        BackendError: this is not Linux. Whether there is a GPU is seen when it is opened.
+    """
+    require_linux(config)
+    checked_name(config)
+    if config.role is Role.SEND:
+        return Sender(config, CudaSend(config))
+    return Receiver(config, CudaReceive(config))
+
+
+class CudaSend(SendTransport):
+    """Listens under the name and owns the ring."""
+
+    bucket_bytes = 64 << 20
+
+    def __init__(self, config: SessionConfig) -> None:
+        self.address = config.address
+        self._config = config
+        self._listener: UnixListener | None = None
+        self._driver: Driver | None = None
+        self._ring: Tensor | None = None
+        self._memory = b""
+
+    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Bind, allocate, export, listen."""
+        self._driver = driver_of()
+        self._listener = UnixListener(self._config)
+        self._ring = self._driver.allocate(num_slots * bucket_bytes)
+        address, size = self._driver.allocation_of(self._ring)
+        offset = self._ring.data_ptr() - address
+        self._memory = _RING.pack(self._driver.device_id.encode(), self._driver.export(address), size, offset)
+        self._listener.listen()
+        return list(self._ring.split(bucket_bytes))
+
+    def map_source(self, items: Sequence[tuple[str, Tensor]]) -> SourceMap | None:
+        """All that lies on the device."""
+        driver = self._driver
+        if driver is None:
+            return None
+
+        def allocation_of(name: str, tensor: Tensor) -> tuple[int, int] | None:
+            try:
+                return driver.allocation_of(tensor) if driver.is_on_device(tensor) else None
+            except BackendError as error:
+                raise BackendError(f"{name!r} cannot be shared: {error}") from error
+
+        return map_source(items, allocation_of, driver.export)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self._driver is not None:
+            self._driver.settle()
+
+    def fileno(self) -> int:
+        """The listening socket."""
+        if self._listener is None:
+            raise AddressError(f"{self.address} is not open")
+        return self._listener.fileno()
+
+    def accept(self) -> Link | None:
+        """The next receiver of this user."""
+        return None if self._listener is None else self._listener.accept()
+
+    def memory(self) -> bytes:
+        """Where the ring is."""
+        return self._memory
+
+    def close(self) -> None:
+        """Free the name and the ring."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._ring = self._driver = None
+
+
+class CudaReceive(ReceiveTransport):
+    """Dials the name, and maps what it is told of."""
+
+    is_lent = True
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._config = config
+        self._driver: Driver | None = None
+        self._ring: Tensor | None = None
+        self._segments: dict[tuple[bytes, int], Tensor] = {}
+
+    def dial(self) -> Link | None:
+        """Connect, if there is a sender; raises `AddressError` if it belongs to another user."""
+        connection = dial(self._config)
+        return None if connection is None else link_of(connection)
+
+    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+        """Map the ring."""
+        num_bytes = session.num_slots * session.bucket_bytes
+        if len(session.memory) != _RING.size or not 0 < num_bytes <= MAX_RING_BYTES:
+            raise ProtocolError(f"{link.peer} announced a session without a ring on a GPU")
+        device_id, handle, size, offset = _RING.unpack(session.memory)
+        if offset + num_bytes > size:
+            raise ProtocolError(f"{link.peer} announced a ring of {num_bytes} bytes at {offset} of {size}")
+        self._driver = driver_of(device_id.decode())
+        self._ring = self._driver.open(handle, size)
+        return list(self._ring[offset : offset + num_bytes].split(session.bucket_bytes))
+
+    def map_segments(self, segments: Sequence[tuple[bytes, int]], link: Link) -> Sequence[Tensor]:
+        """Map a registered source. What is mapped already stays so; what is not named any more is given back."""
+        if self._driver is None:
+            raise ProtocolError(f"{link.peer} offered memory to map before its session")
+        before, self._segments = self._segments, {}
+        for key in segments:
+            mapped = before.pop(key, None)
+            self._segments[key] = self._driver.open(*key) if mapped is None else mapped
+        for mapped in before.values():
+            self._driver.close(mapped)
+        return [self._segments[key] for key in segments]
+
+    def release(self) -> None:
+        """Give every mapping back."""
+        if self._driver is not None:
+            mapped = [*self._segments.values(), *([] if self._ring is None else [self._ring])]
+            self._segments, self._ring = {}, None
+            for memory in mapped:
+                with suppress(BackendError):  # the process that owned it is gone
+                    self._driver.close(memory)
+            self._driver = None

@@ -1,0 +1,271 @@
+"""Sharing a GPU's memory: everything but the calls to CUDA on any machine, and on a GPU the real thing."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import rl_ckpt
+from rl_ckpt import BackendError, DigestError, ReceiverState, SyncAbortedError
+from rl_ckpt.testing import CheckpointEngineSuite, VersionSuite, assert_same, failure, fake_cuda, new_name, receive_all
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
+pytestmark = on_linux
+
+
+@pytest.fixture
+def cuda():
+    with fake_cuda() as driver:
+        yield driver
+
+
+@pytest.mark.contract
+@pytest.mark.usefixtures("cuda")
+class TestCudaIpc(CheckpointEngineSuite, VersionSuite):
+    def new_address(self):
+        return f"cuda-ipc://{new_name()}"
+
+
+def run(work, **options):
+    async def main():
+        url = f"cuda-ipc://{new_name()}"
+        async with rl_ckpt.connect(url, role="send", timeout_s=30, **options) as sender:
+            await sender.prepare()
+            async with rl_ckpt.connect(url, role="receive", timeout_s=30) as receiver:
+                return await work(sender, receiver)
+
+    return asyncio.run(main())
+
+
+def model(num_layers=6):
+    """Parameters that are views of two storages, as those of a sharded trainer, and a small one of its own."""
+    flat = [torch.randn(40_000), torch.randn(40_000).bfloat16()]
+    weights = {f"layers.{i}": flat[i % 2][i * 5000 : (i + 1) * 5000].view(50, 100) for i in range(num_layers)}
+    return weights | {"scale": torch.tensor(3.0)}
+
+
+def test_one_handle_for_each_allocation_and_once(cuda):
+    """And once more only when the source is registered anew; then the mappings before are given back."""
+
+    async def work(sender, receiver):
+        weights = model()
+        sender.register_source(weights)
+        into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        for version in range(1, 4):
+            for tensor in weights.values():
+                tensor.mul_(-1.5)
+            _, report = await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=version))
+            assert_same(into, weights)
+            assert (report.num_tensors, report.digest) == (7, rl_ckpt.tree_digest(weights))
+            assert len(cuda.exported) == len(cuda.opened) == 1 + 3  # the ring, two flat ones, and the scalar
+        weights |= model(4)
+        sender.register_source(weights)
+        into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=4))
+        assert_same(into, weights)
+        assert len(cuda.opened) == 1 + 5
+        await receiver.close()
+        assert cuda.opened == []
+
+    run(work)
+
+
+def test_nothing_of_a_mapped_source_goes_through_the_ring(cuda):
+    """But what cannot be read as bytes does, in the order of the source."""
+    del cuda
+
+    async def work(sender, receiver):
+        weights = model()
+        weights = {"turned": torch.randn(30, 20).t()} | weights | {"empty": torch.empty(0), "last": torch.ones(7)}
+        sender.register_source(weights)
+        into = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
+        ring = [slot.clone() for slot in sender._slots]
+        weights["layers.1"].add_(1)
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=2))
+        assert_same(into, weights)
+        assert all(map(torch.equal, ring, sender._slots))
+        assert_same((await asyncio.gather(receive_all(receiver), sender.send_weights(version=3)))[0], weights)
+
+    run(work, bucket_bytes=1 << 16)
+
+
+def test_what_a_consumer_writes_to_is_its_own(cuda):
+    """Also where a tensor was never packed."""
+    del cuda
+
+    async def work(sender, receiver):
+        weights = model()
+        kept = {name: tensor.clone() for name, tensor in weights.items()}
+        sender.register_source(weights)
+        for version, given in ((1, None), (2, weights.items())):
+            sending = asyncio.ensure_future(sender.send_weights(given, version=version))
+            async for _, tensor in receiver.receive_weights():
+                tensor.fill_(0)
+            await sending
+            assert_same(weights, kept)
+
+    run(work)
+
+
+def test_a_bit_that_changes_after_the_digest_is_found(cuda, monkeypatch):
+    """The sender's weights change under the receiver's hands: no commit, and who had something written refuses."""
+    from rl_ckpt import _sync
+
+    async def work(sender, receiver):
+        weights = model()
+        sender.register_source(weights)
+        into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        digests_of = _sync.digests_of
+
+        def damaged(contents):
+            found = digests_of(contents)
+            weights["layers.3"][7, 7] += 1
+            return found
+
+        monkeypatch.setattr(_sync, "digests_of", damaged)
+        receiving = asyncio.ensure_future(receiver.receive_into(into))
+        error = await failure(SyncAbortedError, sender.send_weights(version=1))
+        assert isinstance(error.__cause__, DigestError)
+        assert "'layers.3'" in str(await failure(DigestError, receiving))
+        assert receiver.state is ReceiverState.POISONED
+        monkeypatch.setattr(_sync, "digests_of", digests_of)
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
+        assert_same(into, weights)
+        assert len(cuda.exported) == 4
+
+    run(work)
+
+
+def test_targets_that_moved_are_noticed(cuda):
+    """The route of a mapped tensor is kept from sync to sync, as long as both ends of it stay."""
+    del cuda
+
+    async def work(sender, receiver):
+        weights = model()
+        sender.register_source(weights)
+        into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
+        kept = into["layers.2"]
+        into["layers.2"] = torch.zeros_like(kept)
+        into["layers.3"] = torch.zeros(100, 50, dtype=torch.bfloat16).t()
+        weights["layers.2"].add_(1)
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=2))
+        assert_same(into, weights)
+        assert not torch.equal(kept, weights["layers.2"])
+
+    run(work)
+
+
+def test_memory_of_expandable_segments_is_refused(cuda):
+    """By the tensor's name, with what to set; nothing is committed."""
+
+    async def work(sender, receiver):
+        weights = model()
+        cuda.expandable.add(weights["layers.1"].untyped_storage().data_ptr())
+        sender.register_source(weights)
+        receiving = asyncio.ensure_future(receive_all(receiver))
+        error = await failure(SyncAbortedError, sender.send_weights(version=1))
+        assert isinstance(error.__cause__, BackendError)
+        assert "'layers.1' cannot be shared" in str(error)
+        assert "expandable_segments:False" in str(error)
+        await failure(SyncAbortedError, receiving)
+
+    run(work)
+
+
+def test_a_handle_that_cannot_be_opened_ends_the_sync_and_not_the_session(cuda):
+    """As when a driver refuses: the error is the receiver's, and the next sync works."""
+
+    async def work(sender, receiver):
+        weights = model()
+        await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=1))
+        sender.register_source(weights)
+        ring = set(cuda.exported)
+        opening = cuda.open
+        cuda.open = lambda handle, size: opening(handle if handle in ring else b"?", size)
+        receiving = asyncio.ensure_future(receive_all(receiver))
+        await failure(SyncAbortedError, sender.send_weights(version=2))
+        assert "cuIpcOpenMemHandle" in str(await failure(BackendError, receiving))
+        cuda.open = opening
+        got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(version=2))
+        assert_same(got, weights)
+
+    run(work)
+
+
+def test_without_a_gpu_it_says_so():
+    """In a sentence, before anything starts."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+
+    async def main():
+        async with rl_ckpt.connect(f"cuda-ipc://{new_name()}", role="send") as sender:
+            assert "use shm instead" in str(await failure(BackendError, sender.prepare()))
+
+    asyncio.run(main())
+
+
+RECEIVE = """
+    import sys, torch, rl_ckpt
+
+    url, num_syncs, expected = sys.argv[1], int(sys.argv[2]), None
+    into = {f"t{i}": torch.zeros(1000, 257 + i, dtype=torch.bfloat16, device="cuda") for i in range(50)}
+    with rl_ckpt.connect(url, role="receive", timeout_s=60) as receiver:
+        for _ in range(num_syncs):
+            receiver.recv_into(into)
+            print(receiver.version, rl_ckpt.tree_digest(into) == receiver.digest, flush=True)
+            held = torch.cuda.memory_reserved()
+            expected = expected or held
+            assert held == expected, (held, expected)
+        got = dict(receiver.recv(clone=True))
+        print(rl_ckpt.tree_digest(got) == receiver.digest, got["t0"].is_cuda, flush=True)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_between_two_processes_on_a_gpu(is_registered):
+    """Version after version, through mapped memory or the ring: the bits are the sender's, and memory does not grow."""
+    url = f"cuda-ipc://{new_name()}"
+    command = [sys.executable, "-c", textwrap.dedent(RECEIVE), url, "5"]
+    weights = {f"t{i}": torch.randn(1000, 257 + i, device="cuda").bfloat16() for i in range(50)}
+    with (
+        rl_ckpt.connect(url, role="send", timeout_s=60) as sender,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver,
+    ):
+        if is_registered:
+            sender.register_source(weights)
+        for version in range(6):
+            for tensor in weights.values():
+                tensor.mul_(-1.25)
+            sender.send(None if is_registered else weights.items(), version=version)
+        said = receiver.stdout.read().splitlines()
+        assert said == [f"{version} True" for version in range(5)] + ["True True"]
+    assert receiver.returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_expandable_segments_are_refused_on_a_gpu():
+    """By the driver's own word."""
+    code = """
+        import asyncio, torch, rl_ckpt
+
+        weights = {"w": torch.ones(1 << 24, device="cuda")}
+        try:
+            with rl_ckpt.connect("cuda-ipc://refused", role="send", timeout_s=5) as sender:
+                asyncio.run(sender.prepare())
+        except rl_ckpt.BackendError as error:
+            print(error)
+    """
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "expandable_segments:False" in done.stdout, done

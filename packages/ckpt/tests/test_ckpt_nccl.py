@@ -1,0 +1,78 @@
+"""What is particular to `nccl://`. Broadcasts need two GPUs: NCCL refuses two ranks on one."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import rl_ckpt
+from rl_ckpt import BackendError, SyncAbortedError
+from rl_ckpt.testing import failure
+from rl_ckpt.testing.ends import weights_of
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each end")
+
+RECEIVE = """
+    import sys, torch, rl_ckpt
+
+    torch.cuda.set_device(1)
+    with rl_ckpt.connect(sys.argv[1], role="receive", token="t", timeout_s=60) as receiver:
+        for _ in range(int(sys.argv[2])):
+            got = dict(receiver.recv(clone=True))
+            print(receiver.version, rl_ckpt.tree_digest(got) == receiver.digest, got["t0"].device, flush=True)
+"""
+
+
+def receiver_of(url, num_syncs):
+    command = [sys.executable, "-c", textwrap.dedent(RECEIVE), url, str(num_syncs)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def sender():
+    return rl_ckpt.connect("nccl://127.0.0.1:0", role="send", token="t", timeout_s=30)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(BackendError, match="use gloo or tcp instead"):
+        sender()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_from_one_gpu_to_another():
+    weights = {f"t{i}": torch.randn(1000, 3000 + i, device="cuda:0") for i in range(20)}
+    with sender() as end:
+        asyncio.run(end.prepare())
+        with receiver_of(end.address, 3) as receiver:
+            for version in range(3):
+                end.send(weights.items(), version=version)
+            assert receiver.stdout.read().splitlines() == [f"{version} True cuda:1" for version in range(3)]
+        assert receiver.returncode == 0
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_receiver_that_is_killed_ends_the_sync_and_its_successor_takes_the_next():
+    async def main():
+        async with sender() as end:
+            await end.prepare()
+            killed = receiver_of(end.address, 2)
+            await end.connect(1)
+
+            def source():
+                for index, item in enumerate(weights_of(1, 200_000).items()):
+                    if index == 100_000:
+                        killed.kill()
+                    yield item
+
+            await failure(SyncAbortedError, end.send_weights(source(), version=1))
+            killed.wait(30)
+            with receiver_of(end.address, 1) as successor:
+                await end.send_weights(weights_of(1).items(), version=1, num_peers=1)
+                assert successor.stdout.read().startswith("1 True")
+
+    asyncio.run(main())
