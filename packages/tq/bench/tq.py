@@ -42,6 +42,8 @@ def main(run: Run) -> None:
                     values(run, name, data, queue, peer, ray, other)
                 if not isinstance(other, str):
                     other_rows(run, other)
+            if torch.cuda.is_available():
+                to_device(run, payloads, queue, peer)
             one_row(run, queue, peer)
             control(run, queue, peer)
             parked(run, queue, peer)
@@ -302,6 +304,28 @@ def values(
                 can_tell=not run.quick,
             )
         reset()
+
+
+def to_device(run: Run, payloads: dict[str, TensorDict], queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
+    """Ragged and shuffled rows to a GPU, beside one copy of as many bytes from pinned memory."""
+    for name in ("text", "images"):
+        data = payloads[name]
+        nbytes = sum(tensor.nbytes for tensor in plain(data).values())
+        meta = queue.put(data, partition="device")
+        shuffled = meta.reorder(torch.randperm(len(meta)).tolist())
+        out = torch.empty(nbytes + (1 << 20), dtype=torch.uint8, device="cuda")
+        source = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+        run.compare(
+            f"get {name} shuffled to a GPU",
+            {"rl-tq shm": lambda shuffled=shuffled, out=out: peer.get(shuffled, out=out)},
+            limit={"one pinned copy": lambda out=out, source=source: out[: len(source)].copy_(source)},
+            unit="GB/s",
+            amount=nbytes / 1e9,
+            sync=torch.cuda.synchronize,
+            goal=">= 40 GB/s",
+            can_tell=not run.quick,
+        )
+        queue.clear("device")
 
 
 def save(tensors: dict[str, torch.Tensor], path: str) -> None:

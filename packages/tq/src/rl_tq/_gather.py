@@ -16,6 +16,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from rl_csrc import frames
 from rl_tq._columns import INDEX
+from rl_tq._device import Mover
 from rl_tq._extent import as_bytes, copied, copy_bytes, read_extent
 from rl_tq._schema import ColumnKind, ColumnSchema
 
@@ -106,6 +107,7 @@ class Landing:
         self._device = None if device is None else torch.device(device)
         self._out = out
         self._cursor = 0
+        self._mover: Mover | None = None
         self.is_taken = False
         """Whether a message is or was received straight into the caller's buffer."""
 
@@ -132,6 +134,8 @@ class Landing:
             self._out = torch.empty(total, dtype=torch.uint8, device=self._device)
         if self._out is not None and len(self._out) < total:
             raise ValueError(f"out has {len(self._out)} bytes, and these columns of these rows take {total}")
+        if self._out is not None and (self._device is not None or self._out.device.type != "cpu"):
+            self._mover = Mover(self._out.device)
 
     def place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parts one after the other, in the next place."""
@@ -139,11 +143,19 @@ class Landing:
         nbytes = sum(part.nbytes for part in parts)
         target = self._out[self._cursor : self._cursor + nbytes]
         self._cursor += nbytes + -nbytes % frames.ALIGNMENT
-        start = 0
-        for part in parts if self._out.device.type == "cpu" else [_joined(parts, is_view=True)]:
-            copy_bytes(as_bytes(part), target[start : start + part.nbytes])
-            start += part.nbytes
+        if self._mover is not None:
+            self._mover.move(parts, target)
+        else:
+            start = 0
+            for part in parts:
+                copy_bytes(as_bytes(part), target[start : start + part.nbytes])
+                start += part.nbytes
         return target.view(parts[0].dtype).view(-1, *parts[0].shape[1:])
+
+    def finish(self) -> None:
+        """Wait until all is in place."""
+        if self._mover is not None:
+            self._mover.finish()
 
 
 Parts: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
@@ -214,6 +226,7 @@ def assemble(
         if key not in shared_offsets:
             shared_offsets[key] = _cumulated(lengths[name]).to(values.device)
         result[name] = NestedTensor(values, shared_offsets[key])
+    landing.finish()
     return TensorDict(result, batch_size=[num_rows])
 
 

@@ -90,6 +90,7 @@ class Segment:
         if address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, f"mapping {self.nbytes} bytes of shared memory failed: {os.strerror(number)}")
+        _MAPPED[address] = None
         mapping = (ctypes.c_uint8 * self.nbytes).from_address(address)
         weakref.finalize(mapping, _unmap, address, self.nbytes, when_gone).atexit = False
         return torch.frombuffer(mapping, dtype=torch.uint8)
@@ -99,7 +100,22 @@ class Segment:
         self._close()
 
 
+_MAPPED: dict[int, Callable[[], object] | None] = {}
+"""Address of each mapping to what is to be done before it ends."""
+
+
+def before_unmap(address: int, work: Callable[[], object] | None) -> bool:
+    """Have something done before the mapping at an address ends; whether there is one."""
+    if address not in _MAPPED:
+        return False
+    _MAPPED[address] = work
+    return True
+
+
 def _unmap(address: int, nbytes: int, when_gone: Callable[[], None] | None) -> None:
+    work = _MAPPED.pop(address)
+    if work is not None:
+        work()
     _LIBC.munmap(address, nbytes)
     if when_gone is not None:
         when_gone()
