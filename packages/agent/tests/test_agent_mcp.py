@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # the mcp package's own
 SERVER = '''
 import os
 from mcp.server import MCPServer
+from mcp.types import ImageContent
 server = MCPServer("test")
 
 @server.tool()
@@ -27,6 +28,11 @@ def add(a: int, b: int) -> str:
 def fail() -> str:
     """Fail."""
     raise ValueError("broken")
+
+@server.tool()
+def picture() -> list:
+    """Take a picture."""
+    return [ImageContent(type="image", data="QUJD", mime_type="image/png")]
 
 @server.tool()
 def die() -> str:
@@ -61,15 +67,17 @@ def test_a_servers_tools_are_called_and_its_death_is_a_failure(tmp_path):
         with pytest.raises(FailureError, match="MCP server of tool 'die' is gone") as caught:
             await run(call("die"), "well")
         again = await run(call("add", a=3, b=4), "well")
+        picture = await run(call("picture"), "well")
         await tools[0].close()
-        return output, caught.value.failure, again
+        return output, caught.value.failure, again, picture
 
-    output, failure, again = asyncio.run(main())
+    output, failure, again, picture = asyncio.run(main())
     said = TOKENIZER.decode(output.completion_token_ids)
     assert "tool\n3<|im_end|>" in said
     assert "error: Error executing tool fail" in said
     assert output.metrics["num_tool_error"] == 1
     assert (failure.kind, failure.is_retryable) == ("tool", True)
+    assert picture.images == ("data:image/png;base64,QUJD",), "as the server encoded it"
     assert "tool\n7<|im_end|>" in TOKENIZER.decode(again.completion_token_ids), "the server is started again"
 
 

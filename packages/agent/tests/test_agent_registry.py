@@ -48,7 +48,7 @@ def test_a_folder_without_tokenizer_is_one_sentence(tmp_path):
 def test_the_public_names():
     assert set(rl_agent.__all__) == {
         *("AgentError", "FailureError", "LoopError", "OutputError", "RowError", "TemplateError", "TokenizerError"),
-        "OnFailure",
+        *("OnFailure", "ToolResult"),
         *("PluginError", "ToolDefinitionError", "ToolError", "FunctionTool", "Tool", "ToolCall", "ParsedTurn"),
         *("CodeResult", "Grader", "GroupResult", "SandboxError", "SandboxLimits"),
         *("AgentLoop", "AgentLoopOutput", "AgentRunner", "Failure", "FailureKind", "Generator", "Message"),

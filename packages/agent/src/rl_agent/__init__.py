@@ -30,6 +30,7 @@ from rl_agent.types import (
     RolloutResult,
     Tokenizer,
     ToolCall,
+    ToolResult,
 )
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "ToolCall",
     "ToolDefinitionError",
     "ToolError",
+    "ToolResult",
     "create_loop",
     "load_tokenizer",
     "validate_output",

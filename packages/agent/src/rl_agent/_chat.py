@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl_agent._images import count_images, without_images
 from rl_agent.errors import RowError, TemplateError
 
 if TYPE_CHECKING:
@@ -45,4 +46,10 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
         raise RowError(f"the chat template refuses the row's messages: {error}") from error
     if not isinstance(ids, list) or not ids or not isinstance(ids[0], int):
         raise TemplateError(f"the tokenizer's chat template gave {ids!r}; a list of token ids is needed")
+    if count_images(messages):
+        bare = tokenizer.apply_chat_template(
+            without_images(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
+        )
+        if bare == ids:
+            raise TemplateError("the chat template leaves out the images; use the template of a vision-language model")
     return tuple(ids)

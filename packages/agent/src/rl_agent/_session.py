@@ -30,6 +30,7 @@ class Session:
         messages: The prompt.
         sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each generation.
         max_completion_tokens: Most tokens after the prompt, context included; None leaves it to the server.
+        images: Of the prompt, as data URLs.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Session:
         sampling_params: Mapping[str, Any],
         *,
         max_completion_tokens: int | None = None,
+        images: Sequence[str] = (),
     ) -> None:
         self._server = server
         self._tokenizer = tokenizer
@@ -49,10 +51,12 @@ class Session:
         self._max_tokens = max_completion_tokens
         self._id = uuid4().hex
         self._prompt_token_ids = template.prompt(messages)
+        self._images = list(images)
         self._token_ids: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._num_shown = 0
         self._generate_s = 0.0
         self._last: TokenOutput | None = None
         self.num_turns = 0
@@ -74,7 +78,9 @@ class Session:
             prompt_token_ids=(*self._prompt_token_ids, *self._token_ids),
             sampling_params=params,
             session_id=self._id,
+            images=tuple(self._images),
         )
+        self._num_shown = len(self._images)  # what is appended after the last generation is no part of the trajectory
         start = time.perf_counter()
         output = await self._server.generate(request)
         self._generate_s += time.perf_counter() - start
@@ -92,12 +98,13 @@ class Session:
         text_ids = output.token_ids[:-1] if self.is_stopped else output.token_ids
         return self._tokenizer.decode(text_ids, skip_special_tokens=False)
 
-    def append(self, messages: Sequence[Message]) -> bool:
+    def append(self, messages: Sequence[Message], images: Sequence[str] = ()) -> bool:
         """Append tool answers or user messages. False, and nothing appended, where no room is left for a generation."""
         assert self._last is not None, "the model writes first"
         ids = self._template.continuation(messages, last_token_id=self._last.token_ids[-1], is_stopped=self.is_stopped)
         if self._max_tokens is not None and self.num_tokens + len(ids) >= self._max_tokens:
             return False
+        self._images += images
         self._token_ids += ids
         self._mask += [0] * len(ids)
         self._logprobs += [0.0] * len(ids)
@@ -142,6 +149,7 @@ class Session:
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             num_turns=self.num_turns,
+            images=tuple(self._images[: self._num_shown]),
             metrics={"generate_s": self._generate_s, **(metrics or {})},
             extra_fields=dict(extra_fields or {}),
         )

@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from rl_agent._chat import render_prompt
+from rl_agent._images import count_images, without_images
 from rl_agent.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -80,6 +81,10 @@ class TurnTemplate:
         Raises:
             TemplateError: the template refuses the messages, or loses them.
         """
+        if count_images(messages) and self._tail(messages) == self._tail(without_images(messages)):
+            raise TemplateError(
+                "the chat template leaves out the images of tool answers; use the template of a vision-language model"
+            )
         if not is_stopped or last_token_id not in self._special_ids:
             ids = self._encode(self._tail(messages, calls=False))
             start = ids.index(self.turn_end_id) if self.turn_end_id in ids else 0

@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from rl_agent.errors import FailureError, ToolDefinitionError, ToolError
+from rl_agent._images import data_url
+from rl_agent.errors import FailureError, RowError, ToolDefinitionError, ToolError
+from rl_agent.types import ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -39,7 +41,7 @@ class Tool(ABC):
 
     @abstractmethod
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> Any:
-        """Answer one call. What is not a string is shown to the model as JSON.
+        """Answer one call. What is neither a string nor a `ToolResult` is shown to the model as JSON.
 
         Args:
             arguments: What the model wrote; not checked against the schema.
@@ -130,6 +132,8 @@ class ToolAnswer:
     """For the model."""
     outcome: Outcome
     """How it ended."""
+    images: tuple[str, ...] = ()
+    """Data URLs."""
 
 
 async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: str, timeout_s: float) -> ToolAnswer:
@@ -153,6 +157,12 @@ async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: 
         return ToolAnswer(text=f"error: {error}", outcome="error")
     except Exception as error:  # noqa: BLE001 - a tool is a stranger's code: whatever it raises is shown and counted
         return ToolAnswer(text=f"error: {type(error).__name__}: {error}", outcome="error")
+    if isinstance(result, ToolResult):
+        try:
+            images = tuple(data_url(image) for image in result.images)
+        except RowError as error:
+            return ToolAnswer(text=f"error: {error}", outcome="error")
+        return ToolAnswer(text=result.text, images=images, outcome="ok")
     return ToolAnswer(text=result if isinstance(result, str) else _to_json(result), outcome="ok")
 
 

@@ -9,7 +9,7 @@ from mcp import Client, MCPError
 
 from rl_agent._tools import Tool
 from rl_agent.errors import FailureError, ToolError
-from rl_agent.types import Failure, FailureKind
+from rl_agent.types import Failure, FailureKind, ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,11 +24,11 @@ class McpTool(Tool):
         super().__init__(name, description, parameters)
         self._connection = connection
 
-    async def call(self, arguments: Mapping[str, Any], session_id: str) -> str:
-        """The text of the server's answer.
+    async def call(self, arguments: Mapping[str, Any], session_id: str) -> ToolResult:
+        """The text and the images of the server's answer.
 
         Raises:
-            ToolError: the tool says that it failed, or answers with no text.
+            ToolError: the tool says that it failed, or answers with neither text nor images.
             FailureError: the server is gone (kind `tool`, retryable: the next call starts it again).
         """
         del session_id
@@ -45,9 +45,10 @@ class McpTool(Tool):
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
             raise ToolError(text or "the tool failed and did not say why")
-        if not text and result.content:
-            raise ToolError(f"the answer is {result.content[0].type}; only text can be shown")
-        return text
+        images = tuple(f"data:{p.mime_type};base64,{p.data}" for p in result.content if p.type == "image")
+        if not text and not images and result.content:
+            raise ToolError(f"the answer is {result.content[0].type}; only text and images can be shown")
+        return ToolResult(text=text, images=images)
 
     async def close(self) -> None:
         """Leave the server; one that was started for us ends."""

@@ -39,6 +39,8 @@ class FakeTokenizer:
     """Tokens that are not text."""
     all_special_ids = (0, 1, 2)
     """Their ids."""
+    image = "\ue000"
+    """Stands for an image."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of the characters of `text`, and of the special tokens that it spells out."""
@@ -67,7 +69,10 @@ class FakeTokenizer:
         text = ""
         for message in messages:
             calls = [call["function"] for call in message.get("tool_calls") or ()]
-            body = message["content"] + "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+            content = message["content"]
+            if not isinstance(content, str):
+                content = "".join(self.image if part["type"] == "image" else part["text"] for part in content)
+            body = content + "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
             text += f"<|im_start|>{message['role']}\n{body}<|im_end|>\n"
         text += "<|im_start|>assistant\n" if add_generation_prompt else ""
         return self.encode(text) if tokenize else text

@@ -51,6 +51,16 @@ class ParsedTurn:
     """What the model thought."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What a tool may answer instead of text alone."""
+
+    text: str = ""
+    """For the model."""
+    images: tuple[str | bytes, ...] = ()
+    """Encoded images, shown before the text: data URLs, or bytes of PNG, JPEG, GIF or WebP files."""
+
+
 class FailureKind(StrEnum):
     """What a failed rollout failed on."""
 
@@ -102,6 +112,8 @@ class AgentLoopOutput:
     """Generations by the model."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Durations (`_s`) and counts."""
+    images: tuple[str, ...] = ()
+    """Data URLs of the images in prompt and context, as they were given, in the order of their places in the ids."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
     """Whatever the loop wants to travel with the sample."""
 

@@ -54,6 +54,7 @@ def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
         "returns_prompt_logprobs": capabilities.gives_prompt_logprobs or not request.returns_prompt_logprobs,
         "returns_routed_experts": capabilities.gives_routed_experts or not request.returns_routed_experts,
         "adapter": capabilities.has_adapters or request.adapter is None,
+        "images": capabilities.takes_images or not request.images,
         "seed": capabilities.is_seeded or request.sampling_params.seed is None,
     }
     for name, is_fine in asked.items():

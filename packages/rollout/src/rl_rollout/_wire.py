@@ -35,10 +35,11 @@ REQUEST_TYPES: dict[str, tuple[type, ...]] = {
     "returns_prompt_logprobs": (bool,),
     "returns_routed_experts": (bool,),
     "adapter": (str, type(None)),
+    "images": (list,),
 }
 """JSON types of a request's fields."""
 
-_PLAIN_FIELDS = REQUEST_TYPES.keys() - {"request_id", "prompt_token_ids", "sampling_params"}
+_PLAIN_FIELDS = REQUEST_TYPES.keys() - {"request_id", "prompt_token_ids", "sampling_params", "images"}
 
 _EXTRAS = ("top_logprobs", "prompt_logprobs", "routed_experts")
 """Fields of an output that are sent if they were asked for."""
@@ -128,6 +129,7 @@ def request_from_json(message: Any, default_id: str) -> GenerateRequest:
         request_id=message.get("request_id", default_id),
         prompt_token_ids=token_ids(message["prompt_token_ids"], "prompt_token_ids"),
         sampling_params=SamplingParams(**params),
+        images=tuple(message.get("images", ())),
         **{name: message[name] for name in _PLAIN_FIELDS & message.keys()},
     )
 

@@ -64,6 +64,8 @@ class GenerateRequest:
     """Give the experts that every token was routed to, of a mixture-of-experts model."""
     adapter: str | None = None
     """Name of the LoRA adapter that generates; None is the base model."""
+    images: tuple[str, ...] = ()
+    """Data URLs of encoded images, in the order of their places in the prompt; see `Capabilities.takes_images`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,8 @@ class Capabilities:
     """`GenerateRequest.returns_routed_experts`."""
     has_adapters: bool = False
     """`GenerateRequest.adapter`."""
+    takes_images: bool = False
+    """`GenerateRequest.images`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from rl_agent._chat import messages_of, render_prompt
+from rl_agent._images import take_images
 from rl_agent.base import AgentLoop
 from rl_agent.errors import FailureError
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
@@ -21,20 +22,22 @@ class SingleTurnLoop(AgentLoop):
 
         Args:
             sampling_params: Fields of `rl_rollout.types.SamplingParams`.
-            **kwargs: The row; `prompt` (chat messages) is used.
+            **kwargs: The row; `prompt` (chat messages) and `images`, for places in them that bring none, are used.
 
         Raises:
             RowError: the row has no `prompt`, or it cannot be rendered.
             TemplateError: the tokenizer has no chat template.
             FailureError: the generation was aborted before its first token.
         """
-        prompt_token_ids = render_prompt(self.tokenizer, messages_of(kwargs))
+        messages, images = take_images(messages_of(kwargs), kwargs.get("images") or ())
+        prompt_token_ids = render_prompt(self.tokenizer, messages)
         request_id = uuid4().hex
         request = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=SamplingParams(**sampling_params),
             session_id=request_id,
+            images=images,
         )
         start = time.perf_counter()
         output = await self.server.generate(request)
@@ -52,5 +55,6 @@ class SingleTurnLoop(AgentLoop):
             weight_versions=output.weight_versions,
             finish_reason=output.finish_reason.value,
             text=self.tokenizer.decode(output.token_ids, skip_special_tokens=True),
+            images=images,
             metrics={"generate_s": generate_s},
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rl_agent._chat import messages_of
+from rl_agent._images import take_images
 from rl_agent._registry import load_plugin
 from rl_agent._session import Session
 from rl_agent._template import TurnTemplate
@@ -95,12 +96,18 @@ class ToolLoop(AgentLoop):
             RowError: the row has no `prompt`, or there are no tools, or unknown ones.
             FailureError: a generation was aborted before its first token, or a tool's own machinery failed.
         """
-        messages, names = messages_of(kwargs), self._names_of(kwargs)
-        session, metrics, end = await self._converse(messages, names, sampling_params, uuid4().hex)
+        names = self._names_of(kwargs)
+        messages, images = take_images(messages_of(kwargs), kwargs.get("images") or ())
+        session, metrics, end = await self._converse(messages, names, sampling_params, uuid4().hex, images)
         return session.finish(metrics=metrics, extra_fields={"end": end})
 
     async def _converse(
-        self, messages: Sequence[Message], names: tuple[str, ...], sampling_params: Mapping[str, Any], session_id: str
+        self,
+        messages: Sequence[Message],
+        names: tuple[str, ...],
+        sampling_params: Mapping[str, Any],
+        session_id: str,
+        images: Sequence[str] = (),
     ) -> tuple[Session, dict[str, float], str]:
         """The conversation up to its end, its metrics, and what ended it."""
         template, tools = self._template_of(names), {name: self._tools[name] for name in names}
@@ -111,6 +118,7 @@ class ToolLoop(AgentLoop):
             messages,
             sampling_params,
             max_completion_tokens=self._max_completion_tokens,
+            images=images,
         )
         counts, end, tool_s = Counter[str](), "max_turns", 0.0
         try:
@@ -122,9 +130,9 @@ class ToolLoop(AgentLoop):
                 if session.num_turns == self._max_turns:
                     break
                 start = time.perf_counter()
-                answers = await self._answer(turn.calls, tools, template, session_id, counts)
+                answers, shown = await self._answer(turn.calls, tools, template, session_id, counts)
                 tool_s += time.perf_counter() - start
-                if not session.append(answers):
+                if not session.append(answers, shown):
                     end = "max_completion_tokens"
                     break
         finally:
@@ -145,19 +153,22 @@ class ToolLoop(AgentLoop):
         template: TurnTemplate,
         session_id: str,
         counts: Counter[str],
-    ) -> list[Message]:
-        """Make the calls of one turn, all at once; the messages that answer them, in the calls' order."""
+    ) -> tuple[list[Message], list[str]]:
+        """Make the calls of one turn, all at once; the messages that answer them in the calls' order, and images."""
         answers = await asyncio.gather(
             *(answer_call(call, tools, session_id=session_id, timeout_s=self._timeout_s) for call in calls)
         )
-        messages: list[Message] = []
+        messages, images = list["Message"](), list[str]()
         for call, answer in zip(calls, answers, strict=True):
             text, is_cut = self._cut(answer.text)
             text, num_escaped = template.escape(text)
             call_id = f"call{counts['calls']:05d}"
             counts.update({"calls": 1, answer.outcome: 1, "cut": is_cut, "escaped": num_escaped})
-            messages.append({"role": "tool", "name": call.name, "tool_call_id": call_id, "content": text})
-        return messages
+            content = [*[{"type": "image"}] * len(answer.images), {"type": "text", "text": text}]
+            answered = {"role": "tool", "name": call.name, "tool_call_id": call_id}
+            messages.append({**answered, "content": content if answer.images else text})
+            images += answer.images
+        return messages, images
 
     def _cut(self, text: str) -> tuple[str, bool]:
         """`text` within the limit of tokens. What is tokenised here was written by a tool, not by the model."""

@@ -17,6 +17,7 @@ import rl_rollout
 import rl_tq
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
 from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.errors import TrainerError
 from rl_trainer.rewards import Scorer
 from rl_trainer.workers._loop_thread import LoopThread
 
@@ -313,6 +314,8 @@ def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]
     group_ids = [group_id for group_id, group, _ in groups for _ in group]
     greedy = [reward for _, group, reward in groups for _ in group if reward is not None]
     outputs = [output for output, _ in samples]
+    if any(output.images for output in outputs):
+        raise TrainerError("a trajectory has images, and no engine takes them yet; they would be left out in silence")
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
     completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
     columns = TensorDict(

@@ -1,0 +1,158 @@
+"""Images in prompts and in what tools answer: they reach the server and the trajectory as they were given."""
+
+import asyncio
+import base64
+import json
+
+import pytest
+
+from rl_agent import (
+    AgentRunner,
+    Failure,
+    RowError,
+    TemplateError,
+    Tool,
+    ToolResult,
+    create_loop,
+    load_tokenizer,
+    validate_output,
+)
+from rl_agent._images import data_url, take_images
+from rl_agent._template import TurnTemplate
+from rl_agent.testing import FakeGenerator, FakeTokenizer
+from rl_rollout import ServerConfig, create_server
+from rl_rollout.testing import write_tiny_model
+
+TOKENIZER = FakeTokenizer()
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))  # nothing here decodes it
+JPEG = b"\xff\xd8\xff" + b"jpeg"
+URL = "data:image/png;base64,QUJD"
+
+
+def user(*parts):
+    return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+class Camera(Tool):
+    """Answers with a picture of what it is asked for."""
+
+    def __init__(self, *images):
+        super().__init__("look", "Look.", {"type": "object", "properties": {}})
+        self.images = images
+
+    async def call(self, arguments, session_id):
+        return ToolResult(text="a view", images=self.images)
+
+
+def says(*turns):
+    turns = iter(turns)
+    return FakeGenerator(lambda _: [*TOKENIZER.encode(next(turns)), 1])
+
+
+LOOK = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call>"
+
+
+def test_an_image_is_its_bytes_whichever_way_it_comes(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    url = data_url(PNG)
+    assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == PNG
+    assert data_url(str(tmp_path / "a.png")) == url == data_url(url)
+    assert data_url(JPEG).startswith("data:image/jpeg;base64,")
+    for wrong, sentence in ((b"text", "PNG, JPEG"), ("http://x/y.png", "nothing is downloaded"), (3, "no data URL")):
+        with pytest.raises(RowError, match=sentence):
+            data_url(wrong)
+
+
+def test_places_take_the_images_of_the_row_in_order_and_the_numbers_have_to_agree():
+    place = {"type": "image"}
+    messages, images = take_images(
+        [user(place, "a", {"type": "image_url", "image_url": {"url": URL}}, place)], [PNG, JPEG]
+    )
+    assert images == (data_url(PNG), URL, data_url(JPEG))
+    assert messages == [user(place, "a", place, place)]
+    with pytest.raises(RowError, match="more places for images than the 1 images"):
+        take_images([user(place, place)], [PNG])
+    with pytest.raises(RowError, match="the row has 2 images, and its messages places for 1"):
+        take_images([user(place)], [PNG, JPEG])
+
+
+@pytest.mark.parametrize("name", ["single_turn", "tool"])
+def test_images_of_the_prompt_reach_the_server_and_the_trajectory(name):
+    server = says("a cat")
+    loop = create_loop(name, server, TOKENIZER, **({"tools": [Camera()]} if name == "tool" else {}))
+    output = asyncio.run(loop.run({"max_new_tokens": 64}, prompt=[user({"type": "image"}, "what?")], images=[PNG]))
+    validate_output(output)
+    assert output.images == server.requests[0].images == (data_url(PNG),)
+    assert TOKENIZER.decode(output.prompt_token_ids).count(TOKENIZER.image) == 1
+    with pytest.raises(RowError, match="the row has 1 images"):
+        asyncio.run(loop.run({}, prompt=[user("what?")], images=[PNG]))
+
+
+def test_images_that_tools_answer_are_appended_and_stay_inputs():
+    server = says(LOOK, LOOK + LOOK, "a cat")
+    loop = create_loop("tool", server, TOKENIZER, tools=[Camera(JPEG)])
+    output = asyncio.run(loop.run({"max_new_tokens": 512}, prompt=[user({"type": "image", "image": PNG}, "what?")]))
+    validate_output(output)
+    assert [len(request.images) for request in server.requests] == [1, 2, 4]
+    assert output.images == (data_url(PNG), *[data_url(JPEG)] * 3)
+    ids = zip(output.completion_token_ids, output.loss_mask, strict=True)
+    masks = [m for i, m in ids if TOKENIZER.decode([i]) == TOKENIZER.image]
+    assert masks == [0, 0, 0], "an image is context, never trained on"
+    assert f"tool\n{TOKENIZER.image}a view<|im_end|>" in TOKENIZER.decode(output.completion_token_ids)
+
+
+def test_an_image_that_came_after_the_last_generation_is_no_part_of_the_trajectory():
+    loop = create_loop("tool", says(LOOK), TOKENIZER, tools=[Camera(JPEG)], max_completion_tokens=len(LOOK) + 2)
+    output = asyncio.run(loop.run({"max_new_tokens": 512}, prompt=[user("what?")]))
+    assert (output.extra_fields["end"], output.images) == ("max_completion_tokens", ())
+
+
+def test_a_tool_that_answers_no_image_is_an_error_for_the_model():
+    server = says(LOOK, "well")
+    loop = create_loop("tool", server, TOKENIZER, tools=[Camera(b"junk")])
+    output = asyncio.run(loop.run({"max_new_tokens": 512}, prompt=[user("what?")]))
+    assert output.metrics["num_tool_error"] == 1.0
+    assert "error: an image starts with b'junk'" in TOKENIZER.decode(output.completion_token_ids)
+
+
+VISION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BLIND = VISION.replace("<|image_pad|>", "")
+
+
+def test_a_real_template_shows_its_places_and_one_that_cannot_is_refused(make_tokenizer):
+    tools = [Camera().schema]
+    answer = [{"role": "tool", "name": "look", "tool_call_id": "call00000", "content": [{"type": "image"}]}]
+    seeing, blind = make_tokenizer("qwen", VISION), make_tokenizer("qwen", BLIND)
+    template = TurnTemplate(seeing, tools)
+    end = seeing.eos_token_id
+    assert "<|image_pad|>" in seeing.decode(template.prompt([user({"type": "image"}, "a")]))
+    assert "<|image_pad|>" in seeing.decode(template.continuation(answer, last_token_id=end, is_stopped=True))
+    with pytest.raises(TemplateError, match="leaves out the images"):
+        TurnTemplate(blind, tools).prompt([user({"type": "image"}, "a")])
+    with pytest.raises(TemplateError, match="leaves out the images"):
+        TurnTemplate(blind, tools).continuation(answer, last_token_id=end, is_stopped=True)
+
+
+def test_a_server_that_takes_no_images_refuses_them(tmp_path):
+    """The embedded server serves text models: nothing is generated as if the image were not there."""
+    path = str(write_tiny_model(tmp_path))
+    tokenizer = load_tokenizer(path)
+    tokenizer.chat_template = "{% for p in messages[0].content %}{{ '0' if p.type == 'image' else p.text }}{% endfor %}"
+
+    async def main():
+        server = create_server("embedded", ServerConfig(model_path=path, num_threads=1))
+        await server.start()
+        agents = AgentRunner(lambda name: create_loop(name, server, tokenizer))
+        row = {"prompt": [user({"type": "image"}, "1")], "images": [PNG]}
+        (result,) = [result async for result in agents.run([row], {"max_new_tokens": 4})]
+        await server.stop()
+        return result.outputs
+
+    failure = asyncio.run(main())
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.is_retryable) == ("generation", False)
+    assert "this server has no images" in failure.message
