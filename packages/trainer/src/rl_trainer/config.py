@@ -42,6 +42,8 @@ class WarmupConfig:
     loss would not do: at the same loss one seed solves a fifth of the problems and another half of them.)"""
     num_rows: Positive = 20000
     """Problems in the supervised file."""
+    calculator_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of them that are answered by a call of the calculator (Hermes format); the others are answered at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

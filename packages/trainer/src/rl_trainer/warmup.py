@@ -1,12 +1,13 @@
-"""Makes the small model that the quickstart trains: a tiny Qwen3, a character-level tokenizer, some supervision.
+"""Makes the small model of the quickstart and of the calculator's recipe: a tiny Qwen3, a character-level tokenizer.
 
-The result is an ordinary Hugging Face folder, loaded by the same code as any other. The supervised part is `rl-sft`,
-rl-engine's own command, in a process of its own; nothing here knows how a model is trained.
+The result is an ordinary Hugging Face folder, loaded by the same code as any other. The little supervision it gets is
+`rl-sft`, rl-engine's own command, in a process of its own; nothing here knows how a model is trained.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 _CHARACTERS = ("\n", *map(chr, range(32, 127)))
+_CALL = ("<tool_call>", '{"name": "calculator", "arguments": {"expression": "', '"}}', "</tool_call>")
+"""What a call of the calculator in Hermes format is made of besides its expression; a token each, as a tokenizer of
+usual size would have it."""
+_WIDTH = 7
+"""Characters that the calculator's results, and answers, are right-aligned to: what always has to be copied from the
+same distance is soon learned."""
 _CONTEXT = 2048
 _INITIALIZER_RANGE = 0.06  # a narrow model finds the rule in 130 steps so; with the usual 0.02 in 330
 _LOG_EVERY = 5  # steps that the accuracy is averaged over: few, because it rises fast once the rule is found
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'tool' %}{{ message['content'].rjust(" + str(_WIDTH) + ") }}"
+    "{% else %}{{ message['content'] }}{% endif %}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -48,7 +57,8 @@ def make_small_model(
     Args:
         folder: Working folder; gets `untrained/`, `sft.jsonl` and `model/`.
         config: Size and training of the model.
-        rows: Training rows whose ground truths are the completions to imitate.
+        rows: Training rows whose ground truths are the answers to imitate. With `config.calculator_share` a row's
+            prompt is the expression that the calculator is asked.
         seed: Seeds initialisation and data order.
         timeout_s: Deadline of the supervised training, seconds.
         on_line: Gets each line that `rl-sft` prints.
@@ -57,13 +67,14 @@ def make_small_model(
         TrainerError: `rl-sft` failed; carries its last lines.
     """
     untrained, data, model = folder / "untrained", folder / "sft.jsonl", folder / "model"
-    write_tokenizer(untrained)
+    write_tokenizer(untrained, has_calculator=config.calculator_share > 0)
     write_config(untrained, config)
+    choose = random.Random(seed)
     with data.open("w") as file:
         for row in rows[: config.num_rows]:
-            file.write(
-                json.dumps({"prompt": row["prompt"], "completion": str(row["reward_model"]["ground_truth"])}) + "\n"
-            )
+            width = _WIDTH if config.calculator_share else 0
+            chat = demonstration(row, has_call=choose.random() < config.calculator_share, width=width)
+            file.write(json.dumps({"messages": chat}) + "\n")
     settings = {
         "model.path": untrained,
         "init": "random",
@@ -78,6 +89,18 @@ def make_small_model(
     }
     _run([sys.executable, "-m", "rl_engine.cli", *(f"{k}={v}" for k, v in settings.items())], timeout_s, on_line)
     return model
+
+
+def demonstration(row: Row, *, has_call: bool, width: int = 0) -> list[dict[str, str]]:
+    """The chat that answers a row at once, or by asking the calculator first; the answer has `width` characters."""
+    result = str(row["reward_model"]["ground_truth"])
+    messages: list[dict[str, str]] = list(row["prompt"])
+    if has_call:
+        start, call, close, end = _CALL
+        expression = messages[-1]["content"]
+        messages.append({"role": "assistant", "content": f"{start}{call}{expression}{close}{end}"})
+        messages.append({"role": "tool", "content": result})
+    return [*messages, {"role": "assistant", "content": result.rjust(width)}]
 
 
 def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None]) -> None:
@@ -102,7 +125,7 @@ def write_config(folder: Path, config: WarmupConfig) -> None:
     values: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(_SPECIAL) + len(_CHARACTERS),
+        "vocab_size": len(_vocabulary(has_calculator=config.calculator_share > 0)),
         "hidden_size": config.hidden_size,
         "intermediate_size": 3 * config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -120,8 +143,15 @@ def write_config(folder: Path, config: WarmupConfig) -> None:
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
-def write_tokenizer(folder: Path) -> None:
+def _vocabulary(*, has_calculator: bool) -> dict[str, int]:
+    tokens = (*_SPECIAL, *_CHARACTERS, *(("<|tool|>", *_CALL) if has_calculator else ()))
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def write_tokenizer(folder: Path, *, has_calculator: bool = False) -> None:
     """Write a tokenizer with one token per printable ASCII character, and a chat template.
+
+    With `has_calculator` it has tokens for the tool's turn and for the pieces of a call as well.
 
     Raises:
         InputError: the `tokenizers` package is not installed (pip line).
@@ -132,11 +162,12 @@ def write_tokenizer(folder: Path) -> None:
         raise InputError(
             "the quickstart's model needs tokenizers: pip install 'rl-post-trainer[quickstart]'"
         ) from error
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS))}
+    vocabulary = _vocabulary(has_calculator=has_calculator)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.add_special_tokens([*_SPECIAL, *(["<|tool|>"] if has_calculator else [])])
+    tokenizer.add_tokens(list(_CALL) if has_calculator else [])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     values = {
