@@ -2,16 +2,34 @@
 
 import random
 import sys
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
-from rl_engine import BatchError, EngineConfig, LoraConfig, OptimizerConfig, Precision, create_engine
+from rl_engine import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    EngineConfig,
+    LoraConfig,
+    ModelFolderError,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    create_engine,
+)
+from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
+from rl_engine._ulysses import SequenceGroup
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch
 
+_spec = spec_from_file_location("moe_oracle", Path(__file__).with_name("moe_oracle.py"))
+moe_oracle = module_from_spec(_spec)
+_spec.loader.exec_module(moe_oracle)
 SEEDS = 3
 
 
@@ -72,21 +90,144 @@ def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
-def main(folder):
-    torch.set_num_threads(1)
-    seen = {"gradients": [], "losses": []}
-    model = folder / "model"
-    first = build(model, max_tokens_per_gpu=4096)  # makes the process group; the others join it
-    rank, size = first._world.rank, first._world.size
+def by_layout(folder, rank, size, layout):
+    """Losses, gradients and log-probs of every seed, rows dealt to ranks at random."""
+    seen = {"gradients": [], "losses": [], "logprobs": []}
     for seed in range(SEEDS):
         draw = random.Random(100 + seed)
-        engine = build(model, max_tokens_per_gpu=draw.choice([36, 50, 90, 4096]))
+        engine = build(folder, max_tokens_per_gpu=draw.choice([36, 50, 90, 4096]), parallel=layout)
         owner = [draw.randrange(size) if seed else 0 for _ in draw_rows(seed)]  # seed 0: rank 0 has every row
         mine = [row for row, at in zip(draw_rows(seed), owner, strict=True) if at == rank]
         output = engine.forward_backward_batch(batch_of(mine), sft_loss)
         assert output.columns.batch_size[0] == len(mine)
         seen["gradients"].append(gradients(engine))
         seen["losses"].append(output.metrics["loss"])
+        own = [row.tolist() for row in output.columns["logprobs"].unbind()] if mine else []
+        theirs = [iter(rows) for rows in engine._world.exchange(own)]
+        seen["logprobs"].append([next(theirs[at]) for at in owner])
+        engine.close()
+    return seen
+
+
+def shared_attention(rank, size):
+    """Attention with its tokens cut over ranks, and the same with all of them here: outputs and gradients."""
+    lengths, heads = [9, 4, 7, 2], 2 * size
+    sharers = SequenceGroup(group=torch.distributed.group.WORLD, rank=rank, size=size)
+    draw = torch.Generator().manual_seed(0)
+    options = {"sliding_window": 5, "s_aux": torch.randn(heads, generator=draw, dtype=torch.float64)}
+    rows = row_layout([*lengths, -sum(lengths) % size] if sum(lengths) % size else lengths, torch.device("cpu"))
+    total = rows.cu_seqlens[-1].item()
+    whole = [torch.randn(1, n, total, 4, generator=draw, dtype=torch.float64) for n in (heads, size, size)]
+    weight = torch.randn(1, total, heads, 4, generator=draw, dtype=torch.float64)
+    share = slice(rank * total // size, (rank + 1) * total // size)
+    found = []
+    for part, layout in ((slice(None), rows), (share, replace(rows, sharers=sharers))):
+        inputs = [tensor[:, :, part].clone().requires_grad_() for tensor in whole]
+        out, _ = packed_attention(None, *inputs, None, **{LAYOUT_KWARG: layout}, **options)
+        grads = torch.autograd.grad((out * weight[:, part]).sum(), inputs)
+        here = slice(None) if part is share else share
+        found.append([out[:, here], *(grad[:, :, here] for grad in grads)])
+    return found
+
+
+def experts_step(engine, rank, size):
+    """Loss, auxiliary loss and norm of a mixture of experts, its own choice of them and a server's."""
+    seen = []
+    for is_routed in (False, True):
+        engine.optimizer_zero_grad()
+        mine = moe_oracle.batch_of(moe_oracle.draw_rows()[rank::size], is_routed=is_routed)
+        metrics = engine.forward_backward_batch(mine, sft_loss).metrics
+        seen.append((metrics["loss"], metrics["router_aux_loss"], engine.optimizer_step()))
+    return seen
+
+
+def peak_bytes():
+    """Of this process since it was started; `ru_maxrss` would be that of the process that started it, were it more."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def loading_memory(folder, world):
+    """Bytes that each rank's peak grew by while a model of 25 M parameters was built and sharded."""
+    before = peak_bytes()
+    wide = build(folder, optimizer=None, precision=Precision.FLOAT32, init="random")
+    grown = world.exchange(peak_bytes() - before)
+    whole = sum(tensor.numel() * 4 for _, tensor in wide.get_per_tensor_param()[0])
+    wide.close()
+    return grown, whole
+
+
+def background_checkpoint(model, folder, mine):
+    """The step after a background save, and the same step from what it wrote; then a save that fails."""
+    engine = build(model, async_checkpoints=True)
+    one_step(engine, mine)
+    engine.save_checkpoint(folder / "in_background", 4)
+    straight = (*one_step(engine, mine), weights(engine))
+    assert engine.load_checkpoint(folder / "in_background") == 4
+    again = (*one_step(engine, mine), weights(engine))
+    (folder / "a file").write_text("")
+    engine.save_checkpoint(folder / "a file" / "checkpoint", 5)
+    try:
+        engine.save_checkpoint(folder / "in_background", 6)
+        failure = None
+    except CheckpointError as error:
+        failure = str(error)
+    engine.save_checkpoint(folder / "in_background", 6)
+    engine.close()
+    return straight, again, failure
+
+
+def assembled(engine, world):
+    """The weights put together from every rank's shards; what no shard covers is NaN."""
+    mine = [(spec, tensor.clone()) for spec, tensor in engine.get_local_shards()]
+    found = {}
+    for spec, tensor in (shard for shards in world.exchange(mine) for shard in shards):
+        full = found.setdefault(spec.name, torch.full(spec.shape, torch.nan, dtype=tensor.dtype))
+        assert tuple(tensor.shape) == spec.sizes
+        full[tuple(slice(at, at + size) for at, size in zip(spec.offsets, spec.sizes, strict=True))] = tensor
+    return found, sum(tensor.numel() for _, tensor in mine)
+
+
+def shards_are_the_weights(engine, world):
+    """Whether they are, and the share of them that is here."""
+    found, here = assembled(engine, world)
+    whole = weights(engine)
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    return here / sum(tensor.numel() for tensor in whole.values())
+
+
+def refusal_of(call):
+    try:
+        call()
+    except (BatchError, ConfigError, ModelFolderError) as error:
+        return str(error)
+    return None
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    model = folder / "model"
+    first = build(model, max_tokens_per_gpu=4096)  # makes the process group; the others join it
+    rank, size = first._world.rank, first._world.size
+    memory = loading_memory(folder / "wide", first._world)
+    layouts = {"dp": ParallelConfig(), "sp2": ParallelConfig(sp=2)}
+    if size > 2:
+        layouts |= {"hybrid": ParallelConfig(dp_replicate=2), "sp2 hybrid": ParallelConfig(sp=2, dp_replicate=2)}
+    else:
+        layouts |= {"replicas": ParallelConfig(dp_replicate=2)}
+    seen = {name: by_layout(model, rank, size, layout) for name, layout in layouts.items()}
+    seen["memory"] = memory
+    seen["attention"] = shared_attention(rank, size)
+    for name, layout in (("heads", {"sp": size}), ("ranks", {"dp_replicate": 3})):
+        folder_ = folder / "odd heads" if name == "heads" else model
+        seen[f"refused {name}"] = refusal_of(lambda at=folder_, to=layout: build(at, parallel=ParallelConfig(**to)))
+
+    still = OptimizerConfig(lr=0.0, weight_decay=0.0)
+    for name, layout in layouts.items():
+        options = {"parallel": layout, "max_tokens_per_gpu": 20, "router_aux_loss_coef": moe_oracle.COEF}
+        engine = build(folder / "moe", optimizer=still, **options)
+        seen[f"{name} experts"] = experts_step(engine, rank, size)
+        seen[f"{name} share"] = shards_are_the_weights(engine, first._world)
         engine.close()
 
     rows = draw_rows(7)
@@ -101,11 +242,15 @@ def main(folder):
     assert resumed.load_checkpoint(folder / "written_by_many") == 3
     seen["again"] = (*one_step(resumed, mine), weights(resumed))
     resumed.close()
+    seen["background"] = background_checkpoint(model, folder, mine)
+    nowhere = refusal_of(lambda: build(folder / "nowhere"))
+    seen["refused folder"] = first._world.exchange(nowhere)
 
-    try:
-        first.forward_backward_batch(ragged_batch([[1]], [[999 if rank == 1 else 2]]), sft_loss)
-    except BatchError as error:
-        seen["refusal"] = str(error)
+    bad = ragged_batch([[1]], [[999 if rank == 1 else 2]])
+    seen["refusal"] = refusal_of(lambda: first.forward_backward_batch(bad, sft_loss))
+    odd = ragged_batch([[1]] * (1 + 8 * rank), [[2]] * (1 + 8 * rank))
+    odd["advantages" if rank else "rewards"] = torch.zeros(1 + 8 * rank)
+    seen["odd columns"] = refusal_of(lambda: first.forward_backward_batch(odd, sft_loss))
 
     narrow = build(model, precision=Precision.BFLOAT16)
     seen["bfloat16"] = one_step(narrow, mine)

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -151,6 +152,19 @@ def critics(folder, rank, size):
     return seen
 
 
+def experts(folder, rank, size):
+    """One step of a mixture of experts in each layout, with its auxiliary loss, and with experts replayed."""
+    oracle, seen = ranks.moe_oracle, {}
+    still = replace(OPTIMIZER, lr=0.0, weight_decay=0.0)
+    for layout in ("dp2", "sp2", "pp2", "ep2"):
+        options = {"optimizer": still, "max_tokens_per_gpu": 20, "activation_checkpointing": layout == "pp2"}
+        engine = build(folder, "experts", layout, router_aux_loss_coef=oracle.COEF, **options)
+        seen[layout] = ranks.experts_step(engine, rank, size)
+        seen[f"{layout} share"] = ranks.shards_are_the_weights(engine, engine._state.world)
+        engine.close()
+    return seen
+
+
 def pairs_seen(engine):
     """The pair ids of one micro-batch, where every rank numbers its one pair 7."""
     batch = ragged_batch([[1], [2]], [[3], [4]])
@@ -190,6 +204,7 @@ def main(folder, cases):
     seen["pairs"] = pairs_seen(first)
     first.close()
     seen["critics"] = critics(folder, rank, holder._world.size)
+    seen["experts"] = experts(folder, rank, holder._world.size)
     holder.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

@@ -2,12 +2,13 @@ import os
 import socket
 import subprocess
 import sys
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_engine import LoraConfig
 from rl_engine.testing import write_tiny_model
@@ -20,6 +21,12 @@ _spec.loader.exec_module(ranks)
 
 def run_ranks(folder, size):
     write_tiny_model(folder / "model")
+    write_tiny_model(folder / "odd heads", num_key_value_heads=1)
+    ranks.moe_oracle.write_model(folder / "moe")
+    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_key_value_heads": 8}
+    AutoConfig.for_model("qwen3", vocab_size=78, num_attention_heads=8, head_dim=64, **wide).save_pretrained(
+        folder / "wide"
+    )
     alone = ranks.build(folder / "model")
     ranks.one_step(alone, ranks.batch_of(ranks.draw_rows(7)))
     alone.save_checkpoint(folder / "written_by_one", 5)
@@ -53,31 +60,73 @@ def two(tmp_path_factory):
     return run_ranks(tmp_path_factory.mktemp("two"), 2)
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run_ranks(tmp_path_factory.mktemp("four"), 4)
+
+
+@cache
 def oracle(folder, seed):
-    """Loss and gradients of a plain Hugging Face model that sees one row at a time."""
+    """Loss, gradients and log-probs of a plain Hugging Face model that sees one row at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    total, tokens = 0.0, 0
+    total, tokens, rows = 0.0, 0, []
     for prompt, completion, mask in ranks.draw_rows(seed):
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         scored = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        rows.append(scored.tolist())
         total = total - (scored * torch.tensor(mask)).sum()
         tokens += sum(mask)
     (total / tokens).backward()
-    return float(total.detach() / tokens), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return float(total.detach() / tokens), {name: parameter.grad for name, parameter in model.named_parameters()}, rows
 
 
-def check_against_oracle(seen):
+def check_against_oracle(seen, layout):
     for seed in range(ranks.SEEDS):
-        loss, gradients = oracle(seen["folder"] / "model", seed)
-        assert seen["losses"][seed] == pytest.approx(loss, rel=1e-7)
-        assert seen["gradients"][seed].keys() == gradients.keys()
+        loss, gradients, rows = oracle(seen["folder"] / "model", seed)
+        assert seen[layout]["losses"][seed] == pytest.approx(loss, rel=1e-7)
+        for got, want in zip(seen[layout]["logprobs"][seed], rows, strict=True):
+            assert got == pytest.approx(want, rel=1e-6)
+        assert seen[layout]["gradients"][seed].keys() == gradients.keys()
         torch.testing.assert_close(
-            seen["gradients"][seed], gradients, rtol=1e-5, atol=1e-7
+            seen[layout]["gradients"][seed], gradients, rtol=1e-5, atol=1e-7
         )  # transformers' norms are float32
 
 
-def test_two_ranks_give_the_oracles_gradient_however_rows_are_dealt(two):
-    check_against_oracle(two)
+@pytest.mark.parametrize("layout", ["dp", "sp2", "replicas"])
+def test_two_ranks_give_the_oracles_gradient_however_rows_are_dealt(two, layout):
+    check_against_oracle(two, layout)
+
+
+@pytest.mark.parametrize("layout", ["dp", "sp2", "replicas"])
+def test_experts_are_evened_out_and_replayed_over_ranks(two, layout):
+    check_experts(two["folder"] / "moe", two[f"{layout} experts"])
+
+
+def check_experts(folder, seen):
+    for is_routed, got in zip((False, True), seen, strict=True):
+        want = ranks.moe_oracle.reference(
+            folder, ranks.moe_oracle.draw_rows(), is_routed=is_routed, coef=ranks.moe_oracle.COEF
+        )
+        assert got == pytest.approx((want["loss"], want["aux"], want["norm"]), rel=1e-5)
+
+
+def test_shards_cover_the_weights_and_replicas_hold_them_all(two):
+    assert two["dp share"] == pytest.approx(0.5, rel=0.1)
+    assert two["replicas share"] == 1
+
+
+def test_attention_with_its_tokens_cut_is_attention(two):
+    whole, shared = two["attention"]
+    torch.testing.assert_close(shared, whole)
+
+
+def test_layouts_that_do_not_divide_are_refused(two):
+    assert two["refused heads"].startswith("parallel.sp = 2 does not divide the model's 1 key and value heads")
+    assert two["refused ranks"] == "parallel.dp_replicate = 3 does not divide 2 ranks."
+
+
+def test_rows_that_meet_need_the_same_columns(two):
+    assert two["odd columns"].startswith("Ranks passed different columns: ['completion_token_ids', ")
 
 
 def test_a_checkpoint_of_one_rank_continues_on_two(two):
@@ -97,6 +146,26 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two):
     alone.close()
     assert (loss, norm) == pytest.approx(straight[:2], rel=1e-7)
     torch.testing.assert_close(weights, straight[2], rtol=1e-6, atol=1e-9)
+
+
+def test_only_rank_0_ever_holds_the_whole_model(two):
+    (first, second), whole = two["memory"]
+    assert first > whole
+    assert second < 0.8 * whole  # half of it is its own shard
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_on_every_rank(two):
+    assert all("nowhere has no config.json" in text for text in two["refused folder"])
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(two):
+    straight, again, failure = two["background"]
+    assert again[:2] == straight[:2]
+    torch.testing.assert_close(again[2], straight[2], rtol=0, atol=0)
+    assert "a file/checkpoint was not written" in failure
+    alone = ranks.build(two["folder"] / "model")
+    assert alone.load_checkpoint(two["folder"] / "in_background") == 6
+    alone.close()
 
 
 def test_a_model_saved_by_two_ranks_is_an_ordinary_folder(two):
@@ -133,5 +202,7 @@ def test_a_frozen_engine_scores_on_two_ranks(two):
 
 
 @pytest.mark.slow
-def test_four_ranks_give_the_oracles_gradient(tmp_path):
-    check_against_oracle(run_ranks(tmp_path, 4))
+@pytest.mark.parametrize("layout", ["dp", "sp2", "hybrid", "sp2 hybrid"])
+def test_four_ranks_give_the_oracles_gradient(four, layout):
+    check_against_oracle(four, layout)
+    check_experts(four["folder"] / "moe", four[f"{layout} experts"])

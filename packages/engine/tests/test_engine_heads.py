@@ -104,7 +104,7 @@ def test_a_causal_folder_gets_a_head_of_zeros_learns_and_is_saved_as_a_classifie
 
 def test_reading_what_the_head_does_not_give_is_one_sentence(classifier, policy):
     critic = build(classifier, "value")
-    with pytest.raises(ConfigError, match=r"reads log-probs, which this engine's head does not give; it needs head=lm"):
+    with pytest.raises(ConfigError, match=r"reads log-probs, which this engine does not give; it needs head=lm"):
         critic.forward_backward_batch(ragged_batch(PROMPTS, COMPLETIONS), sft_loss)
     critic.close()
     actor = build(policy, "lm")

@@ -49,6 +49,7 @@ def run_ranks(folder, size, cases):
     for kind in ranks.MODELS:
         ranks.write_model(folder, kind)
     ranks.write_critic(folder)
+    ranks.ranks.moe_oracle.write_model(folder / "experts")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -199,6 +200,21 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
     assert two["bad_batch"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
 
 
+@pytest.mark.parametrize("layout", ["dp2", "sp2", "pp2", "ep2"])
+def test_experts_are_evened_out_and_replayed(two, layout):
+    oracle = ranks.ranks.moe_oracle
+    for is_routed, got in zip((False, True), two["experts"][layout], strict=True):
+        rows = oracle.draw_rows()
+        want = oracle.reference(two["folder"] / "experts", rows, is_routed=is_routed, coef=oracle.COEF)
+        assert got == pytest.approx((want["loss"], want["aux"], want["norm"]), rel=1e-5)
+
+
+def test_shards_cover_the_weights(two):
+    shares = {layout: two["experts"][f"{layout} share"] for layout in ("dp2", "sp2", "pp2", "ep2")}
+    assert shares.pop("dp2") == 1
+    assert all(0.4 < share < 0.9 for share in shares.values())
+
+
 def test_pairs_of_ranks_that_share_a_model_stay_apart(two):
     assert sorted(two["pairs"].count(pair) for pair in set(two["pairs"])) == [2, 2]
 
@@ -328,12 +344,19 @@ def test_what_it_cannot_honour_is_refused(tmp_path, changes, message):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("layout", [{"sp": 2}, {"dp_replicate": 2}])
+def test_layouts_of_fsdp_are_refused(tmp_path, layout):
+    write_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=f"parallel.{next(iter(layout))} is 2; it belongs to the fsdp backend"):
+        build(tmp_path, parallel=ParallelConfig(**layout))
+
+
 @pytest.mark.parametrize(
     "parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(ep=2), ParallelConfig(cp=2)]
 )
 def test_fsdp_refuses_layouts_that_it_has_not(tmp_path, parallel):
     write_tiny_model(tmp_path)
-    with pytest.raises(ConfigError, match="the fsdp backend is data parallel only"):
+    with pytest.raises(ConfigError, match="the fsdp backend takes sp and dp_replicate only"):
         build(tmp_path, backend="fsdp", parallel=parallel)
 
 

@@ -1,13 +1,25 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from rl_engine import BatchError
-from rl_engine._plan import plan_micro_batches
+from rl_engine._cost import CostModel, cost_model
+from rl_engine._deal import Copies, deal_rows
+from rl_engine._plan import check_budget, deal_units, partition, plan_micro_batches
 
 
-def test_longest_first_into_the_emptiest():
+def test_differences_are_merged_largest_first():
+    # {8,7,6} against {5,4} at first, as in Karmarkar and Karp's example: 30 halved as 16 and 14
+    assert [sorted(group) for group in partition([8, 7, 6, 5, 4], 2)] == [[1, 3, 4], [0, 2]]
+    assert partition([], 2) == [[], []]
+
+
+def test_costs_decide_and_the_budget_limits():
     assert plan_micro_batches([5, 1, 4, 2], 6) == [[0, 1], [2, 3]]
+    assert plan_micro_batches([4, 2, 2, 2, 2], 8, costs=[16, 4, 4, 4, 4]) == [[0], [1, 2, 3, 4]]
+    # by cost the long row would be alone with two thirds of the tokens left for a budget of 7
+    assert plan_micro_batches([4, 2, 2, 2, 2], 7, costs=[16, 4, 4, 4, 4]) == [[0, 3], [1, 2, 4]]
 
 
 def test_one_micro_batch_when_the_budget_allows():
@@ -23,15 +35,67 @@ def test_no_rows_no_micro_batches():
     assert plan_micro_batches([], 10, min_count=3) == []
 
 
-def test_a_row_over_the_budget_is_named():
+def test_what_fits_in_no_micro_batch_is_named():
     with pytest.raises(BatchError, match="Row 1 has 11 tokens; max_tokens_per_gpu is 10"):
-        plan_micro_batches([3, 11], 10)
+        check_budget([3, 11], None, 10)
+    with pytest.raises(BatchError, match="Rows 0, 2 share a pair_id and have 12 tokens; max_tokens_per_gpu is 10"):
+        check_budget([6, 1, 6], [[0, 2], [1]], 10)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 120), st.integers(0, 20))
 def test_every_row_once_within_the_budget_and_as_many_as_asked(lengths, budget, min_count):
-    plan = plan_micro_batches(lengths, budget, min_count=min_count)
+    plan = plan_micro_batches(lengths, budget, costs=[length**2 for length in lengths], min_count=min_count)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
     assert all(rows and sum(lengths[row] for row in rows) <= budget for rows in plan)
     assert len(plan) >= min(min_count, len(lengths))
     assert len(plan) <= max(min_count, 2 * -(-sum(lengths) // budget))
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 8))
+def test_groups_differ_by_no_more_than_the_largest_item(costs, count):
+    groups = partition(costs, count)
+    assert sorted(item for group in groups for item in group) == list(range(len(costs)))
+    sums = [sum(costs[item] for item in group) for group in groups]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] - sums[-1] <= max(costs, default=0)
+
+
+@given(st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=5))
+def test_dealing_never_makes_the_fullest_rank_fuller(costs):
+    dealt = deal_units(costs)
+    if dealt is None:
+        return
+    sums = [0] * len(costs)
+    for mine, owners in zip(costs, dealt, strict=True):
+        for cost, owner in zip(mine, owners, strict=True):
+            sums[owner] += cost
+    assert max(sums) < max(map(sum, costs))
+
+
+def test_balanced_ranks_keep_their_rows_and_others_move_few():
+    assert deal_units([[5, 5], [10], [4, 6]]) is None
+    assert deal_units([[4, 4, 4, 4], []]) == [[0, 1, 1, 0], []]
+    assert deal_units([[9, 4, 3], [2]]) == [[0, 1, 1], [1]]  # what is heaviest stays
+
+
+def test_pairs_move_together_and_ranks_of_one_copy_share_its_rows():
+    alone = Copies(copy_of=(0, 1), speakers=(0, 1))
+    deal = deal_rows(alone, [([1.0] * 4, [[0, 2], [1, 3]]), ([], None)])
+    assert deal is not None
+    assert deal.target[0][0] == deal.target[0][2] != deal.target[0][1] == deal.target[0][3]
+    both = Copies(copy_of=(0, 0), speakers=(0,))
+    deal = deal_rows(both, [([1.0], None), ([2.0, 1.0], None)])
+    assert deal is not None
+    assert deal.target == ((0,), (0, 0))
+
+
+def test_a_row_costs_its_products_and_the_pairs_it_sees():
+    model = CostModel(per_token=10.0, per_pair=1.0, per_score=100.0, windows=(None, 3))
+    assert model(5, 2) == 50 + 15 + (6 + 2 * 3) + 200
+    config = AutoConfig.for_model(
+        "qwen3_moe", num_experts=8, num_experts_per_tok=2, hidden_size=4, vocab_size=7, num_attention_heads=2,
+        head_dim=3, num_hidden_layers=1,
+    )  # fmt: skip
+    shapes = {"layers.0.self_attn.q_proj.weight": (6, 4), "layers.0.mlp.experts.gate_up_proj": (8, 10, 4), "norm": (4,)}
+    found = cost_model(config, shapes)
+    assert found == CostModel(per_token=2 * 24 + 2 * 320 * 0.25, per_pair=24.0, per_score=56.0, windows=(None,))

@@ -1,16 +1,17 @@
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_engine import BatchError, DataError, EngineConfig, OptimizerConfig, Precision, create_engine
+from rl_engine import BatchError, ConfigError, DataError, EngineConfig, OptimizerConfig, Precision, create_engine
 from rl_engine.cli import dpo_main, rm_main
 from rl_engine.dpo import DpoConfig, tokenize_pairs
 from rl_engine.dpo import train as train_dpo
-from rl_engine.losses import DpoLoss, process_reward_loss, reward_loss
+from rl_engine.losses import DpoLoss, KtoLoss, process_reward_loss, reward_loss
 from rl_engine.rm import RmConfig, tokenize_steps
 from rl_engine.rm import train as train_rm
 from rl_engine.testing import ragged, ragged_batch, write_tiny_model
@@ -83,6 +84,60 @@ def test_label_smoothing_and_no_reference_by_hand():
     softplus = lambda x: math.log(1 + math.exp(x))  # noqa: E731
     assert float(loss) == pytest.approx(sum(0.9 * softplus(-m) + 0.1 * softplus(m) for m in margins) / 2, rel=1e-6)
     assert (float(metrics["accuracy"]), float(metrics["margin"])) == (0.5, 0.5)
+
+
+def test_kto_by_hand():
+    rows = two_pairs(ref_logprobs=REFERENCE)
+    rows["is_desirable"], rows["reference_point"] = torch.tensor([True, False, False, True]), torch.full((4,), 0.25)
+    loss, metrics = KtoLoss(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)(
+        output_of(REFERENCE, token_logprobs=LOGPROBS), rows
+    )
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    ratios = (0.5, -1.0, 0.0, 1.0)
+    want = 2 * (1 - sigmoid(0.5 * (ratios[0] - 0.25))) + 3 * (1 - sigmoid(0.5 * (0.25 - ratios[1])))
+    want += 3 * (1 - sigmoid(0.5 * (0.25 - ratios[2]))) + 2 * (1 - sigmoid(0.5 * (ratios[3] - 0.25)))
+    assert float(loss) == pytest.approx(want / 4, rel=1e-6)
+    assert float(metrics["accuracy"]) == 1.0
+    assert float(metrics["desirable_reward"]) == pytest.approx(0.5 * 1.5 / 4)
+    with pytest.raises(ConfigError, match="use KtoLoss"):
+        DpoLoss(kind="kto")
+
+
+def test_kto_learns_from_rows_without_a_pair(model, tmp_path):
+    files = {}
+    for name, count, seed in (("train", 200, 0), ("eval", 50, 1)):
+        written = Path(vowels_are_better(tmp_path / "pairs.jsonl", count, seed)).read_text()
+        pairs = [json.loads(line) for line in written.splitlines()]
+        rows = [{"prompt": pair["prompt"], "completion": pair["chosen"], "label": True} for pair in pairs]
+        rows += [{"prompt": pair["prompt"], "completion": pair["rejected"], "label": False} for pair in pairs]
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DpoConfig(
+        model_path=str(model), data_path=str(files["train"]), eval_path=str(files["eval"]),
+        output_dir=str(tmp_path / "out"), loss="kto", steps=60, batch_size=32, lr=1e-2, beta=0.3, log_every=10,
+    )  # fmt: skip
+    report = train_dpo(config, report=lambda line: None)
+    assert report.eval_metrics["accuracy"] > 0.8
+    assert report.eval_metrics["desirable_reward"] > report.eval_metrics["undesirable_reward"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt_token_ids": [1], "completion_token_ids": [2], "label": "yes"},
+            "label 'yes'; wanted true or false",
+        ),
+        ({"prompt_token_ids": [1], "completion_token_ids": [2], "label": True}, "every label is true"),
+    ],
+)
+def test_bad_judgements_are_refused(model, tmp_path, capsys, row, message):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    arguments = [f"model.path={model}", f"data.path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}"]
+    assert dpo_main([*arguments, "loss=kto"]) == 2
+    assert message in capsys.readouterr().err
+    assert dpo_main([*arguments, "desirable_weight=2"]) == 2
+    assert "do nothing with loss=sigmoid" in capsys.readouterr().err
 
 
 def test_reward_losses_by_hand():
@@ -217,7 +272,7 @@ def test_steps_are_judged_at_their_last_token(tmp_path, model):
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (dpo_main, ["loss=kto"], "rl-dpo: loss is 'kto'; wanted sigmoid, ipo, hinge."),
+        (dpo_main, ["loss=pto"], "rl-dpo: loss is 'pto'; wanted sigmoid, ipo, hinge, kto."),
         (dpo_main, ["beta=0"], "rl-dpo: beta is 0.0"),
         (dpo_main, ["loss=ipo", "label_smoothing=0.1"], "rl-dpo: label_smoothing does nothing with loss=ipo"),
         (rm_main, ["betas=1"], "rl-rm: Unknown key 'betas'"),

@@ -9,7 +9,8 @@ from rl_engine import BackendError, EngineConfig, create_engine
 PUBLIC = """
 BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
 EngineConfig EngineError EngineOutput Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError ModelInit
-ModelOutput NonFiniteError OptimizerConfig ParallelConfig PeftConfig Precision StepOutcome TrainingWorker create_engine
+ModelOutput NonFiniteError OptimizerConfig ParallelConfig PeftConfig Precision ShardSpec StepOutcome TrainingWorker
+create_engine
 """
 
 

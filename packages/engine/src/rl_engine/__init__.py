@@ -31,6 +31,7 @@ from rl_engine.types import (
     ParallelConfig,
     PeftConfig,
     Precision,
+    ShardSpec,
 )
 from rl_engine.worker import StepOutcome, TrainingWorker
 
@@ -58,6 +59,7 @@ __all__ = [
     "ParallelConfig",
     "PeftConfig",
     "Precision",
+    "ShardSpec",
     "StepOutcome",
     "TrainingWorker",
     "create_engine",

@@ -21,6 +21,8 @@ from rl_engine.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rl_engine._ulysses import SequenceGroup
+
 ATTENTION_NAME = "rl_engine_packed"
 LAYOUT_KWARG = "rl_engine_rows"  # travels from the model's call down to the attention function
 _EXPLICIT_WIDTH = 96  # at or below it, materialised scores beat SDPA's blocked kernel on a CPU
@@ -56,15 +58,22 @@ class RowLayout:
     """(rows + 1,) int32 row offsets into T."""
     max_length: int
     """Longest row."""
+    sharers: SequenceGroup | None = None
+    """The ranks among which the tokens are cut; None: all are here."""
 
 
-def row_layout(lengths: Sequence[int], device: torch.device) -> RowLayout:
+def row_layout(lengths: Sequence[int], device: torch.device, sharers: SequenceGroup | None = None) -> RowLayout:
     """Lay out rows of the given lengths, end to end."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
     starts = offsets.tolist()
     blocks = tuple(_block(lengths[first:last], starts[first], device) for first, last in _cut(lengths))
-    return RowLayout(blocks=blocks, cu_seqlens=offsets.to(device=device, dtype=torch.int32), max_length=max(lengths))
+    return RowLayout(
+        blocks=blocks,
+        cu_seqlens=offsets.to(device=device, dtype=torch.int32),
+        max_length=max(lengths),
+        sharers=sharers,
+    )
 
 
 def register() -> str:
@@ -90,7 +99,7 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each row.
+    """Attend within each row; where tokens are cut over ranks, T is this rank's share of them.
 
     Args:
         module: The attention layer; not looked at.
@@ -114,12 +123,22 @@ def packed_attention(
         what = "adds a position bias or mask" if isinstance(layout, RowLayout) else "does not hand keyword arguments on"
         raise ConfigError(f"{type(module).__name__} {what}, so its rows cannot be packed.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = _Options(scale, dropout, sliding_window, softcap, s_aux)
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    sharers = layout.sharers
+    if sharers is None:
+        return _attend(q, k, v, layout, _Options(scale, dropout, sliding_window, softcap, s_aux))[None], None
+    sinks = None if s_aux is None else sharers.own_heads(s_aux)
+    q, k, v = (sharers.to_heads(part) for part in (q, k, v))
+    out = _attend(q, k, v, layout, _Options(scale, dropout, sliding_window, softcap, sinks))
+    return sharers.to_tokens(out)[None], None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Options) -> Tensor:
+    """(T, heads, D) in, (T, H, D) out."""
     if _fits_varlen(q, v, options):
-        return _varlen(q, k, v, layout, options)[None], None
+        return _varlen(q, k, v, layout, options)
     parts = [_attend_block(q, k, v, block, options) for block in layout.blocks]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from rl_engine._folder import previous_folder, replace_folder, sync_to_disk
 from rl_engine.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from rl_engine._distributed import World
 
@@ -48,23 +48,46 @@ class Manifest:
 
 
 def save(path: str | Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: World) -> None:
-    """Write a checkpoint folder; it appears complete or not at all. Collective."""
+    """Write a checkpoint folder; it appears complete or not at all. Collective.
+
+    Raises:
+        CheckpointError: a file cannot be written; on every rank.
+    """
     target = Path(path).absolute()
     draft = target.with_name(f".{target.name}.draft")
-    if world.rank == 0:
+
+    def prepare() -> None:
         _recover(target)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-    world.barrier()
-    writer = FileSystemWriter(draft, sync_files=True)
-    with _alone_is_fine():
-        save_shards(dict(tensors), storage_writer=writer, no_dist=world.size == 1)
-    world.barrier()
-    if world.rank == 0:
+
+    def finish() -> None:
         (draft / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **asdict(manifest)}))
         sync_to_disk(draft / _MANIFEST)
         replace_folder(draft, target)
+
+    _on_rank_0(prepare, target, world)
+    writer = FileSystemWriter(draft, sync_files=True)
+    try:
+        with _alone_is_fine():
+            save_shards(dict(tensors), storage_writer=writer, no_dist=world.size == 1, process_group=world.group)
+    except (CheckpointException, OSError) as error:  # raised on every rank
+        raise CheckpointError(f"Checkpoint {target} cannot be written: {error}") from error
     world.barrier()
+    _on_rank_0(finish, target, world)
+
+
+def _on_rank_0(work: Callable[[], None], target: Path, world: World) -> None:
+    """Let rank 0 do it; its failure is raised on every rank. Collective."""
+    problem = None
+    if world.rank == 0:
+        try:
+            work()
+        except OSError as error:
+            problem = f"Checkpoint {target} cannot be written: {error}"
+    problem = world.exchange(problem)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
 
 
 def read_manifest(path: str | Path) -> Manifest:

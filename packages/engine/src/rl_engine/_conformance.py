@@ -146,6 +146,17 @@ class EngineConformance(ABC):
         torch.testing.assert_close(_weights(engine), before, rtol=0, atol=0)
         engine.close()
 
+    def test_shards_are_the_weights(self, tmp_path: Path) -> None:
+        """On one rank each is whole."""
+        engine = self._built(tmp_path)
+        shards = {spec.name: (spec, tensor.clone()) for spec, tensor in engine.get_local_shards()}
+        whole = _weights(engine)
+        engine.close()
+        torch.testing.assert_close({name: tensor for name, (_, tensor) in shards.items()}, whole, rtol=0, atol=0)
+        for spec, tensor in shards.values():
+            assert spec.shape == spec.sizes == tuple(tensor.shape)
+            assert not any(spec.offsets)
+
     def test_close_is_final_and_may_be_repeated(self, tmp_path: Path) -> None:
         """Afterwards every call says that there is no model."""
         engine = self._built(tmp_path)

@@ -28,6 +28,8 @@ class World:
     """Where this rank computes."""
     owns_group: bool
     """The engine made the process group and takes it down."""
+    group: Any = None
+    """Another process group of the same ranks; None: the default one."""
 
     def exchange(self, value: _Value) -> list[_Value]:
         """Every rank's `value` (picklable), in rank order.
@@ -39,7 +41,7 @@ class World:
             return [value]
         answers: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(answers, value)
+            dist.all_gather_object(answers, value, group=self.group)
         except RuntimeError as error:
             raise EngineError(
                 f"Rank {self.rank} of {self.size} got no answer from another rank (see its own error; a peer died, "

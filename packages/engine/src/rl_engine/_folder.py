@@ -49,13 +49,9 @@ def load_model(
         ModelFolderError: no config, an unknown architecture, no weights, or tensors that are missing, left over or of
             another shape.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     folder = Path(path)
     config = read_config(folder)
-    factory: Any = AutoModelForCausalLM
-    if head != Head.LM:
-        factory, config.num_labels = AutoModelForSequenceClassification, 1
+    factory = _factory(config, head)
     if init == ModelInit.RANDOM:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -81,6 +77,19 @@ def load_model(
     refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
     refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
     return _at_any_width(model)
+
+
+def empty_model(path: str | Path, *, dtype: torch.dtype | None = None, head: Head = Head.LM) -> PreTrainedModel:
+    """The model that `load_model` builds, without memory for its weights (on the meta device).
+
+    Raises:
+        ModelFolderError: no config, or an unknown architecture.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    factory = _factory(config, head)
+    with torch.device("meta"):
+        return _at_any_width(_build(folder, lambda: factory.from_config(config, dtype=dtype)))
 
 
 def write_model(path: str | Path, model: PreTrainedModel, weights: dict[str, Tensor], source: str | Path) -> None:
@@ -158,6 +167,16 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
+
+
+def _factory(config: Any, head: Head) -> Any:
+    """The class whose `from_config` and `from_pretrained` build the model; `config` is given its one label."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if head == Head.LM:
+        return AutoModelForCausalLM
+    config.num_labels = 1
+    return AutoModelForSequenceClassification
 
 
 def _build(folder: Path, build: Any) -> Any:

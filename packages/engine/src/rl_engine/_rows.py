@@ -7,7 +7,7 @@ token of its completion (which predicts nothing): `T = sum(prompt + completion -
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +19,14 @@ from rl_engine.errors import BatchError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rl_engine._cost import CostModel
+
 PROMPT = "prompt_token_ids"
 COMPLETION = "completion_token_ids"
 MASK = "loss_mask"
 PAIR = "pair_id"
+ROUTED = "routed_experts"
+CANDIDATES = "candidate_token_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,34 @@ class PackedRows:
     """(C,) int64, the completion tokens."""
     cu_seqlens: Tensor
     """(B + 1,) int64, row offsets into C."""
+    completions: tuple[int, ...]
+    """B entries, completion tokens per row; a row's last tokens fed are those that predict them."""
+    num_valid: int
+    """T without padding."""
+    routed_experts: Tensor | None = None
+    """(T, layers, experts of a token) int64, where the batch says which experts to take."""
+    candidates: Tensor | None = None
+    """(C, K) int64, more tokens to be scored in the place of each completion token."""
+
+    def padded(self, multiple: int) -> PackedRows:
+        """With one more row, which nothing looks at, where T is no multiple of `multiple`."""
+        missing = -sum(self.lengths) % multiple
+        if not missing:
+            return self
+        pad = self.token_ids.new_zeros(missing)
+        routed = self.routed_experts
+        if routed is not None:  # an expert comes once for each token
+            routed = torch.cat(
+                [routed, torch.arange(routed.shape[2], device=pad.device).expand(missing, *routed.shape[1:])]
+            )
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, pad]),
+            position_ids=torch.cat([self.position_ids, torch.arange(missing, device=pad.device)]),
+            lengths=(*self.lengths, missing),
+            completions=(*self.completions, 0),
+            routed_experts=routed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +109,7 @@ class RowBatch:
                 raise BatchError(
                     f"Row {row} has {prompt} prompt and {completion} completion tokens; at least one of each is needed."
                 )
+        self._completions = completions
         self._lengths = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         self._unfed = 0 if feeds_last else 1
         self._check_mask()
@@ -85,6 +118,16 @@ class RowBatch:
     def lengths(self) -> list[int]:
         """Tokens of each row, prompt and completion."""
         return list(self._lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the columns are."""
+        return self._completion.values.device
+
+    def costs(self, model: CostModel) -> list[float]:
+        """Work of each row."""
+        both = zip(self._lengths, self._completions, strict=True)
+        return [model(length - self._unfed, scored) for length, scored in both]
 
     @property
     def completion_offsets(self) -> Tensor:
@@ -113,10 +156,13 @@ class RowBatch:
         Raises:
             BatchError: names the column, the id and the vocabulary size.
         """
-        for name, column in ((PROMPT, self._prompt), (COMPLETION, self._completion)):
-            if column.values.numel() == 0:
+        found = {PROMPT: self._prompt.values, COMPLETION: self._completion.values}
+        if CANDIDATES in self._columns:
+            found[CANDIDATES] = self.candidates()
+        for name, values in found.items():
+            if values.numel() == 0:
                 continue
-            low, high = (int(value) for value in column.values.aminmax())
+            low, high = (int(value) for value in values.aminmax())
             if low < 0 or high >= vocab_size:
                 bad = low if low < 0 else high
                 raise BatchError(f"{name} holds token id {bad}; the model's vocabulary has {vocab_size} entries.")
@@ -147,6 +193,45 @@ class RowBatch:
                 selected[name] = NonTensorStack(*[column[row] for row in rows])
         return TensorDict(selected, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a column."""
+        return name in self._columns
+
+    def candidates(self) -> Tensor:
+        """(completion tokens, K) int64, the column's values.
+
+        Raises:
+            BatchError: rows are not aligned with the completion, or entries are not K token ids.
+        """
+        column = self._ragged(CANDIDATES)
+        if column.values.ndim != 2 or not torch.equal(column.offsets.diff(), self._completion_lengths):
+            raise BatchError(f"{CANDIDATES} needs K token ids for each completion token: rows of shape (tokens, K).")
+        return column.values
+
+    def routed_experts(self) -> Tensor | None:
+        """(tokens fed, layers, experts of a token), the column's values; None without it.
+
+        Raises:
+            BatchError: a row does not have one entry for each token that is fed.
+        """
+        if ROUTED not in self._columns:
+            return None
+        column = self._ragged(ROUTED)
+        fed = [length - self._unfed for length in self._lengths]
+        for row, (found, wanted) in enumerate(zip(column.offsets.diff().tolist(), fed, strict=True)):
+            if found != wanted:
+                raise BatchError(
+                    f"Row {row} has {wanted} tokens that the model is fed and {found} entries of {ROUTED}; "
+                    "one belongs to each (prompt and completion without the last token)."
+                )
+        return column.values
+
+    def _routed(self, rows: Tensor) -> Tensor | None:
+        if ROUTED not in self._columns:
+            return None
+        column = self._ragged(ROUTED)
+        return column.values[_token_index(column.offsets, rows, [])[0]].to(torch.int64)
+
     def pack(self, rows: Sequence[int]) -> PackedRows:
         """The given rows as the model sees them."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._completion.values.device)
@@ -170,11 +255,15 @@ class RowBatch:
             score_index=own_index - self._unfed,
             labels=labels,
             cu_seqlens=cu_seqlens,
+            completions=tuple(self._completions[row] for row in rows),
+            num_valid=sum(lengths),
+            routed_experts=self._routed(index),
+            candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
         )
 
     def restore(self, rows: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
         """Per-token results of `rows`, micro-batch by micro-batch, as a jagged column in the order of the batch."""
-        values = torch.cat(list(parts))
+        values = torch.cat([part.to(self.device) for part in parts])
         order = torch.tensor(rows, dtype=torch.int64, device=values.device)
         tokens, _ = _token_index(self._completion.offsets, order, [])
         restored = torch.empty_like(values)
@@ -208,6 +297,8 @@ def one_token_row(device: torch.device) -> PackedRows:
         score_index=zero,
         labels=zero,
         cu_seqlens=torch.tensor([0, 1], device=device),
+        completions=(1,),
+        num_valid=1,
     )
 
 

@@ -9,13 +9,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rl_engine._plan import plan_rows
+from rl_engine._deal import deal_rows, return_columns, send_rows
+from rl_engine._plan import check_budget, plan_rows
+from rl_engine._routing import AUX_LOSS
 from rl_engine.errors import BatchError, ConfigError
 from rl_engine.types import BatchCounts, ModelOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from rl_engine._cost import CostModel
+    from rl_engine._deal import Copies, Deal
     from rl_engine._distributed import World
     from rl_engine._model import Scores
     from rl_engine._rows import PackedRows, RowBatch
@@ -33,35 +37,66 @@ class Tally:
     def add(self, rows: list[int], scores: Scores, metrics: Mapping[str, Tensor]) -> None:
         """One micro-batch's scores and shares of metrics."""
         self.rows += rows
-        for name in ("logprobs", "entropy", "values"):
+        self.add_shares(metrics)
+        for name in ("logprobs", "entropy", "values", "candidate_token_ids", "candidate_logprobs"):
             if (column := getattr(scores, name)) is not None:
                 self.columns.setdefault(name, []).append(column.detach())
+
+    def add_shares(self, metrics: Mapping[str, Tensor]) -> None:
+        """Shares of metrics alone."""
         for name, share in metrics.items():
             self.metrics[name] = self.metrics[name] + share.detach() if name in self.metrics else share.detach()
 
-    def metric_values(self) -> dict[str, float]:
-        """One transfer for all of them."""
-        if not self.metrics:
+    def metric_values(self, *, is_speaker: bool) -> dict[str, float]:
+        """One transfer for all of them. Ranks that share a copy have the same, but for those of its experts."""
+        named = {name: share for name, share in self.metrics.items() if is_speaker or name == AUX_LOSS}
+        if not named:
             return {}
-        return dict(
-            zip(self.metrics, torch.stack([share.double() for share in self.metrics.values()]).tolist(), strict=True)
-        )
+        return dict(zip(named, torch.stack([share.double() for share in named.values()]).tolist(), strict=True))
 
 
-def agree(world: World, prepare: Callable[[], RowBatch], budget: int) -> tuple[RowBatch, BatchCounts, int]:
-    """Check every rank's batch; a bad one is an error on all, so that nobody waits for it. Collective.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """One logical batch as all ranks see it."""
 
-    Returns:
-        This rank's batch, the counts of the whole one, and the micro-batches that the fullest rank needs.
+    own: RowBatch
+    """The rows that this rank passed."""
+    batch: RowBatch
+    """The rows that this rank's copy of the model computes."""
+    deal: Deal | None
+    """How the one became the other; None where they are the same."""
+    counts: BatchCounts
+    """Of the whole batch."""
+    plan: list[list[int]]
+    """Rows of `batch` in each of this copy's micro-batches."""
+    num_micro_batches: int
+    """Micro-batches that the fullest copy needs; every rank runs as many."""
+
+
+def agree(
+    world: World, copies: Copies, data: TensorDict, make: Callable[[TensorDict], RowBatch], budget: int, cost: CostModel
+) -> Agreed:
+    """Check every rank's batch, deal its rows to the copies of the model, and plan micro-batches. Collective.
+
+    A bad batch is an error on all ranks, so that nobody waits for it.
+
+    Args:
+        world: All ranks.
+        copies: Of the model.
+        data: This rank's rows.
+        make: Takes rows apart and refuses what the model cannot take.
+        budget: Tokens of one micro-batch.
+        cost: Of a row.
 
     Raises:
         BatchError: on this rank, or naming the rank that refused.
     """
-    batch: RowBatch | None = None
-    mine: tuple[float, float, int] | BatchError
+    own: RowBatch | None = None
+    mine: tuple[tuple[float, float], list[float], list[list[int]] | None] | BatchError
     try:
-        batch = prepare()
-        mine = (*batch.counts(), len(plan_rows(batch.lengths, batch.units(), budget)))
+        own = make(data)
+        check_budget(own.lengths, own.units(), budget)
+        mine = own.counts(), own.costs(cost), own.units()
     except BatchError as error:
         mine = error
     answers = world.exchange(mine)
@@ -69,9 +104,17 @@ def agree(world: World, prepare: Callable[[], RowBatch], budget: int) -> tuple[R
         if isinstance(answer, BatchError):
             raise answer if rank == world.rank else BatchError(f"Rank {rank} refused its batch: {answer}")
     good = [answer for answer in answers if not isinstance(answer, BatchError)]
-    assert batch is not None
-    counts = BatchCounts(tokens=sum(tokens for tokens, _, _ in good), sequences=sum(rows for _, rows, _ in good))
-    return batch, counts, max(count for _, _, count in good)
+    assert own is not None
+    counts = BatchCounts(
+        tokens=sum(tokens for (tokens, _), _, _ in good), sequences=sum(rows for (_, rows), _, _ in good)
+    )
+    deal = deal_rows(copies, [(costs, units) for _, costs, units in good])
+    batch = own if deal is None else make(send_rows(deal, own, world))
+    plan = plan_rows(batch.lengths, batch.units(), budget, costs=batch.costs(cost))
+    count = max(world.exchange(len(plan)))
+    if len(plan) < count:
+        plan = plan_rows(batch.lengths, batch.units(), budget, costs=batch.costs(cost), min_count=count)
+    return Agreed(own=own, batch=batch, deal=deal, counts=counts, plan=plan, num_micro_batches=count)
 
 
 def apply_loss(
@@ -85,6 +128,7 @@ def apply_loss(
     output = ModelOutput(
         token_logprobs=scores.logprobs,
         token_values=scores.values,
+        token_candidate_logprobs=scores.asked,
         entropy=scores.entropy,
         cu_seqlens=packed.cu_seqlens,
         counts=counts,
@@ -104,11 +148,16 @@ def add_up(world: World, shares: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def columns_of(batch: RowBatch, tally: Tally, place: torch.device, main: str) -> TensorDict:
-    """Per-token results in the order of the batch, on `place`; `main` is there even without a row."""
-    if not tally.rows:
-        tally.columns[main] = [torch.empty(0)]
-    return TensorDict(
-        {name: batch.restore(tally.rows, parts).to(place) for name, parts in tally.columns.items()},
-        batch_size=[batch.num_rows],
-    )
+def columns_of(world: World, agreed: Agreed, tally: Tally, place: torch.device, main: str) -> TensorDict:
+    """Per-token results of this rank's own rows, on `place`; `main` is there even without a row. Collective."""
+    computed = None
+    if tally.rows:
+        batch = agreed.batch
+        restored = {name: batch.restore(tally.rows, parts) for name, parts in tally.columns.items()}
+        computed = TensorDict(restored, batch_size=[batch.num_rows])  # pyright: ignore[reportArgumentType]
+    if agreed.deal is not None:
+        computed = return_columns(agreed.deal, computed, agreed.own, world)
+    if computed is None or main not in computed:
+        empty = agreed.own.restore([], [torch.empty(0, device=agreed.own.device)])
+        computed = TensorDict({main: empty}, batch_size=[agreed.own.num_rows])  # pyright: ignore[reportArgumentType]
+    return computed.to(place)

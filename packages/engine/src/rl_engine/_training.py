@@ -19,13 +19,16 @@ from rl_engine.errors import ConfigError
 from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tensordict import TensorDict
+    from torch import Tensor
 
     from rl_engine.base import LossFunction
     from rl_engine.worker import TrainingWorker
 
+    Complete = Callable[["TrainingWorker", "Rows", list[int], TensorDict], TensorDict]
+    """`(worker, data, indices of the rows, the rows)`: the rows with more columns."""
 
 _FREE_ON_RESUME = ("resume", "save_every", "eval_every", "eval_path", "log_every", "max_tokens_per_gpu", "backend")
 """Keys that change nothing of what is learned."""
@@ -166,6 +169,7 @@ def run(
     report: Callable[[str], None],
     started: float,
     is_reached: Callable[[Mapping[str, float]], bool] = lambda _: False,
+    complete: Complete | None = None,
 ) -> RunReport:
     """Learn from `train` for `config.steps` steps, or until `is_reached` of the mean metrics; write the model folder.
 
@@ -178,6 +182,7 @@ def run(
         report: Takes one progress line at a time, on rank 0.
         started: `time.perf_counter()` when the command began.
         is_reached: Asked once `log_every` steps have been taken.
+        complete: Adds columns that depend on the weights to the rows of a step or evaluation. Collective.
 
     Raises:
         NonFiniteError: a gradient is NaN or infinite.
@@ -197,7 +202,10 @@ def run(
     for step, items in enumerate(batches(num_items, config.batch_size, config.seed, config.steps), start=1):
         if step <= done:
             continue
-        mine = source.select(rows_of(items[rank::size], train.rows_per_item))
+        chosen = rows_of(items[rank::size], train.rows_per_item)
+        mine = source.select(chosen)
+        if complete is not None:
+            mine = complete(worker, train, chosen, mine)
         recent.append(worker.forward_backward(mine, loss_function).metrics)
         outcome = worker.optim_step()
         tokens += int(lengths[rows_of(items, train.rows_per_item)].sum())
@@ -210,7 +218,7 @@ def run(
                 f"lr {outcome.lr:.2e}  {speed:.0f} tokens/s"
             )
         if held_out is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
-            evaluated = evaluate(worker, loss_function, held_out)
+            evaluated = evaluate(worker, loss_function, held_out, complete)
             if rank == 0:
                 report(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
         if config.save_every and (step % config.save_every == 0 or is_last):
@@ -261,12 +269,42 @@ def _save(config: RunConfig, worker: TrainingWorker, num_items: int) -> None:
         _record_file(config).write_text(json.dumps(_identity(config, num_items)))
 
 
-def evaluate(worker: TrainingWorker, loss_function: LossFunction, rows: Rows) -> dict[str, float]:
+def evaluate(
+    worker: TrainingWorker, loss_function: LossFunction, rows: Rows, complete: Complete | None = None
+) -> dict[str, float]:
     """Loss and metrics over all rows, as one logical batch."""
     rank, size = rank_and_size()
     source = RowBatch(rows.columns, needs_mask=True, device=torch.device("cpu"))
     items = list(range(source.num_rows // rows.rows_per_item))[rank::size]
-    return worker.forward(source.select(rows_of(items, rows.rows_per_item)), loss_function).metrics
+    chosen = rows_of(items, rows.rows_per_item)
+    mine = source.select(chosen)
+    if complete is not None:
+        mine = complete(worker, rows, chosen, mine)
+    return worker.forward(mine, loss_function).metrics
+
+
+def score_all(
+    worker: TrainingWorker, rows: TensorDict, names: Sequence[str], *, at_once: int = 1024
+) -> dict[str, Tensor]:
+    """Per-token columns of every row under the weights as they are now; every rank scores its share. Collective."""
+    rank, size = rank_and_size()
+    source = RowBatch(rows, needs_mask=False, device=torch.device("cpu"))
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for start in range(0, source.num_rows, at_once * size):
+        mine = list(range(start, min(start + at_once * size, source.num_rows)))[rank::size]
+        columns = worker.forward(source.select(mine)).columns
+        if mine:
+            found |= dict(zip(mine, zip(*(columns.get(name).unbind() for name in names), strict=True), strict=True))
+    shares: list[dict[int, tuple[Tensor, ...]]] = [found] * size
+    if size > 1:
+        dist.all_gather_object(shares, found)
+    whole = {row: values for share in shares for row, values in share.items()}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(
+            torch.cat([whole[row][index] for row in range(source.num_rows)]), source.completion_offsets
+        )
+        for index, name in enumerate(names)
+    }
 
 
 def rank_and_size() -> tuple[int, int]:

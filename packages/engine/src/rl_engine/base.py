@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from rl_engine.types import EngineOutput, ModelOutput, PeftConfig
+    from rl_engine.types import EngineOutput, ModelOutput, PeftConfig, ShardSpec
 
 LossFunction = Callable[["ModelOutput", "TensorDict"], tuple["Tensor", dict[str, "Tensor"]]]
 """`(output, rows) -> (loss, metrics)` for one micro-batch.
@@ -35,7 +35,10 @@ class Engine(ABC):
 
     Batch columns: `prompt_token_ids` and `completion_token_ids` (ragged int64; a row needs at least one of each) and
     `loss_mask` (ragged, aligned with the completion). Rows with the same `pair_id` ((B,) int64, optional) are never cut
-    apart. Whatever else the loss function reads is carried along.
+    apart. `routed_experts` (ragged, one (layers, experts of a token) whole-number entry for each token of the row but
+    the last, layers without experts left out) says which experts a mixture takes for each token, as a server did.
+    `candidate_token_ids` (ragged, K token ids for each completion token) are scored in its place for the loss function.
+    Whatever else that reads is carried along.
 
     Order of a training step: `optimizer_zero_grad`, `forward_backward_batch`, `optimizer_step`, `lr_scheduler_step`.
     Every collective has a deadline. Not picklable; not thread-safe.
@@ -107,6 +110,17 @@ class Engine(ABC):
 
         The second value describes a LoRA adapter when only the adapter is exported, else None.
         """
+
+    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """This rank's part of the weights, nothing gathered: where it lies in which tensor, and the part itself.
+
+        Names, number format and lifetime are those of `get_per_tensor_param`. Over all ranks the parts cover every
+        tensor; ranks that hold the same part all give it. A tensor that a rank has nothing of may be left out.
+
+        Raises:
+            ConfigError: the backend exports whole tensors only, or an adapter has to be merged.
+        """
+        raise ConfigError(f"{type(self).__name__} exports whole tensors only; use get_per_tensor_param.")
 
     @abstractmethod
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

@@ -50,6 +50,13 @@ def rm_main(arguments: Sequence[str] | None = None) -> int:
     return _main("rl-rm", RmConfig, train, arguments)
 
 
+def distill_main(arguments: Sequence[str] | None = None) -> int:
+    """`rl-distill`: distillation; see `rl_engine.distill`. Returns the exit code."""
+    from rl_engine.distill import DistillConfig, train
+
+    return _main("rl-distill", DistillConfig, train, arguments)
+
+
 def _main(
     program: str, config_class: type[_Config], train: Callable[[_Config], RunReport], arguments: Sequence[str] | None
 ) -> int:
@@ -117,7 +124,8 @@ def _parse(key: str, text: str, kind: Any) -> Any:
 
 def _spelled(name: str) -> str:
     """`model.path` and `data.path` are written as in rl-train."""
-    return {"model_path": "model.path", "data_path": "data.path", "eval_path": "eval.path"}.get(name, name)
+    dotted = ("model_path", "data_path", "eval_path", "teacher_path")
+    return name.replace("_", ".") if name in dotted else name
 
 
 def _key_lines(config_class: Any) -> list[str]:

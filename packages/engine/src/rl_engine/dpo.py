@@ -12,40 +12,45 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from rl_engine import _training
 from rl_engine._data import ChatTokenizer, Columns, read_rows, refuse_empty
 from rl_engine._rows import RowBatch
 from rl_engine._training import Rows, RunConfig, RunReport
 from rl_engine.errors import ConfigError
-from rl_engine.losses import DpoKind, DpoLoss
+from rl_engine.kto import mismatched, tokenize_labelled, with_reference_point
+from rl_engine.losses import DpoKind, DpoLoss, KtoLoss
 from rl_engine.worker import TrainingWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tensordict import TensorDict
+
 _SHAPES = (("prompt", "chosen", "rejected"), ("prompt_token_ids", "chosen_token_ids", "rejected_token_ids"))
-_SCORED_AT_ONCE = 1024  # rows of one forward call for the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoConfig(RunConfig):
-    """One run of preference optimisation. `batch_size` counts pairs."""
+    """One run of preference optimisation. `batch_size` counts pairs, or rows with `loss=kto`."""
 
     batch_size: int = 32
     """Pairs per step, over all ranks."""
     lr: float = 1e-6
     """Peak learning rate."""
     loss: DpoKind = DpoKind.SIGMOID
-    """How the margin becomes a loss."""
+    """How the margin becomes a loss; `kto` learns from single rows, see `rl_engine.kto`."""
     beta: float = 0.1
     """Weight of staying near the reference."""
     label_smoothing: float = 0.0
     """Probability that a label is the wrong way round; sigmoid only."""
     reference_free: bool = False
     """Leave the reference out."""
+    desirable_weight: float = 1.0
+    """Of good rows; kto only."""
+    undesirable_weight: float = 1.0
+    """Of bad rows; kto only."""
 
 
 def train(config: DpoConfig, report: Callable[[str], None] = print) -> RunReport:
@@ -66,6 +71,9 @@ def train(config: DpoConfig, report: Callable[[str], None] = print) -> RunReport
         )
     if config.label_smoothing and config.loss != DpoKind.SIGMOID:
         raise ConfigError(f"label_smoothing does nothing with loss={config.loss}; leave it out.")
+    _check_kto(config)
+    if config.loss == DpoKind.KTO:
+        return _train_kto(config, report, started)
     data = tokenize_pairs(config.data_path, config.model_path)
     held_out = None if config.eval_path is None else tokenize_pairs(config.eval_path, config.model_path)
     loss = DpoLoss(
@@ -80,6 +88,47 @@ def train(config: DpoConfig, report: Callable[[str], None] = print) -> RunReport
                 if rows is not None:
                     _add_reference(worker, rows)
         return _training.run(config, worker, loss, data, held_out, report, started)
+
+
+def _train_kto(config: DpoConfig, report: Callable[[str], None], started: float) -> RunReport:
+    data = tokenize_labelled(config.data_path, config.model_path)
+    held_out = None if config.eval_path is None else tokenize_labelled(config.eval_path, config.model_path)
+    loss = KtoLoss(
+        beta=config.beta,
+        desirable_weight=config.desirable_weight,
+        undesirable_weight=config.undesirable_weight,
+    )
+    with TrainingWorker(_training.engine_config(config), config.backend) as worker:
+        others: dict[int, RowBatch] = {}
+        for rows in (data, held_out):
+            if rows is not None:
+                other = mismatched(rows, config.seed)
+                _add_reference(worker, rows)
+                _add_reference(worker, other)
+                others[id(rows)] = RowBatch(other.columns, needs_mask=True, device=torch.device("cpu"))
+
+        def complete(worker: TrainingWorker, rows: Rows, chosen: list[int], mine: TensorDict) -> TensorDict:
+            return with_reference_point(worker, mine, others[id(rows)].select(chosen))
+
+        return _training.run(config, worker, loss, data, held_out, report, started, complete=complete)
+
+
+def _add_reference(worker: TrainingWorker, rows: Rows) -> None:
+    """Adds `ref_logprobs`, the log-probs of the weights as they are now."""
+    rows.columns["ref_logprobs"] = _training.score_all(worker, rows.columns, ["logprobs"])["logprobs"]
+
+
+def _check_kto(config: DpoConfig) -> None:
+    weights = (config.desirable_weight, config.undesirable_weight)
+    if config.loss == DpoKind.KTO:
+        if min(weights) <= 0:
+            raise ConfigError(f"desirable_weight and undesirable_weight are {weights}; they must be above 0.")
+        if config.reference_free:
+            raise ConfigError("loss=kto compares with the reference; leave reference_free out.")
+    elif weights != (1.0, 1.0):
+        raise ConfigError(
+            f"desirable_weight and undesirable_weight do nothing with loss={config.loss}; leave them out."
+        )
 
 
 def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
@@ -100,20 +149,3 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
     refuse_empty(path, columns, rows_per_item=2)
     index = torch.arange(len(columns.prompts))
     return Rows(columns=columns.batch(pair_id=index // 2, is_chosen=index % 2 == 0), rows_per_item=2)
-
-
-def _add_reference(worker: TrainingWorker, rows: Rows) -> None:
-    """Adds `ref_logprobs`, the log-probs of the weights as they are now; every rank scores its share."""
-    rank, size = _training.rank_and_size()
-    source = RowBatch(rows.columns, needs_mask=False, device=torch.device("cpu"))
-    found: dict[int, torch.Tensor] = {}
-    for start in range(0, source.num_rows, _SCORED_AT_ONCE * size):
-        mine = list(range(start, min(start + _SCORED_AT_ONCE * size, source.num_rows)))[rank::size]
-        scored = worker.forward(source.select(mine)).columns.get("logprobs")
-        found |= dict(zip(mine, scored.unbind(), strict=True))
-    shares: list[dict[int, torch.Tensor]] = [found] * size
-    if size > 1:
-        dist.all_gather_object(shares, found)
-    whole = {row: values for share in shares for row, values in share.items()}
-    values = torch.cat([whole[row] for row in range(source.num_rows)])
-    rows.columns["ref_logprobs"] = torch.nested.nested_tensor_from_jagged(values, source.completion_offsets)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from rl_engine.errors import BatchError
+from rl_engine.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -50,6 +50,8 @@ class DpoKind(StrEnum):
     """Squared distance of the margin from 1 / (2 beta) (Azar et al., 2310.12036), log-ratios averaged over tokens."""
     HINGE = "hinge"
     """max(0, 1 - beta * margin), as in SLiC (Zhao et al., 2305.10425)."""
+    KTO = "kto"
+    """No pairs at all; see `KtoLoss`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,11 @@ class DpoLoss:
     """Probability that a label is the wrong way round (sigmoid only; conservative DPO)."""
     is_reference_free: bool = False
     """Leave the reference out: implicit rewards are beta times the policy's own log-probs."""
+
+    def __post_init__(self) -> None:
+        """Refuse the kind that has no pairs."""
+        if self.kind == DpoKind.KTO:
+            raise ConfigError("DpoLoss compares pairs; for kto use KtoLoss.")
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the mean over pairs."""
@@ -93,6 +100,106 @@ class DpoLoss:
             "margin": pair_mean(self.beta * margin.detach(), output),
             **{name: pair_mean(value, output) for name, value in rewards.items()},
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KtoLoss:
+    """Kahneman-Tversky optimisation (Ethayarajh et al., 2402.01306): rows are good or bad by themselves.
+
+    Reads `is_desirable` ((B,) bool), `ref_logprobs` (ragged) and `reference_point` ((B,) float): the estimate of
+    KL(policy, reference), at least 0 and the same for the whole batch, that a row's log-ratio is compared with.
+    Metrics: `accuracy`, the share of rows on their side of the reference point, `desirable_reward` and
+    `undesirable_reward`, each a sum divided by all rows.
+    """
+
+    beta: float = 0.1
+    """Weight of staying near the reference."""
+    desirable_weight: float = 1.0
+    """Of good rows."""
+    undesirable_weight: float = 1.0
+    """Of bad ones."""
+
+    def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the mean over rows."""
+        is_good = rows.get("is_desirable").bool()
+        ratio = row_log_ratio(output, rows)
+        margin = self.beta * (ratio - rows.get("reference_point").to(ratio.dtype))
+        margin = torch.where(is_good, margin, -margin)
+        weight = torch.where(is_good, self.desirable_weight, self.undesirable_weight).to(ratio.dtype)
+        reward = self.beta * ratio.detach()
+        return row_mean(weight * (1.0 - margin.sigmoid()), output), {
+            "accuracy": row_mean((margin > 0).to(ratio.dtype), output),
+            "desirable_reward": row_mean(torch.where(is_good, reward, 0.0), output),
+            "undesirable_reward": row_mean(torch.where(is_good, 0.0, reward), output),
+        }
+
+
+class DistillKind(StrEnum):
+    """Which way a student is pulled towards its teacher."""
+
+    FORWARD = "forward"
+    """KL(teacher, student) over the teacher's likeliest tokens and the rest of the vocabulary as one (Hinton et al.,
+    1503.02531)."""
+    REVERSE = "reverse"
+    """KL(student, teacher) on the completion tokens, which the student should have sampled (Gu et al., 2306.08543)."""
+    MIXED = "mixed"
+    """`forward_weight` of the first and the rest of the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillLoss:
+    """Distillation, averaged over the tokens with `loss_mask` 1 of the whole batch.
+
+    Forward reads `candidate_token_ids` and `teacher_candidate_logprobs` (ragged, K for each token); its rest of the
+    vocabulary makes it 0 only where the student gives those tokens the teacher's probabilities. Reverse reads
+    `teacher_logprobs` (ragged): half the squared log-ratio, whose gradient on sampled tokens is that of the divergence.
+    Metrics: `forward_kl` and `reverse_kl`, those that are computed, and `teacher_gap`, the mean log-ratio of teacher
+    and student on the completion, where reverse is.
+    """
+
+    kind: DistillKind = DistillKind.FORWARD
+    """Which way."""
+    forward_weight: float = 0.5
+    """Of the forward part, with `mixed`."""
+
+    def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the mean over tokens."""
+        mask = token_values(rows, "loss_mask", output.logprobs)
+        parts: list[Tensor] = []
+        metrics: dict[str, Tensor] = {}
+        if self.kind != DistillKind.REVERSE:
+            teacher = token_values(rows, "teacher_candidate_logprobs", output.logprobs)
+            forward = token_mean(_coarse_kl(teacher, output.candidate_logprobs), mask, output)
+            metrics["forward_kl"] = forward.detach()
+            parts.append(forward if self.kind == DistillKind.FORWARD else self.forward_weight * forward)
+        if self.kind != DistillKind.FORWARD:
+            gap = token_values(rows, "teacher_logprobs", output.logprobs) - output.logprobs
+            reverse = token_mean(0.5 * gap.square(), mask, output)
+            metrics |= {"reverse_kl": reverse.detach(), "teacher_gap": token_mean(gap.detach(), mask, output)}
+            parts.append(reverse if self.kind == DistillKind.REVERSE else (1.0 - self.forward_weight) * reverse)
+        return torch.stack(parts).sum(), metrics
+
+
+def _coarse_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """`[C]` KL of (C, K) log-probs, all other tokens taken together as one more outcome."""
+    outcomes = [torch.cat([logprobs, _log_rest(logprobs)], -1) for logprobs in (teacher, student)]
+    return (outcomes[0].exp() * (outcomes[0] - outcomes[1])).sum(-1)
+
+
+def _log_rest(logprobs: Tensor) -> Tensor:
+    """`[C, 1]` log of what (C, K) log-probs leave of 1; never below 1e-6, which rounding cannot tell from nothing."""
+    return (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
+
+
+def row_log_ratio(output: ModelOutput, rows: TensorDict) -> Tensor:
+    """`[B]` log-ratio of policy and reference over each row's tokens with `loss_mask` 1."""
+    mask = token_values(rows, "loss_mask", output.logprobs)
+    return row_sum((output.logprobs - token_values(rows, "ref_logprobs", output.logprobs)) * mask, output)
+
+
+def row_mean(values: Tensor, output: ModelOutput) -> Tensor:
+    """This micro-batch's share of the mean of (B,) `values`; every row has a loss token."""
+    return values.sum() / max(output.counts.sequences, 1.0)
 
 
 def reward_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,12 +21,13 @@ from torch import Tensor
 from rl_engine._conformance import EngineConformance
 from rl_engine._folder import replace_folder
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
-from rl_engine._plan import plan_rows
+from rl_engine._plan import check_budget, plan_rows
 from rl_engine._rows import RowBatch
+from rl_engine._shards import local_shards
 from rl_engine._tiny import write_tiny_model
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import CheckpointError, ConfigError, EngineError
-from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, ModelOutput, PeftConfig
+from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, ModelOutput, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,6 +101,7 @@ class FakeEngine(Engine):
         order: list[int] = []
         parts: list[Tensor] = []
         metrics: dict[str, float] = {}
+        check_budget(batch.lengths, batch.units(), self._config.max_tokens_per_gpu)
         plan = plan_rows(batch.lengths, batch.units(), self._config.max_tokens_per_gpu)
         for rows in plan:
             packed = batch.pack(rows)
@@ -141,6 +143,10 @@ class FakeEngine(Engine):
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
         """The table."""
         return iter([("bigram.weight", self._built().detach())]), None
+
+    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """The table, whole."""
+        return local_shards({"bigram.weight": self._built().detach()})
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """The fake lives on the CPU."""

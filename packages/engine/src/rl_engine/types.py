@@ -109,7 +109,8 @@ class LoraConfig:
 class ParallelConfig:
     """How one model is laid out over ranks; whatever ranks are left over are data parallel.
 
-    The default is data parallelism alone. A backend refuses what it cannot do.
+    The default is data parallelism alone. A backend refuses what it cannot do: fsdp takes `sp` and `dp_replicate`,
+    megatron the others.
     """
 
     tp: int = 1
@@ -122,6 +123,12 @@ class ParallelConfig:
     """Context-parallel ranks: every row is cut along its tokens."""
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel regions along the tokens (Korthikanti et al., 2205.05198)."""
+    sp: int = 1
+    """Ranks that cut the tokens of every micro-batch and trade heads for tokens in attention (Jacobs et al.,
+    2309.14509); a micro-batch then has up to `sp * max_tokens_per_gpu` tokens."""
+    dp_replicate: int = 1
+    """Copies of the sharded model, one on each group of neighbouring ranks (hybrid sharding): parameters are gathered
+    within a group, gradients are summed over all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +156,38 @@ class EngineConfig:
     """Log-probs are of softmax(logits / temperature)."""
     entropy: bool = False
     """Also compute the entropy of every predicting distribution (`ModelOutput.entropy`)."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the auxiliary loss that evens out the load of experts, summed over layers (Fedus et al., 2101.03961),
+    its load that of the whole logical batch. Added to the injected loss; reported unweighted as `router_aux_loss`. The
+    load is counted in a forward pass of its own, unless the batch has `routed_experts`."""
+    num_candidates: int = 0
+    """Also give, without gradient, each completion token's most likely alternatives: columns `candidate_token_ids` and
+    `candidate_logprobs`, with this many of each per token, the likeliest first."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Layout of the model over ranks."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
+    async_checkpoints: bool = False
+    """`save_checkpoint` returns once everything is copied to the CPU; a thread writes it. A failure is raised by the
+    next `save_checkpoint` or `load_checkpoint`, or by `close`, which wait for it."""
     seed: int = 0
     """Seeds initialisation and dropout."""
     timeout_s: float = 600.0
     """Deadline of every collective, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """Which part of a tensor one rank holds: a box in the coordinates of the whole tensor."""
+
+    name: str
+    """Hugging Face name of the tensor."""
+    shape: tuple[int, ...]
+    """Elements of the whole tensor along each axis."""
+    offsets: tuple[int, ...]
+    """Where the box starts along each axis, elements."""
+    sizes: tuple[int, ...]
+    """Its length along each axis, elements; 0 if the rank holds nothing of the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +213,8 @@ class ModelOutput:
     """What `values` gives; None with another head."""
     entropy: Tensor | None
     """(T,) float32 entropy of the predicting distribution, nats; None unless asked for."""
+    token_candidate_logprobs: Tensor | None = None
+    """What `candidate_logprobs` gives; None without that column."""
     cu_seqlens: Tensor
     """(B + 1,) int64 row offsets into T."""
     counts: BatchCounts
@@ -197,13 +230,19 @@ class ModelOutput:
         """(T,) float32, the scalar head's number for each completion token; carries gradient when training."""
         return _given(self.token_values, "values", "head=value or head=reward")
 
+    @property
+    def candidate_logprobs(self) -> Tensor:
+        """(T, K) float32, log-probs of the column `candidate_token_ids`; carries gradient when training."""
+        return _given(self.token_candidate_logprobs, "candidate log-probs", "head=lm and a column candidate_token_ids")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
     """What a call of `forward_backward_batch` returns."""
 
     columns: TensorDict
-    """Jagged `logprobs` (and `entropy`), or `values`; one row per row of this rank's input, detached."""
+    """Jagged `logprobs` (and `entropy`, `candidate_token_ids`, `candidate_logprobs`), or `values`; one row per row of
+    this rank's input, detached."""
     metrics: dict[str, float]
     """Loss and the loss function's metrics, summed over micro-batches and ranks."""
     num_micro_batches: int
@@ -212,5 +251,5 @@ class EngineOutput:
 
 def _given(tensor: Tensor | None, what: str, wanted: str) -> Tensor:
     if tensor is None:
-        raise ConfigError(f"The loss reads {what}, which this engine's head does not give; it needs {wanted}.")
+        raise ConfigError(f"The loss reads {what}, which this engine does not give; it needs {wanted}.")
     return tensor

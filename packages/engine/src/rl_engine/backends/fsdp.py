@@ -7,32 +7,35 @@ parameters are DTensors; everything here but `_shard` is the same for both.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from rl_engine import _checkpoint, _folder, _lora
+from rl_engine._deal import Copies
 from rl_engine._distributed import World, join_world
-from rl_engine._model import PolicyScorer, Scorer, ValueScorer
+from rl_engine._model import Scorer, model_cost
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
-from rl_engine._plan import plan_rows
-from rl_engine._rows import RowBatch, one_token_row
-from rl_engine._step import Tally, add_up, agree, apply_loss, columns_of
+from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
+from rl_engine._rows import CANDIDATES, RowBatch, one_token_row
+from rl_engine._sharding import DTYPES, build_scorer, check_config, trains_narrow
+from rl_engine._shards import local_shards
+from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
+from rl_engine._writer import CheckpointWriter
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.types import (
-    BatchCounts,
     EngineConfig,
     EngineOutput,
     Head,
     LoraExport,
-    ParallelConfig,
     PeftConfig,
-    Precision,
+    ShardSpec,
 )
 
 if TYPE_CHECKING:
@@ -41,13 +44,8 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
+    from rl_engine._cost import CostModel
     from rl_engine._model import Scores
-
-_DTYPES = {
-    Precision.FLOAT32: torch.float32,
-    Precision.BFLOAT16: torch.bfloat16,
-    Precision.FLOAT64: torch.float64,
-}
 
 
 def create(config: EngineConfig) -> Engine:
@@ -60,13 +58,16 @@ class FsdpEngine(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._dtype = _DTYPES[config.precision]
+        self._dtype = DTYPES[config.precision]
         self._world: World | None = None
         self._scorer: Scorer | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._schedule_step = 0
         self._peft: PeftConfig | None = None
         self._places: dict[str, torch.device] = {}
+        self._copies: Copies | None = None
+        self._cost: CostModel | None = None
+        self._writer: CheckpointWriter | None = None
 
     # Building
 
@@ -75,44 +76,36 @@ class FsdpEngine(Engine):
         if self._scorer is not None:
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
-        trains_narrow = config.optimizer is not None and self._dtype == torch.bfloat16
-        master = torch.float32 if trains_narrow else self._dtype
-        if config.parallel != ParallelConfig():
-            raise ConfigError(f"parallel is {config.parallel}; the fsdp backend is data parallel only. Use megatron.")
-        if config.entropy and config.head != Head.LM:
-            raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
-        model = _folder.load_model(
-            config.model_path, init=config.init, dtype=master, seed=config.seed, head=config.head
+        check_config(config)
+        world = join_world(timeout_s=config.timeout_s, needs_group=trains_narrow(config))
+        try:
+            scorer, self._peft = build_scorer(config, world)
+        except BaseException:
+            world.leave()
+            raise
+        sp = config.parallel.sp
+        self._cost = model_cost(scorer.model)
+        self._copies = Copies(
+            copy_of=tuple(rank // sp for rank in range(world.size)), speakers=tuple(range(0, world.size, sp))
         )
-        if config.lora is not None:
-            if config.optimizer is None:
-                raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
-            self._peft = _lora.add_adapter(model, config.lora, config.seed)
-        if config.activation_checkpointing:
-            _recompute_layers(model)
-        world = join_world(timeout_s=config.timeout_s, needs_group=trains_narrow)
-        if config.head == Head.LM:
-            scorer = PolicyScorer(model, temperature=config.temperature, entropy=config.entropy)
-        else:
-            scorer = ValueScorer(model)
-        if config.lora is None:
-            scorer.requires_grad_(config.optimizer is not None)
-        scorer.train(config.optimizer is not None)
-        if world.size > 1 or trains_narrow:
-            _shard(scorer, world, self._dtype)
-        scorer.to(world.device)
         self._world, self._scorer = world, scorer
         self._places = dict.fromkeys(("model", "optimizer", "grad"), world.device)
         if config.optimizer is not None:
             self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
+        self._writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
         torch.manual_seed(config.seed + world.rank)
 
     def close(self) -> None:
         """Free everything and take down a process group made here."""
         world, self._world = self._world, None
+        writer, self._writer = self._writer, None
         self._scorer = self._optimizer = None
-        if world is not None:
-            world.leave()
+        try:
+            if writer is not None:
+                writer.wait()
+        finally:
+            if world is not None:
+                world.leave()
 
     # Modes and places
 
@@ -183,33 +176,35 @@ class FsdpEngine(Engine):
         has_backward = loss_function is not None and not forward_only
         if has_backward:
             self._frozen_error("run a backward pass (say forward_only=True)")
-        world = self._group()
-        feeds_last, budget = self._config.head == Head.REWARD, self._config.max_tokens_per_gpu
+        world, needs_mask = self._group(), loss_function is not None
 
-        def prepare() -> RowBatch:
-            needs_mask = loss_function is not None
-            batch = RowBatch(data, needs_mask=needs_mask, device=world.device, feeds_last=feeds_last)
+        def make(rows: TensorDict) -> RowBatch:
+            feeds_last = self._config.head == Head.REWARD
+            batch = RowBatch(rows, needs_mask=needs_mask, device=world.device, feeds_last=feeds_last)
             self._check_fit(batch)
             return batch
 
-        batch, counts, num_micro_batches = agree(world, prepare, budget)
-        plan = plan_rows(batch.lengths, batch.units(), budget, min_count=num_micro_batches)
+        assert self._copies is not None
+        assert self._cost is not None
+        budget = self._config.max_tokens_per_gpu * self._config.parallel.sp
+        agreed = agree(world, self._copies, data, make, budget, self._cost)
         tally = Tally()
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._config.matmul_precision)
         try:
             with torch.set_grad_enabled(has_backward):
-                for micro_batch in range(num_micro_batches):
-                    rows = plan[micro_batch] if micro_batch < len(plan) else None
-                    self._run(batch, rows, counts, loss_function, tally, has_backward)
+                load = self._expert_load(agreed) if has_backward else None
+                for index in range(agreed.num_micro_batches):
+                    self._run(agreed, index, loss_function, tally, load, has_backward)
         finally:
             torch.set_float32_matmul_precision(before)
             if isinstance(scorer := self._built(), FSDPModule):
                 scorer.reshard()  # a forward pass alone leaves the gathered weights in the place of the trained ones
-        metrics = add_up(world, tally.metric_values()) if loss_function is not None else {}
+        shares = tally.metric_values(is_speaker=world.rank in self._copies.speakers)
+        metrics = add_up(world, shares) if loss_function is not None else {}
         place = data.get("completion_token_ids").device
-        columns = columns_of(batch, tally, place, "logprobs" if self._config.head == Head.LM else "values")
-        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=num_micro_batches)
+        columns = columns_of(world, agreed, tally, place, "logprobs" if self._config.head == Head.LM else "values")
+        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=agreed.num_micro_batches)
 
     def optimizer_step(self) -> float:
         """Clip, then AdamW."""
@@ -232,31 +227,64 @@ class FsdpEngine(Engine):
         if context is not None and longest > context:
             raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
         batch.check_tokens(model.config.get_text_config().vocab_size)
+        if batch.has(CANDIDATES) and (self._config.head != Head.LM or self._config.parallel.sp > 1):
+            raise BatchError(f"Column {CANDIDATES} needs a language-model head and parallel.sp=1. Drop it.")
+        check_replay(batch, self._built().routers.experts if self._built().is_packed else None)
 
     def _run(
         self,
-        batch: RowBatch,
-        rows: list[int] | None,
-        counts: BatchCounts,
+        agreed: Agreed,
+        index: int,
         loss_function: LossFunction | None,
         tally: Tally,
+        load: ExpertLoad | None,
         has_backward: bool,
     ) -> None:
-        """One micro-batch; without rows, one that keeps the collectives company and adds nothing."""
+        """One micro-batch; past the last of this copy, one that keeps the collectives company and adds nothing."""
         world, scorer = self._group(), self._built()
-        if rows is None:
+        if index >= len(agreed.plan):
+            scorer.route(one_token_row(world.device), None)
             idle: Scores = scorer(one_token_row(world.device))
             if has_backward:
                 (idle.main.sum() * 0.0).backward()
             return
-        packed = batch.pack(rows)
+        rows = agreed.plan[index]
+        packed = agreed.batch.pack(rows)
+        routing = scorer.route(packed, load)
         scores: Scores = scorer(packed)
         metrics: dict[str, Tensor] = {}
         if loss_function is not None:
-            metrics = apply_loss(loss_function, packed, scores, counts, batch.select(rows))
-            if has_backward:
-                (metrics["loss"] * world.size).backward()  # FSDP averages over ranks; shares are to be summed
+            metrics = apply_loss(loss_function, packed, scores, agreed.counts, agreed.batch.select(rows))
+        if has_backward:
+            share, loss = None if routing is None else routing.aux_share(), metrics["loss"]
+            if load is not None and share is not None:
+                metrics[AUX_LOSS] = share
+                loss = loss + load.coef * share
+            (loss * world.size).backward()  # FSDP averages over ranks; shares are to be summed
         tally.add(rows, scores, metrics)
+
+    def _expert_load(self, agreed: Agreed) -> ExpertLoad | None:
+        """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
+        world, scorer, coef = self._group(), self._built(), self._config.router_aux_loss_coef
+        experts = scorer.routers.experts
+        if not coef or experts is None:
+            return None
+        if agreed.own.routed_experts() is not None:
+            counts = counts_of_column(agreed.own, experts)
+        else:
+            counts = torch.zeros(experts.num_layers, experts.num_experts, dtype=torch.float64, device=world.device)
+            with torch.no_grad():
+                for index in range(agreed.num_micro_batches):
+                    is_idle = index >= len(agreed.plan)
+                    packed = one_token_row(world.device) if is_idle else agreed.batch.pack(agreed.plan[index])
+                    routing = scorer.route(packed, None, is_counting=True)
+                    scorer(packed)
+                    assert routing is not None
+                    if not is_idle:
+                        counts += torch.stack([routing.counts[layer] for layer in range(experts.num_layers)])
+        if world.size > 1:
+            dist.all_reduce(counts)
+        return ExpertLoad(counts=counts, coef=coef)
 
     # Weights out, and to disk and back
 
@@ -274,6 +302,15 @@ class FsdpEngine(Engine):
         for name, full in whole if self._peft is None else _lora.merged_weights(model, named):
             wanted = full.to(self._dtype) if full.is_floating_point() else full
             yield from transformers.core_model_loading.revert_weight_conversion(model, {name: wanted}).items()
+
+    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """This rank's shards in `precision`."""
+        model = self._built().model
+        if self._peft is not None:
+            raise ConfigError("An adapter is merged into whole tensors only; use get_per_tensor_param.")
+        convert = partial(transformers.core_model_loading.revert_weight_conversion, model)
+        for spec, part in local_shards(_named_weights(model), convert):
+            yield spec, part.to(self._dtype) if part.is_floating_point() else part
 
     def _exports_adapter(self) -> bool:
         return self._config.lora is not None and self._config.lora.export == LoraExport.ADAPTER
@@ -297,11 +334,14 @@ class FsdpEngine(Engine):
             world_size=world.size,
             tensors={name: list(tensor.shape) for name, tensor in tensors.items()},
         )
-        _checkpoint.save(path, {**tensors, f"rng.{world.rank}": _rng_state(world.device)}, manifest, world)
+        assert self._writer is not None
+        self._writer.save(path, {**tensors, f"rng.{world.rank}": _rng_state(world.device)}, manifest)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
         world, tensors = self._group(), self._state()
+        assert self._writer is not None
+        self._writer.wait()
         manifest = _checkpoint.read_manifest(path)
         _checkpoint.check_tensors(path, manifest, tensors)
         rng = _rng_state(world.device)
@@ -354,23 +394,6 @@ class FsdpEngine(Engine):
         if self._optimizer is None:
             raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
         return self._optimizer
-
-
-def _recompute_layers(model: transformers.PreTrainedModel) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})  # the older name goes in transformers 6
-
-
-def _shard(scorer: Scorer, world: World, compute: torch.dtype) -> None:
-    """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses."""
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
-    wide = torch.float64 if compute == torch.float64 else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
-    blocks = set(scorer.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    for module in list(scorer.modules()):
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(scorer, mesh=mesh, mp_policy=policy)
 
 
 def _named_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_engine import _checkpoint, _folder
 from rl_engine._distributed import join_world
 from rl_engine._optimizer import learning_rate
-from rl_engine._plan import plan_rows
-from rl_engine._rows import RowBatch
-from rl_engine._step import Tally, add_up, agree, columns_of
+from rl_engine._routing import ExpertLoad, check_replay, counts_of_column
+from rl_engine._rows import CANDIDATES, RowBatch
+from rl_engine._shards import local_shards
+from rl_engine._step import Agreed, add_up, agree, columns_of
 from rl_engine.backends.megatron._config import check_divides, read_architecture
-from rl_engine.backends.megatron._folder import empty_model
 from rl_engine.backends.megatron._layout import (
     check_parallel,
     check_world,
@@ -26,14 +26,15 @@ from rl_engine.backends.megatron._layout import (
     megatron_calls,
 )
 from rl_engine.backends.megatron._pipeline import run_pipeline
-from rl_engine.backends.megatron._rows import merge_rows, take_own
-from rl_engine.backends.megatron._state import DTYPES, MicroBatches, State
+from rl_engine.backends.megatron._state import MicroBatches, State
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.types import EngineConfig, EngineOutput, Head, PeftConfig
+from rl_engine.types import EngineConfig, EngineOutput, Head, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+    from tensordict import TensorDict
 
     from rl_engine.backends.megatron._optimizer import ShardedAdamW
 
@@ -57,6 +58,8 @@ class MegatronEngine(Engine):
         config = self._config
         if config.entropy and config.head != Head.LM:
             raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
+        if config.num_candidates:
+            raise ConfigError("The megatron backend gives no candidates; set num_candidates to 0, or use fsdp.")
         if config.lora is not None:
             raise ConfigError("The megatron backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
         source = _folder.read_config(Path(config.model_path))
@@ -80,7 +83,11 @@ class MegatronEngine(Engine):
     def close(self) -> None:
         """Free everything and take down groups made here."""
         state, self._state = self._state, None
-        if state is not None:
+        if state is None:
+            return
+        try:
+            state.writer.wait()
+        finally:
             leave_layout()
             state.world.leave()
 
@@ -129,33 +136,23 @@ class MegatronEngine(Engine):
         has_backward = loss_function is not None and not forward_only
         if has_backward:
             self._optimizer("run a backward pass (say forward_only=True)")
-        state, budget = self._built(), self._config.max_tokens_per_gpu
-        needs_mask = loss_function is not None
+        state, needs_mask = self._built(), loss_function is not None
 
-        def prepare() -> RowBatch:
-            batch = self._rows(data, needs_mask=needs_mask)
+        def make(rows: TensorDict) -> RowBatch:
+            feeds_last = self._config.head == Head.REWARD
+            batch = RowBatch(rows, needs_mask=needs_mask, device=state.world.device, feeds_last=feeds_last)
             self._check_fit(batch)
             return batch
 
-        own, counts, num_micro_batches = agree(state.world, prepare, budget)
-        batch, first = own, 0
-        if state.layout.model.size > 1:
-            batch, first, num_micro_batches = self._share_rows(data, needs_mask=needs_mask)
-        plan = plan_rows(batch.lengths, batch.units(), budget, min_count=num_micro_batches)
-        work = MicroBatches(state, batch, plan, counts, loss_function, has_backward=has_backward)
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self._config.matmul_precision)
-        try:
-            with torch.set_grad_enabled(has_backward), megatron_calls():
-                group = state.layout.model.group
-                run_pipeline(work, num_micro_batches, state.layout.pp, grad_group=group, has_backward=has_backward)
-        finally:
-            torch.set_float32_matmul_precision(before)
-        reports = state.layout.is_last_stage and state.layout.tp.rank == 0
-        shares = work.tally.metric_values() if reports else {}
+        agreed = agree(state.world, state.copies, data, make, self._config.max_tokens_per_gpu, state.cost)
+        load = self._expert_load(agreed) if has_backward else None
+        work = MicroBatches(state, agreed, loss_function, load)
+        self._run(work, agreed.num_micro_batches, has_backward=has_backward)
+        shares = work.tally.metric_values(is_speaker=state.world.rank in state.copies.speakers)
         metrics = add_up(state.world, shares) if loss_function is not None else {}
-        columns = self._columns(work.tally, batch, own, first, data)
-        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=num_micro_batches)
+        place, main = data.get("completion_token_ids").device, "logprobs" if self._config.head == Head.LM else "values"
+        columns = columns_of(state.world, agreed, work.tally, place, main)
+        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=agreed.num_micro_batches)
 
     def optimizer_step(self) -> float:
         """Reduce, clip, then AdamW."""
@@ -167,9 +164,30 @@ class MegatronEngine(Engine):
         state.schedule_step += 1
         return self._apply_schedule(optimizer)
 
-    def _rows(self, data: TensorDict, *, needs_mask: bool) -> RowBatch:
-        device, feeds_last = self._built().world.device, self._config.head == Head.REWARD
-        return RowBatch(data, needs_mask=needs_mask, device=device, feeds_last=feeds_last)
+    def _run(self, work: MicroBatches, count: int, *, has_backward: bool) -> None:
+        """All micro-batches through the pipeline."""
+        layout, before = self._built().layout, torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self._config.matmul_precision)
+        try:
+            with torch.set_grad_enabled(has_backward), megatron_calls():
+                run_pipeline(work, count, layout.pp, grad_group=layout.model.group, has_backward=has_backward)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def _expert_load(self, agreed: Agreed) -> ExpertLoad | None:
+        """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
+        state, coef = self._built(), self._config.router_aux_loss_coef
+        if not coef or state.experts is None:
+            return None
+        if agreed.own.routed_experts() is not None:
+            counts = counts_of_column(agreed.own, state.experts)
+        else:
+            size = (state.experts.num_layers, state.experts.num_experts)
+            counts = torch.zeros(size, dtype=torch.float64, device=state.world.device)
+            work = MicroBatches(state, agreed, None, counts=counts)
+            self._run(work, agreed.num_micro_batches, has_backward=False)
+        dist.all_reduce(counts)
+        return ExpertLoad(counts=counts, coef=coef)
 
     def _check_fit(self, batch: RowBatch) -> None:
         arch = self._built().arch
@@ -177,43 +195,9 @@ class MegatronEngine(Engine):
         if longest > arch.context:
             raise BatchError(f"A row has {longest} tokens; the model's context is {arch.context}. Shorten the row.")
         batch.check_tokens(arch.vocab_size)
-
-    def _share_rows(self, data: TensorDict, *, needs_mask: bool) -> tuple[RowBatch, int, int]:
-        """The rows of all ranks of this copy, where this rank's begin, and the micro-batches they need at most."""
-        state = self._built()
-        batch: RowBatch | None = None
-        mine: tuple[int, int] | BatchError
-        try:
-            merged, first = merge_rows(data, state.layout.model)
-            batch = self._rows(merged, needs_mask=needs_mask)
-            mine = first, len(plan_rows(batch.lengths, batch.units(), self._config.max_tokens_per_gpu))
-        except BatchError as error:
-            mine = error
-        answers = state.world.exchange(mine)
-        for answer in answers:
-            if isinstance(answer, BatchError):
-                raise answer
-        good = [answer for answer in answers if not isinstance(answer, BatchError)]
-        assert batch is not None
-        return batch, good[state.world.rank][0], max(count for _, count in good)
-
-    def _columns(self, tally: Tally, batch: RowBatch, own: RowBatch, first: int, data: TensorDict) -> TensorDict:
-        """This rank's rows of what the last stage computed."""
-        layout, place = self._built().layout, data.get("completion_token_ids").device
-        if layout.model.size == 1:
-            return columns_of(batch, tally, place, self._main)
-        names = [self._main, "entropy"] if self._config.entropy else [self._main]
-        offsets, columns = batch.completion_offsets, {}
-        found = columns_of(batch, tally, self._built().world.device, self._main) if layout.is_last_stage else None
-        for name in names if batch.num_rows else [self._main]:
-            wide = torch.promote_types(DTYPES[self._config.precision], torch.float32)
-            values = torch.empty(int(offsets[-1]), dtype=wide, device=self._built().world.device)
-            if found is not None and batch.num_rows:
-                values = found.get(name).values().contiguous()
-            values = layout.pp.broadcast(values, layout.pp.size - 1)
-            jagged = torch.nested.nested_tensor_from_jagged(values, offsets)
-            columns[name] = take_own(jagged, first, own.num_rows).to(place)
-        return TensorDict(columns, batch_size=[own.num_rows])
+        if batch.has(CANDIDATES):
+            raise BatchError(f"The megatron backend does not score {CANDIDATES}; use the fsdp backend, or drop it.")
+        check_replay(batch, self._built().experts)
 
     # Weights out, and to disk and back
 
@@ -221,12 +205,17 @@ class MegatronEngine(Engine):
         """Full tensors in `precision` on every rank; one parameter at a time is gathered."""
         return self._built().export(), None
 
+    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """This rank's layers, experts and tensor-parallel parts."""
+        return local_shards(self._built().local_weights())
+
     def save_model(self, path: str | Path) -> None:
         """Rank 0 writes; the others take part in gathering."""
         state = self._built()
         weights = {name: tensor.cpu() for name, tensor in state.export() if state.world.rank == 0}
         if state.world.rank == 0:
-            _folder.write_model(path, empty_model(state.source, self._config.head), weights, self._config.model_path)
+            source = self._config.model_path
+            _folder.write_model(path, _folder.empty_model(source, head=self._config.head), weights, source)
         state.world.barrier()
 
     def save_checkpoint(self, path: str | Path, step: int) -> None:
@@ -239,11 +228,12 @@ class MegatronEngine(Engine):
             tensors={name: list(tensor.shape) for name, tensor in state.described().items()},
         )
         tensors = state.checkpoint_tensors() | {f"rng.{state.world.rank}": torch.get_rng_state()}
-        _checkpoint.save(path, tensors, manifest, state.world)
+        state.writer.save(path, tensors, manifest)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
         state, rng = self._built(), torch.get_rng_state()
+        state.writer.wait()
         manifest = _checkpoint.read_manifest(path)
         _checkpoint.check_tensors(path, manifest, state.described())
         tensors = state.checkpoint_tensors()
@@ -260,11 +250,6 @@ class MegatronEngine(Engine):
         return manifest.step
 
     # Small helpers
-
-    @property
-    def _main(self) -> str:
-        """The column that is always there."""
-        return "logprobs" if self._config.head == Head.LM else "values"
 
     def _apply_schedule(self, optimizer: ShardedAdamW) -> float:
         assert self._config.optimizer is not None

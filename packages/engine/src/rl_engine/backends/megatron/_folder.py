@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_engine import _folder
 from rl_engine.backends.megatron._weights import SCORE
@@ -70,12 +69,3 @@ class SliceReader:
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[part]
         return self._file_of[name].get_slice(name)[part]
-
-
-def empty_model(config: Any, head: Head) -> Any:
-    """The transformers model of a config without memory for its weights: for its config files and rotary table."""
-    if head != Head.LM:
-        config.num_labels = 1
-    factory = AutoModelForCausalLM if head == Head.LM else AutoModelForSequenceClassification
-    with torch.device("meta"):
-        return factory.from_config(config)

@@ -108,6 +108,11 @@ def check_parallel(parallel: ParallelConfig) -> None:
         size = getattr(parallel, name)
         if size < 1:
             raise ConfigError(f"parallel.{name} is {size}; it is a number of ranks, 1 or more.")
+    for name, instead in (("sp", "tp with sequence_parallel"), ("dp_replicate", "nothing: optimizer state is sharded")):
+        if getattr(parallel, name) != 1:
+            raise ConfigError(
+                f"parallel.{name} is {getattr(parallel, name)}; it belongs to the fsdp backend. Here use {instead}."
+            )
     if parallel.cp > 1:
         raise ConfigError(
             f"parallel.cp is {parallel.cp}; the megatron backend has no context parallelism. Set it to 1."

@@ -5,7 +5,7 @@ Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +25,13 @@ from rl_csrc import linear_logprobs, parallel_logprobs
 from rl_engine._attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
 from rl_engine._gather import take_rows
 from rl_engine._model import Scores
+from rl_engine._routing import routing_of
 from rl_engine.backends.megatron._weights import padded_vocab
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from rl_engine._routing import ExpertLoad, Routing
     from rl_engine._rows import PackedRows
     from rl_engine.backends.megatron._config import Architecture
     from rl_engine.backends.megatron._layout import Layout
@@ -90,6 +92,48 @@ def _without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
 
 
+class RouterChoice:
+    """Takes the place of megatron-core's own replay at one layer's router; set `routing` before its forward."""
+
+    def __init__(self, layer: int, *, are_probabilities: bool) -> None:
+        self.layer = layer
+        """Among those of the whole model."""
+        self._are_probabilities = are_probabilities
+        self.routing: Routing | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the experts to take; `scores` are logits, or probabilities where they come first."""
+        wanted = None if self.routing is None else self.routing.choice(self.layer)
+        if wanted is None:
+            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            values, chosen = scores.gather(1, wanted), wanted
+        if self.routing is not None:
+            self.routing.observe(self.layer, scores.log() if self._are_probabilities else scores, chosen)
+        return values, chosen
+
+
+class _Attach(torch.autograd.Function):
+    """`hidden` as it is, whose backward pass also differentiates `share`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (share,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(share)
+
+
+def attach(hidden: Tensor, share: Tensor) -> Tensor:
+    """Let a loss of this stage alone be differentiated together with what the next stages make of `hidden`."""
+    return _Attach.apply(hidden, share)  # pyright: ignore[reportReturnType]
+
+
 class StageModel(GPTModel):
     """The layers of one pipeline stage, with the embedding on the first and the head on the last."""
 
@@ -106,6 +150,10 @@ class StageModel(GPTModel):
             share_embeddings_and_output_weights=arch.is_tied,
             position_embedding_type="none",
         )
+        first = layout.pp.rank * (arch.num_layers // layout.pp.size)
+        layers: Any = self.decoder.layers if arch.num_experts else ()
+        for index, layer in enumerate(layers):
+            layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)
         if arch.has_scalar_head and self.post_process:
             del self.output_layer
             self.score = nn.Linear(arch.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -140,14 +188,25 @@ class Stage(nn.Module):
         fed = sum(rows.lengths)
         return -(-fed // tp) if self.model.config.sequence_parallel else fed
 
-    def hidden(self, rows: PackedRows, received: Tensor | None) -> Tensor:
+    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool) -> Routing | None:
+        """What the routers of this rank do with a micro-batch; None without experts."""
+        if not self._arch.num_experts:
+            return None
+        if not self.model.config.sequence_parallel:
+            return routing_of(rows, load, is_counting=is_counting)
+        share, rank = self.num_tokens(rows), self._layout.tp.rank
+        padded = rows.padded(self._layout.tp.size)
+        return routing_of(padded, load, is_counting=is_counting, start=rank * share, stop=(rank + 1) * share)
+
+    def hidden(self, rows: PackedRows, received: Tensor | None, routing: Routing | None = None) -> Tensor:
         """`[T, 1, H]` after this stage's layers (`T / tp` under sequence parallelism).
 
         Args:
             rows: The micro-batch.
             received: The stage before's result; None on the first.
+            routing: From `route`.
         """
-        rows = self._pad(rows)
+        rows = rows.padded(self._layout.tp.size) if self.model.config.sequence_parallel else rows
         hidden = self._embed(rows.token_ids) if received is None else received
         freqs = rows.position_ids[:, None].to(torch.float32) * self._inv_freq.to(rows.position_ids.device)
         rotary = torch.cat([freqs, freqs], dim=-1)[:, None, None]
@@ -159,11 +218,17 @@ class Stage(nn.Module):
                 "packed_seq_params": params,
             }
             if self._recompute and torch.is_grad_enabled():
-                hidden, _ = checkpoint(layer, hidden, use_reentrant=False, **arguments)
+                hidden = checkpoint(self._layer, layer, hidden, routing, arguments, use_reentrant=False)
             else:
-                hidden, _ = layer(hidden, **arguments)
+                hidden = self._layer(layer, hidden, routing, arguments)
         norm = self.model.decoder.final_layernorm
         return hidden if norm is None else norm(hidden)
+
+    def _layer(self, layer: Any, hidden: Tensor, routing: Routing | None, arguments: dict[str, Any]) -> Tensor:
+        """One layer; recomputed ones are given the routing of their own micro-batch again."""
+        if routing is not None:
+            layer.mlp.router.router_replay.routing = routing
+        return layer(hidden, **arguments)[0]
 
     def score(self, hidden: Tensor, rows: PackedRows) -> Scores:
         """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`."""
@@ -224,17 +289,3 @@ class Stage(nn.Module):
         if self._arch.pad_id is None:
             return embedded
         return torch.where((token_ids == self._arch.pad_id)[:, None, None], embedded.detach(), embedded)
-
-    def _pad(self, rows: PackedRows) -> PackedRows:
-        """Under sequence parallelism, one more row that makes T a multiple of tp; nothing looks at it."""
-        missing = -sum(rows.lengths) % self._layout.tp.size if self.model.config.sequence_parallel else 0
-        if not missing:
-            return rows
-        pad = rows.token_ids.new_zeros(missing)
-        positions = torch.arange(missing, device=pad.device)
-        return replace(
-            rows,
-            token_ids=torch.cat([rows.token_ids, pad]),
-            position_ids=torch.cat([rows.position_ids, positions]),
-            lengths=(*rows.lengths, missing),
-        )

@@ -11,12 +11,16 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_engine import _folder
+from rl_engine._cost import cost_model
+from rl_engine._deal import Copies
+from rl_engine._routing import AUX_LOSS, Experts, check_aux
 from rl_engine._rows import one_token_row
 from rl_engine._step import Tally, apply_loss
+from rl_engine._writer import CheckpointWriter
 from rl_engine.backends.megatron._config import read_architecture, transformer_config
 from rl_engine.backends.megatron._folder import SliceReader
 from rl_engine.backends.megatron._layout import megatron_calls
-from rl_engine.backends.megatron._model import Stage, StageModel
+from rl_engine.backends.megatron._model import Stage, StageModel, attach
 from rl_engine.backends.megatron._optimizer import MASTER, STATES, STEP, ShardedAdamW
 from rl_engine.backends.megatron._weights import export, local_parts, own_entries, plan_weights, read_into, shapes_of
 from rl_engine.types import ModelInit, Precision
@@ -24,11 +28,15 @@ from rl_engine.types import ModelInit, Precision
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rl_engine._cost import CostModel
     from rl_engine._distributed import World
-    from rl_engine._rows import PackedRows, RowBatch
+    from rl_engine._routing import ExpertLoad, Routing
+    from rl_engine._rows import PackedRows
+    from rl_engine._step import Agreed
     from rl_engine.backends.megatron._layout import Layout
+    from rl_engine.backends.megatron._weights import Entry
     from rl_engine.base import LossFunction
-    from rl_engine.types import BatchCounts, EngineConfig
+    from rl_engine.types import EngineConfig
 
 DTYPES = {
     Precision.FLOAT32: torch.float32,
@@ -45,7 +53,16 @@ class State:
         self.source, self.world, self.layout = source, world, layout
         self.arch = read_architecture(source, config.head)
         self.entries = plan_weights(self.arch, pp=layout.pp.size, ep=layout.ep.size)
+        self.experts: Experts | None = None
+        if self.arch.num_experts:
+            self.experts = Experts(
+                num_layers=self.arch.num_layers, num_experts=self.arch.num_experts, top_k=self.arch.top_k
+            )
+        check_aux(config.router_aux_loss_coef, self.experts)
+        self.cost = _cost(source, self.entries)
+        self.copies = _copies(world, layout)
         self.schedule_step = 0
+        self.writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
         with megatron_calls():
             model = StageModel(transformer_config(self.arch, config.parallel, dtype), self.arch, layout)
         self._read(model, config)
@@ -76,6 +93,10 @@ class State:
         parameters = dict(self.stage.model.named_parameters())
         like = next(iter(parameters.values())).detach()
         return export(parameters, self.entries, self.arch, self.layout, like)
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """This rank's part of the model under its Hugging Face names, cut tensors as DTensors."""
+        return self._parts(dict(self.stage.model.named_parameters()))
 
     def described(self) -> dict[str, Tensor]:
         """Names and shapes of what a checkpoint of this engine holds, as tensors without memory."""
@@ -158,16 +179,23 @@ class MicroBatches:
     def __init__(
         self,
         state: State,
-        batch: RowBatch,
-        plan: list[list[int]],
-        counts: BatchCounts,
+        agreed: Agreed,
         loss_function: LossFunction | None,
-        *,
-        has_backward: bool,
+        load: ExpertLoad | None = None,
+        counts: Tensor | None = None,
     ) -> None:
+        """Prepare to run.
+
+        Args:
+            state: The engine's.
+            agreed: The batch.
+            loss_function: None computes scores only.
+            load: Of the experts, where their auxiliary loss is wanted.
+            counts: (L, E) float64, to which the load of this rank's experts is added.
+        """
         self.tally = Tally()
-        self._state, self._batch, self._plan = state, batch, plan
-        self._counts, self._loss_function, self._has_backward = counts, loss_function, has_backward
+        self._state, self._agreed = state, agreed
+        self._loss_function, self._load, self._counts = loss_function, load, counts
 
     def buffer(self, index: int) -> Tensor:
         """For what the stage before sends."""
@@ -178,23 +206,55 @@ class MicroBatches:
     def forward(self, index: int, received: Tensor | None) -> Tensor | None:
         """Hidden states, or on the last stage this micro-batch's share of the loss."""
         packed, stage = self._packed(index), self._state.stage
-        hidden = stage.hidden(packed, received)
+        is_idle = index >= len(self._agreed.plan)
+        load = None if is_idle else self._load
+        routing = stage.route(packed, load, is_counting=self._counts is not None)
+        hidden = stage.hidden(packed, received, routing)
+        if routing is not None and not is_idle:
+            hidden = self._with_experts(hidden, routing)
         if not self._state.layout.is_last_stage:
             return hidden
         scores = stage.score(hidden, packed)
-        if index >= len(self._plan):  # keeps the collectives company and adds nothing
+        if is_idle:  # keeps the collectives company and adds nothing
             return scores.main.sum() * 0.0
-        rows = self._plan[index]
+        rows = self._agreed.plan[index]
         shares: dict[str, Tensor] = {}
         if self._loss_function is not None:
-            shares = apply_loss(self._loss_function, packed, scores, self._counts, self._batch.select(rows))
+            columns = self._agreed.batch.select(rows)
+            shares = apply_loss(self._loss_function, packed, scores, self._agreed.counts, columns)
         self.tally.add(rows, scores, shares)
         return shares.get("loss")
 
+    def _with_experts(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """Count where tokens went, and let the auxiliary loss of this stage's layers be differentiated."""
+        if self._counts is not None:
+            for layer, counts in routing.counts.items():
+                self._counts[layer] += counts
+        share = routing.aux_share()
+        if share is None or self._load is None:
+            return hidden
+        self.tally.add_shares({AUX_LOSS: share})
+        return attach(hidden, self._load.coef * share)
+
     def _packed(self, index: int) -> PackedRows:
-        if index >= len(self._plan):
+        if index >= len(self._agreed.plan):
             return one_token_row(self._state.world.device)
-        return self._batch.pack(self._plan[index])
+        return self._agreed.batch.pack(self._agreed.plan[index])
+
+
+def _copies(world: World, layout: Layout) -> Copies:
+    """Ranks of one data-parallel index are one copy; its last stage has the results. Collective."""
+    speaks = layout.is_last_stage and layout.tp.rank == 0
+    places = world.exchange((layout.dp.rank, speaks))
+    speakers = {copy: rank for rank, (copy, is_speaker) in enumerate(places) if is_speaker}
+    return Copies(
+        copy_of=tuple(copy for copy, _ in places), speakers=tuple(speakers[copy] for copy in sorted(speakers))
+    )
+
+
+def _cost(source: Any, entries: list[Entry]) -> CostModel:
+    trunk = {name: shape for name, shape in shapes_of(entries).items() if name.startswith("model.layers.")}
+    return cost_model(source, trunk)
 
 
 def _inverse_frequencies(config: Any) -> Tensor:

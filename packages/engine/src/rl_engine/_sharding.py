@@ -1,0 +1,215 @@
+"""Builds the module of the `fsdp` backend: loaded once, sharded over ranks, laid out as the config says.
+
+Rank 0 alone reads the folder. The other ranks build the model without memory and are sent their shards, one parameter
+at a time, so that none of them ever holds more than its shards and one whole parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rl_engine import _folder, _lora
+from rl_engine._model import PolicyScorer, Scorer, ValueScorer, find_linear_head
+from rl_engine._routing import check_aux
+from rl_engine._ulysses import SequenceGroup, check_heads
+from rl_engine.errors import ConfigError, EngineError, ModelFolderError
+from rl_engine.types import EngineConfig, Head, ParallelConfig, PeftConfig, Precision
+
+if TYPE_CHECKING:
+    import transformers
+
+    from rl_engine._distributed import World
+
+DTYPES = {
+    Precision.FLOAT32: torch.float32,
+    Precision.BFLOAT16: torch.bfloat16,
+    Precision.FLOAT64: torch.float64,
+}
+
+
+def trains_narrow(config: EngineConfig) -> bool:
+    """Whether activations are narrower than the parameters that the optimizer steps."""
+    return config.optimizer is not None and config.precision == Precision.BFLOAT16
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse what cannot be honoured on any number of ranks, before anything starts.
+
+    Raises:
+        ConfigError: says which setting.
+    """
+    _check_parallel(config.parallel)
+    if config.entropy and config.head != Head.LM:
+        raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
+    if config.num_candidates < 0 or (config.num_candidates and (config.head != Head.LM or config.parallel.sp > 1)):
+        raise ConfigError(
+            f"num_candidates is {config.num_candidates}; it needs a language-model head and parallel.sp=1, "
+            "and is 0 (none) or more."
+        )
+    if config.lora is not None and config.optimizer is None:
+        raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
+
+
+def build_scorer(config: EngineConfig, world: World) -> tuple[Scorer, PeftConfig | None]:
+    """The model as a scorer on this rank's device, and peft's description of its adapter. Collective.
+
+    Raises:
+        ConfigError: a setting that the model or the number of ranks does not allow.
+        ModelFolderError: the folder cannot be loaded; on every rank.
+    """
+    _check_world(config.parallel, world.size)
+    model, peft = _load(config, world), None
+    if config.lora is not None:
+        peft = _lora.add_adapter(model, config.lora, config.seed)
+    if config.activation_checkpointing:
+        _recompute_layers(model)
+    if config.head == Head.LM:
+        scorer = PolicyScorer(
+            model,
+            temperature=config.temperature,
+            entropy=config.entropy,
+            num_candidates=config.num_candidates,
+        )
+        scorer.head = world.exchange(find_linear_head(model) if world.rank == 0 else None)[0]
+    else:
+        scorer = ValueScorer(model)
+    _check_sequence(scorer, config.parallel.sp)
+    check_aux(config.router_aux_loss_coef, scorer.routers.experts if scorer.is_packed else None)
+    whole = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
+    if world.size > 1 or trains_narrow(config):
+        _shard(scorer, world, DTYPES[config.precision], config.parallel.dp_replicate)
+    if world.size > 1:
+        _hand_out(scorer, whole, world)
+    scorer.to(world.device)
+    scorer.sharers = _sequence_group(world, config.parallel.sp)
+    if config.lora is None:
+        scorer.requires_grad_(config.optimizer is not None)
+    scorer.train(config.optimizer is not None)
+    return scorer, peft
+
+
+def _load(config: EngineConfig, world: World) -> transformers.PreTrainedModel:
+    """The whole model on rank 0, an empty one elsewhere. Collective."""
+    dtype = torch.float32 if trains_narrow(config) else DTYPES[config.precision]
+    model: transformers.PreTrainedModel | None = None
+    problem: ModelFolderError | None = None
+    if world.rank == 0:
+        try:
+            model = _folder.load_model(
+                config.model_path, init=config.init, dtype=dtype, seed=config.seed, head=config.head
+            )
+        except ModelFolderError as error:
+            problem = error
+    problem = world.exchange(problem)[0]
+    if problem is not None:
+        raise problem
+    return _folder.empty_model(config.model_path, dtype=dtype, head=config.head) if model is None else model
+
+
+def _hand_out(scorer: Scorer, whole: dict[str, nn.Parameter], world: World) -> None:
+    """Give every rank its shards of rank 0's weights, and its buffers. Collective."""
+    if world.rank == 0:
+        scorer.to(world.device)
+    else:
+        ties = _ties(scorer)
+        scorer.to_empty(device=world.device)
+        for (first, name), *others in ties:
+            for module, other in others:
+                setattr(module, other, getattr(first, name))
+    mine = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(scorer).items()]
+    if world.exchange(mine)[0] != mine:
+        raise EngineError("Ranks built different models from one folder; do all of them see the same files?")
+    with torch.no_grad():
+        for name, tensor in _tensors(scorer).items():
+            if not isinstance(tensor, DTensor):
+                dist.broadcast(tensor, 0)
+                continue
+            source = whole.pop(name).detach().to(world.device) if whole else None
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device) if source is None else source
+            shard = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+            tensor.to_local().copy_(shard.to_local())
+
+
+def _tensors(scorer: Scorer) -> dict[str, Tensor]:
+    return {**dict(scorer.named_parameters()), **dict(scorer.named_buffers())}
+
+
+def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Places that have one parameter in common; moving off the meta device would part them."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((owner, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def _recompute_layers(model: transformers.PreTrainedModel) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})  # the older name goes in transformers 6
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    """Refuse what cannot be honoured on any number of ranks, before anything starts.
+
+    Raises:
+        ConfigError: says which setting.
+    """
+    for name in ("sp", "dp_replicate"):
+        if getattr(parallel, name) < 1:
+            raise ConfigError(f"parallel.{name} is {getattr(parallel, name)}; it is a number of ranks, 1 or more.")
+    if replace(parallel, sp=1, dp_replicate=1) != ParallelConfig():
+        raise ConfigError(f"parallel is {parallel}; the fsdp backend takes sp and dp_replicate only. Use megatron.")
+
+
+def _check_world(parallel: ParallelConfig, size: int) -> None:
+    for name in ("sp", "dp_replicate"):
+        if size % getattr(parallel, name):
+            raise ConfigError(f"parallel.{name} = {getattr(parallel, name)} does not divide {size} ranks.")
+
+
+def _sequence_group(world: World, sp: int) -> SequenceGroup | None:
+    """The ranks that share this rank's tokens. Collective."""
+    if sp == 1:
+        return None
+    axes = init_device_mesh(world.device.type, (world.size // sp, sp), mesh_dim_names=("dp", "sp"))
+    return SequenceGroup(group=axes.get_group("sp"), rank=world.rank % sp, size=sp)
+
+
+def _check_sequence(scorer: Scorer, sp: int) -> None:
+    """Refuse a model whose tokens cannot be cut over ranks.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if sp == 1:
+        return
+    config = scorer.model.config.get_text_config()
+    if not scorer.is_packed:
+        raise ConfigError(
+            f"parallel.sp is {sp}; {type(scorer.model).__name__} has layers that mix tokens outside attention, or "
+            "attends in its own way, so its rows cannot be cut. Set it to 1."
+        )
+    check_heads(sp, config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
+
+
+def _shard(scorer: Scorer, world: World, compute: torch.dtype, replicas: int) -> None:
+    """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses."""
+    sizes, names = ((world.size,), ("shard",))
+    if replicas > 1:
+        sizes, names = (replicas, world.size // replicas), ("replicate", "shard")
+    mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
+    blocks = set(scorer.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    for module in list(scorer.modules()):
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(scorer, mesh=mesh, mp_policy=policy)
