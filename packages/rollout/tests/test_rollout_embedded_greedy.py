@@ -70,7 +70,7 @@ def build(folder, **overrides):
 
 def greedy(request_id, prompt, max_new_tokens=MAX_NEW_TOKENS, *, ignore_eos=False):
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
-    return GenerateRequest(request_id=str(request_id), prompt_token_ids=prompt, sampling_params=params), False
+    return GenerateRequest(request_id=str(request_id), prompt_token_ids=prompt, sampling_params=params), 0
 
 
 def run_to_end(engine):
@@ -113,7 +113,7 @@ def test_logprobs_are_those_of_a_forward_pass(qwen3_folder):
     engine = build(qwen3_folder)
     params = SamplingParams(max_new_tokens=30, temperature=0.7, seed=3, ignore_eos=True)
     engine.submit(
-        (GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params), False)
+        (GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params), 0)
         for i, prompt in enumerate(prompts())
     )
     outputs = run_to_end(engine)
@@ -178,7 +178,7 @@ def test_routed_experts_are_those_of_a_forward_pass(name, tmp_path):
     engine, prompt = build(folder), prompts()[3]
     asked, _ = greedy("asks", prompt, 6, ignore_eos=True)
     # Others share the prompt, join before and leave in between: rows move.
-    engine.submit([greedy("short", prompt, 2, ignore_eos=True), (replace(asked, returns_routed_experts=True), False)])
+    engine.submit([greedy("short", prompt, 2, ignore_eos=True), (replace(asked, returns_routed_experts=True), 0)])
     engine.submit([greedy("other", prompts()[2], 9, ignore_eos=True)])
     outputs = run_to_end(engine)
     output = outputs["asks"]

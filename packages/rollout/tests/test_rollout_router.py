@@ -1,11 +1,30 @@
 """The router over servers without a model."""
 
 import asyncio
+import uuid
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rl_rollout import ConfigError, GenerateRequest, Router, SamplingParams, ServerLostError, WeightUpdateError
+import rl_ckpt
+from rl_rollout import (
+    CkptReceiver,
+    ConfigError,
+    FinishReason,
+    GenerateRequest,
+    OverloadedError,
+    RequestError,
+    Router,
+    SamplingParams,
+    ServerConfig,
+    ServerLostError,
+    TokenOutput,
+    WeightUpdateError,
+    create_server,
+)
+from rl_rollout._partial import joined, rest_of
+from rl_rollout._placement import Placement
 from rl_rollout.testing import FakeReceiver, FakeServer
 
 
@@ -130,3 +149,289 @@ def test_sleep_and_wake_reach_every_replica():
 def test_a_router_needs_a_server():
     with pytest.raises(ConfigError, match="at least one"):
         Router([])
+
+
+# ---- partial rollouts
+
+
+class Dying(FakeServer):
+    """Is lost in the middle of every request, having given `told` tokens."""
+
+    def __init__(self, told, **fields):
+        super().__init__(lambda request: range(100, 150), **fields)
+        self.told = told
+
+    async def generate(self, request):
+        whole = await super().generate(request)
+        error = ServerLostError("killed")
+        if self.told:
+            cut = {name: getattr(whole, name)[: self.told] for name in ("token_ids", "logprobs", "weight_versions")}
+            error.partial = replace(whole, finish_reason=FinishReason.ABORT, **cut)
+        raise error
+
+
+def counting(request):
+    """Goes on counting from the last token of the prompt."""
+    return range(request.prompt_token_ids[-1] + 1, request.prompt_token_ids[-1] + 50)
+
+
+@pytest.mark.parametrize("told", [0, 1, 3, 4])
+def test_a_request_whose_replica_is_lost_goes_on_where_it_was(told):
+    async def scenario():
+        dying, other = Dying(told), FakeServer(counting)
+        dying.weight_version, other.weight_version = 3, 4
+        router = await started(dying, other)
+        return await router.generate(replace(request("r"), prompt_token_ids=(7, 99))), other.requests
+
+    output, asked = asyncio.run(scenario())
+    assert output.token_ids == (100, 101, 102, 103)
+    assert output.weight_versions == (3,) * told + (4,) * (4 - told)
+    assert len(output.logprobs) == 4
+    assert output.finish_reason is FinishReason.LENGTH
+    assert [each.prompt_token_ids for each in asked] == ([(7, 99, *range(100, 100 + told))] if told < 4 else [])
+
+
+def test_a_replica_is_removed_and_loses_nothing(long_folder):
+    """Two real engines: what the removed one has done is kept, and the other one goes on."""
+
+    async def scenario():
+        config = ServerConfig(model_path=str(long_folder), num_threads=1)
+        servers = [create_server("embedded", config) for _ in range(2)]
+        router = await started(*servers)
+        params = SamplingParams(max_new_tokens=800, temperature=0.0, ignore_eos=True)
+        requests = [
+            GenerateRequest(request_id=f"r{i}", prompt_token_ids=(5, 6, 7 + i), sampling_params=params)
+            for i in range(6)
+        ]
+        whole = await asyncio.gather(*map(router.generate, requests))
+        tasks = [asyncio.create_task(router.generate(each)) for each in requests]
+        await asyncio.sleep(0.1)
+        asked = spied(servers[1])
+        await servers[0].pause("keep")  # they are in the middle, whatever the machine is doing
+        await router.remove(servers[0])
+        again = await asyncio.gather(*tasks)
+        with pytest.raises(ConfigError, match="last replica"):
+            await router.remove(servers[1])
+        with pytest.raises(ConfigError, match="not one of"):
+            await router.remove(servers[0])
+        await router.stop()
+        return whole, again, asked
+
+    whole, again, asked = asyncio.run(scenario())
+    assert [output.token_ids for output in again] == [output.token_ids for output in whole]
+    assert [output.finish_reason for output in again] == [FinishReason.LENGTH] * 6
+    assert all(output.logprobs == pytest.approx(w.logprobs, abs=1e-4) for output, w in zip(again, whole, strict=True))
+    assert len(asked) == 3
+    for each in asked:
+        assert len(each.prompt_token_ids) + each.sampling_params.max_new_tokens == 803
+
+
+def spied(server):
+    """Requests that the server is given from now on."""
+    asked, real = [], server.generate
+
+    async def generate(request):
+        asked.append(request)
+        return await real(request)
+
+    server.generate = generate
+    return asked
+
+
+def test_an_abort_of_the_caller_ends_a_request_for_good():
+    async def scenario():
+        servers = [FakeServer(), FakeServer()]
+        router = await started(*servers)
+        await router.pause("keep")
+        task = asyncio.create_task(router.generate(request("r")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="in flight already"):
+            await router.generate(request("r"))
+        await router.abort(["r"])
+        return await task, served(servers)
+
+    output, counts = asyncio.run(scenario())
+    assert (output.token_ids, output.finish_reason) == ((), FinishReason.ABORT)
+    assert sum(counts) == 1
+
+
+def test_parts_are_put_together():
+    first = TokenOutput(
+        request_id="r",
+        token_ids=(3, 4),
+        logprobs=(-1.0, -2.0),
+        weight_versions=(0, 0),
+        finish_reason=FinishReason.ABORT,
+        top_logprobs=(((3, -1.0),), ((4, -2.0),)),
+        prompt_logprobs=(-0.1,),
+        routed_experts=(((0,),), ((1,),), ((2,),)),
+    )
+    asked = replace(request("r"), returns_prompt_logprobs=True)  # of (1, 2), four tokens
+    rest = rest_of(asked, first)
+    assert (rest.prompt_token_ids, rest.sampling_params.max_new_tokens) == ((1, 2, 3, 4), 2)
+    assert not rest.returns_prompt_logprobs
+    second = TokenOutput(
+        request_id="r",
+        token_ids=(5,),
+        logprobs=(-3.0,),
+        weight_versions=(1,),
+        finish_reason=FinishReason.STOP,
+        top_logprobs=(((5, -3.0),),),
+        routed_experts=(((9,),), ((9,),), ((9,),), ((3,),)),
+    )
+    whole = joined(first, second, num_prompt_tokens=2)
+    assert (whole.token_ids, whole.logprobs, whole.weight_versions) == ((3, 4, 5), (-1.0, -2.0, -3.0), (0, 0, 1))
+    assert whole.top_logprobs == (((3, -1.0),), ((4, -2.0),), ((5, -3.0),))
+    assert whole.prompt_logprobs == (-0.1,)
+    assert whole.routed_experts == (((0,),), ((1,),), ((2,),), ((3,),))  # P + C - 1 of them, each once
+    assert whole.finish_reason is FinishReason.STOP
+    assert rest_of(asked, replace(first, token_ids=(3, 4, 5, 6))) is None
+
+
+# ---- joining, health, room
+
+
+async def update(router, version, weights=None):
+    """As a trainer does it: a sender, and every replica a receiver of it."""
+    sender = rl_ckpt.connect(f"inproc://router-{uuid.uuid4().hex}", role="send", timeout_s=30)
+    try:
+        await asyncio.gather(
+            router.update_weights(CkptReceiver(sender.address), version),
+            sender.send_weights((weights or {"w": torch.ones(2)}).items(), version=version, num_peers=2),
+        )
+    finally:
+        await sender.close()
+
+
+def test_a_latecomer_has_the_current_weights_before_its_first_request():
+    async def scenario():
+        first, late = FakeServer(), FakeServer()
+        router = await started(first)
+        await router.update_weights(FakeReceiver({"w": torch.ones(2)}, 3), 3)
+        joining = asyncio.create_task(router.add(late))
+        await asyncio.sleep(0.01)
+        while_joining = [router.servers, await router.generate(request("a"))]
+        await update(router, 4)
+        await joining
+        outputs = await asyncio.gather(*(router.generate(request(f"r{i}")) for i in range(4)))
+        await router.stop()
+        return first, late, while_joining, outputs
+
+    first, late, (servers, output), outputs = asyncio.run(scenario())
+    assert servers == (first,)
+    assert output.weight_versions == (3, 3)
+    assert late.weight_version == 4
+    assert late.requests
+    assert {version for output in outputs for version in output.weight_versions} == {4}
+
+
+def test_a_latecomer_may_take_the_current_version_from_a_sender_that_still_has_it():
+    async def scenario():
+        first, late = FakeServer(), FakeServer()
+        router = await started(first)
+        await router.update_weights(FakeReceiver({"w": torch.ones(2)}, 3), 3)
+        address = f"inproc://router-{uuid.uuid4().hex}"
+        sender = rl_ckpt.connect(address, role="send", timeout_s=30)
+        await asyncio.gather(
+            router.add(late, CkptReceiver(address)),
+            sender.send_weights({"w": torch.ones(2)}.items(), version=3, num_peers=1),
+        )
+        outputs = await asyncio.gather(*(router.generate(request(f"r{i}")) for i in range(4)))
+        await sender.close()
+        await router.stop()
+        return late, outputs
+
+    late, outputs = asyncio.run(scenario())
+    assert late.weight_version == 3
+    assert late.requests
+    assert {version for output in outputs for version in output.weight_versions} == {3}
+
+
+def test_a_latecomer_that_gets_no_weights_is_not_used():
+    class Failing(FakeServer):
+        async def update_weights(self, receive, version):
+            raise WeightUpdateError("no memory")
+
+    async def scenario():
+        first, late = FakeServer(), Failing()
+        router = await started(first)
+        await router.update_weights(FakeReceiver({"w": torch.ones(2)}, 3), 3)
+        with pytest.raises(WeightUpdateError, match="no memory"):
+            await router.add(late, FakeReceiver({}, 3))
+        return router.servers == (first,), late._is_stopped
+
+    assert asyncio.run(scenario()) == (True, True)
+
+
+def test_before_any_update_a_latecomer_serves_at_once_and_is_paused_with_the_others():
+    async def scenario():
+        router, late = await started(FakeServer()), FakeServer()
+        await router.pause("keep")
+        await router.add(late)
+        tasks = [asyncio.create_task(router.generate(request(f"r{i}"))) for i in range(2)]
+        await asyncio.sleep(0.01)
+        were_done = [task.done() for task in tasks]
+        await router.resume()
+        await asyncio.gather(*tasks)
+        return were_done, len(late.requests)
+
+    assert asyncio.run(scenario()) == ([False, False], 1)
+
+
+def test_a_replica_that_answers_no_health_check_is_left_out():
+    class Deaf(FakeServer):
+        async def check_health(self):
+            raise ServerLostError("no answer to /health")
+
+    async def scenario():
+        deaf, other = Deaf(), FakeServer()
+        router = Router([deaf, other], health_check_s=0.01)
+        await router.start()
+        while len(router.servers) == 2:  # noqa: ASYNC110  there is no event to wait for
+            await asyncio.sleep(0.01)
+        await router.stop()
+        return router.servers == (other,), str(router.lost[0]), deaf._is_stopped
+
+    assert asyncio.run(scenario()) == (True, "no answer to /health", True)
+
+
+def test_a_router_has_room_for_so_many_and_refuses_more():
+    async def scenario():
+        servers = [FakeServer(), FakeServer()]
+        router = Router(servers, max_in_flight=2, max_waiting=3)
+        await router.start()
+        await router.pause("keep")
+        tasks = [asyncio.create_task(router.generate(request(f"r{i}"))) for i in range(7)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(OverloadedError, match="2 replicas are given 2 requests each, and 3 wait already"):
+            await router.generate(request("more"))
+        given = served(servers)
+        await router.resume()
+        return given, len(await asyncio.gather(*tasks)), len((await router.generate(request("more"))).token_ids)
+
+    assert asyncio.run(scenario()) == ([2, 2], 7, 2)
+
+
+def test_a_known_prefix_is_followed_unless_its_holder_is_busy():
+    placement = Placement()
+    loads = {"a": 0, "b": 0}
+    long = tuple(range(40))
+    assert placement.choose(loads, long, None) == "a"
+    loads["a"] = 3
+    assert placement.choose(loads, (*long, 7, 8), None) == "a"  # two full blocks of 16 are known
+    assert placement.choose(loads, (9, *long), None) == "b"  # another prefix: the least loaded
+    loads["a"] = 9  # more than 8 above b
+    assert placement.choose(loads, long, None) == "b"
+    loads["a"] = 0
+    loads["b"] = 5
+    assert placement.choose(loads, long, None) == "b"  # whoever was asked last has it
+    placement.forget_prefixes()
+    assert placement.choose(loads, long, None) == "a"
+    assert placement.choose({"b": 5}, long, "session") == "b"
+    assert placement.choose(loads, (1,), "session") == "b"
+
+
+@pytest.mark.parametrize("field", ["max_in_flight", "max_waiting", "health_check_s"])
+def test_bad_settings(field):
+    with pytest.raises(ConfigError, match=f"{field}=-1"):
+        Router([FakeServer()], **{field: -1})

@@ -17,6 +17,7 @@ PUBLIC = [
     "GenerateRequest",
     "GenerationError",
     "ModelFolderError",
+    "OverloadedError",
     "RequestError",
     "RequestTimeoutError",
     "RolloutError",

@@ -43,6 +43,8 @@ class HttpServer(RolloutServer):
         self._session: aiohttp.ClientSession | None = None
         self._outbox: list[Pending] = []
         self._in_flight: set[str] = set()
+        self._told: dict[str, list[dict[str, Any]]] = {}
+        """New tokens of the requests in flight, as they were told."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._capabilities = Capabilities()
 
@@ -70,6 +72,10 @@ class HttpServer(RolloutServer):
         """What the server tells of itself: status, weight version, numbers of requests."""
         return await self._call("GET", "/health")
 
+    async def check_health(self) -> None:
+        """See `RolloutServer.check_health`."""
+        await self.health()
+
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         """See `RolloutServer.generate`."""
         if request.request_id in self._in_flight:
@@ -96,6 +102,7 @@ class HttpServer(RolloutServer):
             raise
         finally:
             self._in_flight.discard(request.request_id)
+            self._told.pop(request.request_id, None)
 
     def _flush(self) -> None:
         batch, self._outbox = self._outbox, []
@@ -113,7 +120,7 @@ class HttpServer(RolloutServer):
         waiting = {request.request_id: future for request, future in batch}
         error: Exception = ServerLostError(f"{self.url} closed the connection before it answered")
         try:
-            body = {"requests": [_wire.request_to_json(request) for request, _ in batch]}
+            body = {"requests": [_wire.request_to_json(request) for request, _ in batch], "progress": True}
             async with self._open().post(f"{self.url}/generate_batch", data=json.dumps(body).encode()) as response:
                 if response.status != 200:
                     raise await self._failure(response)
@@ -123,17 +130,23 @@ class HttpServer(RolloutServer):
         except Exception as cause:  # noqa: BLE001  it is every waiting caller's to see
             error = cause
         finally:
-            for future in waiting.values():
+            for request_id, future in waiting.items():
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(_with_partial(error, request_id, self._told.get(request_id, [])))
 
     async def _read_lines(
-        self, response: aiohttp.ClientResponse, waiting: dict[str, asyncio.Future[TokenOutput]]
+        self,
+        response: aiohttp.ClientResponse,
+        waiting: dict[str, asyncio.Future[TokenOutput]],
     ) -> None:
         rest = b""
         async for chunk in response.content.iter_any():
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
+                if line.startswith(b"+"):
+                    message = json.loads(line[1:])
+                    self._told.setdefault(message["request_id"], []).append(message)
+                    continue
                 message = json.loads(line)
                 future = waiting[message["request_id"]]
                 if future.done():
@@ -213,3 +226,13 @@ class HttpServer(RolloutServer):
             return _wire.error_from_json(json.loads(text)["error"], self.url)
         except (ValueError, KeyError, TypeError):
             return RolloutError(f"{response.url} answered {response.status}: {text[:500]}")
+
+
+def _with_partial(error: Exception, request_id: str, told: Sequence[dict[str, Any]]) -> Exception:
+    """The same loss, with what this request had got until then."""
+    if not isinstance(error, ServerLostError):
+        return error
+    lost = ServerLostError(str(error))
+    lost.__cause__ = error.__cause__
+    lost.partial = _wire.partial_from_json(request_id, told)
+    return lost

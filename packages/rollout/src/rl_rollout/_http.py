@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import uuid
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from aiohttp import web
 
@@ -28,12 +28,43 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_rollout.base import PauseMode, RolloutServer
-    from rl_rollout.types import GenerateRequest, ServerConfig
+    from rl_rollout.types import GenerateRequest, ServerConfig, TokenChunk, TokenOutput
+
+PROGRESS = b"+"
+"""What a line begins with that tells of new tokens and is not the answer."""
 
 MAX_BODY_BYTES = 2**28
 """Largest request body."""
 
 _log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """A server that tells of new tokens before the end."""
+
+    tells_progress: bool
+
+    async def generate(
+        self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
+    ) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        ...
+
+
+def has_extras(request: GenerateRequest) -> bool:
+    """Whether it asks for more than a chunk tells."""
+    return bool(request.num_top_logprobs or request.returns_prompt_logprobs or request.returns_routed_experts)
+
+
+def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[TokenChunk], None]:
+    """What writes a line of every chunk."""
+
+    def tell(chunk: TokenChunk) -> None:
+        line = json.dumps({"request_id": request_id, **_wire.chunk_to_json(chunk)}).encode()
+        lines.put_nowait(PROGRESS + line + b"\n")
+
+    return tell
 
 
 class Endpoint:
@@ -43,6 +74,7 @@ class Endpoint:
         self._server = server
         self._config = config
         self._model_name = model_name
+        self._teller: TellsProgress | None = server if isinstance(server, TellsProgress) else None
         self._receivers: dict[str, CkptReceiver] = {}
         self._runner: web.AppRunner | None = None
 
@@ -118,11 +150,18 @@ class Endpoint:
         return web.json_response(_wire.output_to_json(output))
 
     async def _generate_batch(self, request: web.Request) -> web.StreamResponse:
-        """`{"requests": [...]}` in; one JSON line per request out, as they end, each an output or an error."""
+        """`{"requests": [...]}` in; one JSON line per request out, as they end, each an output or an error.
+
+        With `"progress": true`, lines that begin with `+` tell of new tokens in between, where the server can: what
+        a client knows when this process dies.
+        """
         message = _wire.object_from_body(await request.read(), request.path)
-        _wire.check_fields(message, {"requests": (list,)}, "the batch")
+        _wire.check_fields(message, {"requests": (list,), "progress": (bool,)}, "the batch")
         done: asyncio.Queue[bytes] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._generate_line(each, done)) for each in message.get("requests", [])]
+        tells = message.get("progress", False)
+        tasks = [
+            asyncio.create_task(self._generate_line(each, done, tells=tells)) for each in message.get("requests", [])
+        ]
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
             await response.prepare(request)
@@ -131,7 +170,7 @@ class Endpoint:
                 lines = [await done.get()]
                 while not done.empty():
                     lines.append(done.get_nowait())
-                num_left -= len(lines)
+                num_left -= sum(not line.startswith(PROGRESS) for line in lines)
                 await response.write(b"".join(lines))
             await response.write_eof()
         finally:
@@ -140,11 +179,15 @@ class Endpoint:
                 task.cancel()
         return response
 
-    async def _generate_line(self, message: Any, done: asyncio.Queue[bytes]) -> None:
+    async def _generate_line(self, message: Any, done: asyncio.Queue[bytes], *, tells: bool) -> None:
         request: GenerateRequest | None = None
         try:
             request = _wire.request_from_json(message, uuid.uuid4().hex)
-            answer = _wire.output_to_json(await self._server.generate(request))
+            if tells and self._teller is not None and not has_extras(request):
+                output = await self._teller.generate(request, progress_line(request.request_id, done))
+            else:
+                output = await self._server.generate(request)
+            answer = _wire.output_to_json(output)
         except Exception as error:  # noqa: BLE001  it is this line's answer; the others go on
             known_id = (
                 request.request_id if request else message.get("request_id") if isinstance(message, dict) else None

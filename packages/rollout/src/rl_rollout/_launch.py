@@ -90,7 +90,9 @@ class LaunchedServer(HttpServer):
         except ServerLostError as error:
             # A dying process closes its sockets before it can be waited for.
             if await self._process.has_ended(EXIT_TIMEOUT_S):
-                raise ServerLostError(self._process.told_end()) from error
+                lost = ServerLostError(self._process.told_end())
+                lost.partial = error.partial
+                raise lost from error
             raise
 
     async def stop(self) -> None:

@@ -12,7 +12,9 @@ from rl_rollout.errors import RequestError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from rl_rollout.types import TokenChunk
 
 SAMPLING_TYPES: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
@@ -50,6 +52,7 @@ STATUS_OF = {
     errors.ConfigError: 400,
     errors.ModelFolderError: 400,
     errors.WeightUpdateError: 409,
+    errors.OverloadedError: 429,
     errors.GenerationError: 500,
     errors.ServerLostError: 503,
     errors.RequestTimeoutError: 504,
@@ -166,6 +169,24 @@ def capabilities_from_json(message: Mapping[str, Any]) -> Capabilities:
 def _tuples(found: Any) -> Any:
     """Nested lists as nested tuples."""
     return tuple(map(_tuples, found)) if isinstance(found, list) else found
+
+
+def chunk_to_json(chunk: TokenChunk) -> dict[str, Any]:
+    """New tokens of a request that goes on."""
+    return {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "weight_versions": chunk.weight_versions}
+
+
+def partial_from_json(request_id: str, messages: Sequence[Mapping[str, Any]]) -> TokenOutput | None:
+    """What was told of a request before it was lost; None for nothing."""
+    if not messages:
+        return None
+    return TokenOutput(
+        request_id=request_id,
+        token_ids=tuple(i for message in messages for i in message["token_ids"]),
+        logprobs=tuple(x for message in messages for x in message["logprobs"]),
+        weight_versions=tuple(v for message in messages for v in message["weight_versions"]),
+        finish_reason=FinishReason.ABORT,
+    )
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

@@ -72,6 +72,13 @@ class RolloutServer(ABC):
             ServerLostError, RequestTimeoutError: see their names.
         """
 
+    async def check_health(self) -> None:  # noqa: B027  a server in this process has nothing to look at
+        """See that it is there.
+
+        Raises:
+            ServerLostError: it is not. A server in this process always is.
+        """
+
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all when None). Their `generate` calls return what they have, with reason `abort`."""

@@ -9,6 +9,7 @@ field
 ├── ModelFolderError (ValueError)         the model folder cannot be loaded as it is
 ├── ServerStartError (RuntimeError)       the server died or did not answer while starting; carries its last lines
 ├── ServerLostError (ConnectionError)     the server closed or died; names it
+├── OverloadedError (RuntimeError)        too much waits already; ask again later
 ├── RequestTimeoutError (TimeoutError)    no answer before the deadline; names the server
 ├── GenerationError (RuntimeError)        the model itself failed on this request, e.g. logits that are not finite
 └── WeightUpdateError (RuntimeError)      an update failed; says whether the old version still serves or the server
@@ -16,6 +17,11 @@ refuses
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_rollout.types import TokenOutput
 
 
 class RolloutError(Exception):
@@ -48,6 +54,13 @@ class ServerStartError(RolloutError, RuntimeError):
 
 class ServerLostError(RolloutError, ConnectionError):
     """A server went away."""
+
+    partial: TokenOutput | None = None
+    """What had come of the request until then, where somebody knows."""
+
+
+class OverloadedError(RolloutError, RuntimeError):
+    """Too many requests wait already."""
 
 
 class RequestTimeoutError(RolloutError, TimeoutError):

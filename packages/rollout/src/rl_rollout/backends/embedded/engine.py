@@ -100,16 +100,16 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, requests: Iterable[tuple[GenerateRequest, bool]]) -> None:
-        """Take requests that were checked, under ids that are not in flight, each with whether it streams."""
-        for request, is_streaming in requests:
+    def submit(self, requests: Iterable[tuple[GenerateRequest, int]]) -> None:
+        """Take requests that were checked, under ids that are not in flight, each with how often tokens are told."""
+        for request, told_every in requests:
             prompt_len = len(request.prompt_token_ids)
             limit = min(prompt_len + request.sampling_params.max_new_tokens, self.model.max_model_len)
             if limit > self.budget:
                 message = f"it needs {limit} tokens of cache and there are {self.budget}; raise kv_cache_bytes"
                 self._events.append((request.request_id, RequestError(f"request {request.request_id!r}: {message}")))
                 continue
-            sequence = InFlight(request=request, is_streaming=is_streaming, limit=limit, seed=self._seed_of(request))
+            sequence = InFlight(request=request, told_every=told_every, limit=limit, seed=self._seed_of(request))
             self._by_id[request.request_id] = sequence
             (self._held if self._is_holding else self._waiting).append(sequence)
 
@@ -194,7 +194,7 @@ class Engine:
         for row, sequence in enumerate(admitted, start=first):
             sequence.row = row
         self._running.extend(admitted)
-        self._streaming.update(s for s in admitted if s.is_streaming)
+        self._streaming.update(s for s in admitted if s.told_every)
         self._truncating.update(s for s in admitted if s.truncates)
         self._reading.update(s for s in admitted if s.reads_steps)
         stops = [self._stops(sequence) for sequence in admitted]
@@ -317,17 +317,21 @@ class Engine:
         self._leave([(row, finish_reason(int(verdict[row]))) for row in verdict.nonzero()[:, 0].tolist()])
 
     def _stream(self, verdict: Tensor) -> None:
-        """Hand out the newest token of those who want it at once."""
+        """Hand out new tokens of those who want them before the end."""
         for sequence in self._streaming:
-            if verdict[sequence.row] < 4:
-                row, last = sequence.row, int(self.table.host_lengths[sequence.row]) - 1
-                chunk = TokenChunk(
-                    token_ids=(int(self.table.tokens[row, last]),),
-                    logprobs=(float(self.table.logprobs[row, last]),),
-                    weight_versions=(self.weight_version,),
-                    finish_reason=None,
-                )
-                self._events.append((sequence.request.request_id, chunk))
+            row = sequence.row
+            due = sequence.due(int(self.table.host_lengths[row]))
+            if not due or verdict[row] >= 4:
+                continue
+            new = slice(due.start, due.stop)
+            chunk = TokenChunk(
+                token_ids=tuple(self.table.tokens[row, new].tolist()),
+                logprobs=tuple(self.table.logprobs[row, new].tolist()),
+                weight_versions=tuple(self.table.versions[row, new].tolist()),
+                finish_reason=None,
+            )
+            sequence.num_told += len(due)
+            self._events.append((sequence.request.request_id, chunk))
 
     def _read_step(self, distribution: Tensor) -> None:
         """Keep what was asked about this step."""

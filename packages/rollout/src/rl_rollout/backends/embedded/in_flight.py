@@ -18,12 +18,14 @@ class InFlight:
     """What the engine knows of a request beside its row of the table."""
 
     request: GenerateRequest
-    is_streaming: bool
-    """Whether each token is handed out at once."""
+    told_every: int
+    """Tokens after which the new ones are handed out; 1 is each at once, 0 none before the end."""
     limit: int
     """Length at which it ends, tokens."""
     seed: int
     """Its own, or one of the server's stream."""
+    num_told: int = 0
+    """Tokens that were handed out."""
     row: int = -1
     """Its row in the batch; -1 while it waits."""
     extras: Extras = field(init=False)
@@ -41,6 +43,16 @@ class InFlight:
     def reads_steps(self) -> bool:
         """Whether something beside the token is to be told about every step."""
         return self.request.num_top_logprobs > 0 or self.request.returns_routed_experts
+
+    def due(self, length: int) -> range:
+        """Positions of the tokens that are to be handed out now, when its row has `length` tokens.
+
+        The newest waits unless each is handed out at once: what is known of a request that was lost then never ends
+        with a token at which it would have stopped.
+        """
+        start = len(self.request.prompt_token_ids) + self.num_told
+        end = length if self.told_every == 1 else length - 1
+        return range(start, end) if end - start >= self.told_every else range(0)
 
     @property
     def truncates(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose whole state is keys and values."""
+
+_LOADING = threading.Lock()
+"""Transformers patches torch's initialisation for the time of a load: two at a time in a process spoil one another."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,7 +129,8 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
 
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        module, info = load(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+        with _LOADING:
+            module, info = load(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelFolderError(f"model folder {path!r} cannot be loaded: {error}") from error
     if missing := sorted(info["missing_keys"]):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PROGRESS_TOKENS = 32
+"""New tokens after which a listener is told."""
+
 
 class EmbeddedServer(RolloutServer):
     """Continuous batching in a thread of this process.
@@ -35,13 +38,16 @@ class EmbeddedServer(RolloutServer):
     decoding goes on, and swapped in between two steps; keys and values of requests in flight are then computed anew.
     """
 
+    tells_progress = True
+
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self._name = Path(config.model_path).resolve().name
         self._endpoint = Endpoint(self, config, model_name=self._name)
         self._address: ServerAddress | None = None
         self._is_stopped = False
-        self._outbox: list[tuple[GenerateRequest, bool]] = []
+        self._outbox: list[tuple[GenerateRequest, int]] = []
+        self._listeners: dict[str, Callable[[TokenChunk], None]] = {}
         self._futures: dict[str, asyncio.Future[TokenOutput]] = {}
         self._streams: dict[str, asyncio.Queue[Event]] = {}
         self._update_lock = asyncio.Lock()
@@ -98,12 +104,16 @@ class EmbeddedServer(RolloutServer):
 
     # ---- requests
 
-    async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """See `RolloutServer.generate`."""
+    async def generate(
+        self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
+    ) -> TokenOutput:
+        """See `RolloutServer.generate`. `on_progress` is told of new tokens now and then, and not of the last ones."""
         self._check(request)
+        if on_progress is not None:
+            self._listeners[request.request_id] = on_progress
         future: asyncio.Future[TokenOutput] = self._loop.create_future()
         self._futures[request.request_id] = future
-        self._submit(request, is_streaming=False)
+        self._submit(request, told_every=0 if on_progress is None else PROGRESS_TOKENS)
         try:
             async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
                 return await future
@@ -115,13 +125,14 @@ class EmbeddedServer(RolloutServer):
             raise
         finally:
             del self._futures[request.request_id]
+            self._listeners.pop(request.request_id, None)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, token by token. Leaving the iterator early aborts the request."""
         self._check(request)
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._streams[request.request_id] = queue
-        self._submit(request, is_streaming=True)
+        self._submit(request, told_every=1)
         is_over = False
         try:
             async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
@@ -148,11 +159,11 @@ class EmbeddedServer(RolloutServer):
         if request.request_id in self._futures or request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
 
-    def _submit(self, request: GenerateRequest, *, is_streaming: bool) -> None:
+    def _submit(self, request: GenerateRequest, *, told_every: int) -> None:
         """Hand over everything that came in one turn of the loop at once."""
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append((request, is_streaming))
+        self._outbox.append((request, told_every))
 
     def _flush(self) -> None:
         if self._outbox:
@@ -179,10 +190,13 @@ class EmbeddedServer(RolloutServer):
             stream, future = self._streams.get(request_id), self._futures.get(request_id)
             if stream is not None:
                 stream.put_nowait(event)
+            elif isinstance(event, TokenChunk):
+                if request_id in self._listeners:
+                    self._listeners[request_id](event)
             elif future is not None and not future.done():
                 if isinstance(event, Exception):
                     future.set_exception(event)
-                elif isinstance(event, TokenOutput):
+                else:
                     future.set_result(event)
             # Neither: its caller gave up (deadline, cancelled), and there is nobody to tell.
 

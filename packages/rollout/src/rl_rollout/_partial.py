@@ -1,0 +1,48 @@
+"""A completion in several parts: what is left to ask for, and the parts put together. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_rollout.types import GenerateRequest, TokenOutput
+
+
+def rest_of(request: GenerateRequest, done: TokenOutput) -> GenerateRequest | None:
+    """The request that goes on where `done` ended; None if there is nothing left to generate.
+
+    Its prompt is the old one and the tokens that there are, each of which is generated, counted, and scored once.
+    What is asked about the prompt was told with the first part.
+    """
+    left = request.sampling_params.max_new_tokens - len(done.token_ids)
+    if left <= 0:
+        return None
+    return replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids + done.token_ids,
+        sampling_params=replace(request.sampling_params, max_new_tokens=left),
+        returns_prompt_logprobs=request.returns_prompt_logprobs and not done.prompt_logprobs,
+    )
+
+
+def joined(done: TokenOutput, rest: TokenOutput, *, num_prompt_tokens: int) -> TokenOutput:
+    """Two parts as one; the reason is that of the second.
+
+    Args:
+        done: The first part.
+        rest: What `rest_of` brought.
+        num_prompt_tokens: Of the first request.
+    """
+    # If the first part came without any, the second's are of the first's tokens too.
+    prompt_logprobs = done.prompt_logprobs or rest.prompt_logprobs[: max(num_prompt_tokens - 1, 0)]
+    return replace(
+        rest,
+        token_ids=done.token_ids + rest.token_ids,
+        logprobs=done.logprobs + rest.logprobs,
+        weight_versions=done.weight_versions + rest.weight_versions,
+        top_logprobs=done.top_logprobs + rest.top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        # The second part tells the experts of all tokens that it was given, those of the first included.
+        routed_experts=done.routed_experts + rest.routed_experts[len(done.routed_experts) :],
+    )
