@@ -1,7 +1,14 @@
-"""What fails while a queue is used, and is to be told instead of felt."""
+"""What fails while a queue is used, and is to be told instead of felt.
+
+Here: a full arena, a dead agent, a producer that dies while it sends over TCP. Elsewhere: a producer that dies in a put
+to shared memory, and a dead or stopped controller (`test_tq_shm`, `test_tq_tcp`, `test_tq_zmq`), one that is taken up
+again (`test_tq_file`), a consumer that dies with a lease (`test_tq_known_failures`), a reader that dies
+(`test_tq_compaction`), whoever dies while it spills or writes a snapshot (`test_tq_spill`, `test_tq_snapshot`).
+"""
 
 import contextlib
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +16,7 @@ import pytest
 import torch
 
 import rl_tq
+from rl_tq._agent import Compactor
 
 
 @pytest.fixture
@@ -49,3 +57,73 @@ def test_a_full_arena_is_an_error_and_the_queue_goes_on(small: Path, num_columns
                 again = queue.put({"a": torch.ones(2, num_columns)}, partition="again")
         assert again is not None
         assert queue.get(again)["a"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("method", ["step", "_store_in"], ids=["between copies", "in a copy"])
+def test_a_dead_agent_is_replaced_and_nothing_is_lost(method, monkeypatch, caplog):
+    """Readers and producers need no agent; another one frees the memory."""
+    work = getattr(Compactor, method)
+    died: list[Compactor] = []
+
+    def die_once(agent, *arguments):
+        if not died:
+            died.append(agent)
+            agent._session.lose("it was killed by a test")
+        return work(agent, *arguments)
+
+    monkeypatch.setattr(Compactor, method, die_once)
+    with rl_tq.serve("shm://", timeout_s=60.0) as queue:
+        meta = queue.put({"a": torch.arange(64.0)[:, None].expand(64, 10_000)}, partition="p")
+        queue.clear(meta.reorder(range(2, 64)))
+        left = meta.reorder([1, 0])
+        deadline = time.monotonic() + 60.0
+        while queue.stats()["partitions"]["p"]["bytes"] > 3 * 40_000:
+            assert queue.get(left)["a"][:, 0].tolist() == [1.0, 0.0]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(died) == 1
+        assert queue.get(left)["a"][:, -1].tolist() == [1.0, 0.0]
+        assert queue.stats()["clients"] == [queue.stats()["server_pid"]]
+        claimed = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t")
+        assert claimed.rows == left.reorder([1, 0]).rows
+    assert "begins anew: the queue" in caplog.text
+
+
+SENDER = """
+import sys, time, torch, rl_tq
+from rl_tq import _stream
+queue = rl_tq.connect(sys.argv[1], timeout_s=60.0)
+queue.put({"a": torch.arange(3)}, partition="p")
+class Half:
+    def __init__(self, connection):
+        self.connection = connection
+    def sendall(self, data, *flags):
+        if len(data) > 1_000_000:
+            self.connection.sendall(data[: len(data) // 2])
+            print("sending", flush=True)
+            time.sleep(600)
+        self.connection.sendall(data, *flags)
+send = _stream.send
+_stream.send = lambda connection, message, payload=(): send(Half(connection), message, payload)
+queue.put({"a": torch.ones(2, 1_000_000)}, partition="q")
+"""
+
+
+def test_a_producer_killed_while_it_sends_leaves_what_it_put_and_nothing_else():
+    with rl_tq.serve("tcp://127.0.0.1:0", timeout_s=60.0) as queue:
+        producer = subprocess.Popen(
+            [sys.executable, "-c", SENDER, queue.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            assert producer.stdout is not None
+            assert producer.stdout.readline() == "sending\n"
+        finally:
+            producer.kill()
+            producer.communicate()
+        meta = queue.get_meta(partition="p", columns=["a"], batch_size=3, task="t")
+        assert queue.get(meta)["a"].tolist() == [0, 1, 2]
+        assert list(queue.stats()["partitions"]) == ["p"]
+        assert queue.stats()["extents"] == 1
+        with rl_tq.connect(queue.address, timeout_s=60.0) as other:
+            other.put({"a": torch.ones(2, 1_000_000)}, partition="q")
+            assert queue.stats()["rows"] == 5

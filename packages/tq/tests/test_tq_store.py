@@ -152,6 +152,22 @@ def test_extents_are_freed_with_their_last_row():
     assert store.stats()["bytes"] == 0
 
 
+def test_what_was_cleared_during_a_move_is_waste_of_the_copy():
+    store = MetadataStore(lambda _: next(EXTENTS))
+    batch = publish(store, "a", "uvw")
+    [old] = store.state.extents
+    store.state.take_shrunk()
+    numbers = [row.number for row in batch.rows]
+    for cleared, shrunk in (([], set()), (numbers[:1], {"copy"}), (numbers[1:], set())):
+        if cleared:
+            store.clear_rows(partition="p", rows=cleared)
+            store.state.take_shrunk()
+        new = next(EXTENTS)
+        store.move(extent=new, nbytes=50, old=[old], rows=numbers)
+        assert store.state.take_shrunk() == ({new} if shrunk else set())
+        old = new
+
+
 def test_cleared_rows_count_as_given_to_nobody():
     store = MetadataStore(lambda _: next(EXTENTS))
     publish(store, "a", ["x", "y"])

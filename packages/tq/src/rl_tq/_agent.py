@@ -55,6 +55,7 @@ class Host:
         self._server.close()
 
     def _run(self) -> None:
+        """Compact what is worth it until the queue is closed; a connection that is lost is made again."""
         has_waste = self._server.has_waste
         with contextlib.ExitStack() as stack:
             compactor: Compactor | None = None
@@ -67,9 +68,13 @@ class Host:
                         pass
                     if compactor.is_more_to_come and not self._is_closed.wait(REST_S):
                         has_waste.set()
-                except ServerLostError:
-                    return
-                except (OSError, TransferQueueError) as error:  # no memory or no descriptor is left: for now
+                except ServerLostError as error:
+                    if compactor is None:
+                        return  # nobody serves any more
+                    _LOG.warning("the agent of %s begins anew: %s", self._address, error)
+                    compactor = None
+                    has_waste.set()
+                except (OSError, ValueError, TransferQueueError) as error:  # no memory or descriptor is left: for now
                     _LOG.warning("memory of cleared rows in %s was not compacted: %s", self._address, error)
 
 

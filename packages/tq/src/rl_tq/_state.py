@@ -201,6 +201,8 @@ class State:
         if not held.num_live:
             held.num_live = 1
             self._leave(home, held)
+        elif held.num_live < len(numbers):
+            self.shrunk.add(extent)
 
     def lease(
         self, partition: str, task: str, number: int, rows: Sequence[int], lease_s: float | None, is_grouped: bool
