@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from rl_tq import _checks, _explain
 from rl_tq._admission import Admissions
-from rl_tq._ledger import Lease, Timers
+from rl_tq._leases import Leases
+from rl_tq._ledger import Timers
 from rl_tq._replicas import Replicas
 from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Request, Spill
 from rl_tq._rows import runs_of
 from rl_tq._state import State
 from rl_tq.errors import PolicyError, TransferQueueError, WaitTimeoutError
-from rl_tq.policies import FirstK, GroupComplete
 from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from rl_tq._ledger import TaskLedger
     from rl_tq._rows import Partition, Row
@@ -42,7 +42,7 @@ class MetadataStore:
         self._parked: dict[str, dict[Any, Request]] = {}
         self._where: dict[Any, str] = {}
         self._timers = Timers()
-        self._owned: dict[Any, set[int]] = {}
+        self._leases = Leases(self.state, self._admissions, self._timers)
         self._replicas = Replicas()
         self._has_rejected = False
         """Whether a claim cleared rows, so that somebody who waits for room may have it now."""
@@ -161,7 +161,7 @@ class MetadataStore:
         ready = self.state.ledger(home, claim.task).index(home, claim.columns, claim.policy).members
         if not rows or len(set(rows)) < len(rows) or any(row not in ready for row in rows):
             return None
-        return self._lease(home, claim, rows)
+        return self._leases.give(home, claim, rows, self.now)
 
     def ack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int], step: int,
             sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
@@ -174,7 +174,7 @@ class MetadataStore:
         due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=True)
         if due:
             self.state.ack(partition, task, due, step)
-            self._retire(partition, due, step)
+            self._leases.retire(partition, due, step)
             self._settle(partition)
 
     def nack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
@@ -186,7 +186,7 @@ class MetadataStore:
         """
         ledger = self._ledger(partition, generation, task)
         due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
-        self._return(partition, task, due, reason, is_counted=True)
+        self._leases.take_back(partition, task, due, reason, is_counted=True)
         self._settle(partition)
 
     def extend(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
@@ -198,28 +198,13 @@ class MetadataStore:
         """
         ledger = self._ledger(partition, generation, task)
         _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
-        for number in set(leases):
-            self.state.leases[number].lease_s = lease_s
-            self._timers.set(("lease", number), self.now + lease_s)
+        self._leases.extend(leases, lease_s, self.now)
 
     def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
         """Take back every lease, and every ack after `step`, of one task or all."""
-        home = self.state.partitions.get(partition)
-        num_returned = num_cleared = num_revoked = 0
-        for name, ledger in home.tasks.items() if home else ():
-            if task not in (None, name):
-                continue
-            leased = sorted(ledger.leased)
-            if leased:
-                self._return(partition, name, leased, f"step {step} was restored", is_counted=False)
-            acked = sorted(number for number, (at, _) in ledger.acked.items() if at > step)
-            if acked:
-                self.state.unack(partition, name, acked)
-            num_revoked += len(leased)
-            num_returned += len(acked)
-            num_cleared += sum(times for at, times in ledger.cleared.items() if at > step)
+        report = self._leases.restore(partition, step, task)
         self._settle(partition)
-        return RestoreReport(num_returned=num_returned, num_cleared=num_cleared, num_revoked=num_revoked)
+        return report
 
     def dead_letters(self, partition: str, task: str) -> tuple[Batch | None, dict[int, str]]:
         """Rows that came back to a task too often, and why."""
@@ -254,27 +239,12 @@ class MetadataStore:
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
         """A client is gone: its leases and credits go back. `is_counted`: it died, which counts as an attempt."""
         touched = set(self._admissions.owner_left(owner))
-        for number in self._owned.pop(owner, set()):
-            lease = self.state.leases.get(number)
-            if lease is not None:
-                touched.add(lease.partition)
-                self._give_back(lease, why, is_counted=is_counted)
-        for partition in touched:
+        for partition in touched | self._leases.owner_left(owner, why, is_counted=is_counted):
             self._settle(partition)
 
     def adopt(self) -> None:
         """After a replay: leases with a deadline get it anew, the others go back, as their owners are gone."""
-        for lease in list(self.state.leases.values()):
-            if lease.lease_s is None:
-                self._give_back(lease, "the server started again", is_counted=False)
-            else:
-                lease.label = "a client of before the server started again"
-                self._timers.set(("lease", lease.number), self.now + lease.lease_s)
-        for name, home in self.state.partitions.items():
-            home.done.clear()
-            for task in home.options.tasks[:1]:
-                acked = home.tasks[task].acked if task in home.tasks else {}
-                self._retire(name, list(acked), max((step for step, _ in acked.values()), default=0))
+        self._leases.adopt(self.now)
 
     def expire(self) -> None:
         """End the leases, and settle the parked requests, whose deadline has come."""
@@ -283,7 +253,7 @@ class MetadataStore:
                 lease = self.state.leases.get(key)
                 if lease is not None:
                     self.num_expired += 1
-                    self._give_back(lease, f"its lease ({lease.label}) expired", is_counted=True)
+                    self._leases.end(lease, f"its lease ({lease.label}) expired", is_counted=True)
                     self._settle(lease.partition)
             else:
                 request = self._parked[self._where[key]][key]
@@ -418,49 +388,11 @@ class MetadataStore:
         rows = index.take(claim.batch_size)
         if rows is None:
             return None
-        batch = self._lease(home, claim, rows)
+        batch = self._leases.give(home, claim, rows, self.now)
         self._replicas.note(claim, home, batch)
         return batch
 
     # Parts
-
-    def _lease(self, home: Partition, claim: Claim, rows: Sequence[int]) -> Batch:
-        is_grouped = isinstance(claim.policy, GroupComplete | FirstK)
-        number = self.state.next_lease
-        lease = self.state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped)
-        lease.owner, lease.label = claim.owner, claim.label
-        self._owned.setdefault(claim.owner, set()).add(number)
-        if claim.lease_s is not None:
-            self._timers.set(("lease", number), self.now + claim.lease_s)
-        found = tuple(home.rows[row] for row in rows)
-        return Batch(
-            partition=home.name, generation=home.generation, rows=found, version=home.changed, task=claim.task,
-            lease=number, columns=frozenset(claim.columns),
-        )  # fmt: skip
-
-    def _give_back(self, lease: Lease, why: str, *, is_counted: bool) -> None:
-        self._return(lease.partition, lease.task, sorted(lease.rows), why, is_counted=is_counted)
-
-    def _return(self, partition: str, task: str, rows: Sequence[int], why: str, *, is_counted: bool) -> None:
-        self.state.give_back(partition, task, rows, why, is_counted)
-        self._admissions.drop_stale(partition)
-
-    def _retire(self, partition: str, rows: Iterable[int], step: int) -> None:
-        """Clear rows that every declared task acked at least `keep_steps` before this step."""
-        home = self.state.partitions[partition]
-        options = home.options
-        if not options.tasks:
-            return
-        for number in rows:
-            acks = [ledger.acked.get(number) for task in options.tasks if (ledger := home.tasks.get(task))]
-            if len(acks) == len(options.tasks) and None not in acks:
-                home.done.setdefault(max(ack[0] for ack in acks if ack), []).append(number)
-        for at in [at for at in home.done if at <= step - options.keep_steps]:
-            done = [
-                n for n in home.done.pop(at) if n in home.rows and all(n in home.tasks[t].acked for t in options.tasks)
-            ]
-            if done:
-                self.state.clear(partition, done, None)
 
     def _ledger(self, partition: str, generation: int, task: str) -> TaskLedger | None:
         home = self.state.partitions.get(partition)

@@ -1,0 +1,116 @@
+"""What becomes of claims: leases given, extended, taken back and ended, and rows that all tasks are done with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_tq._requests import Batch, Claim
+from rl_tq.policies import FirstK, GroupComplete
+from rl_tq.types import RestoreReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rl_tq._admission import Admissions
+    from rl_tq._ledger import Lease, Timers
+    from rl_tq._rows import Partition
+    from rl_tq._state import State
+
+
+class Leases:
+    """The leases of a state. Who may do what with them was checked before."""
+
+    def __init__(self, state: State, admissions: Admissions, timers: Timers) -> None:
+        self._state = state
+        self._admissions = admissions
+        self._timers = timers
+        self._owned: dict[Any, set[int]] = {}
+
+    def give(self, home: Partition, claim: Claim, rows: Sequence[int], now: float) -> Batch:
+        """Lease rows to a claim."""
+        is_grouped = isinstance(claim.policy, GroupComplete | FirstK)
+        number = self._state.next_lease
+        lease = self._state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped)
+        lease.owner, lease.label = claim.owner, claim.label
+        self._owned.setdefault(claim.owner, set()).add(number)
+        if claim.lease_s is not None:
+            self._timers.set(("lease", number), now + claim.lease_s)
+        found = tuple(home.rows[row] for row in rows)
+        return Batch(
+            partition=home.name, generation=home.generation, rows=found, version=home.changed, task=claim.task,
+            lease=number, columns=frozenset(claim.columns),
+        )  # fmt: skip
+
+    def extend(self, leases: Iterable[int], lease_s: float, now: float) -> None:
+        """Move deadlines to `lease_s` from now."""
+        for number in set(leases):
+            self._state.leases[number].lease_s = lease_s
+            self._timers.set(("lease", number), now + lease_s)
+
+    def end(self, lease: Lease, why: str, *, is_counted: bool) -> None:
+        """Take all rows of a lease back."""
+        self.take_back(lease.partition, lease.task, sorted(lease.rows), why, is_counted=is_counted)
+
+    def take_back(self, partition: str, task: str, rows: Sequence[int], why: str, *, is_counted: bool) -> None:
+        """Have leased rows be free again, but those that are too old by now, or came back too often."""
+        self._state.give_back(partition, task, rows, why, is_counted)
+        self._admissions.drop_stale(partition)
+
+    def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> set[str]:
+        """Take back what a client that is gone was given; returns the partitions of it."""
+        touched: set[str] = set()
+        for number in self._owned.pop(owner, set()):
+            lease = self._state.leases.get(number)
+            if lease is not None:
+                touched.add(lease.partition)
+                self.end(lease, why, is_counted=is_counted)
+        return touched
+
+    def adopt(self, now: float) -> None:
+        """After a replay: leases with a deadline get it anew, the others go back, as their owners are gone."""
+        for lease in list(self._state.leases.values()):
+            if lease.lease_s is None:
+                self.end(lease, "the server started again", is_counted=False)
+            else:
+                lease.label = "a client of before the server started again"
+                self._timers.set(("lease", lease.number), now + lease.lease_s)
+        for name, home in self._state.partitions.items():
+            home.done.clear()
+            for task in home.options.tasks[:1]:
+                acked = home.tasks[task].acked if task in home.tasks else {}
+                self.retire(name, list(acked), max((step for step, _ in acked.values()), default=0))
+
+    def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
+        """Take back every lease, and every ack after `step`, of one task or all."""
+        home = self._state.partitions.get(partition)
+        num_returned = num_cleared = num_revoked = 0
+        for name, ledger in home.tasks.items() if home else ():
+            if task not in (None, name):
+                continue
+            leased = sorted(ledger.leased)
+            if leased:
+                self.take_back(partition, name, leased, f"step {step} was restored", is_counted=False)
+            acked = sorted(number for number, (at, _) in ledger.acked.items() if at > step)
+            if acked:
+                self._state.unack(partition, name, acked)
+            num_revoked += len(leased)
+            num_returned += len(acked)
+            num_cleared += sum(times for at, times in ledger.cleared.items() if at > step)
+        return RestoreReport(num_returned=num_returned, num_cleared=num_cleared, num_revoked=num_revoked)
+
+    def retire(self, partition: str, rows: Iterable[int], step: int) -> None:
+        """Clear rows that every declared task acked at least `keep_steps` before this step."""
+        home = self._state.partitions[partition]
+        options = home.options
+        if not options.tasks:
+            return
+        for number in rows:
+            acks = [ledger.acked.get(number) for task in options.tasks if (ledger := home.tasks.get(task))]
+            if len(acks) == len(options.tasks) and None not in acks:
+                home.done.setdefault(max(ack[0] for ack in acks if ack), []).append(number)
+        for at in [at for at in home.done if at <= step - options.keep_steps]:
+            done = [
+                n for n in home.done.pop(at) if n in home.rows and all(n in home.tasks[t].acked for t in options.tasks)
+            ]
+            if done:
+                self._state.clear(partition, done, None)
