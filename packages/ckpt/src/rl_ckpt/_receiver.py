@@ -95,6 +95,13 @@ class Receiver(CheckpointEngine):
         """Where this end stands."""
         return self._state
 
+    @property
+    def landing(self) -> Landing:
+        """What has landed of the sync under way; for what `attest_with` was given."""
+        if self._landing is None:
+            raise UsageError(f"no sync is under way at {self.address}")
+        return self._landing
+
     async def prepare(self) -> Metadata:
         """Nothing to allocate: the ring is the sender's."""
         return Metadata(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from rl_ckpt._delta import Snapshot
@@ -45,6 +46,18 @@ _REASONS: dict[type[BaseException], AbortReason] = {
     PeerTimeoutError: AbortReason.TIMEOUT,
     PeerLostError: AbortReason.PEER_LOST,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that all receivers of a session have voted for. Exactly one of the two must be called."""
+
+    digest: int
+    """Tree digest of what was sent."""
+    commit: Callable[[], SyncReport]
+    """Puts it in force."""
+    abort: Callable[[str], None]
+    """Calls it off, and says why."""
 
 
 class Sender(CheckpointEngine):
@@ -182,15 +195,17 @@ class Sender(CheckpointEngine):
         try:
             if weights is None:
                 source = Source(items_of(self._registered), clock, self._registered)
-            return self._transact(source, version, clock)
+            sync = self._attempt(source, version, clock)
         except Exception as error:
             if not self._worker.waker.is_woken:
                 source.drain(error)
             raise SyncAbortedError(
                 f"the sync of version {version} over {self.address} was called off: {error}"
             ) from error
+        return self._commit(sync)
 
-    def _transact(self, source: Source, version: int, clock: Clock) -> SyncReport:
+    def _attempt(self, source: Source, version: int, clock: Clock) -> Sync:
+        """One sync as far as the votes."""
         last = -1 if self._version is None else self._version
         if not last < version <= MAX_VERSION:
             raise VersionError(f"version is {version}; the next one must be above {last}, the last committed one")
@@ -198,9 +213,34 @@ class Sender(CheckpointEngine):
         with clock("wire_s"):
             participants = peers.wait_for_ready(self._num_peers)
         self._require_codecs(participants)
-        report = self._run(peers, participants, source, version, clock, self._snapshot)
-        self._digest, self._in_force = report.digest, {(version, report.digest)}
-        return report
+        return self._stage(peers, participants, source, version, clock, self._snapshot)
+
+    def offer(self, weights: Iterable[tuple[str, Tensor]], version: int, *, num_peers: int) -> Offer:
+        """Send a version in this thread as far as the votes, and leave the decision to the caller; for `Relay`.
+
+        Raises:
+            SyncAbortedError: it failed, and is off.
+        """
+        self._require(num_peers)
+        clock = Clock()
+        source = Source(weights, clock)
+
+        def attempt() -> Sync:
+            try:
+                return self._attempt(source, version, clock)
+            except Exception as error:
+                raise SyncAbortedError(f"version {version} was not taken over {self.address}: {error}") from error
+
+        sync = self._worker.call(attempt)
+        return Offer(
+            sync.digest,
+            commit=lambda: self._worker.call(lambda: self._commit(sync)),
+            abort=lambda text: self._worker.call(lambda: sync.abort(AbortReason.FAILED, text)),
+        )
+
+    def serve_from(self, weights: Iterable[tuple[str, Tensor]]) -> SyncReport | None:
+        """`serve_late`, in this thread, from these weights: those of the version in force, or it fails; for `Relay`."""
+        return self._worker.call(lambda: self._serve_late(weights))
 
     def _require_codecs(self, participants: Sequence[Peer]) -> None:
         if self._config.zstd:
@@ -208,28 +248,38 @@ class Sender(CheckpointEngine):
                 if not peer.codecs >> Codec.DELTA_ZSTD & 1:
                     raise UsageError(f"{peer.name} cannot read zstd; there: pip install 'rl-ckpt[zstd]'")
 
-    def _serve_late(self) -> SyncReport | None:
-        """Send the version in force to those who wait and do not have it."""
-        version, snapshot = self._version, self._snapshot
-        if snapshot is None:
+    def _serve_late(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> SyncReport | None:
+        """Send the version in force to those who wait and do not have it, from the copy of it or from these weights."""
+        version = self._version
+        if weights is None and self._snapshot is None:
             raise UsageError(f"{self.address} keeps no copy of the weights to give to late comers: pass delta=True")
         peers = self._open()
         if version is None or not (behind := peers.behind(self._in_force)):
             return None
-        if snapshot.version != version or not snapshot.is_whole:
+        clock = Clock()
+        source = Source(self._copy_of(version) if weights is None else weights, clock)
+        try:
+            sync = self._stage(peers, behind, source, version, clock, None)
+            if weights is not None and sync.digest != self._digest:
+                text = f"what was to be served as version {version} has digest {sync.digest:#018x}, which it has not"
+                sync.abort(AbortReason.DIGEST, text)
+                raise DigestError(text)
+        except Exception as error:
+            raise SyncAbortedError(f"version {version} could not be sent again: {error}") from error
+        report = self._commit(sync, is_new=False)
+        for peer in behind:
+            peer.is_complete = weights is None
+        return report
+
+    def _copy_of(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.version != version or not snapshot.is_whole:
             raise UsageError(
                 f"the copy of version {version} is not whole, because a sync failed since; send all of the weights"
             )
-        clock = Clock()
-        try:
-            report = self._run(peers, behind, Source(snapshot.tensors(), clock), version, clock, None)
-        except Exception as error:
-            raise SyncAbortedError(f"version {version} could not be sent again: {error}") from error
-        for peer in behind:
-            peer.is_complete = True
-        return report
+        return snapshot.tensors()
 
-    def _run(
+    def _stage(
         self,
         peers: Peers,
         participants: Sequence[Peer],
@@ -237,30 +287,32 @@ class Sender(CheckpointEngine):
         version: int,
         clock: Clock,
         snapshot: Snapshot | None,
-    ) -> SyncReport:
-        """One sync with these receivers."""
+    ) -> Sync:
+        """One sync with these receivers, as far as their votes."""
         for peer in participants:
             peer.join()
+        sync = Sync(
+            version=version,
+            peers=peers,
+            participants=participants,
+            slots=self._slots,
+            schema=self._schema,
+            snapshot=snapshot,
+            clock=clock,
+            limit_gb_per_s=self._limit_gb_per_s,
+        )
         try:
-            sync = Sync(
-                version=version,
-                peers=peers,
-                participants=participants,
-                slots=self._slots,
-                schema=self._schema,
-                snapshot=snapshot,
-                clock=clock,
-                limit_gb_per_s=self._limit_gb_per_s,
-            )
             sync.stream(source)
             sync.stage()
-            self._version = version
-            report = sync.commit()
-            self._in_force = {*self._in_force, (version, report.digest)}
-            return report
         except BaseException as error:
-            peers.abort(participants, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
+            sync.abort(_REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
             raise
-        finally:
-            for peer in participants:
-                peer.sync = 0
+        return sync
+
+    def _commit(self, sync: Sync, *, is_new: bool = True) -> SyncReport:
+        """All have voted: the version is in force."""
+        self._version = sync.version
+        report = sync.commit()
+        self._in_force = {(sync.version, report.digest)} | (set() if is_new else self._in_force)
+        self._digest = report.digest if is_new else self._digest
+        return report

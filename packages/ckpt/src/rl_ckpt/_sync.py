@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rl_ckpt._mapped import SourceMap
     from rl_ckpt._peers import Peer, Peers
     from rl_ckpt._registered import Registered
-    from rl_ckpt._wire import Staged
+    from rl_ckpt._wire import AbortReason, Staged
 
 MANIFEST_CHUNK = 4096
 """Most tensors in one Manifest message."""
@@ -141,7 +141,7 @@ class Sync:
     ) -> None:
         self._limit_gb_per_s = limit_gb_per_s
         self._began = 0.0
-        self._version = version
+        self.version = version
         self._peers = peers
         self._participants = participants
         self._slots = slots
@@ -163,7 +163,7 @@ class Sync:
         self._num_bytes = 0
         self._num_wire_bytes = 0
         self._num_deltas = 0
-        self._digest = 0
+        self.digest = 0
         self._base: int | None = None
         self._is_stable = False
 
@@ -173,7 +173,7 @@ class Sync:
         self._began = time.perf_counter()
         self._peers.regroup(self._participants)
         for peer in self._participants:
-            self._peers.send(peer, Begin(self._version, NO_VERSION if base is None else base))
+            self._peers.send(peer, Begin(self.version, NO_VERSION if base is None else base))
         self._is_stable = source.registered is not None
         source_map = self._map(source)
         for name, tensor in source if source_map is None else self._tell(source_map):
@@ -185,8 +185,8 @@ class Sync:
     def stage(self) -> None:
         """Wait until every receiver holds all of it, and compare what each attests."""
         with self._clock("verify_s"):
-            self._digest = model_digest(self._digests.items())
-        seal = Seal(self._num_buckets, len(self._names), self._num_bytes, self._digest)
+            self.digest = model_digest(self._digests.items())
+        seal = Seal(self._num_buckets, len(self._names), self._num_bytes, self.digest)
         for peer in self._participants:
             self._peers.send(peer, seal)
         self._wait(lambda peer: peer.staged is not None, "take every tensor")
@@ -197,21 +197,23 @@ class Sync:
     def commit(self) -> SyncReport:
         """Tell every receiver, without waiting, that the version is in force; then wait for their confirmations."""
         for peer in self._participants:
-            if peer.error is None and not peer.link.try_send(Commit(self._version), peer.sync):
+            if peer.error is None and not peer.link.try_send(Commit(self.version), peer.sync):
                 self._peers.drop(peer)
         if self._snapshot is not None:
-            self._snapshot.commit(self._version)
+            self._snapshot.commit(self.version)
             for peer in self._participants:
                 peer.is_complete = peer.is_complete or self._names >= self._snapshot.names
         with self._clock("wire_s"):
             self._confirm()
+        for peer in self._participants:
+            peer.sync = 0
         clock, now = self._clock, time.perf_counter()
         receipts = tuple(
             self._receipt(peer, peer.staged) for peer in self._participants if peer.is_committed and peer.staged
         )
         return SyncReport(
-            version=self._version,
-            digest=self._digest,
+            version=self.version,
+            digest=self.digest,
             num_tensors=len(self._names),
             num_bytes=self._num_bytes,
             num_wire_bytes=self._num_wire_bytes,
@@ -228,6 +230,10 @@ class Sync:
             lost=tuple(peer.name for peer in self._participants if not peer.is_committed),
         )
 
+    def abort(self, reason: AbortReason, text: str) -> None:
+        """Tell every receiver, without waiting, that the sync is off."""
+        self._peers.abort(self._participants, reason, text)
+
     def _choose_base(self) -> int | None:
         """The version that differences are told from, if all who take part hold all of it; the snapshot is open."""
         if self._snapshot is None:
@@ -241,13 +247,13 @@ class Sync:
 
     def _examine(self, name: str, staged: Staged) -> None:
         """Compare a vote with what was sent."""
-        if (staged.version, staged.digest, staged.num_tensors) != (self._version, self._digest, len(self._names)):
+        if (staged.version, staged.digest, staged.num_tensors) != (self.version, self.digest, len(self._names)):
             raise DigestError(
-                f"{name} attests {staged}; sent were {len(self._names)} tensors with digest {self._digest:#018x}"
+                f"{name} attests {staged}; sent were {len(self._names)} tensors with digest {self.digest:#018x}"
             )
-        if staged.is_attested and (staged.held_digest, staged.num_bound) != (self._digest, len(self._names)):
+        if staged.is_attested and (staged.held_digest, staged.num_bound) != (self.digest, len(self._names)):
             raise AttestationError(
-                f"{name} was sent {len(self._names)} tensors with digest {self._digest:#018x}; its engine holds "
+                f"{name} was sent {len(self._names)} tensors with digest {self.digest:#018x}; its engine holds "
                 f"{staged.num_bound} of them, with digest {staged.held_digest:#018x}: its loader lost or changed some"
             )
 

@@ -1,0 +1,226 @@
+"""Chains and trees of receivers: one transaction over all levels."""
+
+import asyncio
+import importlib.util
+import socket
+import subprocess
+import sys
+import textwrap
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+
+import rl_ckpt
+from rl_ckpt import DigestError, ReceiverState, SyncAbortedError, UsageError
+from rl_ckpt.relay import Relay
+from rl_ckpt.testing import assert_same, failure, new_name, receive_all
+
+TOKEN = "known to all"
+needs_nixl = pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
+
+
+def address(scheme):
+    if scheme in {"tcp", "nixl", "gloo"}:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+    return f"{scheme}://{new_name()}"
+
+
+def weights_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {f"t{i}": torch.randn(300, 40 + i, generator=generator) for i in range(5)}
+
+
+def blank():
+    return {name: torch.zeros_like(tensor) for name, tensor in weights_of(0).items()}
+
+
+class Tree:
+    """A sender, a relay and a receiver below it, another relay below the first, a receiver below each of the two."""
+
+    def __init__(self, stack, schemes):
+        self.stack = stack
+        self.urls = [address(scheme) for scheme in schemes]
+        self.mine = [blank() for _ in range(5)]
+
+    def token(self, url):
+        return TOKEN if "127.0.0.1" in url else None
+
+    async def open(self):
+        top, middle, bottom = self.urls
+        enter = self.stack.enter_async_context
+        options = {"timeout_s": 60, "token": self.token(top)}
+        self.sender = await enter(rl_ckpt.connect(top, role="send", **options))
+        await self.sender.prepare()
+        self.relays = [await enter(Relay(one, other, **options)) for one, other in ((top, middle), (middle, bottom))]
+        for relay in self.relays:
+            await relay.prepare()
+        self.leaves = [await enter(rl_ckpt.connect(url, role="receive", **options)) for url in self.urls]
+        return self
+
+    async def sync(self, weights, version, *, staged=False):
+        """The outcome of every node: sender, relays, leaves; errors as values."""
+        one, two, *others = self.mine
+        return await asyncio.gather(
+            self.sender.send_weights(weights.items(), version=version, num_peers=2),
+            self.relays[0].receive_into(one, num_peers=2, staged=staged),
+            self.relays[1].receive_into(two, num_peers=1, staged=staged),
+            *(leaf.receive_into(into, staged=staged) for leaf, into in zip(self.leaves, others, strict=True)),
+            return_exceptions=True,
+        )
+
+    @property
+    def nodes(self):
+        return [*self.relays, *self.leaves]
+
+
+def run(work, schemes=("shm", "uds", "inproc")):
+    async def main():
+        async with AsyncExitStack() as stack:
+            return await work(await Tree(stack, schemes).open())
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "schemes", [("shm", "uds", "inproc"), ("tcp",) * 3, pytest.param(("nixl",) * 3, marks=needs_nixl)], ids=str
+)
+def test_a_version_reaches_all_levels(schemes):
+    """The sender sends it once; every node has the bits, the version, and says which digest it holds."""
+
+    async def work(tree):
+        for version in (1, 2):
+            weights = weights_of(version)
+            report, first, second, *versions = await tree.sync(weights, version)
+            assert versions == [version] * 3, (report, first, second, versions)
+            assert [len(each.receipts) for each in (report, first, second)] == [2, 2, 1]
+            assert {each.digest for each in (report, first, second)} == {rl_ckpt.tree_digest(weights)}
+            for mine in tree.mine:
+                assert_same(mine, weights)
+            assert {(node.version, node.state) for node in tree.nodes} == {(version, ReceiverState.COMMITTED)}
+
+    run(work, schemes)
+
+
+@pytest.mark.parametrize("who", ["leaf", "relay", "beside"])
+def test_whoever_says_no_says_it_for_the_whole_tree(who):
+    """Nothing is committed on any level; who staged it is as before; and the next sync works."""
+
+    async def work(tree):
+        old, new = weights_of(1), weights_of(2)
+        await tree.sync(old, 1, staged=True)
+        voter = {"leaf": tree.leaves[2], "relay": tree.relays[0], "beside": tree.leaves[0]}[who]
+
+        def veto():
+            raise RuntimeError("no")
+
+        voter.attest_with(veto)
+        outcomes = await tree.sync(new, 2, staged=True)
+        assert all(isinstance(outcome, Exception) for outcome in outcomes), outcomes
+        assert isinstance(outcomes[0], SyncAbortedError)
+        for node, mine in zip(tree.nodes, tree.mine, strict=True):
+            assert (node.version, node.state) == (1, ReceiverState.COMMITTED)
+            assert_same(mine, old)
+        voter.attest_with(None)
+        outcomes = await tree.sync(new, 2, staged=True)
+        assert not any(isinstance(outcome, Exception) for outcome in outcomes), outcomes
+        for mine in tree.mine:
+            assert_same(mine, new)
+
+    run(work)
+
+
+def test_who_comes_late_below_is_served_by_the_relay():
+    """From its tensors, as long as they are that version; the sender has nothing to do with it."""
+
+    async def work(tree):
+        weights = weights_of(1)
+        relay = tree.relays[1]
+        await failure(UsageError, relay.serve_late())
+        await tree.sync(weights, 1)
+        assert await relay.serve_late() is None
+        late = rl_ckpt.connect(tree.urls[2], role="receive", timeout_s=60)
+        await tree.stack.enter_async_context(late)
+
+        async def serve():
+            async with asyncio.timeout(60):
+                while (report := await relay.serve_late()) is None:  # noqa: ASYNC110  # it is the poll that is tested
+                    await asyncio.sleep(0.02)
+                return report
+
+        got, report = await asyncio.gather(receive_all(late), serve())
+        assert_same(got, weights)
+        assert (report.version, late.version, len(report.receipts)) == (1, 1, 1)
+        another = rl_ckpt.connect(tree.urls[2], role="receive", timeout_s=60)
+        await tree.stack.enter_async_context(another)
+        tree.mine[1]["t2"][5] += 1
+        receiving = asyncio.ensure_future(receive_all(another))
+        error = await failure(SyncAbortedError, serve())
+        assert isinstance(error.__cause__, DigestError)
+        await failure(SyncAbortedError, receiving)
+
+    run(work)
+
+
+RELAY = """
+    import asyncio, sys, torch
+    from rl_ckpt.relay import Relay
+
+    async def main():
+        targets = {f"t{i}": torch.zeros(300, 40 + i) for i in range(5)}
+        async with Relay(sys.argv[1], sys.argv[2], timeout_s=60) as relay:
+            await relay.prepare()
+            print("open", flush=True)
+            await relay.receive_into(targets)
+
+    asyncio.run(main())
+"""
+
+
+def test_a_relay_that_is_killed_takes_nobody_with_it():
+    """Above it the sync is called off, below it the receiver refuses; its successor serves both."""
+
+    top, below = address("shm"), address("shm")
+    relay = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(RELAY), top, below], stdout=subprocess.PIPE, text=True
+    )
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            sender = await stack.enter_async_context(rl_ckpt.connect(top, role="send", timeout_s=60))
+            await sender.prepare()
+            leaf = await stack.enter_async_context(rl_ckpt.connect(below, role="receive", timeout_s=60))
+            assert await asyncio.to_thread(relay.stdout.readline) == "open\n"
+            sending = asyncio.ensure_future(sender.send_weights(weights_of(1).items(), version=1))
+            waiting = leaf.receive_weights()
+            await anext(waiting)
+            relay.kill()
+            assert f"pid {relay.pid}" in str(await failure(SyncAbortedError, sending))
+            with pytest.raises(rl_ckpt.PeerLostError):
+                async for _ in waiting:
+                    pass
+            assert leaf.state is ReceiverState.POISONED
+            successor = await stack.enter_async_context(Relay(top, below, timeout_s=60))
+            await successor.prepare()
+            mine = blank()
+            _, report, got = await asyncio.gather(
+                sender.send_weights(weights_of(1).items(), version=1), successor.receive_into(mine), receive_all(leaf)
+            )
+            assert_same(mine, weights_of(1))
+            assert_same(got, weights_of(1))
+            assert len(report.receipts) == 1
+
+    try:
+        asyncio.run(main())
+    finally:
+        relay.kill()
+        relay.communicate()
+
+
+def test_a_folder_cannot_be_relayed(tmp_path):
+    async def main():
+        async with Relay(f"file://{tmp_path}", f"shm://{new_name()}") as relay:
+            assert "file:// has none" in str(await failure(UsageError, relay.prepare()))
+
+    asyncio.run(main())
