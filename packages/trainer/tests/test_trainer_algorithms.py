@@ -1,9 +1,19 @@
+from pathlib import Path
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from rl_engine.types import BatchCounts, ModelOutput
-from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, PolicyLossFunction, compute_advantages, register_advantage
+from rl_trainer.algorithms import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    AdvantageInput,
+    PolicyLossFunction,
+    compute_advantages,
+    register_advantage,
+    table,
+)
 from rl_trainer.config import AlgorithmConfig
 from rl_trainer.errors import ConfigError
 
@@ -129,3 +139,9 @@ def test_loss_shares_add_up_whatever_the_cut():
         torch.testing.assert_close(parts[0][2] + parts[1][2], kl)
         assert grad[2] == 0
         assert grad[0] != 0
+
+
+def test_the_table_of_algorithms_is_that_of_the_registry():
+    written = (Path(__file__).parent.parent / "ALGORITHMS.md").read_text()
+    assert written == table.render(), "run python -m rl_trainer.algorithms.table > ALGORITHMS.md"
+    assert all(f"| `{name}` |" in written for name in (*ADVANTAGES, *POLICY_LOSSES))

@@ -52,7 +52,7 @@ def test_a_wrong_value_is_told_with_what_was_seen(override, words):
 
 
 def test_an_unknown_recipe_lists_the_shipped_ones():
-    with pytest.raises(ConfigError, match="no recipe 'quikstart': give one of gsm8k, quickstart"):
+    with pytest.raises(ConfigError, match="no recipe 'quikstart': give one of .*gsm8k, .*quickstart"):
         load_config("quikstart")
 
 

@@ -344,10 +344,13 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
 
 
-def _read_recipe(recipe: str) -> dict[str, Any]:
+def _read_recipe(recipe: str, beside: Path | None = None) -> dict[str, Any]:
+    """A recipe's tree, laid over that of the recipe it `extends`; a file's name is looked up beside the file."""
     path = Path(recipe)
     if path.suffix not in {".yaml", ".yml"}:
         path = RECIPES / f"{recipe}.yaml"
+    elif beside is not None:
+        path = beside / path
     if not path.is_file():
         shipped = sorted(p.stem for p in RECIPES.glob("*.yaml"))
         raise ConfigError(
@@ -359,7 +362,17 @@ def _read_recipe(recipe: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of configuration keys")
-    return tree
+    base = tree.pop("extends", None)
+    return tree if base is None else _laid_over(_read_recipe(str(base), path.parent), tree)
+
+
+def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in tree.items():
+        below = merged.get(key)
+        is_section = isinstance(value, dict) and isinstance(below, dict)
+        merged[key] = _laid_over(below, value) if is_section else value
+    return merged
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,18 +13,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def group_relative(data: AdvantageInput, *, mode: Literal["grpo", "dr_grpo", "rloo"]) -> Tensor:
-    """A completion's reward against its group's, broadcast over its tokens.
+def grpo(data: AdvantageInput) -> Tensor:
+    """Reward less the group's mean, over its deviation + 1e-6: GRPO, arXiv 2402.03300. As it is in groups of one."""
+    return _against_group(data, "grpo")
 
-    grpo: (r - mean) / (std + 1e-6), arXiv 2402.03300. dr_grpo: r - mean, arXiv 2503.20783. rloo: r - mean of the
-    others, arXiv 2402.14740.
-    """
-    return data.broadcast(rl_csrc.group_norm(data.sum_rewards(), data.group_ids, mode=mode))
+
+def dr_grpo(data: AdvantageInput) -> Tensor:
+    """Reward less the group's mean: Dr. GRPO, arXiv 2503.20783."""
+    return _against_group(data, "dr_grpo")
+
+
+def rloo(data: AdvantageInput) -> Tensor:
+    """Reward less the mean of the group's others: RLOO, arXiv 2402.14740. 0 in groups of one."""
+    return _against_group(data, "rloo")
 
 
 def group_whitened(data: AdvantageInput) -> Tensor:
     """Reward less its group's mean, whitened over the batch's model tokens: REINFORCE++-baseline, arXiv 2501.03262."""
-    centered = group_relative(data, mode="dr_grpo")
+    centered = dr_grpo(data)
     return rl_csrc.whiten(centered, data.loss_mask) * data.loss_mask
 
 
@@ -81,9 +86,13 @@ def group_reward_decoupled(data: AdvantageInput) -> Tensor:
     return rl_csrc.whiten(data.broadcast(total), data.loss_mask) * data.loss_mask
 
 
-register_advantage("grpo", partial(group_relative, mode="grpo"), compares_group=True)
-register_advantage("dr_grpo", partial(group_relative, mode="dr_grpo"), compares_group=True)
-register_advantage("rloo", partial(group_relative, mode="rloo"), compares_group=True)
+def _against_group(data: AdvantageInput, mode: Literal["grpo", "dr_grpo", "rloo"]) -> Tensor:
+    return data.broadcast(rl_csrc.group_norm(data.sum_rewards(), data.group_ids, mode=mode))
+
+
+register_advantage("grpo", grpo, compares_group=True)
+register_advantage("dr_grpo", dr_grpo, compares_group=True)
+register_advantage("rloo", rloo, compares_group=True)
 register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True)
 register_advantage("grpo_passk", best_of_group, compares_group=True)
 register_advantage("opo", length_weighted, compares_group=True)

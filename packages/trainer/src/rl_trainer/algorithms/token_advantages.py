@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,14 +57,24 @@ def remax(data: AdvantageInput) -> Tensor:
     return (reward_to_go(data) - data.broadcast(data.needed("greedy_rewards"))) * data.loss_mask
 
 
-def optimal_token_baseline(data: AdvantageInput, *, by_turn: bool = False) -> Tensor:
+def optimal_token_baseline(data: AdvantageInput) -> Tensor:
     """Reward-to-go less the baseline of least variance for its position, arXiv 2602.07078.
 
     With W_t = sum over the tokens up to t of (1 - 2 pi + sum_v pi_v^2) [times the squared ratio trainer / sampler,
     where it is given] of a row, a position's baseline is sum_i G_i W_i / sum_i W_i over the group's rows that reach it.
-    Positions count model tokens only; with `by_turn` (for trajectories with tools, whose tokens do not line up) all
-    tokens of the k-th turn have one baseline.
+    Positions count model tokens only.
     """
+    lengths = data.cu_seqlens.diff()
+    return _less_baseline(data, _running(data.loss_mask.double(), data.cu_seqlens[:-1], lengths).long() - 1)
+
+
+def optimal_turn_baseline(data: AdvantageInput) -> Tensor:
+    """As `optimal_token_baseline`, one baseline for all tokens of a group's k-th turns, which tools put out of line."""
+    return _less_baseline(data, _turns(data))
+
+
+def _less_baseline(data: AdvantageInput, position: Tensor) -> Tensor:
+    """(T,) float32 reward-to-go less the baseline of `position`, (T,) int64."""
     mask = data.loss_mask.bool()
     to_go = reward_to_go(data).double()
     energy = 1 - 2 * data.needed("logprobs").double().exp() + data.needed("sum_pi_squared").double()
@@ -75,7 +84,6 @@ def optimal_token_baseline(data: AdvantageInput, *, by_turn: bool = False) -> Te
     starts = data.cu_seqlens[:-1]
     lengths = data.cu_seqlens.diff()
     weight = _running(energy, starts, lengths)
-    position = _turns(data) if by_turn else _running(mask.double(), starts, lengths).long() - 1
     row_of = torch.arange(lengths.numel(), device=mask.device).repeat_interleave(lengths)
     baseline = torch.zeros_like(to_go)
     for members in members_of(data.group_ids):
@@ -133,7 +141,5 @@ register_advantage("reinforce_pp", reinforce_plus_plus)
 register_advantage("remax", remax, needs=("greedy_rewards",))
 _OTB = ("logprobs", "sum_pi_squared")
 register_advantage("optimal_token_baseline", optimal_token_baseline, needs=_OTB, compares_group=True)
-register_advantage(
-    "tir_optimal_token_baseline", partial(optimal_token_baseline, by_turn=True), needs=_OTB, compares_group=True
-)
+register_advantage("tir_optimal_token_baseline", optimal_turn_baseline, needs=_OTB, compares_group=True)
 register_advantage("prime", prime, needs=("process_rewards",), compares_group=True)

@@ -65,8 +65,9 @@ class RolloutWorker:
         return [version]
 
     def close(self) -> None:
-        """End the server's process."""
+        """End the server's process, and leave the session that its weights came by."""
         try:
             self._loop.run(self._server.stop(), 30.0)
+            self._loop.run(self._receiver.close(), 30.0)
         finally:
             self._loop.close()

@@ -1,0 +1,56 @@
+"""Every recipe for real models takes a step with the real parts, on a tiny model; and recipes build on one another."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from rl_trainer.config import RECIPES, WarmupConfig, load_config
+from rl_trainer.data import load_datasets
+from rl_trainer.errors import ConfigError
+from rl_trainer.job import run
+from rl_trainer.warmup import make_small_model
+
+SMALL = [
+    "runtime=inline", "steps=2", "eval_every=0", "save_every=0", "timeout_s=120", "data.eval_size=4",
+    "batch.batch_size=4", "batch.mini_batch_size=2", "batch.dynamic_sampling=false", "rollout.max_new_tokens=16",
+]  # fmt: skip
+ON_GSM8K = sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem == "gsm8k" or "extends: gsm8k" in p.read_text())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    rows = load_datasets(load_config("quickstart", ["data.num_rows=2000", "data.eval_size=16"]).data, seed=0).train
+    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
+    folder = tmp_path_factory.mktemp("small")
+    return make_small_model(folder, warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None)
+
+
+@pytest.mark.parametrize("recipe", ON_GSM8K)
+def test_a_recipe_takes_a_step(recipe, model, tmp_path):
+    data = tmp_path / "data.jsonl"
+    lines = [{"question": f"{a} + {b} =", "answer": f"add them #### {a + b}"} for a in range(10, 14) for b in range(4)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    group = [] if recipe == "ppo" else ["batch.group_size=2"]
+    overlong = ["reward.overlong_buffer=8"] if recipe == "dapo" else []
+    settings = [*SMALL, *group, *overlong, "data.max_prompt_tokens=128", f"data.path={data}", f"model.path={model}"]
+    critic = ["critic.warmup_steps=1"] if recipe == "ppo" else []
+    config = load_config(recipe, [*settings, *critic, f"output_dir={tmp_path / 'out'}"])
+    summary = run(config, Console(quiet=True))
+    assert summary["steps"] == 2
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert all("policy_loss" in r["metrics"] for r in records[2:])
+    if recipe == "ppo":  # at first the critic learns alone
+        assert "policy_loss" not in records[1]["metrics"]
+        assert all("value_loss" in r["metrics"] for r in records[1:])
+        assert (tmp_path / "out" / "checkpoint-2" / "critic").is_dir()
+
+
+def test_a_recipe_lies_over_the_one_it_extends(tmp_path):
+    (tmp_path / "base.yaml").write_text("steps: 3\nbatch: {batch_size: 8, group_size: 4}\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nbatch: {group_size: 2}\n")
+    config = load_config(str(tmp_path / "mine.yaml"), ["steps=5"])
+    assert (config.steps, config.batch.batch_size, config.batch.group_size) == (5, 8, 2)
+    (tmp_path / "lost.yaml").write_text("extends: nowhere\n")
+    with pytest.raises(ConfigError, match="there is no recipe 'nowhere'"):
+        load_config(str(tmp_path / "lost.yaml"))
