@@ -3,112 +3,32 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+from rl_tq.compat.transfer_queue._fields import (
+    Schema,
+    even_parts,
+    extract_field_schema,
+    joined_info,
+    joined_schema,
+    names_of,
+    schema_at,
+)
+from rl_tq.compat.transfer_queue._keyed import KVBatchMeta
+from rl_tq.compat.transfer_queue._samples import Samples, SampleView
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from tensordict import TensorDict
 
+__all__ = ["BatchMeta", "KVBatchMeta", "SampleView", "Schema", "extract_field_schema", "names_of"]
+
 logger = logging.getLogger(__name__)
-
-Schema = dict[str, dict[str, Any]]
-"""Field name to `dtype`, `shape` of one sample, `is_nested`, `is_non_tensor` and, where samples differ,
-`per_sample_shapes`."""
-
-
-class SampleView:
-    """One sample of a `BatchMeta`, read-only."""
-
-    def __init__(self, batch: BatchMeta, index: int) -> None:
-        self._batch = batch
-        self._index = index
-
-    @property
-    def global_index(self) -> int:
-        """Its number."""
-        return self._batch.global_indexes[self._index]
-
-    @property
-    def partition_id(self) -> str:
-        """Its partition."""
-        return self._batch.partition_ids[self._index]
-
-    @property
-    def production_status(self) -> int:
-        """1 where all fields are there, else 0."""
-        return int(self._batch.production_status[self._index])
-
-    @property
-    def custom_meta(self) -> Mapping[str, Any]:
-        """Its tags."""
-        return MappingProxyType(self._batch.custom_meta[self._index])
-
-    @property
-    def fields(self) -> Mapping[str, Mapping[str, Any]]:
-        """What its fields are: `shape` is this sample's."""
-        found: dict[str, Mapping[str, Any]] = {}
-        for name, schema in self._batch.field_schema.items():
-            own = dict(schema)
-            shapes = own.pop("per_sample_shapes", None)
-            if shapes is not None:
-                own["shape"] = shapes[self._index]
-            found[name] = MappingProxyType(own)
-        return MappingProxyType(found)
-
-
-class _Samples(Sequence[SampleView]):
-    def __init__(self, batch: BatchMeta) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return self._batch.size
-
-    def __getitem__(self, index: Any) -> Any:
-        return SampleView(self._batch, range(len(self))[index])
-
-    def __iter__(self) -> Iterator[SampleView]:
-        return (SampleView(self._batch, i) for i in range(len(self)))
-
-
-def names_of(data: TensorDict | Mapping[str, Any]) -> list[str]:
-    """The fields of a batch; a `TensorDict` iterates over its rows."""
-    return [*cast("Mapping[str, Any]", data).keys()]
-
-
-def extract_field_schema(data: TensorDict) -> Schema:
-    """What the fields of a batch are. A field of scalars counts as of shape (1,).
-
-    Raises:
-        ValueError: a field has another number of samples than the batch.
-    """
-    size = data.batch_size[0]
-    schema: Schema = {}
-    if not size:
-        return schema
-    for name in names_of(data):
-        value: Any = data.get(name)
-        is_tensor = isinstance(value, torch.Tensor)
-        is_nested = is_tensor and value.is_nested
-        if is_tensor and value.size(0) != size:
-            raise ValueError(f"field {name!r} has {value.size(0)} samples, and the batch {size}")
-        shapes = [tuple(row.shape) for row in value.unbind()] if is_nested else None
-        shape = None if not is_tensor else shapes[0] if shapes else tuple(value.shape[1:]) or (1,)
-        schema[name] = {
-            "dtype": value.dtype if is_tensor else None,
-            "shape": None if shape is None else torch.Size(shape),
-            "is_nested": is_nested,
-            "is_non_tensor": not is_tensor,
-        }
-        if shapes is not None:
-            schema[name]["per_sample_shapes"] = shapes
-    return schema
 
 
 class BatchMeta:
@@ -175,7 +95,7 @@ class BatchMeta:
     @property
     def samples(self) -> Sequence[SampleView]:
         """The samples, one by one."""
-        return _Samples(self)
+        return Samples(self)
 
     @property
     def is_ready(self) -> bool:
@@ -268,7 +188,7 @@ class BatchMeta:
         return BatchMeta(
             [self.global_indexes[i] for i in sample_indices],
             [self.partition_ids[i] for i in sample_indices],
-            _schema_at(self.field_schema, sample_indices),
+            schema_at(self.field_schema, sample_indices),
             self.production_status[list(sample_indices)],
             self.extra_info,
             copy.deepcopy([self.custom_meta[i] for i in sample_indices]),
@@ -357,9 +277,12 @@ class BatchMeta:
         return cls(
             [index for part in parts for index in part.global_indexes],
             [partition for part in parts for partition in part.partition_ids],
-            {name: _joined_schema(name, parts) for name in first.field_schema},
+            {
+                name: joined_schema([part.field_schema.get(name, {}) for part in parts], [part.size for part in parts])
+                for name in first.field_schema
+            },
             np.concatenate([part.production_status for part in parts]),
-            _joined_info([part.extra_info for part in parts], "BatchMeta"),
+            joined_info([part.extra_info for part in parts], "BatchMeta"),
             [meta for part in parts for meta in part.custom_meta],
             [meta for part in parts for meta in part._custom_backend_meta],
         )
@@ -384,146 +307,3 @@ class BatchMeta:
             f"BatchMeta(size={self.size}, field_names={self.field_names}, is_ready={self.is_ready}, "
             f"global_indexes={self.global_indexes}, extra_info={self.extra_info})"
         )
-
-
-@dataclass
-class KVBatchMeta:
-    """Samples of one partition by their keys."""
-
-    keys: list[str] = field(default_factory=list[str])
-    tags: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    partition_id: str | None = None
-    fields: list[str] | None = None
-    extra_info: dict[str, Any] | None = field(default_factory=dict[str, Any])
-
-    def __post_init__(self) -> None:
-        if len(self.keys) != len(self.tags):
-            raise ValueError(f"keys and tags must have same length, but got {len(self.keys)} and {len(self.tags)}")
-        for what, names in (("keys", self.keys), ("fields", self.fields or [])):
-            if len(set(names)) < len(names):
-                raise ValueError(f"Got duplicated {what}: {names}")
-        self.tags = copy.deepcopy(self.tags)
-        self.extra_info = copy.deepcopy(self.extra_info)
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __str__(self) -> str:
-        return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
-
-    def select_keys(self, keys_to_select: list[str]) -> KVBatchMeta:
-        """The samples of these keys, in this order."""
-        if len(set(keys_to_select)) != len(keys_to_select):
-            raise ValueError(f"Contain duplicate keys: {keys_to_select}")
-        position = {key: i for i, key in enumerate(self.keys)}
-        if missing := [key for key in keys_to_select if key not in position]:
-            raise RuntimeError(f"Keys {missing} not found in current batch.")
-        return self._at([position[key] for key in keys_to_select])
-
-    def reorder(self, indexes: list[int]) -> None:
-        """Put the samples in another order, in place."""
-        if len(indexes) != self.size:
-            raise ValueError(
-                f"Attempted to reorder with indexes length {len(indexes)} that does not match the batch size "
-                f"{self.size}."
-            )
-        if len(set(indexes)) != len(indexes):
-            raise ValueError("Contain duplicate indexes.")
-        self.keys = [self.keys[i] for i in indexes]
-        self.tags = [self.tags[i] for i in indexes]
-
-    def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """`chunks` contiguous parts; the first ones have one sample more where it does not divide."""
-        return [self._at(part) for part in even_parts(self.size, chunks)]
-
-    @classmethod
-    def concat(cls, data: list[KVBatchMeta]) -> KVBatchMeta:
-        """The samples of all parts, in order. Empty parts do not count."""
-        parts = [part for part in data if part]
-        if not parts:
-            return cls()
-        first = parts[0]
-        for part in parts:
-            if part.fields is not None and set(part.fields) != set(first.fields or []):
-                raise ValueError(f"Field names do not match for concatenation: {first.fields} and {part.fields}.")
-            if part.partition_id != first.partition_id:
-                raise ValueError(
-                    f"Partition do not match for concatenation: {first.partition_id!r} and {part.partition_id!r}."
-                )
-        return cls(
-            [key for part in parts for key in part.keys],
-            [tag for part in parts for tag in part.tags],
-            first.partition_id,
-            first.fields,
-            _joined_info([part.extra_info or {} for part in parts], "KVBatchMeta") or None,
-        )
-
-    def _at(self, positions: Sequence[int]) -> KVBatchMeta:
-        return KVBatchMeta(
-            [self.keys[i] for i in positions], [self.tags[i] for i in positions], self.partition_id, self.fields,
-            self.extra_info,
-        )  # fmt: skip
-
-
-def even_parts(size: int, count: int) -> list[range]:
-    """0..size-1 in `count` contiguous parts, whose lengths differ by one at most."""
-    if size < count:
-        logger.warning("%d samples are cut into %d chunks: some of them are empty", size, count)
-    least, more = divmod(size, count)
-    ends = [i * least + min(i, more) for i in range(count + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(ends)]
-
-
-def _schema_at(schema: Schema, positions: Sequence[int]) -> Schema:
-    taken = copy.deepcopy(schema)
-    for each in taken.values():
-        if each.get("per_sample_shapes") is not None:
-            each["per_sample_shapes"] = [each["per_sample_shapes"][i] for i in positions]
-    return taken
-
-
-def _joined_schema(name: str, parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    schemas = [part.field_schema.get(name, {}) for part in parts]
-    is_nested = any(schema.get("is_nested") for schema in schemas)
-    joined = {
-        "dtype": schemas[0].get("dtype"),
-        "shape": None if is_nested else schemas[0].get("shape"),
-        "is_nested": is_nested,
-        "is_non_tensor": bool(schemas[0].get("is_non_tensor")),
-    }
-    if is_nested or any(schema.get("per_sample_shapes") for schema in schemas):
-        joined["per_sample_shapes"] = [
-            shape
-            for part, schema in zip(parts, schemas, strict=True)
-            for shape in schema.get("per_sample_shapes") or [schema.get("shape")] * part.size
-        ]
-    return joined
-
-
-def _joined_info(infos: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
-    if any(info.keys() != infos[0].keys() for info in infos):
-        logger.warning("%s.concat: extra_info has other keys in some parts: all of them are kept", what)
-    for info in infos:
-        for key, value in info.items():
-            if key in joined and not _is_equal(joined[key], value):
-                raise ValueError(
-                    f"{what}.concat: extra_info key '{key}' has conflicting values: {joined[key]!r} and {value!r}"
-                )
-            joined.setdefault(key, value)
-    return joined
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    return bool(a == b)
