@@ -21,7 +21,7 @@ def create_loop(name: str, server: Generator, tokenizer: Tokenizer, **options: A
 
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass. This package ships
-            `single_turn`, `tool`, `gym`, `reasoning_gym` and `swe`.
+            `single_turn`, `tool`, `gym`, `reasoning_gym`, `swe` and `gui`.
         server: What generates: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
         **options: Keyword arguments of the loop's own constructor; see its class.
