@@ -1,4 +1,4 @@
-"""`rl-train RECIPE [key=value ...]`: the command line.
+"""`rl-train RECIPE [key=value ...]` and `rl-eval RECIPE [key=value ...]`: the command lines.
 
 Bad input ends with one sentence and exit code 2 before anything is started.
 """
@@ -10,8 +10,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from rl_rollout.errors import RolloutError
 from rl_trainer.config import RECIPES, load_config
-from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.errors import ConfigError, InputError, TrainerError
+from rl_trainer.preflight import check_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--runtime", choices=("ray", "inline"), help="shorthand for runtime=...")
     parser.add_argument("--print-config", action="store_true", help="print the configuration and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and start nothing")
     arguments = parser.parse_intermixed_args(argv)
     overrides = [*arguments.overrides, *([f"runtime={arguments.runtime}"] if arguments.runtime else [])]
     _keep_freed_memory()
@@ -37,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(_as_yaml(config))
             return 0
-        from rl_trainer.job import run
+        from rl_trainer.job import plan, run
 
+        if arguments.dry_run:
+            plan(config)
+            return 0
         return 130 if run(config)["interrupted"] else 0
     except InputError as error:
         print(f"rl-train: {error}", file=sys.stderr)
@@ -49,6 +55,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rl-train: interrupted", file=sys.stderr)
         return 130
+
+
+def main_eval(argv: Sequence[str] | None = None) -> int:
+    """Measure a policy on a recipe's held-out rows; exit codes as those of `main`."""
+    parser = argparse.ArgumentParser(prog="rl-eval", description="Accuracy, pass@k and maj@k of a policy.")
+    parser.add_argument("recipe", help="a shipped recipe, or a YAML file: its data, prompts and rollout settings")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides; model.path is the policy")
+    parser.add_argument("--samples", type=int, default=1, help="completions per row (1: at rollout.eval_temperature)")
+    parser.add_argument("--k", default="1", help="pass@k to report, separated by commas")
+    parser.add_argument("--url", help="a rollout server that runs already, instead of one that is started")
+    parser.add_argument("--output", help="also write every row's rewards and answers to this JSONL file")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        ks = [int(k) for k in arguments.k.split(",")]
+        if not 0 < min(ks) <= max(ks) <= arguments.samples:
+            raise ConfigError(f"--k={arguments.k} must lie between 1 and --samples={arguments.samples}")
+        config = load_config(arguments.recipe, arguments.overrides)
+        if config.model.path is None:
+            raise ConfigError("model.path is not set: give the folder of the policy")
+        check_model(config)
+        import asyncio
+        import json
+        from dataclasses import asdict
+        from pathlib import Path
+
+        from rl_trainer.evaluate import sample, summarise
+
+        problems = asyncio.run(
+            sample(config, Path(config.model.path), num_samples=arguments.samples, url=arguments.url)
+        )
+        if arguments.output:
+            Path(arguments.output).write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
+        for name, estimate in summarise(problems, ks).items():
+            print(f"{name:12s} {estimate.mean:.3f} +- {estimate.half_width:.3f}")
+        num_failed = sum(problem.num_failed for problem in problems)
+        print(f"{'rows':12s} {len(problems)}, {num_failed} of {len(problems) * arguments.samples} completions failed")
+        return 0
+    except (InputError, ValueError) as error:
+        print(f"rl-eval: {error}", file=sys.stderr)
+        return 2
+    except (TrainerError, RolloutError) as error:
+        print(f"rl-eval: {error}", file=sys.stderr)
+        return 1
 
 
 def _keep_freed_memory() -> None:

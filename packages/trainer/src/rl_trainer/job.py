@@ -27,7 +27,20 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
     from rl_trainer.pipelines.parts import Parts
-    from rl_trainer.plan import BatchPlan
+
+
+def plan(config: Config, console: Console | None = None) -> Datasets:
+    """Check everything that can be known before a process starts, show what would run, and return its data.
+
+    Raises:
+        InputError: something cannot work.
+    """
+    counts = make_plan(config)
+    datasets = load_datasets(config.data, seed=config.seed)
+    preflight.check(config, [*datasets.train, *datasets.eval])
+    preflight.check_resume(config, len(datasets.train))
+    report.show_plan(console or Console(), counts, _facts(config, datasets))
+    return datasets
 
 
 def run(config: Config, console: Console | None = None) -> dict[str, Any]:
@@ -38,15 +51,11 @@ def run(config: Config, console: Console | None = None) -> dict[str, Any]:
         TrainerError: the run failed; every worker was ended.
     """
     console = console or Console()
-    plan = make_plan(config)
-    datasets = load_datasets(config.data, seed=config.seed)
-    preflight.check(config, [*datasets.train, *datasets.eval])
-    preflight.check_resume(config, len(datasets.train))
-    report.show_plan(console, plan, _facts(config, datasets))
+    datasets = plan(config, console)
     output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False))
-    return _train(config, plan, datasets, output_dir, console)
+    return _train(config, datasets, output_dir, console)
 
 
 def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
@@ -55,11 +64,12 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     return [
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
         ("parts", f"{parts}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
+        ("memory", preflight.memory_estimate(config)),
         ("data", f"{len(datasets.train):,} training prompts, {len(datasets.eval):,} held out"),
     ]
 
 
-def _train(config: Config, plan: BatchPlan, datasets: Datasets, output_dir: Path, console: Console) -> dict[str, Any]:
+def _train(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> dict[str, Any]:
     from rl_trainer.pipelines.fully_async import run_fully_async
     from rl_trainer.pipelines.one_step_off import run_one_step_off
     from rl_trainer.pipelines.parts import place

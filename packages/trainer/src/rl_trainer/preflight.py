@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +107,34 @@ def _is_installed(name: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def memory_estimate(config: Config) -> str:
+    """What the weights take, in words; activations, the servers' cache and buffers come on top.
+
+    The engine's copy is float32 (4 bytes per parameter) with gradients (4) and AdamW's moments (8), cut over its ranks.
+    """
+    if config.model.path is None:
+        return "a small model, made on the spot"
+    count = num_parameters(Path(config.model.path))
+    if count is None:
+        return "unknown: the model folder has no safetensors files"
+    ranks, gb = config.engine.world_size, 1e-9 * count
+    per_rank = (16 * gb if config.engine.lora is None else 4 * gb) / ranks
+    parts = [f"engine {per_rank:.1f} GB per rank"]
+    parts += [f"reference {4 * gb / ranks:.1f} GB"] if config.algorithm.kl_coef > 0 else []
+    parts += [f"critic {16 * gb / ranks:.1f} GB"] if config.critic is not None else []
+    return f"{count / 1e6:,.1f} M parameters: {', '.join(parts)}, weights and optimizer alone"
+
+
+def num_parameters(folder: Path) -> int | None:
+    """Elements of the folder's safetensors files, by their headers; None without such files."""
+    total, files = 0, sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total if files else None
 
 
 def check_model(config: Config) -> None:

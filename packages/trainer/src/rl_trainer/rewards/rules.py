@@ -12,6 +12,7 @@ from rl_trainer.errors import DataError
 RewardFunction = Callable[[str, Mapping[str, Any]], float]
 """`(completion text, dataset row) -> reward`. Raising means the score failed; it is counted, and never read as zero."""
 
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -38,6 +39,15 @@ def gsm8k_answer(text: str, row: Mapping[str, Any]) -> float:
     if "\\boxed" not in text and numbers:
         text = f"\\boxed{{{numbers[-1].replace(',', '')}}}"
     return math_equal(text, row)
+
+
+def answer_of(text: str) -> str:
+    """What a completion answers, for counting equal ones: the last boxed expression, or number, or the text."""
+    if boxed := _BOXED.findall(text):
+        return boxed[-1].strip()
+    if numbers := _NUMBER.findall(text):
+        return numbers[-1].replace(",", "")
+    return text.strip()
 
 
 ISOLATED = (math_equal, gsm8k_answer)

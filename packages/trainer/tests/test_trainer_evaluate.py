@@ -1,0 +1,89 @@
+"""pass@k, maj@n and their intervals by hand; and a whole evaluation with a real server in a process of its own."""
+
+import json
+import math
+
+import pytest
+
+from rl_trainer.cli import main, main_eval
+from rl_trainer.config import WarmupConfig, load_config
+from rl_trainer.data import load_datasets
+from rl_trainer.errors import RolloutFailedError
+from rl_trainer.evaluate import Estimate, Problem, maj_at_n, pass_at_k, summarise
+from rl_trainer.rewards import answer_of
+from rl_trainer.warmup import make_small_model
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 1) == pytest.approx(0.25)
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(4, 3, 2) == 1.0
+    assert pass_at_k(4, 0, 4) == 0.0
+
+
+def test_the_majority_s_reward_counts_and_ties_share():
+    assert maj_at_n(["5", "7", "7"], [1.0, 0.0, 0.0]) == 0.0
+    assert maj_at_n(["5", "7", "5"], [1.0, 0.0, 1.0]) == 1.0
+    assert maj_at_n(["5", "7"], [1.0, 0.0]) == 0.5
+
+
+def test_answers_that_are_counted_as_equal():
+    assert answer_of(r"so \boxed{1} no, \boxed{ 42 }.") == "42"
+    assert answer_of("it is 1,234 apples") == "1234"
+    assert answer_of("  none\n") == "none"
+
+
+def test_an_interval_is_between_problems():
+    estimate = Estimate.of([1.0, 0.0, 1.0, 0.0])
+    assert estimate.mean == 0.5
+    assert estimate.half_width == pytest.approx(1.96 * (1 / 3) ** 0.5 / 2)
+    assert math.isnan(Estimate.of([1.0]).half_width)
+
+
+def test_failed_completions_are_in_no_estimate():
+    problems = [
+        Problem(rewards=(1.0, 0.0), answers=("a", "b"), num_failed=0),
+        Problem(rewards=(1.0,), answers=("a",), num_failed=1),
+        Problem(rewards=(), answers=(), num_failed=2),
+    ]
+    found = summarise(problems, [1, 2])
+    assert found["accuracy"].mean == pytest.approx(0.75)
+    assert found["pass@1"].mean == pytest.approx(0.75)
+    assert found["pass@2"].mean == 1.0  # of the one problem with two
+    assert found["maj@2"].mean == pytest.approx(0.75)
+    with pytest.raises(RolloutFailedError, match="no completion ended well"):
+        summarise(problems[2:], [1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    rows = load_datasets(load_config("quickstart", ["data.num_rows=2000", "data.eval_size=16"]).data, seed=0).train
+    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
+    folder = tmp_path_factory.mktemp("small")
+    return make_small_model(folder, warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None)
+
+
+def test_rl_eval_measures_a_policy_through_a_server(model, tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    settings = ["data.num_rows=2000", "data.eval_size=8", f"model.path={model}"]
+    assert main_eval(["quickstart", *settings, "--samples", "4", "--k", "1,4", "--output", str(output)]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("accuracy", "pass@1", "pass@4", "maj@4", "8, 0 of 32 completions failed"))
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [len(row["rewards"]) for row in rows] == [4] * 8
+
+
+def test_what_rl_eval_cannot_do_is_told(model, capsys):
+    assert main_eval(["quickstart", "--k", "4", f"model.path={model}"]) == 2
+    assert "--k=4 must lie between 1 and --samples=1" in capsys.readouterr().err
+    assert main_eval(["quickstart"]) == 2
+    assert "model.path is not set" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_the_plan_and_starts_nothing(model, tmp_path, capsys):
+    output_dir = tmp_path / "out"
+    assert main(["quickstart", "--dry-run", f"model.path={model}", f"output_dir={output_dir}"]) == 0
+    told = capsys.readouterr().out
+    assert "completions per step" in told
+    assert "M parameters: engine" in told
+    assert not output_dir.exists()
