@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import rl_ckpt
+from rl_bench import missing
 
 TIMEOUT = timedelta(seconds=60)
 TOKEN = "of the benchmark"
@@ -225,6 +226,44 @@ def measure(run, cores):
             sockets(run, stack, scheme, size, cores, weights, num_bytes)
     with ExitStack() as stack:
         differences(run, stack, size, cores, weights)
+    with ExitStack() as stack:
+        beside_nixl(run, stack, size, cores, weights, num_bytes)
+    if torch.cuda.is_available():
+        from packages.ckpt.bench import _gpu
+
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder:
+            _gpu.measure(run, Path(folder))
+
+
+def beside_nixl(run, stack, size, cores, weights, num_bytes):
+    """By itself and last: NIXL's threads poll, and with real-time priority would starve whatever shares their core."""
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    into = Sending(stack, "ckpt-into", size, f"shm://bench-{uuid.uuid4().hex[:8]}", cores)
+    run.compare(
+        "weights into another process, beside NIXL",
+        {"rl-ckpt shm, receive_into": lambda: into(weights)},
+        peers={"NIXL default": nixl_peer(stack, weights, cores)},
+        unit="GB/s",
+        amount=num_bytes / 1e9,
+        goal=">= 2 of best peer",
+    )
+
+
+def nixl_peer(stack, weights, cores):
+    """NIXL's default use by hand, or a sentence that says why not."""
+    if why := missing("nixl"):
+        return why
+    from packages.ckpt.bench import _nixl
+
+    sender = _nixl.Sender(weights)
+    stack.callback(lambda: sender)  # its memory stays registered as long
+    try:
+        other = _nixl.reader(sender, "each", cores)
+        stack.callback(other.close)
+        other.ask()
+    except (TimeoutError, RuntimeError) as error:
+        return str(error)
+    return other.ask
 
 
 def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
