@@ -162,6 +162,7 @@ queue.put({"a": torch.arange(3)}, partition="p")
 queue.put({"a": torch.arange(3, 5)}, partition="p")
 queue.snapshot(sys.argv[1])
 print("first", flush=True)
+sys.stdin.readline()
 queue.put({"a": torch.arange(9)}, partition="q")
 append, times = _File.append, []
 def stop_in_the_middle(file, memory):
@@ -178,12 +179,15 @@ queue.snapshot(sys.argv[1])
 def test_whoever_is_killed_while_it_writes_leaves_the_snapshot_before(tmp_path):
     snap = tmp_path / "snap"
     process = subprocess.Popen(
-        [sys.executable, "-c", SNAPSHOTTER, str(snap)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SNAPSHOTTER, str(snap)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "first\n"
         whole = set(snap.iterdir())
+        assert process.stdin is not None
+        process.stdin.write("go on\n")
+        process.stdin.flush()
         assert process.stdout.readline() == "second\n"
     finally:
         process.send_signal(signal.SIGKILL)

@@ -67,7 +67,8 @@ class Desk:
                     if (future := self._pending.pop(message["request"], None)) is not None:
                         self._hub.abandon(future, "withdrawn")
                 case "fetch":
-                    reply, opened = self._hub.locate({**message, "op": message.get("of", "locate")}, self)
+                    what = "snapshot" if message.get("of") == "snapshot" else "locate"  # nothing that may have to wait
+                    reply, opened = self._hub.locate({**message, "op": what}, self)
                     raise_error(reply)
                     self._send(*self.fetched(number, reply, opened))
                 case "snapshot":
