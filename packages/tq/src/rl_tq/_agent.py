@@ -9,22 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
-
-import torch
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from rl_tq._columns import Column
 from rl_tq._compaction import REST_S
 from rl_tq._extent import plan_extent
-from rl_tq._gather import collect
+from rl_tq._gather import Collected, collect, cumulated
 from rl_tq._schema import ColumnKind, ColumnSchema
 from rl_tq._shm_client import ShmQueue
 from rl_tq._shm_server import ControlServer
 from rl_tq.errors import MissingDataError, ServerLostError, StaleReferenceError, TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from rl_tq._journal import Journal
@@ -101,12 +98,9 @@ class Compactor(ShmQueue):
             return True  # some or all of it was cleared meanwhile: plan again
         schemas = {name: ColumnSchema.from_json(schema) for name, (schema, _) in located["columns"].items()}
         columns = {name: (schemas[name], located["runs"][which]) for name, (_, which) in located["columns"].items()}
-        parts, lengths = collect(columns, opened)
+        collected = collect(columns, opened)
         layout = plan_extent(
-            {
-                name: _column(schema, parts[name], lengths.get(name), len(plan["rows"]))
-                for name, schema in schemas.items()
-            }
+            {name: _column(name, schema, collected, len(plan["rows"])) for name, schema in schemas.items()}
         )
         # Values that rows share are copied for each: that may be more than there was.
         is_gain = layout.nbytes < plan["nbytes"]
@@ -118,16 +112,9 @@ class Compactor(ShmQueue):
         return True
 
 
-def _column(
-    schema: ColumnSchema, parts: Sequence[torch.Tensor], lengths: Sequence[Any] | None, num_rows: int
-) -> Column:
-    if lengths is None:
-        return Column(schema=schema, num_rows=num_rows, pieces=parts)
+def _column(name: str, schema: ColumnSchema, collected: Collected, num_rows: int) -> Column:
+    offsets, turns = collected.offsets.get(name), None
     if schema.kind is ColumnKind.TURNS:
-        counts, turns = _offsets([len(row) for row in lengths]), _offsets(list(chain.from_iterable(lengths)))
-        return Column(schema=schema, num_rows=num_rows, pieces=parts, offsets=counts, turns=turns)
-    return Column(schema=schema, num_rows=num_rows, pieces=parts, offsets=_offsets(lengths))
-
-
-def _offsets(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+        lengths = collected.turns[name]
+        offsets, turns = cumulated([len(row) for row in lengths]), cumulated(list(chain.from_iterable(lengths)))
+    return Column(schema=schema, num_rows=num_rows, pieces=collected.parts[name], offsets=offsets, turns=turns)

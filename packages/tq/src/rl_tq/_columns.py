@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from rl_tq._schema import ColumnKind, ColumnSchema
 from rl_tq.errors import SchemaError
@@ -109,11 +110,12 @@ def _column(name: str, value: Any) -> Column:
 
 
 def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
-    if tensor.is_nested:
+    is_jagged = isinstance(tensor, NestedTensor)
+    if is_jagged or tensor.is_nested:
         nested: Any = tensor
         # Views with holes, or ragged elsewhere than in dim 1, are taken row by row. The attributes are those behind
-        # values() and offsets(), which cost 40 us each.
-        if nested.layout is torch.jagged and nested._lengths is None and nested._ragged_idx == 1:
+        # values() and offsets(), which cost 40 us each; to ask is_nested and layout costs 20.
+        if is_jagged and nested._lengths is None and nested._ragged_idx == 1:
             offsets: torch.Tensor = nested._offsets.cpu().to(torch.int64)
             values: torch.Tensor = nested._values.detach()
             first, last = int(offsets[0]), int(offsets[-1])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -17,7 +17,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from rl_csrc import frames
 from rl_tq._columns import INDEX
 from rl_tq._device import Mover
-from rl_tq._extent import as_bytes, copied, copy_bytes, read_extent
+from rl_tq._extent import copied, lay, read_extent
 from rl_tq._schema import ColumnKind, ColumnSchema
 
 if TYPE_CHECKING:
@@ -37,8 +37,12 @@ class OpenExtent:
     is_private: bool
     """Nobody else sees writes to this memory, so that views of it may be given away."""
     _views: Views | None = None
-    bounds: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    """Offsets of ragged columns that were looked at."""
+    _ragged: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict[str, "tuple[torch.Tensor, torch.Tensor]"]
+    )
+    """Columns that were looked at."""
+    _bounds: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """Offsets of those that were looked at row by row."""
 
     @property
     def views(self) -> Views:
@@ -47,14 +51,20 @@ class OpenExtent:
             self._views = read_extent(self.memory)
         return self._views
 
-    def ragged(self, name: str) -> tuple[torch.Tensor, list[int]]:
+    def ragged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The values and offsets of a ragged column."""
-        column = self.views[name]
-        assert isinstance(column, frames.Ragged)
-        assert isinstance(column.values, torch.Tensor)
-        if name not in self.bounds:
-            self.bounds[name] = column.offsets.tolist()
-        return column.values, self.bounds[name]
+        if name not in self._ragged:
+            column = self.views[name]
+            assert isinstance(column, frames.Ragged)
+            assert isinstance(column.values, torch.Tensor)
+            self._ragged[name] = (column.values, column.offsets)
+        return self._ragged[name]
+
+    def bounds(self, name: str) -> list[int]:
+        """The offsets of a ragged column."""
+        if name not in self._bounds:
+            self._bounds[name] = self.ragged(name)[1].tolist()
+        return self._bounds[name]
 
     def turns(self, name: str) -> tuple[torch.Tensor, list[int], list[int]]:
         """The values of a column of turns, the turns' offsets, and the rows' offsets into these."""
@@ -143,14 +153,12 @@ class Landing:
         nbytes = sum(part.nbytes for part in parts)
         target = self._out[self._cursor : self._cursor + nbytes]
         self._cursor += nbytes + -nbytes % frames.ALIGNMENT
+        placed = target.view(parts[0].dtype).view(-1, *parts[0].shape[1:])
         if self._mover is not None:
             self._mover.move(parts, target)
         else:
-            start = 0
-            for part in parts:
-                copy_bytes(as_bytes(part), target[start : start + part.nbytes])
-                start += part.nbytes
-        return target.view(parts[0].dtype).view(-1, *parts[0].shape[1:])
+            lay(parts, placed)
+        return placed
 
     def finish(self) -> None:
         """Wait until all is in place."""
@@ -160,8 +168,18 @@ class Landing:
 
 Parts: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
 """Column name to its values, in pieces that follow one another."""
-Lengths: TypeAlias = Mapping[str, Sequence[Any]]
-"""Name of a column that is not dense to the lengths of its rows, or (turns) to those of each row's turns."""
+Offsets: TypeAlias = Mapping[str, torch.Tensor]
+"""Name of a column whose rows have lengths to where they begin and end in its values, int64 [B + 1]."""
+Turns: TypeAlias = "Mapping[str, Sequence[Sequence[int]]]"
+"""Name of a column of turns to the lengths of each row's turns."""
+
+
+class Collected(NamedTuple):
+    """The values of rows, where they lie."""
+
+    parts: Parts
+    offsets: Offsets
+    turns: Turns
 
 
 def gather(
@@ -170,15 +188,16 @@ def gather(
     """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON."""
     if not landing.is_given:
         opened = _privately(columns, opened)
-    parts, lengths = collect(columns, opened)
+    collected = collect(columns, opened)
     is_own = {name: _may_view(runs, opened, name) for name, (_, runs) in columns.items()}
-    return assemble({name: schema for name, (schema, _) in columns.items()}, parts, lengths, is_own, num_rows, landing)
+    return assemble({name: schema for name, (schema, _) in columns.items()}, collected, is_own, num_rows, landing)
 
 
-def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> tuple[Parts, Lengths]:
+def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> Collected:
     """Where the values of rows lie: views of the extents, nothing copied."""
     parts: dict[str, Sequence[torch.Tensor]] = {}
-    lengths: dict[str, Sequence[Any]] = {}
+    offsets: dict[str, torch.Tensor] = {}
+    turns: dict[str, Sequence[Sequence[int]]] = {}
     for name, (schema, runs) in columns.items():
         if schema.kind is ColumnKind.DENSE:
             parts[name] = [
@@ -187,16 +206,15 @@ def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: O
                 for first, number in opened[extent].stretches(name, start, count)
             ]
         elif schema.kind is ColumnKind.TURNS:
-            parts[name], lengths[name] = _turns(name, runs, opened)
+            parts[name], turns[name] = _turns(name, runs, opened)
         else:
-            parts[name], lengths[name] = _ragged(name, runs, opened)
-    return parts, lengths
+            parts[name], offsets[name] = _ragged(name, runs, opened)
+    return Collected(parts, offsets, turns)
 
 
 def assemble(
     schemas: Mapping[str, ColumnSchema],
-    parts: Parts,
-    lengths: Lengths,
+    collected: Collected,
     is_own: Mapping[str, bool],
     num_rows: int,
     landing: Landing,
@@ -205,29 +223,34 @@ def assemble(
 
     Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
     """
+    parts, offsets, turns = collected
     if landing.is_given:
         landing.reserve(
             [sum(part.nbytes for part in parts[name]) for name, schema in schemas.items() if schema.is_tensor]
         )
-    shared_offsets: dict[tuple[int, ...], torch.Tensor] = {}
+    distinct: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """Offsets, on the host and where the values are."""
     result: dict[str, Any] = {}
     for name, schema in schemas.items():
         if not schema.is_tensor:
-            result[name] = _documents(_joined(parts[name], is_view=True), lengths[name], schema.kind)
+            result[name] = _documents(_joined(parts[name], is_view=True), offsets[name].tolist(), schema.kind)
             continue
         values = landing.place(parts[name]) if landing.is_given else _joined(parts[name], is_view=is_own[name])
         if schema.kind is ColumnKind.DENSE:
             result[name] = values
             continue
         if schema.kind is ColumnKind.TURNS:
-            result[name] = _packed_turns(values, lengths[name], num_rows)
+            result[name] = _packed_turns(values, turns[name], num_rows)
             continue
-        key = tuple(lengths[name])
-        if key not in shared_offsets:
-            shared_offsets[key] = _cumulated(lengths[name]).to(values.device)
-        result[name] = NestedTensor(values, shared_offsets[key])
+        own = offsets[name]
+        there = next((there for known, there in distinct if torch.equal(known, own)), None)
+        if there is None:
+            there = own.to(values.device)
+            distinct.append((own, there))
+        result[name] = NestedTensor(values, there)
     landing.finish()
-    return TensorDict(result, batch_size=[num_rows])
+    # The constructor looks at the shape of every value, which takes 30 us for each that is nested; these are ours.
+    return TensorDict._new_unsafe(source=result, batch_size=torch.Size([num_rows]))  # pyright: ignore
 
 
 def _privately(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> Opened:
@@ -238,28 +261,36 @@ def _privately(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened
     if extent.is_private or len(extent.memory) > _PRIVATE_COPY_BYTES or 2 * len(columns) < len(extent.views):
         return opened
     num_rows = extent.num_rows(next(iter(columns)))
-    if any(
-        list(map(tuple, runs)) != [(number, 0, num_rows)] for runs in {id(r): r for _, r in columns.values()}.values()
-    ):
-        return opened
-    return {number: OpenExtent(memory=copied(extent.memory), is_private=True, bounds=extent.bounds)}
+    for runs in {id(r): r for _, r in columns.values()}.values():
+        if len(runs) != 1 or runs[0][1] or runs[0][2] != num_rows:
+            return opened
+    return {number: OpenExtent(memory=copied(extent.memory), is_private=True)}
 
 
 def _rows(values: Any, start: int, count: int) -> torch.Tensor:
     return values if count == len(values) else values[start : start + count]
 
 
-def _ragged(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], list[int]]:
-    """The values of all rows, in pieces, and the rows' lengths."""
+def _ragged(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The values of all rows, in pieces, and where the rows begin and end in them."""
+    if len(runs) == 1:
+        [(extent, start, count)] = runs
+        if len(stretches := opened[extent].stretches(name, start, count)) == 1:
+            [(first, number)] = stretches
+            values, offsets = opened[extent].ragged(name)
+            edges = offsets[first : first + number + 1]
+            begin = int(edges[0])
+            return [_rows(values, begin, int(edges[-1]) - begin)], edges - begin
     parts: list[torch.Tensor] = []
     lengths: list[int] = []
     for extent, start, count in runs:
-        values, offsets = opened[extent].ragged(name)
+        values, _ = opened[extent].ragged(name)
+        bounds = opened[extent].bounds(name)
         for first, number in opened[extent].stretches(name, start, count):
-            edges = offsets[first : first + number + 1]
+            edges = bounds[first : first + number + 1]
             parts.append(_rows(values, edges[0], edges[-1] - edges[0]))
             lengths += [b - a for a, b in pairwise(edges)]
-    return parts, lengths
+    return parts, cumulated(lengths)
 
 
 def _turns(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], list[list[int]]]:
@@ -287,26 +318,22 @@ def _joined(parts: Sequence[torch.Tensor], *, is_view: bool) -> torch.Tensor:
     return parts[0] if is_view else copied(parts[0])
 
 
-def _documents(values: torch.Tensor, lengths: Sequence[int], kind: ColumnKind) -> NonTensorStack:
+def _documents(values: torch.Tensor, bounds: Sequence[int], kind: ColumnKind) -> NonTensorStack:
     text = values.numpy().tobytes()
-    documents: list[Any] = []
-    start = 0
-    for length in lengths:
-        document = text[start : start + length]
-        documents.append(json.loads(document) if kind is ColumnKind.JSON else document)
-        start += length
-    return NonTensorStack(*documents)
+    documents = [text[start:stop] for start, stop in pairwise(bounds)]
+    return NonTensorStack(*(map(json.loads, documents) if kind is ColumnKind.JSON else documents))
 
 
 def _packed_turns(values: torch.Tensor, lengths: Sequence[Sequence[int]], num_rows: int) -> TensorDict:
     sizes = torch.tensor([length for row in lengths for length in row], dtype=torch.int64, device=values.device)
-    rows = _cumulated([sum(row) for row in lengths]).to(values.device)
-    counts = _cumulated([len(row) for row in lengths]).to(values.device)
+    rows = cumulated([sum(row) for row in lengths]).to(values.device)
+    counts = cumulated([len(row) for row in lengths]).to(values.device)
     packed: dict[str, Any] = {"values": NestedTensor(values, rows), "lengths": NestedTensor(sizes, counts)}
     return TensorDict(packed, batch_size=[num_rows])
 
 
-def _cumulated(lengths: Sequence[int]) -> torch.Tensor:
+def cumulated(lengths: Sequence[int]) -> torch.Tensor:
+    """Offsets of rows of these lengths, int64 [B + 1]."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
     return offsets

@@ -54,16 +54,16 @@ def find_runs(rows: Sequence[int], columns: Iterable[str], places: Sequence[Plac
     """Where columns of rows lie, and the places that say so; None where the places do not tell."""
     found: dict[str, tuple[ColumnSchema, list[Run]]] = {}
     used: dict[Place | int, Place] = {}
-    known: dict[tuple[int, ...], list[Run]] = {}
+    known: dict[tuple[int, ...], list[Run] | None] = {}
     for column in columns:
         holders = [place for place in places if column in place.columns]
         key = tuple(map(id, holders))
-        if key not in known:
-            runs = _runs(rows, holders, used)
-            if runs is None:
+        runs = known.get(key)
+        if runs is None:
+            runs = known[key] = _runs(rows, holders, used)
+            if not runs:
                 return None
-            known[key] = runs
-        found[column] = (holders[0].columns[column], known[key])
+        found[column] = (holders[0].columns[column], runs)
     return found, list(used.values())
 
 
@@ -78,11 +78,7 @@ def _runs(rows: Sequence[int], holders: list[Place], used: dict[Any, Place]) -> 
             return None
         place = holders[at]
         index = rows[done] - place.first_row
-        count = 0
-        for row in rows[done : done + place.num_rows - index]:
-            if row != rows[done] + count:
-                break
-            count += 1
+        count = _num_consecutive(rows[done : done + place.num_rows - index])
         if not count:
             return None
         used[id(place)] = place
@@ -92,6 +88,13 @@ def _runs(rows: Sequence[int], holders: list[Place], used: dict[Any, Place]) -> 
         runs.append(run)
         done += count
     return runs
+
+
+def _num_consecutive(rows: Sequence[int]) -> int:
+    """How many of the first rows follow one another."""
+    if not rows or tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
+        return len(rows)
+    return next(i for i, row in enumerate(rows) if row != rows[0] + i)
 
 
 def pieces_of(rows: Sequence[Row], columns: frozenset[str]) -> list[tuple[Extent, int, int, int]] | None:

@@ -15,8 +15,8 @@ import torch
 from rl_tq._client import QueueClient
 from rl_tq._columns import INDEX
 from rl_tq._extent import as_bytes, read_extent
-from rl_tq._gather import Landing, Opened, assemble, collect
-from rl_tq._schema import ColumnSchema
+from rl_tq._gather import Collected, Landing, Opened, assemble, collect, cumulated
+from rl_tq._schema import ColumnKind, ColumnSchema
 from rl_tq._service import Message, error_reply, raise_error
 from rl_tq.errors import SchemaError, TransferQueueError
 
@@ -124,7 +124,8 @@ def located_parts(
         name: (ColumnSchema.from_json(schema), reply["runs"][which])
         for name, (schema, which) in reply["columns"].items()
     }
-    parts, lengths = collect(columns, opened)
+    parts, offsets, turns = collect(columns, opened)
+    lengths = {name: each.diff().tolist() for name, each in offsets.items()} | dict(turns)
     return {name: (reply["columns"][name][0], pieces, lengths.get(name)) for name, pieces in parts.items()}
 
 
@@ -181,17 +182,20 @@ def assembled(reply: Message, payload: torch.Tensor | None, num_rows: int, landi
     """A batch of fetched values."""
     schemas: dict[str, ColumnSchema] = {}
     parts: dict[str, list[torch.Tensor]] = {}
-    lengths: dict[str, list[int]] = {}
+    offsets: dict[str, torch.Tensor] = {}
+    turns: dict[str, list[list[int]]] = {}
     start = 0
     for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
         schema = schemas[name] = ColumnSchema.from_json(schema_json)
         dtype = torch.uint8 if schema.dtype == "utf8" else getattr(torch, schema.dtype)
         data = torch.empty(0, dtype=torch.uint8) if payload is None else payload[start : start + nbytes]
         parts[name] = [data.view(dtype).view(size, *schema.shape)]
-        if sizes is not None:
-            lengths[name] = sizes
+        if schema.kind is ColumnKind.TURNS:
+            turns[name] = sizes
+        elif sizes is not None:
+            offsets[name] = cumulated(sizes)
         start += nbytes + -nbytes % ALIGNMENT
-    return assemble(schemas, parts, lengths, dict.fromkeys(schemas, True), num_rows, landing)
+    return assemble(schemas, Collected(parts, offsets, turns), dict.fromkeys(schemas, True), num_rows, landing)
 
 
 def landing_place(landing: Landing | None, message: Message, nbytes: int) -> torch.Tensor | None:
