@@ -11,7 +11,7 @@ from rl_tq._ready import ReadyRows, make_index
 from rl_tq.policies import RankAware
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Sequence
+    from collections.abc import Collection, Hashable, Sequence
 
     from rl_tq._rows import Partition, Row
     from rl_tq.types import Policy
@@ -80,7 +80,7 @@ class TaskLedger:
         self.returned -= lease.rows
         self.withdraw(lease.rows)
 
-    def withdraw(self, rows: Iterable[int]) -> None:
+    def withdraw(self, rows: Collection[int]) -> None:
         """Take rows out of every index."""
         for index in self.indexes.values():
             index.discard(rows)

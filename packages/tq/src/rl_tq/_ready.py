@@ -15,7 +15,7 @@ from rl_tq.errors import PolicyError
 from rl_tq.types import RowMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Collection, Hashable, Iterable
 
     from rl_tq._rows import Row
     from rl_tq.types import Policy
@@ -52,10 +52,11 @@ class ReadyRows:
         else:
             heapq.heappush(self._late, number)
 
-    def discard(self, rows: Iterable[int]) -> None:
+    def discard(self, rows: Collection[int]) -> None:
         """Remove rows, whether they are here or not."""
-        for row in rows:
-            self.members.pop(row, None)
+        if not self.members.keys().isdisjoint(rows):
+            for row in rows:
+                self.members.pop(row, None)
         if len(self._line) - self._head + len(self._late) > 2 * len(self.members) + 64:
             self._line, self._head, self._late = sorted(self.members), 0, []
 
@@ -73,6 +74,11 @@ class ReadyRows:
 
     def _pull(self, count: int) -> list[Row]:
         pulled: list[Row] = []
+        while not self._late and self._head < len(self._line) and (missing := count - len(pulled)):
+            numbers = self._line[self._head : self._head + missing]
+            self._head += len(numbers)
+            pulled += [row for number in numbers if (row := self.members.pop(number, None)) is not None]
+            self._shorten()
         while len(pulled) < count:
             row = self.members.pop(self._pop(), None)
             if row is not None:
@@ -84,10 +90,13 @@ class ReadyRows:
             return heapq.heappop(self._late)
         number = self._line[self._head]
         self._head += 1
+        self._shorten()
+        return number
+
+    def _shorten(self) -> None:
         if self._head > 4096 and 2 * self._head > len(self._line):
             del self._line[: self._head]
             self._head = 0
-        return number
 
 
 class _Ranked(ReadyRows):
@@ -104,7 +113,7 @@ class _Ranked(ReadyRows):
             self.members[row.number] = row
             heapq.heappush(self._heap, (self._key(row), row.number))
 
-    def discard(self, rows: Iterable[int]) -> None:
+    def discard(self, rows: Collection[int]) -> None:
         for row in rows:
             self.members.pop(row, None)
         if len(self._heap) > 2 * len(self.members) + 64:
@@ -149,7 +158,7 @@ class _Grouped(ReadyRows):
         if len(rows) >= self._size:
             self._complete[group] = None
 
-    def discard(self, rows: Iterable[int]) -> None:
+    def discard(self, rows: Collection[int]) -> None:
         for number in rows:
             row = self.members.pop(number, None)
             if row is None:
@@ -202,7 +211,7 @@ class _Budgeted(ReadyRows):
         if self._held and row.number < next(reversed(self._held)):
             self._put_back()
 
-    def discard(self, rows: Iterable[int]) -> None:
+    def discard(self, rows: Collection[int]) -> None:
         self._put_back()
         super().discard(rows)
 
@@ -284,7 +293,7 @@ class _Filtered(ReadyRows):
         else:
             (self._undecided if is_good is None else self._refused)[row.number] = row
 
-    def discard(self, rows: Iterable[int]) -> None:
+    def discard(self, rows: Collection[int]) -> None:
         numbers = list(rows)
         self._inner.discard(numbers)
         for number in numbers:

@@ -6,8 +6,8 @@ what was parked.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rl_tq import errors
 from rl_tq._numbers import lengthen, shorten
@@ -29,8 +29,7 @@ Message: TypeAlias = dict[str, Any]
 _FIFO = Fifo()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class Caller(NamedTuple):
     """Who asks, and how."""
 
     key: Any
@@ -252,13 +251,14 @@ class Service:
             return error_reply(outcome)
         rows = outcome.rows
         names = [row.name for row in rows]
+        tags = [row.tags for row in rows]
         reply: Message = {
             "generation": outcome.generation,
             "version": outcome.version,
             "lease": outcome.lease,
             "rows": shorten([row.number for row in rows]),
             "sample_ids": [row.sample_id for row in rows] if any(names) else None,
-            "tags": [{**row.tags} for row in rows] if any(row.tags for row in rows) else [],
+            "tags": [{**each} for each in tags] if any(tags) else [],
         }
         if self._where is not None and outcome.columns and (hints := self._hints(outcome, self._where)):
             reply["hints"] = hints
