@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rl_tq._columns import Column
 
-Views: TypeAlias = "Mapping[str, torch.Tensor | frames.Ragged]"
+Views: TypeAlias = "dict[str, torch.Tensor | frames.Ragged]"
 """Column name to the values of all rows of one extent, sharing its memory."""
 
 
@@ -94,7 +94,7 @@ def _regions(frame: frames.Frame, columns: Mapping[str, Column]) -> list[tuple[i
 
 def read_extent(memory: torch.Tensor) -> Views:
     """Views of every column in a block that `Layout.write` filled; checked, whatever the bytes are."""
-    return frames.decode(memory)
+    return frames.decode(memory).to_dict()
 
 
 def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:

@@ -37,6 +37,8 @@ class OpenExtent:
     is_private: bool
     """Nobody else sees writes to this memory, so that views of it may be given away."""
     _views: Views | None = None
+    _has_shared: bool = False
+    """Whether rows of any column share values."""
     _ragged: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict[str, "tuple[torch.Tensor, torch.Tensor]"]
     )
@@ -49,6 +51,7 @@ class OpenExtent:
         """Its columns."""
         if self._views is None:
             self._views = read_extent(self.memory)
+            self._has_shared = any(INDEX in name for name in self._views)
         return self._views
 
     def ragged(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,10 +79,11 @@ class OpenExtent:
 
     def stretches(self, name: str, start: int, count: int) -> list[tuple[int, int]]:
         """Where the values of `count` rows from `start` on lie, as (first, number): elsewhere, if they are shared."""
-        if name + INDEX not in self.views:
+        views = self.views
+        if not self._has_shared or name + INDEX not in views:
             return [(start, count)]
         found: list[tuple[int, int]] = []
-        indexes = self.views[name + INDEX]
+        indexes = views[name + INDEX]
         assert isinstance(indexes, torch.Tensor)
         for index in indexes[start : start + count].tolist():
             if found and found[-1][0] + found[-1][1] == index:
@@ -189,7 +193,12 @@ def gather(
     if not landing.is_given:
         opened = _privately(columns, opened)
     collected = collect(columns, opened)
-    is_own = {name: _may_view(runs, opened, name) for name, (_, runs) in columns.items()}
+    is_known: dict[int, bool] = {}
+    is_own: dict[str, bool] = {}
+    for name, (_, runs) in columns.items():
+        if id(runs) not in is_known:  # columns of one extent share their runs
+            is_known[id(runs)] = _may_view(runs, opened, name)
+        is_own[name] = is_known[id(runs)]
     return assemble({name: schema for name, (schema, _) in columns.items()}, collected, is_own, num_rows, landing)
 
 

@@ -26,7 +26,7 @@ LIMIT_S = 10.0
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING = struct.Struct(f"<8s?{_NONCE_BYTES}s")
 _ANSWER = struct.Struct(f"<8s?{_NONCE_BYTES}s{_PROOF_BYTES}s")
-_MAGIC = b"RLTQTCP\x02"
+_MAGIC = b"RLTQTCP\x03"
 
 
 def token() -> bytes | None:

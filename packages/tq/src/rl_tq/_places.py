@@ -48,10 +48,14 @@ class Place(NamedTuple):
     """What that was when this was told."""
 
 
-def find_runs(rows: Sequence[int], columns: Iterable[str], places: Sequence[Place]) -> (
+def find_runs(rows: Sequence[int], columns: Sequence[str], places: Sequence[Place]) -> (
     tuple[dict[str, tuple[ColumnSchema, list[Run]]], list[Place]] | None
 ):  # fmt: skip
     """Where columns of rows lie, and the places that say so; None where the places do not tell."""
+    if len(places) == 1:
+        [place] = places
+        runs = _runs(rows, [place], {}) if place.columns.keys() >= set(columns) else None
+        return ({column: (place.columns[column], runs) for column in columns}, [place]) if runs else None
     found: dict[str, tuple[ColumnSchema, list[Run]]] = {}
     used: dict[Place | int, Place] = {}
     known: dict[tuple[int, ...], list[Run] | None] = {}

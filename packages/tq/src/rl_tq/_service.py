@@ -1,4 +1,4 @@
-"""The requests that a queue's server answers, as JSON values in and out: one place for every storage.
+"""The requests that a queue's server answers, as plain values in and out: one place for every storage.
 
 The host says where an extent lies (`extent` in a put is its number for it), who asks, what time it is, and delivers
 what was parked.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rl_tq._state import Record
 
 Message: TypeAlias = dict[str, Any]
-"""One request or reply: JSON values only."""
+"""One request or reply: what MessagePack holds, with string keys."""
 
 _FIFO = Fifo()
 
