@@ -53,10 +53,12 @@ def main(run: Run) -> None:
 
 
 SERVER = """
-import os, socket, sys, threading
+import gc, os, socket, sys, threading
 import torch, rl_tq
 torch.set_num_threads(1)
 shm, tcp = rl_tq.serve("shm://"), rl_tq.serve("tcp://127.0.0.1:0")
+gc.collect()
+gc.freeze()  # else each full collection walks all that torch's import left
 listener = socket.create_server(("127.0.0.1", 0))
 data = bytearray(os.urandom(1 << 20) * 256)
 def plain():
@@ -105,9 +107,9 @@ def loopback(run: Run, data: TensorDict, address: str, plain_port: int, zmq_port
     with rl_tq.connect(address) as queue, socket.create_connection(("127.0.0.1", plain_port)) as plain_socket:
         meta = queue.put(data, partition="bench")
 
-        def raw() -> None:
+        def raw(out: torch.Tensor = target) -> None:
             plain_socket.sendall(nbytes.to_bytes(8, "little"))
-            view = memoryview(target.numpy())
+            view = memoryview(out.numpy())
             while view:
                 view = view[plain_socket.recv_into(view) :]
 
@@ -125,7 +127,10 @@ def loopback(run: Run, data: TensorDict, address: str, plain_port: int, zmq_port
         run.compare(
             "get images, TCP loopback",
             {"rl-tq tcp": lambda: queue.get(meta), "rl-tq tcp, used buffer": lambda: queue.get(meta, out=target)},
-            peers={"zmq": zmq_get or "zmq is not installed"},
+            peers={
+                "zmq": zmq_get or "zmq is not installed",
+                "raw socket, new memory": lambda: raw(torch.empty(nbytes, dtype=torch.uint8)),
+            },
             limit={"raw socket, used buffer": raw},
             unit="GB/s",
             amount=nbytes / 1e9,
@@ -291,6 +296,8 @@ def values(
                 target[start : start + len(part)].copy_(part)
                 start += len(part)
 
+        shuffled = meta.reorder(torch.randperm(len(meta)).tolist())
+        run.compare(f"get {name}, shuffled", {"rl-tq shm": lambda: peer.get(shuffled)}, unit="ms")
         if nbytes > 1 << 20:
             run.compare(
                 f"get {name} into a used buffer",
@@ -424,6 +431,11 @@ def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
         "publish + claim", {"rl-tq shm": publish_and_claim}, unit="pairs/s", amount=pairs, goal=">= 10000 pairs/s",
         before=lambda: queue.clear("pairs"),
     )  # fmt: skip
+    with one_core(queue.stats()["server_pid"]):
+        run.compare(
+            "publish + claim, server and client on one core", {"rl-tq shm": publish_and_claim}, unit="pairs/s",
+            amount=pairs, goal=">= 10000 pairs/s", before=lambda: queue.clear("pairs"),
+        )  # fmt: skip
     many = 20_000 if run.quick else 1_000_000
     for _ in range(many // 10_000):
         queue.put({"a": torch.ones(10_000)}, partition="many")
@@ -431,6 +443,25 @@ def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
     run.compare(f"claim 256 of {many} rows", {"rl-tq shm": lambda: peer.get_meta(**claim)}, unit="ms", goal="<= 0.2 ms")
     queue.clear("many")
     arithmetic(run)
+
+
+@contextmanager
+def one_core(server_pid: int) -> Iterator[None]:
+    """Both processes, with all their threads, on the same core."""
+    before = {
+        int(task.name): os.sched_getaffinity(int(task.name))
+        for pid in (os.getpid(), server_pid)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+    core = min(os.sched_getaffinity(0))
+    for task in before:
+        os.sched_setaffinity(task, {core})
+    try:
+        yield
+    finally:
+        for task, cores in before.items():
+            if Path(f"/proc/{task}").exists():
+                os.sched_setaffinity(task, cores)
 
 
 def arithmetic(run: Run) -> None:

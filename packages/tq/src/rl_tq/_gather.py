@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 _PRIVATE_COPY_BYTES = 1 << 20
 """An extent of at most this many bytes is copied at once, instead of column by column, when all of it is asked for."""
+_MANY_RUNS = 8
+_SMALL_ROW_BYTES = 4096
+"""From so many runs on, rows of at most so many bytes are copied by index: each slice would take longer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,7 +161,7 @@ class Landing:
         nbytes = sum(part.nbytes for part in parts)
         target = self._out[self._cursor : self._cursor + nbytes]
         self._cursor += nbytes + -nbytes % frames.ALIGNMENT
-        placed = target.view(parts[0].dtype).view(-1, *parts[0].shape[1:])
+        placed = target.view(parts[0].dtype).view(sum(map(len, parts)), *parts[0].shape[1:])
         if self._mover is not None:
             self._mover.move(parts, target)
         else:
@@ -207,13 +211,10 @@ def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: O
     parts: dict[str, Sequence[torch.Tensor]] = {}
     offsets: dict[str, torch.Tensor] = {}
     turns: dict[str, Sequence[Sequence[int]]] = {}
+    indexes: dict[int, np.ndarray[Any, Any]] = {}
     for name, (schema, runs) in columns.items():
         if schema.kind is ColumnKind.DENSE:
-            parts[name] = [
-                _rows(opened[extent].views[name], first, number)
-                for extent, start, count in runs
-                for first, number in opened[extent].stretches(name, start, count)
-            ]
+            parts[name] = _dense(name, runs, opened, indexes)
         elif schema.kind is ColumnKind.TURNS:
             parts[name], turns[name] = _turns(name, runs, opened)
         else:
@@ -274,6 +275,38 @@ def _privately(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened
         if len(runs) != 1 or runs[0][1] or runs[0][2] != num_rows:
             return opened
     return {number: OpenExtent(memory=copied(extent.memory), is_private=True)}
+
+
+def _dense(
+    name: str, runs: Sequence[Run], opened: Opened, indexes: dict[int, np.ndarray[Any, Any]]
+) -> Sequence[torch.Tensor]:
+    """The values of all rows, in pieces; `indexes` keeps what columns of the same runs have in common."""
+    if len(runs) >= _MANY_RUNS and (picked := _picked(name, runs, opened, indexes)) is not None:
+        return [picked]
+    return [
+        _rows(opened[extent].views[name], first, number)
+        for extent, start, count in runs
+        for first, number in opened[extent].stretches(name, start, count)
+    ]
+
+
+def _picked(
+    name: str, runs: Sequence[Run], opened: Opened, indexes: dict[int, np.ndarray[Any, Any]]
+) -> torch.Tensor | None:
+    """Small rows of one extent, copied together; None where they are large, or lie in several."""
+    if len(opened) > 1 and any(run[0] != runs[0][0] for run in runs):
+        return None
+    values = opened[runs[0][0]].views[name]
+    assert isinstance(values, torch.Tensor)
+    row_nbytes = values.nbytes // len(values)
+    if not 0 < row_nbytes <= _SMALL_ROW_BYTES or name + INDEX in opened[runs[0][0]].views:
+        return None
+    index = indexes.get(id(runs))
+    if index is None:
+        index = indexes[id(runs)] = np.array([row for _, start, count in runs for row in range(start, start + count)])
+    # As bytes, since numpy lacks some dtypes.
+    rows = values.reshape(-1).view(torch.uint8).numpy().reshape(len(values), row_nbytes)[index]
+    return torch.from_numpy(rows).view(-1).view(values.dtype).view(-1, *values.shape[1:])
 
 
 def _rows(values: Any, start: int, count: int) -> torch.Tensor:

@@ -104,6 +104,33 @@ class TransferQueueContract:
         assert batch["images"].unbind()[2].unique().tolist() == [7.0]
         assert batch["info"].tolist() == [{"answer": "72", "ids": [1, 2]}, "ä\n", None]
 
+    def test_rows_come_back_in_whatever_order_they_are_asked_for(
+        self, queue: TransferQueue, peer: TransferQueue
+    ) -> None:
+        """Shuffled and repeated, small rows and large ones, of one put and of two."""
+        data: dict[str, Any] = {
+            "bf16": torch.arange(40, dtype=torch.bfloat16),
+            "flag": torch.arange(40) % 3 == 0,
+            "wide": torch.arange(120, dtype=torch.int16).view(40, 3),
+            "none": torch.zeros(40, 0),
+            "large": torch.arange(40.0)[:, None].expand(40, 2000),
+            "ragged": [torch.arange(n) for n in range(40)],
+        }
+        meta = queue.put(data, partition="p")
+        both = BatchMeta.concat([meta, queue.put(data, partition="p")])
+        order = [*range(39, -1, -1), *range(0, 40, 2), 5, 5, 5]
+        shuffled = [(7 * i) % 40 for i in order]
+        for rows, of in (
+            (meta.reorder(shuffled), shuffled),
+            (both.reorder([i + 40 for i in shuffled] + [0]), shuffled),
+        ):
+            for out in (None, torch.zeros(1 << 20, dtype=torch.uint8)):
+                batch = peer.get(rows, out=out)
+                expected = [*of, 0][: len(rows)]
+                for name in ("bf16", "flag", "wide", "none", "large"):
+                    assert torch.equal(batch[name], data[name][expected])
+                assert rows_of(batch["ragged"]) == [list(range(n)) for n in expected]
+
     def test_turns_and_bytes_come_back_as_they_were_put(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """A list of turns per row, of none, of empty ones, and of two dimensions; packed again as it came."""
         turns = [[torch.tensor([1, 2]), torch.tensor([3])], [], [torch.tensor([], dtype=torch.int64), torch.arange(4)]]
