@@ -1,11 +1,14 @@
-"""Generation on one machine: the embedded server beside transformers, on a small random Qwen3.
+"""Generation on one machine: the embedded server beside transformers and vLLM, on a small random Qwen3.
 
-All systems hold the same weights in float32, draw at temperature 1, and run every request to its length.
+All systems hold the same weights in float32, draw at temperature 1, and run every request to its length. vLLM is a
+peer where RL_ROLLOUT_VLLM is the folder of an environment with vLLM and rl-ckpt.
 """
 
 import asyncio
+import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,6 +40,11 @@ def make_requests(count: int, new_tokens: int, turn: int) -> list[GenerateReques
         )
         for i in range(count)
     ]
+
+
+def with_length(request: GenerateRequest, new_tokens: int) -> GenerateRequest:
+    """The same with another length."""
+    return replace(request, sampling_params=replace(request.sampling_params, max_new_tokens=new_tokens))
 
 
 class Turns:
@@ -73,7 +81,10 @@ def main(run: Run) -> None:
             "embedded, in process": create_server("embedded", config),
             "embedded, rl-serve over HTTP": launch_server("embedded", config),
         }
-        for server in servers.values():
+        peers = {}
+        if environment := os.environ.get("RL_ROLLOUT_VLLM"):
+            peers["vLLM 0.32 on CPU, over HTTP"] = create_server("vllm", vllm_config(environment, config))
+        for server in (*servers.values(), *peers.values()):
             runner.run(server.start())
 
         async def generate(server, requests):
@@ -95,6 +106,37 @@ def main(run: Run) -> None:
             amount=count * new_tokens,
             goal=">= 5 of best peer",
         )
+        run.compare(
+            f"{count} requests x {new_tokens} tokens, beside vLLM",
+            {name: ours(server) for name, server in servers.items()},
+            peers={name: ours(server) for name, server in peers.items()} or {"vLLM": "RL_ROLLOUT_VLLM is not set"},
+            unit="tokens/s",
+            amount=count * new_tokens,
+            goal=">= 1 of best peer",
+        )
+        lengths = torch.empty(count).log_normal_(3.5, 0.8, generator=torch.Generator().manual_seed(0))
+        lengths = [max(1, min(400, int(length))) for length in lengths]
+
+        def ours_ragged(server):
+            def work():
+                requests = turns.requests(count, new_tokens)
+                runner.run(generate(server, [with_length(r, n) for r, n in zip(requests, lengths, strict=True)]))
+
+            return work
+
+        def transformers_ragged():
+            prompts = torch.tensor([r.prompt_token_ids for r in turns.requests(count, new_tokens)])
+            longest = max(lengths)  # a batch runs until its last row ends
+            with torch.inference_mode():
+                model.generate(prompts, do_sample=True, top_k=0, min_new_tokens=longest, max_new_tokens=longest)
+
+        run.compare(
+            f"{count} requests, lognormal lengths up to {max(lengths)}",
+            {name: ours_ragged(server) for name, server in servers.items()},
+            peers={"transformers generate": transformers_ragged},
+            unit="tokens/s",
+            amount=sum(lengths),
+        )
         for batch in (64,) if run.quick else (64, 256, 1024):
             run.compare(
                 f"{batch} requests x 16 tokens",
@@ -103,8 +145,97 @@ def main(run: Run) -> None:
                 amount=batch * 16,
             )
         _first_token(run, runner, servers["embedded, in process"], turns, count)
-        for server in servers.values():
+        _utilisation(run, runner, config, count)
+        for dtype in ("float32", "bfloat16"):
+            _agreement(run, runner, config, dtype, turns)
+        for server in (*servers.values(), *peers.values()):
             runner.run(server.stop())
+
+
+def vllm_config(environment: str, config: ServerConfig) -> ServerConfig:
+    """The same, served by the vLLM of an environment."""
+    options = {
+        "command": f"{environment}/bin/python -m vllm.entrypoints.openai.api_server",
+        "args": "--enforce-eager",
+        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+    }
+    return replace(config, dtype="float32", max_num_seqs=64, timeout_s=600, options=options)
+
+
+def _utilisation(run: Run, runner: asyncio.Runner, config: ServerConfig, slots: int) -> None:
+    """Share of the batch's slots that hold a request, while there are more requests than slots."""
+    server = create_server("embedded", replace(config, max_num_seqs=slots))
+    runner.run(server.start())
+    engine, counts = server._engine, []
+    real = engine._decode
+
+    def decode():
+        if engine.num_waiting:
+            counts.append(engine.num_running)
+        real()
+
+    engine._decode = decode
+
+    async def once(turn):
+        lengths = torch.empty(6 * slots).log_normal_(3.0, 0.8, generator=torch.Generator().manual_seed(turn))
+        requests = [
+            GenerateRequest(
+                request_id=f"u{turn}-{i}",
+                prompt_token_ids=tuple(range(3, 3 + PROMPT_TOKENS)),
+                sampling_params=SamplingParams(max_new_tokens=max(1, min(400, int(n))), ignore_eos=True),
+            )
+            for i, n in enumerate(lengths)
+        ]
+        await asyncio.gather(*map(server.generate, requests))
+
+    shares = []
+    for turn in range(3):
+        counts.clear()
+        runner.run(once(turn))
+        shares.append(100 * sum(counts) / (slots * len(counts)))
+    runner.run(server.stop())
+    run.record(
+        f"slots in use, lognormal lengths, {slots} slots", "embedded", shares, unit="percent", goal=">= 90 percent"
+    )
+
+
+def _agreement(run: Run, runner: asyncio.Runner, config: ServerConfig, dtype: str, turns: Turns) -> None:
+    """Log-probs of the sampler beside those of rl-engine in float32, on the same weights and tokens."""
+    from rl_engine import EngineConfig, create_engine
+    from rl_engine.testing import ragged_batch
+
+    server = create_server("embedded", replace(config, dtype=dtype))
+    runner.run(server.start())
+
+    async def generate():
+        return await asyncio.gather(*map(server.generate, requests))
+
+    requests = turns.requests(32, 64)
+    outputs = runner.run(generate())
+    runner.run(server.stop())
+    engine = create_engine("fsdp", EngineConfig(model_path=config.model_path, optimizer=None))
+    engine.initialize()
+    batch = ragged_batch(
+        [list(request.prompt_token_ids) for request in requests], [list(output.token_ids) for output in outputs]
+    )
+    with engine.eval_mode():
+        trained = engine.forward_backward_batch(batch, None).columns["logprobs"].values().double()
+    engine.close()
+    sampled = torch.tensor([x for output in outputs for x in output.logprobs], dtype=torch.float64)
+    ratio = trained - sampled
+    metric = f"sampler in {dtype} beside rl-engine in float32, {len(sampled)} tokens"
+    found = {
+        "max |difference|": ratio.abs().max(),
+        "k1": -ratio.mean(),
+        "k3": (ratio.exp() - 1 - ratio).mean(),
+        "ppl ratio": (-trained.mean()).exp() / (-sampled.mean()).exp(),
+    }
+    for name, value in found.items():
+        is_bound = name.startswith("max") and dtype == "float32"
+        unit = "ratio" if name == "ppl ratio" else "nats"
+        run.record(
+            f"{metric}: {name}", "embedded", [float(value)], unit=unit, goal="<= 0.0001 nats" if is_bound else None
+        )
 
 
 def _first_token(run: Run, runner: asyncio.Runner, server, turns: Turns, count: int) -> None:
