@@ -147,14 +147,17 @@ class ServerConformance:
     def test_a_stop_token_ends_the_output_and_is_its_last_token(self, served: Served) -> None:
         ids = served.generate(max_new_tokens=12).token_ids
         stop = ids[6]
-        output = served.generate(max_new_tokens=12, stop_token_ids=(stop,))
+        try:
+            output = served.generate(max_new_tokens=12, stop_token_ids=(stop,))
+        except UnsupportedError:  # of both together
+            output = served.generate(max_new_tokens=12, stop_token_ids=(stop,), ignore_eos=False)
         assert output.token_ids == ids[: ids.index(stop) + 1]
         assert output.finish_reason is FinishReason.STOP
 
     def test_the_context_ends_a_request(self, served: Served) -> None:
-        prompt = (5,) * (served.max_model_len - 3)
+        prompt = (5,) * (served.max_model_len - 10)
         output = served.generate(prompt, max_new_tokens=50)
-        assert len(output.token_ids) == 3
+        assert len(output.token_ids) == 10
         assert output.finish_reason is FinishReason.LENGTH
 
     def test_top_and_prompt_logprobs_are_those_of_the_drawn_tokens(self, served: Served) -> None:

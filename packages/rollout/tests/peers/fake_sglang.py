@@ -63,7 +63,7 @@ class FakeSglang:
             "embedded",
             ServerConfig(
                 model_path=arguments.model_path,
-                max_model_len=arguments.context_length - 1,
+                max_model_len=arguments.context_length - 2,
                 max_num_seqs=arguments.max_running_requests,
                 seed=arguments.random_seed,
                 dtype=arguments.dtype,
@@ -101,6 +101,7 @@ class FakeSglang:
         seed = params.pop("sampling_seed", None)
         assert seed is None or self.arguments.enable_deterministic_inference
         assert (body["return_logprob"], body["lora_path"]) == (True, None)
+        assert not (params["ignore_eos"] and params["stop_token_ids"])  # the real one would look at no stop ids
         params["top_k"] = max(params["top_k"], 0)
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
         output = await self.server.generate(

@@ -22,7 +22,7 @@ from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsag
 from rl_rollout._external import ExternalServer, TornUpdateError, empty_output, versions_of, words
 from rl_rollout._process import ServerProcess
 from rl_rollout._registry import check_options
-from rl_rollout.errors import ConfigError, GenerationError, RolloutError
+from rl_rollout.errors import ConfigError, GenerationError, RolloutError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class SglangServer(ExternalServer):
                 "the option args='--max-total-tokens N'"
             )
         super().__init__(config, engine_name="sglang")
-        # SGLang keeps one position of its context to itself.
-        self._context = min(config.max_model_len + 1, self.max_position_embeddings)
-        self.max_model_len = self._context - 1
+        # SGLang keeps two positions of its context to itself.
+        self._context = min(config.max_model_len + 2, self.max_position_embeddings)
+        self.max_model_len = self._context - 2
         self._arguments = words(config.options.get("args", []), "args")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
@@ -112,6 +112,11 @@ class SglangServer(ExternalServer):
     async def post_generate(self, request: GenerateRequest) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
+        if params.ignore_eos and params.stop_token_ids:
+            raise UnsupportedError(
+                f"request {request.request_id!r}: SGLang looks at no stop_token_ids where ignore_eos is set; "
+                "leave one of them out"
+            )
         sampling: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens(request),
             "temperature": params.temperature,
