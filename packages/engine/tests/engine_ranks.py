@@ -27,9 +27,16 @@ from rl_engine._ulysses import SequenceGroup
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch
 
-_spec = spec_from_file_location("moe_oracle", Path(__file__).with_name("moe_oracle.py"))
-moe_oracle = module_from_spec(_spec)
-_spec.loader.exec_module(moe_oracle)
+
+def neighbour(name):
+    """Another file of this folder, as a module."""
+    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+moe_oracle, images = neighbour("moe_oracle"), neighbour("test_engine_images")
 SEEDS = 3
 
 
@@ -229,6 +236,12 @@ def main(folder):
         seen[f"{name} experts"] = experts_step(engine, rank, size)
         seen[f"{name} share"] = shards_are_the_weights(engine, first._world)
         engine.close()
+
+    seeing = build(folder / "sees", max_tokens_per_gpu=24)
+    seen["images"] = one_step(
+        seeing, images.batch_of(images.rows_of(images.patch_numbers(folder / "sees"))[rank::size])
+    )
+    seeing.close()
 
     rows = draw_rows(7)
     mine = batch_of(rows[rank::size])

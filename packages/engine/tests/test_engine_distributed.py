@@ -23,6 +23,7 @@ def run_ranks(folder, size):
     write_tiny_model(folder / "model")
     write_tiny_model(folder / "odd heads", num_key_value_heads=1)
     ranks.moe_oracle.write_model(folder / "moe")
+    ranks.images.write_model(folder / "sees", "qwen3_vl")
     wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_key_value_heads": 8}
     AutoConfig.for_model("qwen3", vocab_size=78, num_attention_heads=8, head_dim=64, **wide).save_pretrained(
         folder / "wide"
@@ -113,6 +114,14 @@ def check_experts(folder, seen):
 def test_shards_cover_the_weights_and_replicas_hold_them_all(two):
     assert two["dp share"] == pytest.approx(0.5, rel=0.1)
     assert two["replicas share"] == 1
+
+
+def test_ranks_with_and_without_images_learn_together(two):
+    folder = two["folder"] / "sees"
+    alone = ranks.build(folder)
+    want = ranks.one_step(alone, ranks.images.batch_of(ranks.images.rows_of(ranks.images.patch_numbers(folder))))
+    alone.close()
+    assert two["images"] == pytest.approx(want, rel=1e-6)
 
 
 def test_attention_with_its_tokens_cut_is_attention(two):

@@ -171,10 +171,12 @@ def read_config(folder: Path) -> Any:
 
 def _factory(config: Any, head: Head) -> Any:
     """The class whose `from_config` and `from_pretrained` build the model; `config` is given its one label."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if head == Head.LM:
-        return AutoModelForCausalLM
+        sees = hasattr(config, "vision_config") and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return AutoModelForImageTextToText if sees else AutoModelForCausalLM
     config.num_labels = 1
     return AutoModelForSequenceClassification
 

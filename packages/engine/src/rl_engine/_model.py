@@ -6,7 +6,7 @@ Legend: `T` tokens fed, `C` completion tokens, `B` rows, `L` longest row, `V` vo
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from rl_engine._cost import cost_model
 from rl_engine._experts import Routers
 from rl_engine._gather import take_rows
 from rl_engine._routing import routing_of
+from rl_engine._sight import Sight, is_sighted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,9 +90,12 @@ class Scorer(nn.Module):
         self.model = model
         self.sharers: SequenceGroup | None = None
         self.routers = Routers(model)
+        self.sight: Sight | None = None
         self.is_packed = _can_pack(model)
         if self.is_packed:
-            model.set_attn_implementation(_attention.register())
+            name = _attention.register()
+            self.sight = Sight(model) if is_sighted(model) else None
+            model.set_attn_implementation(name if self.sight is None else {"text_config": name})
 
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
         """What the routers are to do with the next `forward`; None without experts."""
@@ -108,7 +112,9 @@ class Scorer(nn.Module):
     def forward(self, rows: PackedRows) -> Scores:
         """Score every completion token."""
         if self.sharers is None:
-            return self._score(self._feed(rows))
+            if self.sight is None or rows.has_images:
+                return self._score(self._feed(rows))
+            return self._with_blank(rows, self.sight)
         rows = rows.padded(self.sharers.size)
         scores, gather = self._score(self._feed_share(rows, self.sharers)), self.sharers.gather_scores
         return Scores(
@@ -117,6 +123,13 @@ class Scorer(nn.Module):
                 for name in ("logprobs", "entropy", "values")
             }
         )
+
+    def _with_blank(self, rows: PackedRows, sight: Sight) -> Scores:
+        """Scores that the vision tower has no part in, though it runs first, as it does where there are images."""
+        zero = sight.blank(rows.token_ids.device)
+        scores = self._score(self._feed(rows))
+        main = scores.main + zero.to(scores.main.dtype)
+        return replace(scores, values=main) if scores.logprobs is None else replace(scores, logprobs=main)
 
     def _score(self, fed: Fed) -> Scores:
         raise NotImplementedError
@@ -129,6 +142,8 @@ class Scorer(nn.Module):
             layout = _attention.row_layout(rows.lengths, rows.token_ids.device)
             packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
             arguments = {**packed, "use_cache": False, _attention.LAYOUT_KWARG: layout}
+            if self.sight is not None:
+                arguments |= self.sight.arguments(rows, *_padded_slots(rows))
             return Fed(arguments=arguments, index=rows.score_index, labels=rows.labels, candidates=rows.candidates)
         slot, width = _padded_slots(rows)
         token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)

@@ -197,6 +197,8 @@ def _check_sequence(scorer: Scorer, sp: int) -> None:
             f"parallel.sp is {sp}; {type(scorer.model).__name__} has layers that mix tokens outside attention, or "
             "attends in its own way, so its rows cannot be cut. Set it to 1."
         )
+    if scorer.sight is not None:
+        raise ConfigError(f"parallel.sp is {sp}; {type(scorer.model).__name__} takes images whole. Set it to 1.")
     check_heads(sp, config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
 
 

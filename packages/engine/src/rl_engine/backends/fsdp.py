@@ -22,7 +22,7 @@ from rl_engine._distributed import World, join_world
 from rl_engine._model import Scorer, model_cost
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
-from rl_engine._rows import CANDIDATES, RowBatch, one_token_row
+from rl_engine._rows import CANDIDATES, PIXELS, RowBatch, one_token_row
 from rl_engine._sharding import DTYPES, build_scorer, check_config, trains_narrow
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
@@ -229,6 +229,10 @@ class FsdpEngine(Engine):
         batch.check_tokens(model.config.get_text_config().vocab_size)
         if batch.has(CANDIDATES) and (self._config.head != Head.LM or self._config.parallel.sp > 1):
             raise BatchError(f"Column {CANDIDATES} needs a language-model head and parallel.sp=1. Drop it.")
+        if (sight := self._built().sight) is not None:
+            sight.check(batch)
+        elif batch.has(PIXELS):
+            raise BatchError(f"The batch has {PIXELS} and the model takes no images in that way. Drop the column.")
         check_replay(batch, self._built().routers.experts if self._built().is_packed else None)
 
     def _run(

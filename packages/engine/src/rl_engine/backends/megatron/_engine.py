@@ -14,7 +14,7 @@ from rl_engine import _checkpoint, _folder
 from rl_engine._distributed import join_world
 from rl_engine._optimizer import learning_rate
 from rl_engine._routing import ExpertLoad, check_replay, counts_of_column
-from rl_engine._rows import CANDIDATES, RowBatch
+from rl_engine._rows import CANDIDATES, PIXELS, RowBatch
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, add_up, agree, columns_of
 from rl_engine.backends.megatron._config import check_divides, read_architecture
@@ -197,6 +197,8 @@ class MegatronEngine(Engine):
         batch.check_tokens(arch.vocab_size)
         if batch.has(CANDIDATES):
             raise BatchError(f"The megatron backend does not score {CANDIDATES}; use the fsdp backend, or drop it.")
+        if batch.has(PIXELS):
+            raise BatchError(f"The megatron backend takes no images; use the fsdp backend, or drop {PIXELS}.")
         check_replay(batch, self._built().experts)
 
     # Weights out, and to disk and back

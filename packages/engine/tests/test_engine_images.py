@@ -1,0 +1,122 @@
+"""Vision-language models: images ride along with a packed batch, and rows score as they do by themselves."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from rl_engine import BatchError, EngineConfig, Precision, create_engine
+from rl_engine.losses import sft_loss
+from rl_engine.testing import ragged, ragged_batch, write_tiny_model
+
+IMAGE, START, END = 70, 71, 72
+TEXT = {
+    "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+SIZES = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24}
+VISION = SIZES | {"patch_size": 4, "out_hidden_size": 32}
+IDS = {"image_token_id": IMAGE, "video_token_id": 73, "vision_start_token_id": START, "vision_end_token_id": END}
+KINDS = {
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        "vision_config": VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        "text_config": TEXT
+        | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
+        "vision_config": VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    },
+}
+GRIDS = [[[1, 4, 2]], [], [[1, 2, 2], [1, 4, 4]], [[1, 2, 4]]]  # of each row's images; four patches make a token
+
+
+def write_model(folder, kind):
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **KINDS[kind], **IDS, tie_word_embeddings=False)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def rows_of(patch_size):
+    """(prompt, completion, pixels, grids) of each row."""
+    draw, rows = torch.Generator().manual_seed(2), []
+    for grids in GRIDS:
+        prompt = torch.randint(1, 60, (3,), generator=draw).tolist()
+        for grid in grids:
+            prompt += [START, *[IMAGE] * (torch.tensor(grid).prod().item() // 4), END, 5]
+        completion = torch.randint(1, 60, (4,), generator=draw).tolist()
+        patches = sum(torch.tensor(grid).prod().item() for grid in grids)
+        rows.append((prompt, completion, torch.randn(patches, patch_size, generator=draw), grids))
+    return rows
+
+
+def batch_of(rows):
+    batch = ragged_batch([row[0] for row in rows], [row[1] for row in rows])
+    batch["pixel_values"] = ragged([row[2] for row in rows], torch.float32)
+    batch["image_grid_thw"] = ragged([torch.tensor(row[3], dtype=torch.int64).view(-1, 3) for row in rows])
+    return batch
+
+
+def patch_numbers(folder):
+    vision = AutoConfig.from_pretrained(folder).vision_config
+    return 3 * vision.temporal_patch_size * vision.patch_size**2
+
+
+def oracle(folder, rows):
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    found = []
+    for prompt, completion, pixels, grids in rows:
+        ids = torch.tensor([prompt + completion])
+        images = {}
+        if grids:
+            images = {"pixel_values": pixels.double(), "image_grid_thw": torch.tensor(grids)}
+        logits = model(ids, mm_token_type_ids=(ids == IMAGE).int(), **images).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    (-torch.cat(found).mean()).backward()
+    return [row.detach() for row in found], {name: value.grad for name, value in model.named_parameters()}
+
+
+def built(folder, **changes):
+    engine = create_engine("fsdp", EngineConfig(model_path=str(folder), precision=Precision.FLOAT64, **changes))
+    engine.initialize()
+    return engine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind):
+    folder = write_model(tmp_path, kind)
+    rows = rows_of(patch_numbers(folder))
+    want, gradients = oracle(folder, rows)
+    for budget in (4096, 24):  # all in one micro-batch, and one of them without an image
+        engine = built(folder, max_tokens_per_gpu=budget)
+        assert engine._scorer.is_packed
+        output = engine.forward_backward_batch(batch_of(rows), sft_loss)
+        for got, expected in zip(output.columns["logprobs"].unbind(), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        for name, parameter in engine._scorer.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
+        engine.close()
+
+
+def test_images_that_do_not_fit_are_refused(tmp_path):
+    folder = write_model(tmp_path / "sees", "qwen2_5_vl")
+    (prompt, completion, pixels, grids), *_ = rows = rows_of(patch_numbers(folder))
+    engine = built(folder, optimizer=None)
+    for row, message in (
+        ((prompt, completion, pixels[:4], grids), "Row 0 has grids of 8 patches, 4 patches and 2 image tokens"),
+        (([1, 2], completion, pixels, grids), "8 patches and 0 image tokens; 4 patches belong to each"),
+        ((prompt, completion, pixels[:, :5], grids), r"wanted \(patches, 96\) and \(images, 3\)"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            engine.forward_backward_batch(batch_of([row]), None)
+    with pytest.raises(BatchError, match="hold image tokens .70.; give pixel_values and image_grid_thw"):
+        engine.forward_backward_batch(ragged_batch([prompt], [completion]), None)
+    with pytest.raises(BatchError, match="come together"):
+        engine.forward_backward_batch(batch_of(rows).exclude("image_grid_thw"), None)
+    with pytest.raises(BatchError, match="has videos"):
+        engine.forward_backward_batch(ragged_batch([[1, 73]], [[2]]), None)
+    engine.close()
+    blind = built(write_tiny_model(tmp_path / "blind"), optimizer=None)
+    with pytest.raises(BatchError, match="takes no images"):
+        blind.forward_backward_batch(batch_of([rows[1]]), None)
+    blind.close()
