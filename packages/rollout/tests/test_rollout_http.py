@@ -139,6 +139,28 @@ def test_the_token_is_asked_for_everywhere_but_at_health(site):
     site.run(stranger.stop())
 
 
+def test_metrics_are_prometheus_text(site):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    async def scenario():
+        await site.client.generate(request())
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+            session.get(f"{site.url}/metrics") as response,
+        ):
+            return await response.text()
+
+    samples = {
+        (sample.name, sample.labels.get("path"), sample.labels.get("status")): sample.value
+        for family in text_string_to_metric_families(site.run(scenario()))
+        for sample in family.samples
+    }
+    assert samples["rl_rollout_num_running", None, None] == 0
+    assert samples["rl_rollout_weight_version", None, None] == 0
+    assert samples["rl_rollout_http_requests_total", "/generate_batch", "200"] >= 1
+    assert ("rl_rollout_pid", None, None) not in samples
+
+
 def test_a_request_that_is_late_is_told_and_leaves(site):
     async def scenario():
         await site.client.pause("keep")

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from aiohttp import web
@@ -76,6 +77,8 @@ class Endpoint:
         self._model_name = model_name
         self._teller: TellsProgress | None = server if isinstance(server, TellsProgress) else None
         self._receivers: dict[str, CkptReceiver] = {}
+        self._counts: Counter[str] = Counter()
+        """Answers by status."""
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -96,6 +99,7 @@ class Endpoint:
                 web.post("/sleep", self._sleep),
                 web.post("/wake", self._wake),
                 web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
                 *OpenAIRoutes(self._server, self._config, model_name=self._model_name).routes(),
             ]
         )
@@ -133,6 +137,13 @@ class Endpoint:
             if not hmac.compare_digest(shown.encode(), f"Bearer {self._config.api_token}".encode()):
                 message = "this server asks for a bearer token in the Authorization header"
                 return web.json_response({"error": {"type": "AuthorizationError", "message": message}}, status=401)
+        response = await self._answer(request, handler)
+        resource = request.match_info.route.resource  # None of a path that is not served: callers invent those
+        path = "unknown" if resource is None else resource.canonical
+        self._counts[f'path="{path}",status="{response.status}"'] += 1
+        return response
+
+    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
         try:
             return await handler(request)
         except RolloutError as error:
@@ -239,6 +250,21 @@ class Endpoint:
         tags = message.get("tags")
         await (self._server.wake() if tags is None else self._server.wake(_wire.check_strings(tags, "tags")))
         return web.json_response({})
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        """Numbers of the status as gauges, and answers counted by path and status.
+
+        Format: https://prometheus.io/docs/instrumenting/exposition_formats
+        """
+        del request
+        status: Callable[[], dict[str, Any]] | None = getattr(self._server, "status", None)
+        lines: list[str] = []
+        for name, value in (status() if status else {}).items():
+            if name != "pid" and isinstance(value, int | float):
+                lines += [f"# TYPE rl_rollout_{name} gauge", f"rl_rollout_{name} {float(value)}"]
+        lines.append("# TYPE rl_rollout_http_requests_total counter")
+        lines += [f"rl_rollout_http_requests_total{{{labels}}} {count}" for labels, count in self._counts.items()]
+        return web.Response(text="\n".join(lines) + "\n", headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         del request
