@@ -6,12 +6,9 @@ import math
 import pytest
 
 from rl_trainer.cli import main, main_eval
-from rl_trainer.config import WarmupConfig, load_config
-from rl_trainer.data import load_datasets
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.evaluate import Estimate, Problem, maj_at_n, pass_at_k, summarise
 from rl_trainer.rewards import answer_of
-from rl_trainer.warmup import make_small_model
 
 
 def test_pass_at_k_by_hand():
@@ -53,14 +50,6 @@ def test_failed_completions_are_in_no_estimate():
     assert found["maj@2"].mean == pytest.approx(0.75)
     with pytest.raises(RolloutFailedError, match="no completion ended well"):
         summarise(problems[2:], [1])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    rows = load_datasets(load_config("quickstart", ["data.num_rows=2000", "data.eval_size=16"]).data, seed=0).train
-    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
-    folder = tmp_path_factory.mktemp("small")
-    return make_small_model(folder, warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None)
 
 
 def test_rl_eval_measures_a_policy_through_a_server(model, tmp_path, capsys):

@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from rl_trainer.config import WarmupConfig, load_config
-from rl_trainer.data import load_datasets
-from rl_trainer.warmup import make_small_model
-
 SMALL = [
     "data.num_rows=2000",
     "data.eval_size=16",
@@ -22,15 +18,6 @@ SMALL = [
     "batch.mini_batch_size=2",
     "batch.group_size=4",
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    rows = load_datasets(load_config("quickstart", SMALL).data, seed=0).train
-    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
-    return make_small_model(
-        tmp_path_factory.mktemp("small"), warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None
-    )
 
 
 def start(model, output_dir, *overrides):

@@ -5,25 +5,15 @@ import json
 import pytest
 from rich.console import Console
 
-from rl_trainer.config import RECIPES, WarmupConfig, load_config
-from rl_trainer.data import load_datasets
+from rl_trainer.config import RECIPES, load_config
 from rl_trainer.errors import ConfigError
 from rl_trainer.job import run
-from rl_trainer.warmup import make_small_model
 
 SMALL = [
     "runtime=inline", "steps=2", "eval_every=0", "save_every=0", "timeout_s=120", "data.eval_size=4",
     "batch.batch_size=4", "batch.mini_batch_size=2", "batch.dynamic_sampling=false", "rollout.max_new_tokens=16",
 ]  # fmt: skip
 ON_GSM8K = sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem == "gsm8k" or "extends: gsm8k" in p.read_text())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    rows = load_datasets(load_config("quickstart", ["data.num_rows=2000", "data.eval_size=16"]).data, seed=0).train
-    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
-    folder = tmp_path_factory.mktemp("small")
-    return make_small_model(folder, warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None)
 
 
 @pytest.mark.parametrize("recipe", ON_GSM8K)

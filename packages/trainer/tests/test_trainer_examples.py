@@ -1,0 +1,14 @@
+"""The trainer of one's own in examples/ learns, and stays as short as it claims to be."""
+
+import asyncio
+import runpy
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_trainer.py"
+
+
+def test_the_custom_trainer_learns(model):
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    means = asyncio.run(train(str(model), 20))
+    assert means[-1] > means[0] + 0.2
+    assert sum(bool(line.strip()) for line in EXAMPLE.read_text().splitlines()) < 80
