@@ -232,7 +232,7 @@ class Peers:
             if peer.error is None and not peer.link.try_send(Abort(reason, text), peer.sync):
                 self.drop(peer)
             peer.outbox.close()
-            peer.sync = 0
+            peer.sync = peer.mapped = 0  # it may not have mapped what it was told of
         self.transport.disband()
 
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:

@@ -11,7 +11,8 @@ from rl_ckpt._delta import Snapshot
 from rl_ckpt._peers import Peers
 from rl_ckpt._plan import Codec
 from rl_ckpt._registered import Registered, items_of
-from rl_ckpt._sync import Clock, Schema, Source, Sync, copy_gb_per_s
+from rl_ckpt._source import Clock, Schema, Source, copy_gb_per_s
+from rl_ckpt._sync import Sync
 from rl_ckpt._wire import AbortReason, Session
 from rl_ckpt._worker import AsyncSource, Worker
 from rl_ckpt._zstd import compressor

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import torch
 
 from rl_ckpt._digest import LEAF_BYTES, combine, digests_of, leaves_of, model_digest, pack_leaves
 from rl_ckpt._link import Deadline
@@ -19,14 +15,14 @@ from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, Tens
 from rl_ckpt.types import Receipt, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from rl_ckpt._delta import Snapshot
     from rl_ckpt._mapped import SourceMap
     from rl_ckpt._peers import Peer, Peers
-    from rl_ckpt._registered import Registered
+    from rl_ckpt._source import Clock, Schema, Source
     from rl_ckpt._wire import AbortReason, Staged
 
 MANIFEST_CHUNK = 4096
@@ -38,86 +34,6 @@ DIRECT_BYTES = 1 << 20
 _FILLING = memoryview(bytes(ALIGNMENT_BYTES))
 EAGER_BYTES = 256 << 10
 """From this size on, a bucket of differences is sent to receivers that have nothing to do."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """Where the time of a sync went, seconds. `with clock("pack_s"): ...` adds to a field."""
-
-    export_s: float = 0.0
-    pack_s: float = 0.0
-    wire_s: float = 0.0
-    verify_s: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-
-    @contextmanager
-    def __call__(self, name: str) -> Generator[None]:
-        """Add the time spent inside to the field `name`."""
-        since = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - since)
-
-
-def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
-    """What this thread copies from one slot to another, 1e9 bytes per second: the best of three, the first to warm."""
-    times: list[float] = []
-    for _ in range(4):
-        since = time.perf_counter()
-        other.copy_(one)
-        if other.is_cuda:
-            torch.cuda.synchronize(other.device)
-        times.append(time.perf_counter() - since)
-    return one.numel() / max(min(times[1:]), 1e-9) / 1e9
-
-
-class Source:
-    """The caller's weights, taken one by one: of a call, or of a registered source, which stays as it is meanwhile."""
-
-    def __init__(
-        self, weights: Iterable[tuple[str, Tensor]], clock: Clock, registered: Registered | None = None
-    ) -> None:
-        self.registered = registered
-        self._iterator = iter(weights)
-        self._clock = clock
-        self._is_over = False
-
-    def __iter__(self) -> Source:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        with self._clock("export_s"):
-            try:
-                return next(self._iterator)
-            except BaseException:
-                self._is_over = True
-                raise
-
-    def drain(self, error: Exception) -> None:
-        """Take what is left after an error: the other ranks of a collective export wait for this one at each tensor."""
-        try:
-            while not self._is_over:
-                next(self)
-        except StopIteration:
-            pass
-        except Exception as another:  # noqa: BLE001  # the source is the caller's; the first error is the one to report
-            error.add_note(f"draining the rest of the source failed as well: {another!r}")
-
-
-class Schema:
-    """The manifest of a session: every tensor of any sync so far, in the order of first appearance."""
-
-    def __init__(self) -> None:
-        self.specs: list[TensorSpec] = []
-        self._index: dict[TensorSpec, int] = {}
-
-    def index(self, spec: TensorSpec) -> int:
-        """The number of a tensor, a new one if it is new."""
-        if spec not in self._index:
-            self._index[spec] = len(self.specs)
-            self.specs.append(spec)
-        return self._index[spec]
 
 
 class Sync:

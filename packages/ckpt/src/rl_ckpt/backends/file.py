@@ -20,7 +20,7 @@ from rl_ckpt._digest import combine, leaves_of, model_digest, tree_digest
 from rl_ckpt._folder import Entry, Folder, Manifest
 from rl_ckpt._link import Deadline, wait_for
 from rl_ckpt._registered import Registered, items_of
-from rl_ckpt._sync import Clock, Source
+from rl_ckpt._source import Clock, Source
 from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
 from rl_ckpt._transport import checked_options
 from rl_ckpt._worker import AsyncSource, Worker
