@@ -161,6 +161,7 @@ def test_a_replica_that_is_killed_is_gone_on_from_where_it_was(long_folder):
     assert all(count > 0 and count % 32 == 0 for count in resumed)  # told every 32 tokens
 
 
+@pytest.mark.slow
 def test_sleep_gives_memory_back_to_the_machine(tmp_path, new_trainer):
     """What the kernel says of the server's process, before and after: 92 MiB of weights."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
