@@ -156,7 +156,7 @@ write, times = Layout.write, []
 def stop_in_the_middle(layout, memory):
     times.append(1)
     if len(times) == 2:  # the first is into memory, the second into the file
-        memory[: len(memory) // 2].fill_(1)
+        memory[: len(memory) // 2] = 1
         print("spilling", flush=True)
         time.sleep(600)
     write(layout, memory)
