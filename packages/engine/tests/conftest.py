@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -9,3 +10,11 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_group_left():
+    """An engine that a test did not close keeps its process group, which the next test would find."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

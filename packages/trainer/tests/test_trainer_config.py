@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from rl_trainer.config import RECIPES, load_config
 from rl_trainer.errors import ConfigError
+from rl_trainer.pipelines.parts import server_config
 from rl_trainer.plan import make_plan
 
 
@@ -63,3 +66,8 @@ def test_a_recipe_file_of_ones_own(tmp_path):
     path.write_text("- not a mapping\n")
     with pytest.raises(ConfigError, match="must hold a mapping"):
         load_config(str(path))
+
+
+def test_settings_of_one_rollout_backend_reach_its_server():
+    config = load_config("quickstart", ["rollout.backend=vllm", "rollout.options={args: --enforce-eager}"])
+    assert server_config(config, Path("model")).options == {"args": "--enforce-eager"}

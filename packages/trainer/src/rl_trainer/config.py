@@ -164,6 +164,8 @@ class RolloutSection:
     """Requests that one server decodes at a time."""
     max_model_len: Positive = 4096
     """Longest prompt plus completion, tokens."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of that backend alone, such as the command and arguments of a server of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
