@@ -74,7 +74,7 @@ class TestRealSglang(ServerConformance):
     def served(cls, tmp_path_factory, new_trainer):
         sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
         folder = write_tiny_model(tmp_path_factory.mktemp("sglang") / "model", **sizes)
-        yield from serve(real_config(folder), new_trainer(60), takes_parts=True, max_model_len=1022, num_long=600)
+        yield from serve(real_config(folder), new_trainer(60), max_model_len=1022, num_long=600)
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
         """Temperature, top-k and top-p, recomputed by transformers: as our own sampler defines them."""

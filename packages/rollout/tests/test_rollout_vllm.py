@@ -76,7 +76,7 @@ class TestRealVllm(ServerConformance):
         # Heads of 32: vLLM's attention on a CPU has no smaller ones.
         sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}
         folder = write_tiny_model(tmp_path_factory.mktemp("vllm") / "model", **sizes)
-        yield from serve(real_config(folder), new_trainer(60), takes_parts=True, max_model_len=2048, num_long=1200)
+        yield from serve(real_config(folder), new_trainer(60), max_model_len=2048, num_long=1200)
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
         """Temperature, top-k and top-p, recomputed by transformers: as our own sampler defines them."""

@@ -57,8 +57,6 @@ class Served:
     """Longest prompt plus completion that the server takes."""
     api_token: str | None = None
     """What its HTTP endpoint asks for."""
-    takes_parts: bool = False
-    """Whether an update that does not bring all weights is taken, and changes those that it brings."""
     version: int = field(default=0)
     """Version that was installed last."""
 
@@ -316,7 +314,7 @@ class ServerConformance:
         others = _other(weights)
         without = {key: value for key, value in others.items() if key != name}
         bads = [{**others, "no.such.weight": others[name]}, {**others, name: others[name][..., :1]}]
-        for bad in bads if served.takes_parts else [without, *bads]:
+        for bad in (without, *bads):
             expect(WeightUpdateError, lambda bad=bad: served.install(bad), "still serves")
             # A version number that failed is spent: a sender never goes back.
             served.version += 1

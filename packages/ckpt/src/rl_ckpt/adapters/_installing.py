@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import rl_ckpt
 from rl_ckpt.adapters._staging import Staging
-from rl_ckpt.errors import AttestationError, UsageError, VersionError
+from rl_ckpt.errors import AttestationError, TensorError, UsageError, VersionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,11 +46,12 @@ class Installer:
         self._staging = Staging()
         self._is_touched = False
         self._is_fresh = True
+        self._is_partial = False
 
     def attach(self, receiver: rl_ckpt.CheckpointEngine) -> None:
         """Take from this receiving end from now on; nothing else may use it. The one before is closed.
 
-        Its first sync brings all weights; later ones may bring a part, to which the rest is added.
+        Its first sync brings all weights; later ones all of them again, or a part where the caller of `take` says so.
         """
         self.detach()
         self._is_fresh = True
@@ -63,15 +64,18 @@ class Installer:
             asyncio.run(self._receiver.close())
             self._receiver = None
 
-    def take(self, version: int | None = None) -> None:
+    def take(self, version: int | None = None, *, is_partial: bool = False) -> None:
         """Take one sync, from its first byte to the commit.
 
         Args:
             version: The one that must come; None takes any.
+            is_partial: What does not come stays as it is. Otherwise a sync that leaves out a tensor is refused, for
+                weights of two versions would be served as one.
 
         Raises:
             rl_ckpt.CkptError: it failed; the engine holds the weights before, or refuses (a note then says so).
         """
+        self._is_partial = is_partial
         receiver = self._receiver
         if receiver is None:
             raise UsageError("no session is open to take weights from")
@@ -94,6 +98,12 @@ class Installer:
 
     def _install(self) -> Mapping[str, Tensor] | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
+        missing = self._staging.current.keys() - self._staging.landing.keys()
+        if missing and not self._is_fresh and not self._is_partial:
+            raise TensorError(
+                f"{len(missing)} of the {len(self._staging.current)} tensors that the engine holds did not come, "
+                f"{min(missing)!r} the first; send all of them, or ask for a partial sync"
+            )
         self._is_touched = True
         return self._load(self._staging.landing if self._is_fresh else self._staging.merged())
 

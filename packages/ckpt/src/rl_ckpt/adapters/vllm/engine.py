@@ -54,6 +54,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     version: int | None = None
     """Version that must come; None takes any."""
+    partial: bool = False
+    """Whether the sync may leave tensors out, which then stay as they are; the first of a session never may."""
 
 
 class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -92,7 +94,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             rl_ckpt.CkptError: the sync failed; the model holds the weights before.
         """
-        self._require_session().take(update_info.version)
+        self._require_session().take(update_info.version, is_partial=update_info.partial)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `receive_weights` ends with the commit."""
@@ -116,7 +118,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if loaded is not None and self.model_config.quantization is None and (missing := sorted(expected - loaded)):
             raise TensorError(
                 f"{len(missing)} parameters of the model got nothing, {missing[0]!r} the first; the first sync must "
-                "bring all weights, later ones may bring a part"
+                "bring all weights"
             )
         return Held(self.model, weights, recorder.bindings, _copies) if self._attests else None
 
