@@ -1,0 +1,6 @@
+"""Before any test module is imported."""
+
+import os
+
+# Under `uv run`, Ray would copy the working directory and start every worker with `uv run` anew. Read when ray is imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
