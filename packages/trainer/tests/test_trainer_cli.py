@@ -95,10 +95,16 @@ def test_backend_that_is_not_installed(capsys, key):
     assert f"{key}='nonesuch' is not installed; installed are" in error
 
 
-def test_backend_whose_extra_is_not_installed(capsys, monkeypatch):
-    monkeypatch.setattr("rl_trainer.preflight._is_installed", lambda name: name != "safetensors")
-    error = refused(capsys, "quickstart", "data.num_rows=2000", "data.eval_size=16")
-    assert "engine.backend=fsdp needs safetensors: pip install 'rl-engine[fsdp]'" in error
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("safetensors", "engine.backend=fsdp needs safetensors: pip install 'rl-engine[fsdp]'"),  # of the extra
+        ("msgspec", "queue_storage=shm needs msgspec: pip install 'rl-tq[shm]'"),  # of the package itself
+    ],
+)
+def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):
+    monkeypatch.setattr("rl_trainer.preflight._is_installed", lambda name: name != lost)
+    assert told in refused(capsys, "quickstart", "data.num_rows=2000", "data.eval_size=16")
 
 
 def test_output_that_would_be_overwritten(capsys, tmp_path):

@@ -74,7 +74,7 @@ def check_resume(config: Config, num_rows: int) -> None:
 
 
 def check_installed(group: str, name: str, key: str) -> None:
-    """Check that an entry point exists and that the packages of its extra are installed, importing none of them.
+    """Check that an entry point exists and that what it and its extra need is installed, importing none of it.
 
     Raises:
         ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
@@ -93,12 +93,8 @@ def _missing_requirements(point: EntryPoint) -> list[str]:
     if point.dist is None:
         return []
     requirements = [Requirement(text) for text in point.dist.requires or []]
-    of_extra = [
-        r
-        for r in requirements
-        if r.marker is not None and r.marker.evaluate({"extra": point.name}) and not r.marker.evaluate({"extra": ""})
-    ]
-    return [r.name for r in of_extra if not _is_installed(r.name)]
+    wanted = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": point.name})]
+    return [r.name for r in wanted if not _is_installed(r.name)]
 
 
 def _is_installed(name: str) -> bool:
