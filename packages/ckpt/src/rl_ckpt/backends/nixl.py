@@ -146,7 +146,7 @@ class Reader:
         """Whether everything is here.
 
         Raises:
-            PeerLostError: NIXL says that it failed.
+            OSError: NIXL says that it failed.
         """
         if self._state == _IN_FLIGHT:
             self._state = self._agent.check_xfer_state(self._handle)
@@ -154,7 +154,7 @@ class Reader:
             return False
         self._agent.release_xfer_handle(self._handle)
         if self._state != _DONE:
-            raise PeerLostError(f"NIXL could not read the sender's memory: the transfer is in state {self._state}")
+            raise OSError(f"the transfer is in state {self._state}")
         return True
 
 
@@ -167,6 +167,7 @@ class NixlReceive(ReceiveTransport):
         self._session: Session | None = None
         self._reader: Reader | None = None
         self._slots: list[Tensor] = []
+        self._peer = "the sender"
 
     def dial(self) -> Link | None:
         """Connect, if there is a sender."""
@@ -175,6 +176,7 @@ class NixlReceive(ReceiveTransport):
 
     def map_slots(self, session: Session, link: Link) -> list[Tensor]:
         """As many slots as the sender has."""
+        self._peer = link.peer
         num_bytes = session.num_slots * session.bucket_bytes
         if len(session.memory) <= _ADDRESS.size or not 0 < num_bytes <= MAX_RING_BYTES:
             raise ProtocolError(f"{link.peer} announced a session without a ring that NIXL could read")
@@ -188,7 +190,7 @@ class NixlReceive(ReceiveTransport):
     def pull(self, slot: int, content: Tensor, waits: Waits) -> None:
         """Read a bucket."""
         if self._reader is None or self._session is None:
-            raise PeerLostError("the sender's ring was let go")
+            raise PeerLostError(f"the ring of {self._peer} was let go")
         try:
             self._reader.start(slot, content.numel())
             waits.until(self._reader.is_done)
@@ -196,7 +198,7 @@ class NixlReceive(ReceiveTransport):
             self._renew()
             if isinstance(error, CkptError) or not isinstance(error, Exception):
                 raise
-            raise PeerLostError(f"NIXL could not read the sender's memory: {error!r}") from error
+            raise PeerLostError(f"NIXL could not read the memory of {self._peer}: {error!r}") from error
 
     def _renew(self) -> None:
         """Read into other memory from now on; into none if the sender is gone, which the next read then says."""
