@@ -220,10 +220,10 @@ def update_of_readme():
     return example["update"]
 
 
-def sync(server, sender, weights, version, num_peers=1):
+def sync(server, sender, weights, version, num_peers=1, *, partial=False):
     """One update as a trainer does it. Resumes after a failure as well, to see what is served."""
     try:
-        return update_of_readme()([f"http://127.0.0.1:{server.port}"], sender, weights, version, num_peers)
+        return update_of_readme()([f"http://127.0.0.1:{server.port}"], sender, weights, version, num_peers, partial)
     except rl_ckpt.SyncAbortedError:
         server.post("/resume")
         raise
@@ -252,11 +252,14 @@ def test_the_model_computes_with_what_was_sent(served):
         assert json.loads(server.get("/weight_info")) == {"weight_version": "1"}
         with torch.no_grad():
             new.model.layers[1].mlp.gate_proj.weight.mul_(-1)  # one part of a fused tensor
-        sync(server, sender, [("model.layers.1.mlp.gate_proj.weight", new.model.layers[1].mlp.gate_proj.weight)], 2)
+        part = [("model.layers.1.mlp.gate_proj.weight", new.model.layers[1].mlp.gate_proj.weight)]
+        with pytest.raises(rl_ckpt.SyncAbortedError, match="24 of the 25 tensors that the engine holds did not come"):
+            sync(server, sender, part, 2)
+        sync(server, sender, part, 3, partial=True)
         assert same(server, new)
         misfit = {**tiny_model(2, tied).state_dict(), "model.layers.1.self_attn.k_proj.weight": torch.ones(3, 64)}
         with pytest.raises(rl_ckpt.SyncAbortedError):  # vLLM's loader raises in the middle of a layer
-            sync(server, sender, misfit.items(), 3)
+            sync(server, sender, misfit.items(), 4)
         assert same(server, new)
 
 
