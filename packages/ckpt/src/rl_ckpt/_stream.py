@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from rl_ckpt._tensors import memory_of
-from rl_ckpt._transport import ReceiveTransport, SendTransport
+from rl_ckpt._transport import ListeningSend, ReceiveTransport
 from rl_ckpt.errors import AddressError, ProtocolError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._link import Link
+    from rl_ckpt._transport import Listener
     from rl_ckpt._wire import Session
     from rl_ckpt.types import SessionConfig
 
@@ -24,26 +25,6 @@ MAX_BUCKET_BYTES = 1 << 30
 """A receiver allocates a bucket before it knows the sender well."""
 MAX_STREAMS = 64
 MAX_SLOTS = 64
-
-
-class Listener(Protocol):
-    """Holds an address and accepts connections, without waiting."""
-
-    def listen(self) -> None:
-        """Answer who dials from now on."""
-        ...
-
-    def fileno(self) -> int:
-        """Becomes readable when somebody dials."""
-        ...
-
-    def accept(self) -> Link | None:
-        """The next that dialled."""
-        ...
-
-    def close(self) -> None:
-        """Give the address back."""
-        ...
 
 
 def stream_count(options: dict[str, str], config: SessionConfig, default: int) -> int:
@@ -58,7 +39,7 @@ def stream_count(options: dict[str, str], config: SessionConfig, default: int) -
     return int(text)
 
 
-class StreamSend(SendTransport):
+class StreamSend(ListeningSend):
     """Owns a listener, and slots in ordinary memory, in which small tensors are packed."""
 
     is_direct = True
@@ -73,16 +54,15 @@ class StreamSend(SendTransport):
         self.token = token
         self._config = config
         self._listen = listen
-        self._listener: Listener | None = None
         self._views: list[memoryview] = []
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Take the address and allocate."""
         if bucket_bytes > MAX_BUCKET_BYTES:
             raise AddressError(f"bucket_bytes is {bucket_bytes}; on streams at most {MAX_BUCKET_BYTES} are allowed")
-        self._listener = self._listen(self._config)
+        self._listener = listener = self._listen(self._config)
         slots = self.allocate(num_slots, bucket_bytes)
-        self._listener.listen()
+        listener.listen()
         return slots
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
@@ -95,21 +75,9 @@ class StreamSend(SendTransport):
         """Let the kernel copy it."""
         return connection.send(self._views[slot][start:end])
 
-    def fileno(self) -> int:
-        """The listening socket."""
-        if self._listener is None:
-            raise AddressError(f"{self.address} is not open")
-        return self._listener.fileno()
-
-    def accept(self) -> Link | None:
-        """The next that dialled."""
-        return None if self._listener is None else self._listener.accept()
-
     def close(self) -> None:
         """Give the address back."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        super().close()
         self._views = []
 
 

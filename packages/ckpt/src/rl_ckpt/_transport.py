@@ -148,6 +148,48 @@ class SendTransport(ABC):
         """Give the name and the ring back. Idempotent."""
 
 
+class Listener(Protocol):
+    """Holds an address and accepts connections, without waiting."""
+
+    def listen(self) -> None:
+        """Answer who dials from now on."""
+        ...
+
+    def fileno(self) -> int:
+        """Becomes readable when somebody dials."""
+        ...
+
+    def accept(self) -> Link | None:
+        """The next that dialled."""
+        ...
+
+    def close(self) -> None:
+        """Give the address back."""
+        ...
+
+
+class ListeningSend(SendTransport):
+    """A sender that receivers dial, at a listener which `open` makes."""
+
+    _listener: Listener | None = None
+
+    def fileno(self) -> int:
+        """The listening socket."""
+        if self._listener is None:
+            raise AddressError(f"{self.address} is not open")
+        return self._listener.fileno()
+
+    def accept(self) -> Link | None:
+        """The next that dialled."""
+        return None if self._listener is None else self._listener.accept()
+
+    def close(self) -> None:
+        """Give the name back."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
 class ReceiveTransport(ABC):
     """A receiver's side: how to reach the sender, and how to see its ring."""
 

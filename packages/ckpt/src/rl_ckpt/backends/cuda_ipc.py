@@ -18,10 +18,10 @@ from rl_ckpt._cuda import CudaDriver, Driver
 from rl_ckpt._mapped import map_source
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
-from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_name
+from rl_ckpt._transport import ListeningSend, ReceiveTransport, checked_name
 from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
 from rl_ckpt._wire import HANDLE_BYTES
-from rl_ckpt.errors import AddressError, BackendError, ProtocolError
+from rl_ckpt.errors import BackendError, ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     return Receiver(config, CudaReceive(config))
 
 
-class CudaSend(SendTransport):
+class CudaSend(ListeningSend):
     """Listens under the name and owns the ring."""
 
     bucket_bytes = 64 << 20
@@ -67,7 +67,6 @@ class CudaSend(SendTransport):
     def __init__(self, config: SessionConfig) -> None:
         self.address = config.address
         self._config = config
-        self._listener: UnixListener | None = None
         self._driver: Driver | None = None
         self._ring: Tensor | None = None
         self._memory = b""
@@ -102,25 +101,13 @@ class CudaSend(SendTransport):
         if self._driver is not None:
             self._driver.settle()
 
-    def fileno(self) -> int:
-        """The listening socket."""
-        if self._listener is None:
-            raise AddressError(f"{self.address} is not open")
-        return self._listener.fileno()
-
-    def accept(self) -> Link | None:
-        """The next receiver of this user."""
-        return None if self._listener is None else self._listener.accept()
-
     def memory(self) -> bytes:
         """Where the ring is."""
         return self._memory
 
     def close(self) -> None:
         """Free the name and the ring."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        super().close()
         self._ring = self._driver = None
 
 

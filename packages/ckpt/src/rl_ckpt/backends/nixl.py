@@ -18,9 +18,9 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
-from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_options
+from rl_ckpt._transport import ListeningSend, ReceiveTransport, checked_options
 from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of
-from rl_ckpt.errors import AddressError, CkptError, PeerLostError, ProtocolError
+from rl_ckpt.errors import CkptError, PeerLostError, ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -68,37 +68,26 @@ def _chunks(address: int, num_slots: int, bucket_bytes: int) -> list[tuple[int, 
     return chunks
 
 
-class NixlSend(SendTransport):
+class NixlSend(ListeningSend):
     """Listens on a TCP port and owns the registered ring."""
 
     def __init__(self, config: SessionConfig, token: bytes) -> None:
         self.address = config.address
         self.token = token
         self._config = config
-        self._listener: Listener | None = None
         self._agent: Any = None
         self._ring: Tensor | None = None
         self._memory = b""
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Take the port, a free one for port 0; allocate and register."""
-        self._listener = Listener(self._config)
-        self.address = f"nixl://{self._listener.place}"
+        self._listener = listener = Listener(self._config)
+        self.address = f"nixl://{listener.place}"
         self._ring = torch.empty(num_slots * bucket_bytes, dtype=torch.uint8)
         self._agent = _agent("sender")
         self._agent.register_memory([self._ring])
         self._memory = _ADDRESS.pack(self._ring.data_ptr()) + self._agent.get_agent_metadata()
         return list(self._ring.split(bucket_bytes))
-
-    def fileno(self) -> int:
-        """The listening socket."""
-        if self._listener is None:
-            raise AddressError(f"{self.address} is not open")
-        return self._listener.fileno()
-
-    def accept(self) -> Link | None:
-        """The next that dialled."""
-        return None if self._listener is None else self._listener.accept()
 
     def memory(self) -> bytes:
         """The ring's address in this process, and how NIXL reaches it."""
@@ -106,9 +95,7 @@ class NixlSend(SendTransport):
 
     def close(self) -> None:
         """Give port and memory back."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        super().close()
         self._agent = self._ring = None  # in this order: the memory outlives its registration
 
 

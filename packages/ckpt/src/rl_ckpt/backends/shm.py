@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._ring import cut, make_ring
 from rl_ckpt._sender import Sender
-from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_name
+from rl_ckpt._transport import ListeningSend, ReceiveTransport, checked_name
 from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
-from rl_ckpt.errors import AddressError, ProtocolError
+from rl_ckpt.errors import ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -44,13 +44,12 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     return Receiver(config, ShmReceive(config))
 
 
-class ShmSend(SendTransport):
+class ShmSend(ListeningSend):
     """Listens under the name and owns the memfd."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.address = config.address
         self._config = config
-        self._listener: UnixListener | None = None
         self._memory = -1
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
@@ -60,25 +59,13 @@ class ShmSend(SendTransport):
         self._listener.listen()
         return slots
 
-    def fileno(self) -> int:
-        """The listening socket."""
-        if self._listener is None:
-            raise AddressError(f"{self.address} is not open")
-        return self._listener.fileno()
-
-    def accept(self) -> Link | None:
-        """The next receiver of this user."""
-        return None if self._listener is None else self._listener.accept()
-
     def descriptors(self) -> Sequence[int]:
         """The memfd."""
         return [self._memory]
 
     def close(self) -> None:
         """Free the name; the memory goes when the last mapping of any process goes."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        super().close()
         if self._memory >= 0:
             os.close(self._memory)
             self._memory = -1
