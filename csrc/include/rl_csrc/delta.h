@@ -44,9 +44,9 @@ void delta_apply(void* target, std::size_t item_nbytes, const DeltaChunk* table,
 // zeros to a multiple of 8), the values.
 constexpr std::size_t kDeltaHead = 16;
 
-// Most bytes of `out` that delta_advance fills.
+// Most bytes of `out` that delta_advance fills: seven zeros may follow the gaps.
 inline std::size_t delta_room(std::size_t num_elements, std::size_t capacity) {
-  return kDeltaHead + delta_num_chunks(num_elements) * sizeof(DeltaChunk) + (capacity + 7) / 8 * 8;
+  return kDeltaHead + delta_num_chunks(num_elements) * sizeof(DeltaChunk) + capacity + 7;
 }
 
 inline std::size_t delta_advance_scratch_nbytes(std::size_t item_nbytes, std::size_t capacity) {
