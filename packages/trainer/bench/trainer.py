@@ -129,7 +129,7 @@ def _long_tail(run: Run) -> None:
         "sync": (run_sync, []),
         "one_step_off": (run_one_step_off, ["pipeline=one_step_off"]),
         **{
-            f"fully_async, max_staleness={n}": (run_fully_async, [*ahead, f"fully_async.max_staleness={n}"])
+            f"fully_async, max_staleness={n}": (run_fully_async, [*ahead, f"staleness.max_staleness={n}"])
             for n in (1, 2, 4)
         },
     }

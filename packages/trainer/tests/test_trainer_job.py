@@ -76,7 +76,7 @@ LEARNING = [  # an untrained model earns nothing, and would not change for it
 def test_fully_async_without_staleness_has_the_losses_of_sync(model, tmp_path):
     sync, alone = tmp_path / "sync", tmp_path / "async"
     assert start(model, sync, *LEARNING, "steps=3").wait(200) == 0, Path(f"{sync}.log").read_text()[-3000:]
-    overrides = [*LEARNING, "steps=3", "pipeline=fully_async", "fully_async.max_staleness=0"]
+    overrides = [*LEARNING, "steps=3", "pipeline=fully_async", "staleness.max_staleness=0"]
     assert start(model, alone, *overrides).wait(200) == 0, Path(f"{alone}.log").read_text()[-3000:]
     assert len(losses(sync)) == 3
     assert losses(alone) == pytest.approx(losses(sync), abs=1e-6)
@@ -85,7 +85,7 @@ def test_fully_async_without_staleness_has_the_losses_of_sync(model, tmp_path):
 @pytest.mark.slow
 def test_fully_async_runs_ahead_and_resumes_with_what_was_pending(model, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    overrides = [*LEARNING, "algorithm.correction=tis", "pipeline=fully_async", "fully_async.max_staleness=2"]
+    overrides = [*LEARNING, "algorithm.correction=tis", "pipeline=fully_async", "staleness.max_staleness=2"]
     assert start(model, first, *overrides, "steps=6", "save_every=2").wait(200) == 0, Path(f"{first}.log").read_text()[
         -3000:
     ]

@@ -274,14 +274,14 @@ class RewardSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncSection:
+class StalenessSection:
     """How far generation may run ahead, with `pipeline=fully_async`."""
 
-    max_staleness: NonNegative = 1
-    """Weight versions that the oldest token of a sample may lie behind the weights that learn from it."""
-    on_stale: Literal["wait", "drop"] = "wait"
-    """`wait`: the trainer waits for a straggler before it would become too old; `drop`: it is thrown away, counted and
-    replaced."""
+    policy: str = "admission"
+    """What staleness means: `admission`, `oldest_token`, `group_age`, `batch_ratio`, `queue_length`,
+    `threshold_fraction`, or one that is installed."""
+    max_staleness: Annotated[float, Field(ge=0)] = 1
+    """In weight versions; with batch_ratio and queue_length in batches; with threshold_fraction a share of a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +300,7 @@ class Config:
     """`ray`: every role in processes of its own; `inline`: all in this one, for breakpoints."""
     pipeline: Literal["sync", "one_step_off", "fully_async"] = "sync"
     """`sync`: on-policy; `one_step_off`: the next batch is generated while this one trains; `fully_async`: generation
-    runs ahead as far as `fully_async.max_staleness` lets it, and weights change under it."""
+    runs ahead as far as `staleness` lets it, and weights change under it."""
     eval_every: NonNegative = 10
     """Steps between evaluations on held-out rows; 0 evaluates only first and last."""
     save_every: NonNegative = 0
@@ -319,7 +319,7 @@ class Config:
     critic: CriticSection | None = None
     """Train a value function, for the estimators that read it."""
     reward: RewardSection = field(default_factory=RewardSection)
-    fully_async: AsyncSection = field(default_factory=AsyncSection)
+    staleness: StalenessSection = field(default_factory=StalenessSection)
     weights_transport: str = "shm"
     """Name of an installed rl-ckpt backend."""
     queue_storage: str = "shm"

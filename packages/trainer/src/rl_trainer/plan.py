@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.algorithms.selection import COV_LOSSES
-from rl_trainer.config import AlgorithmConfig, AsyncSection, RewardSection
+from rl_trainer.config import AlgorithmConfig, RewardSection, StalenessSection
 from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.pipelines.staleness import create_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,8 +130,8 @@ def _check_algorithm(config: Config) -> None:
         )
     if config.pipeline != "sync":
         _check_off_policy(config)
-    if config.pipeline != "fully_async" and config.fully_async != AsyncSection():
-        raise PlanError(f"the keys of fully_async do nothing with pipeline={config.pipeline}; leave them out")
+    if config.pipeline != "fully_async" and config.staleness != StalenessSection():
+        raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
     layout, world_size = config.engine.parallel, config.engine.world_size
     if world_size % (layout.tp * layout.pp * layout.cp):
         raise PlanError(
@@ -203,8 +204,10 @@ def _check_keys_that_depend(config: Config) -> None:
 def _check_off_policy(config: Config) -> None:
     if config.runtime == "inline":
         raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
-    if config.pipeline == "fully_async" and config.fully_async.max_staleness == 0:
-        return
+    if config.pipeline == "fully_async":
+        create_policy(config)
+        if config.staleness.max_staleness == 0:
+            return
     if config.algorithm.old_logprobs == "recompute" and config.algorithm.correction == "none":
         raise PlanError(
             f"pipeline={config.pipeline} learns from tokens of older weights, which algorithm.old_logprobs=recompute "

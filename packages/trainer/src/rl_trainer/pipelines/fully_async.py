@@ -2,26 +2,23 @@
 
 Knows: the order of a step, and how old a token may be. Prompts are released ahead, as far as the staleness policy
 admits; new weights reach the servers while they generate, so that one completion may hold tokens of several versions.
-With `fully_async.max_staleness=0` nothing is released before the weights that shall generate it: the losses are those
+With `staleness.max_staleness=0` nothing is released before the weights that shall generate it: the losses are those
 of `sync`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import PhaseTimer, StepRecord
-from rl_trainer.pipelines.staleness import BoundedStaleness, DropStale
-from rl_trainer.pipelines.step import is_eval_due, learn, record_of
+from rl_trainer.pipelines.staleness import create_policy
+from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
 from rl_trainer.pipelines.stream import RolloutStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rl_tq.types import BatchMeta
     from rl_trainer.config import Config
     from rl_trainer.data import Row
     from rl_trainer.pipelines.parts import Parts
@@ -37,9 +34,7 @@ def run_fully_async(
     """
     timer = PhaseTimer()
     first = start_step + 1
-    bound = config.fully_async.max_staleness
-    kind = BoundedStaleness if config.fully_async.on_stale == "wait" else DropStale
-    policy = kind(max_staleness=bound, batch_size=config.batch.batch_size)
+    policy = create_policy(config)
     with timer.phase("weight_sync"):
         parts.weights.sync(first)
     with timer.phase("eval"):
@@ -51,7 +46,7 @@ def run_fully_async(
     for step in range(first, config.steps + 1):
         with timer.phase("wait_generate"):
             generated = stream.take(step)
-        ages = ages_of(generated.batch, version=step, bound=bound)
+        ages = ages_of(generated.batch, version=step, bound=policy.bound)
         updates = learn(parts, config, generated.batch, step, timer)
         with timer.phase("weight_sync"):
             parts.weights.sync(step + 1)
@@ -61,26 +56,5 @@ def run_fully_async(
         if is_eval_due(config, step):
             with timer.phase("eval"):
                 accuracy = parts.rollout_manager.evaluate(eval_rows)
-        record = record_of(step, generated, updates, accuracy, timer.take())
-        drawn = {"position": parts.rollout_manager.position, "pending": stream.pending}
-        yield replace(record, metrics={**record.metrics, **ages}, **drawn)
-
-
-def ages_of(batch: BatchMeta, *, version: int, bound: int) -> dict[str, float]:
-    """Share of samples per age of their oldest token in weight versions, and the mean age.
-
-    Raises:
-        StaleWeightsError: a sample is older than `bound`, or newer than the weights that learn.
-    """
-    ages: Counter[int] = Counter()
-    for sample_id, tags in zip(batch.sample_ids, batch.tags, strict=True):
-        age = version - tags["weight_version_min"]
-        if not 0 <= age <= bound or tags["weight_version_max"] > version:
-            raise StaleWeightsError(
-                f"sample {sample_id} has tokens of weight versions {tags['weight_version_min']} to "
-                f"{tags['weight_version_max']}; weights of version {version} may learn from {version - bound} to "
-                f"{version}"
-            )
-        ages[age] += 1
-    shares = {f"staleness_{age}": ages[age] / len(batch) for age in range(bound + 1)}
-    return {**shares, "staleness_mean": sum(age * count for age, count in ages.items()) / len(batch)}
+        record = record_of(step, generated, ages, updates, accuracy, timer.take())
+        yield replace(record, position=parts.rollout_manager.position, pending=stream.pending)

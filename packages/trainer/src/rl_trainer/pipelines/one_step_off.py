@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from rl_trainer.metrics import PhaseTimer, StepRecord
-from rl_trainer.pipelines.step import is_eval_due, learn, record_of, require_version
+from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,8 @@ def run_one_step_off(
         with timer.phase("wait_generate"):
             generated = following.result()
         for step in range(first, config.steps + 1):
-            require_version(generated.batch, max(step - 1, first))
+            behind = min(step - first, 1)
+            ages = ages_of(generated.batch, version=step, bound=behind, least=behind)
             if step < config.steps:
                 following = thread.submit(generate, step + 1)
             updates = learn(parts, config, generated.batch, step, timer)
@@ -60,7 +61,7 @@ def run_one_step_off(
             if is_eval_due(config, step):
                 with timer.phase("eval"):
                     accuracy = parts.rollout_manager.evaluate(eval_rows)
-            yield record_of(step, generated, updates, accuracy, timer.take())
+            yield record_of(step, generated, ages, updates, accuracy, timer.take())
             generated = upcoming
     finally:
         thread.shutdown(wait=False, cancel_futures=True)  # what still generates is ended with the workers

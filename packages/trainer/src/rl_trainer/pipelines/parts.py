@@ -47,7 +47,7 @@ class Generated:
     dropped_groups: int
     """Groups without signal that were replaced (`batch.dynamic_sampling`)."""
     late_groups: int = 0
-    """Groups thrown away because their weights had become too old (`fully_async.on_stale=drop`)."""
+    """Groups thrown away because their weights had become too old (`staleness.policy`)."""
     position: int
     """Prompts taken from the data up to and including these."""
 

@@ -1,72 +1,230 @@
 """How far the tokens that are learned from may lie behind the weights that learn. Pure: knows counts and versions.
 
-A group's version is that of the weights which the servers held when it was released; its oldest token is never older.
+A policy is asked three things: how many more groups may be released, which finished ones to learn from now, and which
+to give up. What the field calls staleness has six meanings; each is a policy of about 20 lines, chosen by name
+(`staleness.policy`). Pacing is preferred to discarding: only `oldest_token` and `group_age` throw anything away. With
+`staleness.max_staleness=0` all of them release one batch per version.
+
+A policy of one's own is a subclass, installed under its name in the entry point group `rl_trainer.staleness`.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, ClassVar
+
+from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from rl_trainer.config import Config
+
+GROUP = "rl_trainer.staleness"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoundedStaleness:
-    """At most `max_staleness` versions behind, by pacing: nothing generated is thrown away.
+class Span:
+    """Weight versions of a group that was released and not learned from."""
 
-    Releasing at most `(max_staleness + 1) * batch_size` groups ahead is the rule of AReaL (2505.24298, section 5.1).
-    Alone it bounds the average; that no straggler is overtaken for too long is what `select` sees to.
+    released: int
+    """What the servers held when it was released: none of its tokens is older."""
+    oldest: int | None = None
+    """That of its oldest token; None while it is being generated."""
+    newest: int | None = None
+    """That of its newest token; None while it is being generated."""
+
+    @property
+    def since(self) -> int:
+        """That of its oldest token, or the least that it can be."""
+        return self.released if self.oldest is None else self.oldest
+
+
+Outstanding = Mapping[int, Span]
+"""By group id, the groups that were released and not learned from, finished or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessPolicy(ABC):
+    """Releases up to `1 + max_staleness` batches, takes the finished groups with the oldest tokens, waits for none.
+
+    `expire` is asked before `select`; what it gives up is replaced and no longer outstanding.
     """
 
-    max_staleness: int
-    """In weight versions."""
+    takes_fractions: ClassVar[bool] = False
+    """Whether `max_staleness` may be other than a whole number."""
+
+    max_staleness: float
+    """In the policy's own unit."""
     batch_size: int
     """Groups per step."""
 
+    def __post_init__(self) -> None:
+        if not self.takes_fractions and self.max_staleness != int(self.max_staleness):
+            raise ConfigError(
+                f"staleness.max_staleness={self.max_staleness:g} counts whole versions with this staleness.policy; "
+                "give a whole number, or choose batch_ratio or threshold_fraction"
+            )
+
+    @property
+    def bound(self) -> int | None:
+        """Versions that the oldest token of a selected group may lie behind; None: the policy bounds something else."""
+        return math.ceil(self.max_staleness)
+
     def admit(self, num_outstanding: int) -> int:
         """How many more groups may be released, with so many released and not learned from."""
-        return max(0, (self.max_staleness + 1) * self.batch_size - num_outstanding)
+        return max(0, math.floor((1 + self.max_staleness) * self.batch_size) - num_outstanding)
 
-    def select(self, ready: Collection[int], outstanding: Mapping[int, int], version: int) -> list[int] | None:
-        """The finished groups to learn from at weight version `version`; None: wait for more.
+    def select(self, ready: Collection[int], outstanding: Outstanding, version: int) -> list[int] | None:
+        """The `batch_size` finished groups to learn from at weight version `version`; None: wait for more."""
+        del version
+        return _first(ready, outstanding, self.batch_size)
 
-        Of the groups that must be learned from within the next j + 1 steps, counting this one, j batches can wait: the
-        others have to be in this one, for every j.
-
-        Args:
-            ready: Ids of finished groups.
-            outstanding: Version of every group not learned from, finished or not.
-            version: Of the weights that learn.
-        """
-        chosen = sorted(ready, key=lambda group: (outstanding[group], group))[: self.batch_size]
-        if len(chosen) < self.batch_size:
-            return None
-        for j in range(self.max_staleness + 1):
-            limit = version - self.max_staleness + j
-            num_due = sum(released <= limit for released in outstanding.values())
-            num_chosen = sum(outstanding[group] <= limit for group in chosen)
-            if num_chosen < num_due - j * self.batch_size:
-                return None
-        return chosen
-
-    def expire(self, outstanding: Mapping[int, int], version: int) -> list[int]:
-        """Groups to give up at `version`: none, for they are waited for."""
+    def expire(self, outstanding: Outstanding, version: int) -> list[int]:
+        """The groups to give up at weight version `version`."""
         del outstanding, version
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DropStale(BoundedStaleness):
-    """At most `max_staleness` versions behind, by throwing away what is late: the trainer waits for no straggler."""
+class Admission(StalenessPolicy):
+    """Admission capacity, in versions: at most `(max_staleness + 1) * batch_size` groups are ahead of the trainer.
 
-    def select(self, ready: Collection[int], outstanding: Mapping[int, int], version: int) -> list[int] | None:
-        """The finished groups that were released first."""
+    The rule of AReaL (2505.24298, section 5.1: `max_head_offpolicyness`), which SkyRL's asynchronous trainer has too.
+    Alone it bounds the average; here the trainer also waits for a straggler before that would become too old.
+    """
+
+    def select(self, ready: Collection[int], outstanding: Outstanding, version: int) -> list[int] | None:
+        """The first finished groups, if none that is left behind will be too old when its turn comes."""
+        chosen = _first(ready, outstanding, self.batch_size)
+        return chosen if chosen and _leaves_none_behind(chosen, outstanding, version, self) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldestToken(StalenessPolicy):
+    """Age of the oldest token, in versions: a finished group that has an older one is thrown away and replaced.
+
+    What a replay buffer does that evicts by the version which began a trajectory, as NeMo-RL's (`max_trajectory_age_
+    steps`) and torchforge's do. A group that only waited in a server's queue is as young as its first token.
+    """
+
+    def expire(self, outstanding: Outstanding, version: int) -> list[int]:
+        """Finished groups whose oldest token lies further back."""
+        limit = version - self.max_staleness
+        return [group for group, span in outstanding.items() if span.oldest is not None and span.oldest < limit]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAge(StalenessPolicy):
+    """Age of the group since its release, in versions: one that is older is given up, finished or not, and replaced.
+
+    As prime-rl cancels rollouts that have lived through too many updates (`max_off_policy_steps`): a straggler never
+    holds its place.
+    """
+
+    def expire(self, outstanding: Outstanding, version: int) -> list[int]:
+        """Groups released longer ago."""
+        return [group for group, span in outstanding.items() if span.released < version - self.max_staleness]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRatio(Admission):
+    """Batches generated ahead as a ratio, which may be a fraction: 0.5 releases one and a half batches.
+
+    As ROLL's `async_generation_ratio`, by which also the age is bounded (ROLL Flash, 2510.11345). Rounded up to whole
+    versions here, and stragglers are waited for.
+    """
+
+    takes_fractions: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLength(StalenessPolicy):
+    """Length of a queue of whole batches: so many may wait, finished, behind the one that is being generated.
+
+    As OpenRLHF's `async_queue_size`: first in, first out, so that a batch is learned from as it was released, and is as
+    many versions old as the queue is long.
+    """
+
+    def select(self, ready: Collection[int], outstanding: Outstanding, version: int) -> list[int] | None:
+        """The groups that were released first, once all of them are finished."""
         del version
-        chosen = sorted(ready, key=lambda group: (outstanding[group], group))[: self.batch_size]
-        return chosen if len(chosen) == self.batch_size else None
+        chosen = sorted(outstanding)[: self.batch_size]
+        return chosen if len(chosen) == self.batch_size and set(chosen) <= set(ready) else None
 
-    def expire(self, outstanding: Mapping[int, int], version: int) -> list[int]:
-        """Groups released more than `max_staleness` versions ago."""
-        return [group for group, released in outstanding.items() if released < version - self.max_staleness]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdFraction(StalenessPolicy):
+    """Share of a batch that may be stale, at most 1: so many are released beyond a batch at every version.
+
+    As verl's `staleness_threshold`. What is left of older versions counts against the next release, so no batch holds a
+    larger share of them. How old a straggler among them gets is not bounded.
+    """
+
+    takes_fractions: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.max_staleness > 1:
+            raise ConfigError(
+                f"staleness.max_staleness={self.max_staleness:g} is a share of the batch with "
+                "staleness.policy=threshold_fraction; give 0 to 1"
+            )
+
+    @property
+    def bound(self) -> int | None:
+        """None: the share is bounded."""
+        return None
+
+
+POLICIES: Mapping[str, type[StalenessPolicy]] = {
+    "admission": Admission,
+    "oldest_token": OldestToken,
+    "group_age": GroupAge,
+    "batch_ratio": BatchRatio,
+    "queue_length": QueueLength,
+    "threshold_fraction": ThresholdFraction,
+}
+
+
+def create_policy(config: Config) -> StalenessPolicy:
+    """The policy that a run asks for, shipped or installed.
+
+    Raises:
+        ConfigError: no such policy (lists them), or a number that it cannot take.
+    """
+    name = config.staleness.policy
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if name in POLICIES:
+        kind = POLICIES[name]
+    elif name in installed:
+        kind = installed[name].load()
+    else:
+        raise ConfigError(f"staleness.policy={name!r} is not known; there are {', '.join([*POLICIES, *installed])}")
+    return kind(max_staleness=config.staleness.max_staleness, batch_size=config.batch.batch_size)
+
+
+def _first(ready: Collection[int], outstanding: Outstanding, count: int) -> list[int] | None:
+    """The `count` finished groups with the oldest tokens, of equal ones those released first; None if there are fewer.
+
+    Group ids grow with every release.
+    """
+    chosen = sorted(ready, key=lambda group: (outstanding[group].since, group))[:count]
+    return chosen if len(chosen) == count else None
+
+
+def _leaves_none_behind(chosen: list[int], outstanding: Outstanding, version: int, policy: StalenessPolicy) -> bool:
+    """Whether all that is not chosen now can still be learned from in time.
+
+    Of the groups that must be learned from within the next j + 1 steps, counting this one, j batches can wait: the
+    others have to be in this one, for every j.
+    """
+    assert policy.bound is not None, "the callers bound the age"
+    for j in range(policy.bound + 1):
+        limit = version - policy.bound + j
+        num_due = sum(span.since <= limit for span in outstanding.values())
+        num_chosen = sum(outstanding[group].since <= limit for group in chosen)
+        if num_chosen < num_due - j * policy.batch_size:
+            return False
+    return True

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipelines.parts import Generated, rows_with_signal
+from rl_trainer.pipelines.staleness import Span
 
 if TYPE_CHECKING:
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
     from rl_trainer.config import Config
     from rl_trainer.pipelines.parts import RolloutManager
-    from rl_trainer.pipelines.staleness import BoundedStaleness
+    from rl_trainer.pipelines.staleness import StalenessPolicy
     from rl_trainer.workers.agent import AgentWorker, GenerateReport, Job
 
 PARTITION = "train"
@@ -47,7 +48,7 @@ class RolloutStream:
         manager: RolloutManager,
         queue: TransferQueue,
         config: Config,
-        policy: BoundedStaleness,
+        policy: StalenessPolicy,
         first_step: int,
     ) -> None:
         self._agents, self._manager, self._queue = agents, manager, queue
@@ -55,7 +56,7 @@ class RolloutStream:
         self._version = first_step
         self._num_released = (first_step - 1) * config.batch.batch_size
         self._num_wanted = config.steps * config.batch.batch_size
-        self._outstanding: dict[int, int] = {}
+        self._outstanding: dict[int, Span] = {}
         self._jobs: dict[int, Job] = {}
         self._ready: dict[int, BatchMeta] = {}
         self._late: set[int] = set()
@@ -149,6 +150,9 @@ class RolloutStream:
                 self._replace(group)
             else:
                 self._ready[group] = meta
+                oldest = min(tags["weight_version_min"] for tags in meta.tags)
+                newest = max(tags["weight_version_max"] for tags in meta.tags)
+                self._outstanding[group] = replace(self._outstanding[group], oldest=oldest, newest=newest)
 
     def _give_up_late(self, version: int) -> None:
         for group in self._policy.expire(self._outstanding, version):
@@ -167,5 +171,6 @@ class RolloutStream:
 
     def _submit(self, jobs: list[Job], salt: str) -> None:
         for job in jobs:
-            self._outstanding[job.group_id], self._jobs[job.group_id] = self._version, job
+            self._outstanding[job.group_id] = Span(released=self._version)
+            self._jobs[job.group_id] = job
         self._agents.submit(jobs, self._manager.sampling(salt), PARTITION, self._config.batch.group_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_trainer.metrics import PhaseTimer, StepRecord
-from rl_trainer.pipelines.step import is_eval_due, learn, record_of, require_version
+from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def run_sync(parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_st
     for step in range(start_step + 1, config.steps + 1):
         with timer.phase("generate"):
             generated = parts.rollout_manager.generate_sequences(_PARTITION, step)
-        require_version(generated.batch, version)
+        ages = ages_of(generated.batch, version=version, bound=0)
         updates = learn(parts, config, generated.batch, step, timer)
         version = step + 1
         with timer.phase("weight_sync"):
@@ -47,4 +47,4 @@ def run_sync(parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_st
         if is_eval_due(config, step):
             with timer.phase("eval"):
                 accuracy = parts.rollout_manager.evaluate(eval_rows)
-        yield record_of(step, generated, updates, accuracy, timer.take())
+        yield record_of(step, generated, ages, updates, accuracy, timer.take())
