@@ -6,6 +6,7 @@ Usage: python _streams.py URL NUM_STREAMS
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -27,4 +28,5 @@ async def main(url: str, num_streams: int) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # a thousand open answers are much to look through: its pauses, up to 40 ms, were the p99 measured here
     asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import OrderedDict
 from contextlib import asynccontextmanager
@@ -92,23 +93,27 @@ class Worker:
             "workspace": None if workspace is None else str(workspace),
             "readable": [str(path) for path in readable],
         }
-        process = await asyncio.create_subprocess_exec(
-            *(_PYTHON, "-I", "-S", str(_WORKER), json.dumps(settings)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            env={"PATH": os.defpath, "LANG": "C.UTF-8"},  # no secret of ours reaches the code
-            cwd="/",
-            limit=limits.output_bytes * 8 + (1 << 16),
-        )
-        worker = cls(process)
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                worker.isolation = frozenset((await worker._read())["isolated"])
-        except BaseException:
-            await worker.kill()
-            raise
+        with tempfile.TemporaryFile() as complaints:  # of its start; code's standard error is its output
+            process = await asyncio.create_subprocess_exec(
+                *(_PYTHON, "-I", "-S", str(_WORKER), json.dumps(settings)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=complaints,
+                start_new_session=True,
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"},  # no secret of ours reaches the code
+                cwd="/",
+                limit=limits.output_bytes * 8 + (1 << 16),
+            )
+            worker = cls(process)
+            try:
+                async with asyncio.timeout(_START_TIMEOUT_S):
+                    worker.isolation = frozenset((await worker._read())["isolated"])
+            except BaseException as error:
+                await worker.kill()
+                complaints.seek(0)
+                if isinstance(error, EOFError) and (said := complaints.read().decode(errors="replace").strip()):
+                    raise EOFError(said[-2000:]) from error
+                raise
         return worker
 
     async def run(self, code: str, stdin: str, timeout_s: float, *, is_fresh: bool) -> CodeResult:
@@ -281,8 +286,7 @@ class Grader:
             worker = await Worker.start(self.limits, workspace=workspace, readable=readable)
         except (OSError, EOFError, ValueError) as error:
             raise SandboxError(
-                f"a subprocess for code did not start ({type(error).__name__}: {error}); start it by hand to see why: "
-                f"{sys.executable} -I -S {_WORKER}"
+                f"a subprocess for code, {_PYTHON} {_WORKER}, did not start: {type(error).__name__}: {error}"
             ) from error
         self.isolation = worker.isolation
         if missing := self._needs - worker.isolation:

@@ -39,13 +39,10 @@ def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int) -> 
     and sees no other. `files`: there are the system's programs and `readable`, both read-only, an empty `/tmp`, and the
     workspace as `/workspace`.
     """
-    uid, gid = os.getuid(), os.getgid()
-    if _libc.unshare(_NEWUSER | _NEWNET | _NEWNS | _NEWPID | _NEWIPC) != 0:
+    if not _permits_namespaces():
         adopt_orphans()
         return set()
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+    _make_namespaces()
     _go_on_in_child()  # the first process of the namespace: with it every other ends
     isolated = {"network", "processes"}
     try:
@@ -120,6 +117,26 @@ def kill_descendants(pid: int) -> None:
             except ProcessLookupError:
                 continue
     raise RuntimeError(f"process {pid} still has descendants after 1000 rounds of killing them")
+
+
+def _permits_namespaces() -> bool:
+    """Tried by a child: some kernels let a user make namespaces, and then refuse to let it be anybody in them."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _make_namespaces()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _make_namespaces() -> None:
+    uid, gid = os.getuid(), os.getgid()
+    _checked(_libc.unshare(_NEWUSER | _NEWNET | _NEWNS | _NEWPID | _NEWIPC), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
 def _go_on_in_child() -> None:
