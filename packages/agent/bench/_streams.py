@@ -28,5 +28,5 @@ async def main(url: str, num_streams: int) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # a thousand open answers are much to look through: its pauses, up to 40 ms, were the p99 measured here
+    gc.disable()  # with a thousand answers open its pauses, of up to 40 ms, would be the p99 that is measured
     asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -77,6 +77,16 @@ FAMILIES = {
         "{{ m.content | tojson }}<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
     ),
+    # One token ends every role's message; an answer of a tool stands in a system message and names the call.
+    "kimi": (
+        ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>", "<|tool_calls|>"],
+        "<|im_end|>",
+        "{% for m in messages %}{% if m.role == 'tool' %}<|im_system|>{{ m.name }}<|im_middle|>## Return of "
+        "{{ m.tool_call_id }}\n{{ m.content }}{% else %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}"
+        "{% if m.tool_calls %}<|tool_calls|>{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{% endif %}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}",
+    ),
     # The quickstart's: every role has a header, and calls are not rendered.
     "plain": (
         ["<eos>", "<|user|>", "<|assistant|>", "<|tool|>"],

@@ -19,6 +19,9 @@ class Guess:
     def __init__(self, secret=5, fail=""):
         self.secret, self.fail, self.is_closed = secret, fail, False
         made.append(self)
+        if fail == "make":
+            self.is_closed = True
+            raise OSError("no board")
 
     def reset(self, *, seed):
         if self.fail == "reset":
@@ -103,6 +106,7 @@ def test_what_ends_an_episode_is_told():
 @pytest.mark.parametrize(
     ("fail", "turn", "stage", "sentence"),
     [
+        ("make", "3", "make", "OSError: no board"),
         ("reset", "3", "reset", "OSError: no such game"),
         ("", "three", "step", "ValueError: invalid literal"),
         ("hang", "3", "step", "did not answer within 0.1 s"),

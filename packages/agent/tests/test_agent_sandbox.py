@@ -217,6 +217,12 @@ def test_where_code_cannot_be_shut_off_as_asked_nothing_runs(monkeypatch):
         Grader(needs=("net",))
 
 
+def test_a_subprocess_that_does_not_start_says_why(monkeypatch):
+    monkeypatch.setattr(_sandbox, "_WORKER", Path("/nowhere"))
+    with pytest.raises(SandboxError, match="/nowhere, did not start: EOFError: .*can't open file '/nowhere'"):
+        grade("1")
+
+
 def test_too_little_memory_for_python_is_told():
     with pytest.raises(ValueError, match="memory_bytes=1000 must be at least 67108864"):
         grade("1", limits=SandboxLimits(memory_bytes=1000))

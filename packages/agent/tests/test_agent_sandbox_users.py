@@ -1,4 +1,4 @@
-"""What the grader shuts code off from, and says so, for whoever runs it: root, an ordinary user, one without namespaces."""
+"""What the grader shuts code off from, and tells: for root, for an ordinary user, and where the kernel refuses."""
 
 import json
 import os

@@ -1,16 +1,17 @@
 """Continuations by appending, held against each family's own rendering."""
 
+import asyncio
 import string
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_agent import TemplateError
+from rl_agent import TemplateError, create_loop, validate_output
 from rl_agent._template import TurnTemplate
-from rl_agent.testing import FakeTokenizer
+from rl_agent.testing import FakeGenerator, FakeTokenizer
 
-FAMILIES = ["qwen", "llama", "mistral", "deepseek", "glm", "gpt_oss", "plain"]
+FAMILIES = ["qwen", "llama", "mistral", "deepseek", "glm", "gpt_oss", "kimi", "plain"]
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 WORDS = st.text(string.ascii_letters + string.digits + " .,:", min_size=1, max_size=12).map(lambda t: f"x{t}y")
 
@@ -73,9 +74,45 @@ def test_tool_answers_are_appended_as_the_template_renders_them(templates, famil
             f'<|start|>functions.add to=assistant<|channel|>commentary<|message|>"sum {i}"<|end|>' for i in range(count)
         )
         + "<|start|>assistant",
+        "kimi": "".join(
+            f"<|im_system|>add<|im_middle|>## Return of call0000{i}\nsum {i}<|im_end|>" for i in range(count)
+        )
+        + "<|im_assistant|>assistant<|im_middle|>",
         "plain": "".join(f"<|tool|>sum {i}" for i in range(count)) + "<|assistant|>",
     }
     assert text == expected[family]
+
+
+class Talk:
+    """An environment that answers to everything."""
+
+    def reset(self, *, seed):
+        return "begin", {}
+
+    def step(self, action):
+        return "go on", 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_whatever_the_model_emits_stays_and_every_prompt_extends_the_one_before(templates, family, data):
+    """Reasoning that the template would drop, halves of calls, special tokens: nothing of it is written anew."""
+    tokenizer, _ = templates[family]
+    token = st.one_of(st.integers(1, len(tokenizer) - 1), st.sampled_from(tokenizer.encode("<think>a</think> {")))
+    turns = data.draw(st.lists(st.lists(token, min_size=1, max_size=8), min_size=3, max_size=3))
+    says = iter([*turn, stop_id(tokenizer, family)] for turn in turns)
+    server = FakeGenerator(lambda _: next(says))
+    loop = create_loop("gym", server, tokenizer, environments={"talk": Talk}, max_turns=3)
+    output = asyncio.run(loop.run({"max_new_tokens": 16}))
+    validate_output(output)
+    ids = (*output.prompt_token_ids, *output.completion_token_ids)
+    for request, answer in zip(server.requests, server.outputs, strict=True):
+        assert ids[: len(request.prompt_token_ids) + len(answer.token_ids)] == (
+            *request.prompt_token_ids,
+            *answer.token_ids,
+        )
+    assert sum(output.loss_mask) == sum(len(answer.token_ids) for answer in server.outputs)
 
 
 def test_a_template_that_changes_the_past_is_told_apart(make_tokenizer):

@@ -11,6 +11,7 @@ from rl_agent import (
     Failure,
     FailureError,
     FailureKind,
+    FunctionTool,
     LoopError,
     PluginError,
     RowError,
@@ -163,6 +164,16 @@ def test_a_flood_is_cut_and_says_so():
     assert f"{'x' * 20}\n[cut: 10000000 characters are too many]" in context_of(output)
     assert output.metrics["num_tool_cut"] == 1
     assert len(output.completion_token_ids) < 250
+
+
+def test_a_tools_own_limits_come_before_the_loops():
+    own = [FunctionTool(flood, max_tokens=30), FunctionTool(wait_forever, timeout_s=0.1), add]
+    output = run(says(call("flood") + call("wait_forever") + call("add", a=1), "well"), own, max_tool_tokens=60)
+    assert f"tool\n{'x' * 30}\n[cut" in context_of(output)
+    assert "wait_forever did not answer within 0.1 s" in context_of(output)
+    assert "tool\n2<|im_end|>" in context_of(output)
+    with pytest.raises(ValueError, match="max_tokens of tool 'flood' is 0; it must be positive"):
+        FunctionTool(flood, max_tokens=0)
 
 
 def test_what_a_tool_says_cannot_open_a_turn():

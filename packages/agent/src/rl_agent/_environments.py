@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-def make_environment(row: Mapping[str, Any], given: Mapping[str, Callable[..., Any]]) -> Any:
+async def make_environment(row: Mapping[str, Any], given: Mapping[str, Callable[..., Any]], *, timeout_s: float) -> Any:
     """The environment that a row names in `environment`, made with its `environment_args`.
 
     Raises:
         RowError: the row names none, or arguments that it does not take.
         PluginError: there is none of that name.
+        FailureError: it could not be made, or not in time.
     """
     name, arguments = row.get("environment"), row.get("environment_args") or {}
     if name is None and len(given) == 1:
@@ -32,11 +33,13 @@ def make_environment(row: Mapping[str, Any], given: Mapping[str, Callable[..., A
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise RowError(f"field 'environment_args' does not suit environment {name!r}: {error}") from error
-    return factory(**arguments)
+    return await call_environment(lambda: factory(**arguments), stage="make", timeout_s=timeout_s)
 
 
-async def call_environment(method: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-    """One call of an environment's method, a coroutine function or one that blocks.
+async def call_environment(
+    method: Callable[..., Any], *args: Any, stage: str = "", timeout_s: float, **kwargs: Any
+) -> Any:
+    """One call of an environment's method, a coroutine function or one that blocks; `stage` is its name, else.
 
     Raises:
         FailureError: it raised, or did not answer in time.
@@ -47,7 +50,7 @@ async def call_environment(method: Callable[..., Any], *args: Any, timeout_s: fl
             return await method(*args, **kwargs)
         return await in_thread(lambda: method(*args, **kwargs))
 
-    stage = method.__name__
+    stage = stage or method.__name__
     try:
         return await with_deadline(work(), timeout_s)
     except DeadlineError as error:

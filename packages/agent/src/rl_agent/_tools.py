@@ -29,10 +29,30 @@ class Tool(ABC):
         name: As the model writes it.
         description: For the model.
         parameters: JSON schema of an object, the arguments.
+        timeout_s: Deadline of one call, seconds; None: the loop's.
+        max_tokens: Tokens of one answer at most; None: the loop's.
+
+    Raises:
+        ValueError: a limit is not positive.
     """
 
-    def __init__(self, name: str, description: str, parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        for limit, value in (("timeout_s", timeout_s), ("max_tokens", max_tokens)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{limit} of tool {name!r} is {value}; it must be positive")
         self.name = name
+        self.timeout_s = timeout_s
+        """Of one call, seconds."""
+        self.max_tokens = max_tokens
+        """Of one answer."""
         self.schema: dict[str, Any] = {
             "type": "function",
             "function": {"name": name, "description": description, "parameters": dict(parameters)},
@@ -69,19 +89,24 @@ class FunctionTool(Tool):
 
     Args:
         function: Every parameter has an annotation that pydantic knows.
+        timeout_s: See `Tool`.
+        max_tokens: See `Tool`.
 
     Raises:
         ToolDefinitionError: a parameter has no annotation, or one that gives no JSON schema.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, timeout_s: float | None = None, max_tokens: int | None = None
+    ) -> None:
         self._function = function
         self._model = _arguments_model(function)
         schema = self._model.model_json_schema()
         schema.pop("title", None)
         for each in schema.get("properties", {}).values():
             each.pop("title", None)
-        super().__init__(function.__name__, inspect.getdoc(function) or "", schema)
+        description = inspect.getdoc(function) or ""
+        super().__init__(function.__name__, description, schema, timeout_s=timeout_s, max_tokens=max_tokens)
 
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> Any:
         """Check the arguments and call the function with them."""
@@ -137,7 +162,7 @@ class ToolAnswer:
 
 
 async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: str, timeout_s: float) -> ToolAnswer:
-    """Make one call. Whatever the tool does, there is an answer within `timeout_s`.
+    """Make one call. Whatever the tool does, there is an answer within its `timeout_s`, or the given one.
 
     Raises:
         FailureError: the tool ends the rollout.
@@ -147,6 +172,7 @@ async def answer_call(call: ToolCall, tools: Mapping[str, Tool], *, session_id: 
     tool = tools.get(call.name)
     if tool is None:
         return ToolAnswer(text=f"error: no tool {call.name!r}; there are: {', '.join(tools)}", outcome="unknown")
+    timeout_s = tool.timeout_s or timeout_s
     try:
         result = await with_deadline(tool.call(call.arguments, session_id), timeout_s)
     except DeadlineError:

@@ -76,7 +76,7 @@ class GymLoop(AgentLoop):
             RowError: the row names no environment, or arguments that it does not take.
             FailureError: the environment failed, or a generation was aborted before its first token.
         """
-        environment = make_environment(kwargs, self._environments)
+        environment = await make_environment(kwargs, self._environments, timeout_s=self._timeout_s)
         try:
             return await self._play(environment, sampling_params, kwargs)
         finally:

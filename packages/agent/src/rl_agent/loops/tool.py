@@ -40,8 +40,8 @@ class ToolLoop(AgentLoop):
             deepseek, glm, kimi, gpt_oss), or a function from text to `ParsedTurn`.
         max_turns: Generations at most.
         max_completion_tokens: Tokens after the prompt at most, tool answers included; None leaves it to the server.
-        tool_timeout_s: Deadline of one call, seconds.
-        max_tool_tokens: Tokens of one answer at most; a longer one is cut and says so.
+        tool_timeout_s: Deadline of one call, seconds, of tools that have none of their own.
+        max_tool_tokens: Tokens of one answer at most, likewise; a longer one is cut and says so.
         template_kwargs: Further variables of the chat template.
 
     Raises:
@@ -160,7 +160,8 @@ class ToolLoop(AgentLoop):
         )
         messages, images = list["Message"](), list[str]()
         for call, answer in zip(calls, answers, strict=True):
-            text, is_cut = self._cut(answer.text)
+            tool = tools.get(call.name)
+            text, is_cut = self._cut(answer.text, None if tool is None else tool.max_tokens)
             text, num_escaped = template.escape(text)
             call_id = f"call{counts['calls']:05d}"
             counts.update({"calls": 1, answer.outcome: 1, "cut": is_cut, "escaped": num_escaped})
@@ -170,13 +171,14 @@ class ToolLoop(AgentLoop):
             images += answer.images
         return messages, images
 
-    def _cut(self, text: str) -> tuple[str, bool]:
+    def _cut(self, text: str, max_tokens: int | None = None) -> tuple[str, bool]:
         """`text` within the limit of tokens. What is tokenised here was written by a tool, not by the model."""
-        head = text[: 32 * self._max_tool_tokens]  # a flood is not even tokenised
+        limit = max_tokens or self._max_tool_tokens
+        head = text[: 32 * limit]  # a flood is not even tokenised
         ids = self.tokenizer.encode(head, add_special_tokens=False)
-        if len(head) == len(text) and len(ids) <= self._max_tool_tokens:
+        if len(head) == len(text) and len(ids) <= limit:
             return text, False
-        kept = self.tokenizer.decode(ids[: self._max_tool_tokens], skip_special_tokens=False)
+        kept = self.tokenizer.decode(ids[:limit], skip_special_tokens=False)
         return f"{kept}\n[cut: {len(text)} characters are too many]", True
 
     def _names_of(self, row: Mapping[str, Any]) -> tuple[str, ...]:
