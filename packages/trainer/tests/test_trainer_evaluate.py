@@ -11,6 +11,10 @@ from rl_trainer.evaluate import Estimate, Problem, maj_at_n, pass_at_k, summaris
 from rl_trainer.rewards import answer_of
 
 
+def problem(rewards, answers, *, num_failed):
+    return Problem(prompt="?", completions=answers, answers=answers, rewards=rewards, num_failed=num_failed)
+
+
 def test_pass_at_k_by_hand():
     assert pass_at_k(4, 1, 1) == pytest.approx(0.25)
     assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
@@ -39,9 +43,9 @@ def test_an_interval_is_between_problems():
 
 def test_failed_completions_are_in_no_estimate():
     problems = [
-        Problem(rewards=(1.0, 0.0), answers=("a", "b"), num_failed=0),
-        Problem(rewards=(1.0,), answers=("a",), num_failed=1),
-        Problem(rewards=(), answers=(), num_failed=2),
+        problem((1.0, 0.0), ("a", "b"), num_failed=0),
+        problem((1.0,), ("a",), num_failed=1),
+        problem((), (), num_failed=2),
     ]
     found = summarise(problems, [1, 2])
     assert found["accuracy"].mean == pytest.approx(0.75)

@@ -1,4 +1,4 @@
-"""`rl-train RECIPE [key=value ...]` and `rl-eval RECIPE [key=value ...]`: the command lines.
+"""The command lines: `rl-train RECIPE [key=value ...]`, `rl-eval RECIPE ...`, `rl-sample RECIPE ...` or `OUTPUT_DIR`.
 
 Bad input ends with one sentence and exit code 2 before anything is started.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_rollout.errors import RolloutError
@@ -17,6 +18,8 @@ from rl_trainer.preflight import check_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rl_trainer.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,19 +74,15 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
         ks = [int(k) for k in arguments.k.split(",")]
         if not 0 < min(ks) <= max(ks) <= arguments.samples:
             raise ConfigError(f"--k={arguments.k} must lie between 1 and --samples={arguments.samples}")
-        config = load_config(arguments.recipe, arguments.overrides)
-        if config.model.path is None:
-            raise ConfigError("model.path is not set: give the folder of the policy")
-        check_model(config)
+        config = _config_of_a_policy(arguments.recipe, arguments.overrides)
         import asyncio
         import json
         from dataclasses import asdict
-        from pathlib import Path
 
         from rl_trainer.evaluate import sample, summarise
 
         problems = asyncio.run(
-            sample(config, Path(config.model.path), num_samples=arguments.samples, url=arguments.url)
+            sample(config, Path(str(config.model.path)), num_samples=arguments.samples, url=arguments.url)
         )
         if arguments.output:
             Path(arguments.output).write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
@@ -98,6 +97,53 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
     except (TrainerError, RolloutError) as error:
         print(f"rl-eval: {error}", file=sys.stderr)
         return 1
+
+
+def main_sample(argv: Sequence[str] | None = None) -> int:
+    """Show samples: those that a run kept, or fresh ones of a policy; exit codes as those of `main`."""
+    parser = argparse.ArgumentParser(prog="rl-sample", description="Look at samples of a run, or of a policy.")
+    parser.add_argument("source", help="output_dir of a run with tracking.keep_samples=true, or a recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe; model.path is the policy")
+    parser.add_argument("--count", type=int, default=4, help="of a run: samples to show; of a recipe: held-out rows")
+    parser.add_argument("--order", choices=("first", "best", "worst"), default="first", help="by reward")
+    parser.add_argument("--step", type=int, help="of a run: the step; the last one by default")
+    parser.add_argument("--samples", type=int, help="of a recipe: completions per row, 1 by default")
+    parser.add_argument("--url", help="of a recipe: a rollout server that runs already")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        from rich.console import Console
+
+        from rl_trainer import show
+
+        order, count = arguments.order, arguments.count
+        if count < 1 or (arguments.samples or 1) < 1:
+            raise ConfigError(f"--count={count} and --samples={arguments.samples} must be at least 1")
+        if Path(arguments.source).is_dir():
+            if arguments.samples or arguments.url or arguments.overrides:
+                raise ConfigError(f"{arguments.source} is a run: --samples, --url and key=value are of a recipe")
+            found = show.kept(arguments.source, step=arguments.step, order=order, count=count)
+        else:
+            if arguments.step is not None:
+                raise ConfigError("--step is of a run, and a recipe was given")
+            config = _config_of_a_policy(arguments.source, arguments.overrides)
+            samples = arguments.samples or 1
+            found = show.fresh(config, url=arguments.url, order=order, count=count, num_samples=samples)
+        show.show(Console(), found)
+        return 0
+    except (InputError, ValueError) as error:
+        print(f"rl-sample: {error}", file=sys.stderr)
+        return 2
+    except (TrainerError, RolloutError) as error:
+        print(f"rl-sample: {error}", file=sys.stderr)
+        return 1
+
+
+def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
+    config = load_config(recipe, overrides)
+    if config.model.path is None:
+        raise ConfigError("model.path is not set: give the folder of the policy")
+    check_model(config)
+    return config
 
 
 def _keep_freed_memory() -> None:

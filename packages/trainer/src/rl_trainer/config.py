@@ -285,6 +285,18 @@ class StalenessSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingSection:
+    """Where numbers and samples are kept; `metrics.jsonl` is always written."""
+
+    trackers: tuple[str, ...] = ("console",)
+    """Names of installed trackers: console, tensorboard, wandb, trackio, or one of your own."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of a tracker, under its name, such as {wandb: {project: math, mode: offline}}."""
+    keep_samples: bool = False
+    """Keep every sample of every step in `samples/`, one parquet file per step; `rl-sample OUTPUT_DIR` shows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One training run."""
 
@@ -320,6 +332,7 @@ class Config:
     """Train a value function, for the estimators that read it."""
     reward: RewardSection = field(default_factory=RewardSection)
     staleness: StalenessSection = field(default_factory=StalenessSection)
+    tracking: TrackingSection = field(default_factory=TrackingSection)
     weights_transport: str = "shm"
     """Name of an installed rl-ckpt backend."""
     queue_storage: str = "shm"

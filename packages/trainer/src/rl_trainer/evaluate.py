@@ -47,10 +47,14 @@ class Estimate:
 class Problem:
     """What was sampled for one held-out row."""
 
-    rewards: tuple[float, ...]
-    """One per completion that ended well."""
+    prompt: str
+    """The last message of the row's prompt."""
+    completions: tuple[str, ...]
+    """Text of each completion that ended well."""
     answers: tuple[str, ...]
     """What each of them answered."""
+    rewards: tuple[float, ...]
+    """One per completion that ended well."""
     num_failed: int
     """Completions that did not end well; they are in no estimate."""
 
@@ -93,7 +97,9 @@ def summarise(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Estim
     return found
 
 
-async def sample(config: Config, model_path: Path, *, num_samples: int, url: str | None = None) -> list[Problem]:
+async def sample(
+    config: Config, model_path: Path, *, num_samples: int, url: str | None = None, num_rows: int | None = None
+) -> list[Problem]:
     """Sample every held-out row `num_samples` times, at `rollout.eval_temperature` (one) or `rollout.temperature`.
 
     Args:
@@ -101,8 +107,9 @@ async def sample(config: Config, model_path: Path, *, num_samples: int, url: str
         model_path: The policy's folder; its tokenizer is used even where another server answers.
         num_samples: Completions per row.
         url: A server that runs already; None starts one as the configuration says.
+        num_rows: Take the first so many held-out rows; None takes all.
     """
-    rows = load_datasets(config.data, seed=config.seed).eval
+    rows = load_datasets(config.data, seed=config.seed).eval[:num_rows]
     rollout = config.rollout
     server: RolloutServer
     if url is None:
@@ -127,19 +134,27 @@ async def sample(config: Config, model_path: Path, *, num_samples: int, url: str
             "max_new_tokens": rollout.max_new_tokens,
             "seed": hash_seed(f"{config.seed}/eval"),
         }
-        samples: list[list[tuple[str, float]]] = [[] for _ in rows]
+        samples: list[list[tuple[str, str, float]]] = [[] for _ in rows]
         failed = [0] * len(rows)
         async for result in runner.run(rows, dict(sampling), group_size=num_samples):
             scored = await score(result.outputs, rows[result.row_index], scorer)
             if isinstance(scored, Failure):
                 failed[result.row_index] += 1
             else:
-                samples[result.row_index] += [(answer_of(output.text), reward) for output, reward in scored]
+                samples[result.row_index] += [
+                    (output.text, answer_of(output.text), reward) for output, reward in scored
+                ]
         await runner.close()
     finally:
         scorer.close()
         await router.stop()
     return [
-        Problem(rewards=tuple(r for _, r in s), answers=tuple(a for a, _ in s), num_failed=f)
-        for s, f in zip(samples, failed, strict=True)
+        Problem(
+            prompt=row["prompt"][-1]["content"],
+            completions=tuple(text for text, _, _ in found),
+            answers=tuple(answer for _, answer, _ in found),
+            rewards=tuple(reward for _, _, reward in found),
+            num_failed=num_failed,
+        )
+        for row, found, num_failed in zip(rows, samples, failed, strict=True)
     ]

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from rl_trainer import preflight, report
+from rl_trainer import preflight, report, samples
 from rl_trainer.data import load_datasets
 from rl_trainer.plan import make_plan
 from rl_trainer.preflight import STATE_FILE
 from rl_trainer.runtime import create_runtime
+from rl_trainer.trackers import RunInfo, TrackerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -54,8 +55,11 @@ def run(config: Config, console: Console | None = None) -> dict[str, Any]:
     datasets = plan(config, console)
     output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False))
-    return _train(config, datasets, output_dir, console)
+    values = json.loads(json.dumps(asdict(config)))
+    (output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    about = RunInfo(name=config.name, output_dir=output_dir, num_steps=config.steps, config=values, console=console)
+    with TrackerGroup(about, config.tracking.trackers, config.tracking.options) as trackers:
+        return _train(config, datasets, output_dir, console, trackers)
 
 
 def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
@@ -69,7 +73,9 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
     ]
 
 
-def _train(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> dict[str, Any]:
+def _train(
+    config: Config, datasets: Datasets, output_dir: Path, console: Console, trackers: TrackerGroup
+) -> dict[str, Any]:
     from rl_trainer.pipelines.fully_async import run_fully_async
     from rl_trainer.pipelines.one_step_off import run_one_step_off
     from rl_trainer.pipelines.parts import place
@@ -86,7 +92,8 @@ def _train(config: Config, datasets: Datasets, output_dir: Path, console: Consol
         runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
         with console.status("starting the workers"):
             where = {"position": state["position"], "pending": state["pending"], "kl_coef": state["kl_coef"]}
-            parts = place(config, runtime, model_path, datasets, **where)
+            samples_folder = output_dir / samples.FOLDER if config.tracking.keep_samples else None
+            parts = place(config, runtime, model_path, datasets, samples_folder=samples_folder, **where)
         stack.callback(parts.queue.close)
         if parts.num_too_long:
             console.print(
@@ -98,11 +105,12 @@ def _train(config: Config, datasets: Datasets, output_dir: Path, console: Consol
             if parts.critic is not None:
                 parts.critic.load_checkpoint(str(Path(config.resume_from) / "critic"))
         start_s = time.perf_counter() - start - warmup_s
-        progress = report.Report(console, output_dir, config.steps)
+        progress = report.Report(output_dir)
         checkpoint: Path | None = None
-        with progress.progress(), _stop_when_asked(console) as stop:
+        with _stop_when_asked(console) as stop:
             for record in run_pipeline(parts, config, parts.eval_rows, start_step=state["step"]):
                 progress.add(record)
+                trackers.log(record)
                 state |= {"step": record.step, "position": record.position, "pending": list(record.pending)}
                 state["kl_coef"] = parts.kl.coef
                 is_last = stop.is_set() or record.step == config.steps
@@ -119,7 +127,9 @@ def _train(config: Config, datasets: Datasets, output_dir: Path, console: Consol
             "checkpoint": str(checkpoint),
             "output_dir": str(output_dir),
         }
-        return progress.finish(extra)
+        summary = progress.finish(extra)
+        trackers.finish(summary)
+        return summary
 
 
 @contextmanager

@@ -47,6 +47,15 @@ class StepRecord:
         busy = self.wall_s - self.phase_s.get("eval", 0.0)
         return self.num_tokens / busy if busy > 0 else 0.0
 
+    def scalars(self) -> dict[str, float]:
+        """Every number of the step under a flat name: `reward`, `policy_loss`, `phase_s/update`, `failures/timeout`."""
+        found = {"reward": self.reward, "accuracy": self.accuracy}
+        numbers = {name: value for name, value in found.items() if value is not None}
+        numbers |= {"num_tokens": self.num_tokens, "num_truncated": self.num_truncated}
+        numbers |= {"tokens_per_s": self.tokens_per_s, "wall_s": self.wall_s, **self.metrics}
+        numbers |= {f"phase_s/{name}": seconds for name, seconds in self.phase_s.items()}
+        return numbers | {f"failures/{kind}": count for kind, count in self.failures.items()}
+
     @classmethod
     def of_evaluation(cls, step: int, accuracy: float, phase_s: Mapping[str, float], *, position: int) -> StepRecord:
         """A record that holds nothing but an evaluation."""

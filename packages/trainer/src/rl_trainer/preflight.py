@@ -12,9 +12,10 @@ from packaging.requirements import Requirement
 
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.rewards import resolve_reward
+from rl_trainer.trackers.group import GROUP as TRACKERS
 
 if TYPE_CHECKING:
-    from rl_trainer.config import Config
+    from rl_trainer.config import Config, TrackingSection
     from rl_trainer.data import Row
 
 STATE_FILE = "trainer_state.json"
@@ -34,8 +35,10 @@ def check(config: Config, rows: list[Row]) -> None:
         ("rl_ckpt.backends", config.weights_transport, "weights_transport"),
         ("rl_tq.storage", config.queue_storage, "queue_storage"),
         ("rl_agent.loops", config.agent.loop, "agent.loop"),
+        *((TRACKERS, name, "tracking.trackers") for name in config.tracking.trackers),
     ):
         check_installed(group, name, key)
+    check_tracking(config.tracking)
     check_model(config)
     for source in {row["data_source"] for row in rows}:
         resolve_reward(source)
@@ -44,6 +47,18 @@ def check(config: Config, rows: list[Row]) -> None:
             f"output_dir={config.output_dir} already holds a finished run; choose another, so that nothing is "
             "overwritten"
         )
+
+
+def check_tracking(tracking: TrackingSection) -> None:
+    """Check that every option is of a tracker that is used, and that samples can be written."""
+    for name in tracking.options:
+        if name not in tracking.trackers:
+            raise ConfigError(
+                f"tracking.options.{name} does nothing, because tracking.trackers={list(tracking.trackers)} does not "
+                "name that tracker; add it, or leave the options out"
+            )
+    if tracking.keep_samples and not _is_installed("pyarrow"):
+        raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
 
 
 def check_resume(config: Config, num_rows: int) -> None:

@@ -20,6 +20,7 @@ from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError, RolloutFailedError, StaleWeightsError
 from rl_trainer.workers.agent import AgentWorker, Job
 from rl_trainer.workers.engine import CriticWorker, EngineWorker
+from rl_trainer.workers.samples import SampleWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
 
 if TYPE_CHECKING:
@@ -200,6 +201,8 @@ class Parts:
     """What generation runs on."""
     eval_rows: Sequence[Row]
     """Held-out rows."""
+    samples: SampleWorker | None = None
+    """Writes what is learned from to disk; None keeps nothing."""
     num_too_long: int = 0
     """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
 
@@ -230,10 +233,12 @@ def place(
     position: int,
     pending: Sequence[int] = (),
     kl_coef: float | None = None,
+    samples_folder: Path | None = None,
 ) -> Parts:
     """Start every worker of a job, which takes its prompts from `position` on, after the rows `pending`.
 
-    `kl_coef` is where the weight of the KL in the rewards stood; None begins with `algorithm.kl_coef`.
+    `kl_coef` is where the weight of the KL in the rewards stood; None begins with `algorithm.kl_coef`. What is learned
+    from is kept in `samples_folder`, if one is given.
 
     Raises:
         InputError: no training or no held-out prompt is short enough.
@@ -276,6 +281,10 @@ def place(
         queue_address=queue_address,
         timeout_s=config.timeout_s,
     )
+    samples = None
+    if samples_folder is not None:
+        where = {"folder": str(samples_folder), "model_path": str(model_path), "queue_address": queue_address}
+        samples = runtime.create_group(SampleWorker, "queue", timeout_s=config.timeout_s, **where)
     rows, eval_rows = (short_enough(agents, some, config) for some in (datasets.train, datasets.eval))
     order = PromptOrder(num_rows=len(rows), seed=config.seed, position=position, returned=list(pending))
     return Parts(
@@ -292,6 +301,7 @@ def place(
         queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
         agents=agents,
         eval_rows=eval_rows,
+        samples=samples,
         num_too_long=len(datasets.train) + len(datasets.eval) - len(rows) - len(eval_rows),
     )
 

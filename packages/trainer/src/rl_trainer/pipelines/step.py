@@ -36,6 +36,9 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
     with timer.phase("advantage"):
         report = parts.actor.compute_advantage(batch, parts.kl.coef, hash_seed(f"{config.seed}/{step}"))
         batch = batch.union(report.batch)
+    if parts.samples is not None:
+        with timer.phase("keep_samples"):
+            parts.samples.write(batch, step)
     if report.reward_kl is not None:
         parts.kl.update(report.reward_kl, len(batch))
     updates: list[UpdateReport] = []

@@ -1,0 +1,93 @@
+"""The samples that a run kept: a parquet file per step, a row per sample, a ragged list per column of tokens.
+
+Written with `tracking.keep_samples=true`. Columns: `prompt`, `completion` (text), `reward`, `finish_reason`, and the
+queue's own, such as `completion_token_ids`, `loss_mask`, `rollout_logprobs`, `advantages`, `weight_version_min`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+FOLDER = "samples"
+"""In `output_dir`."""
+_NAME = re.compile(r"step-(\d+)\.parquet")
+
+
+def file_of(folder: Path, step: int) -> Path:
+    """The file of one step."""
+    return folder / f"step-{step:06d}.parquet"
+
+
+def write_samples(path: Path, columns: Mapping[str, Tensor | Sequence[Any]]) -> int:
+    """Write one step's samples, whole or not at all; returns the bytes on disk.
+
+    Args:
+        path: The file.
+        columns: A row per sample: jagged tensors, one-dimensional tensors, or sequences. Integers become int32.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table({name: _array(column) for name, column in columns.items()})
+    partial = path.with_suffix(".partial")
+    parquet.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+    return path.stat().st_size
+
+
+def _array(column: Any) -> Any:
+    import pyarrow as pa
+    import torch
+
+    if not isinstance(column, torch.Tensor):
+        return pa.array(column)
+    if column.is_nested:
+        return pa.ListArray.from_arrays(_array(column.offsets()), _array(column.values()))
+    return pa.array((column.int() if column.dtype == torch.int64 else column).numpy())
+
+
+def steps_of(run: str | Path) -> list[int]:
+    """The steps whose samples a run kept, in order."""
+    return sorted(int(m[1]) for p in (Path(run) / FOLDER).glob("*.parquet") if (m := _NAME.fullmatch(p.name)))
+
+
+def read_samples(run: str | Path, *, steps: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> Any:
+    """The samples of a run as one `pyarrow.Table`, with a column `step` before the others.
+
+    Args:
+        run: The run's `output_dir`.
+        steps: Which; all if None.
+        columns: Which; all if None.
+
+    Raises:
+        DataError: the run kept none, or not those of a step, or pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError("reading samples needs pyarrow: pip install 'rl-post-trainer[parquet]'") from error
+    kept = steps_of(run)
+    if not kept:
+        raise DataError(f"{run} holds no samples: only runs with tracking.keep_samples=true keep them")
+    wanted = kept if steps is None else list(steps)
+    if missing := set(wanted) - set(kept):
+        raise DataError(
+            f"{run} has no samples of step {min(missing)}; there are {len(kept)} steps from {kept[0]} to {kept[-1]}"
+        )
+    tables: list[Any] = []
+    for step in wanted:
+        table = parquet.read_table(
+            file_of(Path(run) / FOLDER, step), columns=None if columns is None else list(columns)
+        )
+        tables.append(table.add_column(0, "step", pa.array([step] * len(table), pa.int32())))
+    return pa.concat_tables(tables, promote_options="default")

@@ -1,0 +1,88 @@
+"""What a run kept can be read and looked at; a whole run with every real part keeps what it learned from."""
+
+import json
+
+import pyarrow as pa
+import pytest
+import torch
+from rich.console import Console
+
+from rl_trainer.cli import main_sample
+from rl_trainer.config import load_config
+from rl_trainer.errors import DataError
+from rl_trainer.job import run
+from rl_trainer.samples import FOLDER, file_of, read_samples, steps_of, write_samples
+
+
+def write(run, step, rewards):
+    (run / FOLDER).mkdir(exist_ok=True)
+    ids = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 2, 2, 6]))
+    columns = {
+        "completion_token_ids": ids, "group_id": torch.tensor([7, 7, 8]), "prompt": ["a", "b", "[red]c"],
+        "completion": ["x", "y", "z"], "reward": rewards, "finish_reason": ["stop"] * 3,
+        "weight_version_min": torch.tensor([1, 2, 3]),
+    }  # fmt: skip
+    assert write_samples(file_of(run / FOLDER, step), columns) > 0
+
+
+def test_ragged_columns_come_back_as_they_went(tmp_path):
+    write(tmp_path, 2, [0.0, 1.0, 0.5])
+    write(tmp_path, 10, [1.0, 1.0, 1.0])
+    assert steps_of(tmp_path) == [2, 10]
+    table = read_samples(tmp_path)
+    assert table["step"].to_pylist() == [2, 2, 2, 10, 10, 10]
+    assert table["completion_token_ids"].to_pylist()[:3] == [[0, 1], [], [2, 3, 4, 5]]
+    assert table.schema.field("completion_token_ids").type == pa.list_(pa.int32())
+    assert read_samples(tmp_path, steps=[10], columns=["reward"]).to_pydict() == {"step": [10] * 3, "reward": [1.0] * 3}
+    with pytest.raises(DataError, match="has no samples of step 3; there are 2 steps from 2 to 10"):
+        read_samples(tmp_path, steps=[3])
+
+
+def test_rl_sample_shows_the_best_of_the_last_step(tmp_path, capsys):
+    write(tmp_path, 1, [0.0, 1.0, 0.5])
+    assert main_sample([str(tmp_path), "--order", "best", "--count", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("reward 1.000") < shown.index("reward 0.500")
+    assert "step 1, group 8, weights 3, stop" in shown
+    assert "[red]c" in shown
+    assert "reward 0.000" not in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["{run}"], "holds no samples: only runs with tracking.keep_samples=true keep them"),
+        (["{run}", "--samples", "2"], "is a run: --samples, --url and key=value are of a recipe"),
+        (["quickstart"], "model.path is not set"),
+        (["quickstart", "--step", "2"], "--step is of a run"),
+        (["quickstart", "--count", "0"], "--count=0 and --samples=None must be at least 1"),
+    ],
+)
+def test_rl_sample_refuses_in_a_sentence(tmp_path, capsys, argv, words):
+    assert main_sample([word.format(run=tmp_path) for word in argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_keeps_every_sample_and_a_policy_can_be_asked_for_fresh_ones(model, tmp_path, capsys):
+    sizes = ["data.num_rows=200", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2", "steps=2"]
+    settings = [*sizes, "batch.group_size=2", "eval_every=0", "runtime=inline", f"model.path={model}"]
+    out = tmp_path / "out"
+    run(load_config("quickstart", [*settings, "tracking.keep_samples=true", f"output_dir={out}"]), Console(quiet=True))
+    table = read_samples(out)
+    assert table["step"].to_pylist() == [1] * 8 + [2] * 8
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for row in table.to_pylist():
+        num_tokens = len(row["completion_token_ids"])
+        assert num_tokens == len(row["loss_mask"]) == len(row["rollout_logprobs"]) == len(row["advantages"]) > 0
+        assert sum(row["rewards"]) == pytest.approx(row["reward"])
+        assert row["weight_version_min"] == row["weight_version_max"] == row["step"]
+        assert " =" in row["prompt"]
+        assert row["completion"] or not num_tokens
+    for step in (1, 2):
+        rewards = [row["reward"] for row in table.to_pylist() if row["step"] == step]
+        assert sum(rewards) / 8 == pytest.approx(records[step]["reward"])
+    capsys.readouterr()
+    assert main_sample([str(out)]) == 0
+    assert capsys.readouterr().out.count("reward ") == 4
+    assert main_sample(["quickstart", *settings, "--count", "2", "--samples", "3"]) == 0
+    assert capsys.readouterr().out.count("reward ") == 6

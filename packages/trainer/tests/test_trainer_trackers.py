@@ -1,0 +1,149 @@
+"""Each tracker's own reader finds the numbers again; one that fails costs the run nothing but itself."""
+
+import io
+import json
+import sqlite3
+from contextlib import closing
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+from rich.console import Console
+
+from rl_trainer.config import TrackingSection
+from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.metrics import StepRecord
+from rl_trainer.preflight import check_tracking
+from rl_trainer.trackers import RunInfo, Tracker, TrackerGroup
+
+
+def record(step, **values):
+    given = {
+        "position": 4 * step, "reward": 0.25 * step, "accuracy": None, "num_tokens": 10, "num_truncated": 1,
+        "failures": {"timeout": 2}, "metrics": {"policy_loss": -0.5}, "phase_s": {"generate": 1.5, "update": 0.5},
+    }  # fmt: skip
+    return StepRecord(step=step, **(given | values))
+
+
+@pytest.fixture
+def run(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    return RunInfo(name="mine", output_dir=tmp_path, num_steps=3, config={"seed": 1, "batch": {}}, console=console)
+
+
+def logged(run, *names, options=None):
+    with TrackerGroup(run, names, options or {}) as trackers:
+        trackers.log(record(1))
+        trackers.log(record(2, accuracy=0.75))
+        trackers.finish({"steps": 2, "phase_s": {"update": 1.0}})
+
+
+def test_a_record_s_numbers_have_flat_names():
+    assert record(2, accuracy=0.75).scalars() == {
+        "reward": 0.5, "accuracy": 0.75, "num_tokens": 10, "num_truncated": 1, "tokens_per_s": 5.0, "wall_s": 2.0,
+        "policy_loss": -0.5, "phase_s/generate": 1.5, "phase_s/update": 0.5, "failures/timeout": 2,
+    }  # fmt: skip
+    assert "accuracy" not in record(1).scalars()
+
+
+def test_console_and_jsonl(run):
+    logged(run, "console")
+    shown = run.console.file.getvalue()
+    assert "step 1/3  reward 0.250  5 tok/s  generate 1.50s update 0.50s" in shown
+    assert "step 2/3  reward 0.500  held-out 0.750" in shown
+    assert "update 1.0" in shown.split("summary")[1]
+    lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["metrics"] == {"policy_loss": -0.5}
+
+
+def test_tensorboard(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged(run, "tensorboard")
+    events = EventAccumulator(str(run.output_dir / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("accuracy")] == [(2, 0.75)]
+    assert events.Scalars("phase_s/generate")[0].value == 1.5
+
+
+def test_wandb_offline(run, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged(run, "wandb", options={"wandb": {"mode": "offline", "project": "theirs"}})
+    import wandb
+
+    wandb.teardown()  # as at the end of the process: its own process writes what it still holds
+    (file,) = (run.output_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    raw = file.read_bytes()
+    for text in (b"policy_loss", b"phase_s/generate", b"theirs"):
+        assert text in raw
+
+
+def test_trackio(run, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(run.output_dir / "trackio"))
+    logged(run, "trackio", options={"trackio": {"project": "theirs"}})
+    with closing(sqlite3.connect(run.output_dir / "trackio" / "theirs.db")) as database:
+        found = dict(database.execute("select step, metrics from metrics").fetchall())
+    assert {step: json.loads(metrics)["reward"] for step, metrics in found.items()} == {1: 0.25, 2: 0.5}
+
+
+def test_several_at_once_and_one_of_your_own(run, monkeypatch):
+    seen = []
+
+    class Mine(Tracker):
+        def __init__(self, run, *, greeting):
+            seen.append(greeting)
+
+        def log(self, record):
+            seen.append(record.step)
+
+        def close(self, summary):
+            seen.append(summary["steps"])
+
+    point = EntryPoint("mine", "unused", "rl_trainer.trackers")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Mine)
+    monkeypatch.setattr("rl_trainer.trackers.group.entry_points", lambda **_: EntryPoints([point]))
+    logged(run, "mine", options={"mine": {"greeting": "hello"}})
+    assert seen == ["hello", 1, 2, 2]
+
+
+class Fails(Tracker):
+    def __init__(self, run, *, at):
+        self.at, self.calls = at, 0
+        if at == "start":
+            raise RuntimeError("no network")
+
+    def log(self, record):
+        self.calls += 1
+        assert self.calls == 1, "it was to be left out"
+        if self.at == "log":
+            raise RuntimeError("no network")
+
+    def close(self, summary):
+        raise RuntimeError("no network")
+
+
+@pytest.mark.parametrize(
+    ("at", "words"), [("log", "failed at step 1 and is left out"), ("close", "could not be closed")]
+)
+def test_a_tracker_that_fails_is_told_once_and_loses_nothing(run, monkeypatch, at, words):
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Fails)
+    with TrackerGroup(run, ["console"], {"console": {"at": at}}) as trackers:
+        for step in (1, 2, 3) if at == "log" else (1,):
+            trackers.log(record(step))
+    assert run.console.file.getvalue().count("no network; all numbers are in metrics.jsonl") == 1
+    assert words in run.console.file.getvalue()
+    assert len((run.output_dir / "metrics.jsonl").read_text().splitlines()) == (3 if at == "log" else 1)
+
+
+def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(run):
+    with pytest.raises(
+        InputError, match=r"tracker 'console' cannot start with tracking.options.console=\{'colour': 1\}"
+    ):
+        TrackerGroup(run, ["console"], {"console": {"colour": 1}})
+
+
+def test_options_of_a_tracker_that_is_not_used_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"tracking.options.wandb does nothing, because tracking.trackers=\['console'\]"
+    ):
+        check_tracking(TrackingSection(options={"wandb": {"mode": "offline"}}))
