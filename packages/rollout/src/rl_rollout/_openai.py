@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rl_rollout import _wire
-from rl_rollout._text import LazyTokenizer, TextStream
-from rl_rollout.errors import RequestError
+from rl_rollout._text import LazyTokenizer, TextStream, plain_messages
+from rl_rollout.errors import RequestError, UnsupportedError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Call:
     has_logprobs: bool
     returns_token_ids: bool
     returns_prompt_logprobs: bool
+    images: tuple[str, ...] = ()
+    """Data URLs, of the only prompt."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -136,13 +138,13 @@ class OpenAIRoutes:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         message = await self._read(request, CHAT_TYPES)
-        messages = message.get("messages")
-        if not messages or not all(isinstance(each, dict) and "role" in each for each in messages):
-            raise RequestError("the request needs 'messages': a list of objects with 'role' and 'content'")
-        prompt = self._tokenizer.encode_chat(messages)
-        return await self._answer(
-            request, self._call(message, (prompt,), is_chat=True, default_tokens=self._max_model_len)
+        messages, images = plain_messages(message.get("messages"))
+        if images and not self._server.capabilities.takes_images:
+            raise UnsupportedError("the model that is served here takes no images; leave the image_url parts out")
+        call = self._call(
+            message, (self._tokenizer.encode_chat(messages),), is_chat=True, default_tokens=self._max_model_len
         )
+        return await self._answer(request, replace(call, images=images))
 
     # ---- reading
 
@@ -255,6 +257,7 @@ class OpenAIRoutes:
             prompt_token_ids=call.prompts[prompt_index],
             sampling_params=params,
             returns_prompt_logprobs=call.returns_prompt_logprobs,
+            images=call.images,
         )
 
     async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:

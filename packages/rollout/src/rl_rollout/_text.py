@@ -74,6 +74,41 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+def plain_messages(messages: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Messages as chat templates take them, and their images in order.
+
+    Content in parts becomes one string where all are text; else an `image_url` part becomes `{"type": "image"}`.
+
+    Raises:
+        RequestError: no message, one without a role, a part that is neither text nor an image's data URL.
+    """
+    if not messages or not all(isinstance(each, dict) and "role" in each for each in messages):
+        raise RequestError("the request needs 'messages': a list of objects with 'role' and 'content'")
+    images: list[str] = []
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [_plain_part(part, images) for part in content]
+            is_text = all(part["type"] == "text" for part in parts)
+            content = "".join(part["text"] for part in parts) if is_text else parts
+        plain.append({**message, "content": content})
+    return plain, tuple(images)
+
+
+def _plain_part(part: Any, images: list[str]) -> dict[str, Any]:
+    match part:
+        case {"type": "text", "text": str()}:
+            return part
+        case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:image/"):
+            images.append(url)
+            return {"type": "image"}
+        case {"type": "image_url"}:
+            raise RequestError("an image_url must be a data URL (data:image/png;base64,...); nothing is downloaded")
+        case _:
+            raise RequestError(f"a part of a message's content is {part!r:.100}; it must be text or image_url")
+
+
 class LazyTokenizer:
     """The tokenizer of a model folder, loaded when text is first asked for."""
 

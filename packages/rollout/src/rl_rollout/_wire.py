@@ -132,7 +132,7 @@ def request_from_json(message: Any, default_id: str) -> GenerateRequest:
         request_id=message.get("request_id", default_id),
         prompt_token_ids=token_ids(message["prompt_token_ids"], "prompt_token_ids"),
         sampling_params=SamplingParams(**params),
-        images=tuple(message.get("images", ())),
+        images=tuple(check_strings(message.get("images", []), "images")),
         **{name: message[name] for name in _PLAIN_FIELDS & message.keys()},
     )
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_rollout._conformance import TINY_ALPHABET, Served, ServerConformance
+from rl_rollout._conformance import Served, ServerConformance
+from rl_rollout._tiny_models import load_weights, write_tiny_model, write_tiny_vl_model
 from rl_rollout._validation import check_extras, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, ServerLostError, WeightUpdateError
@@ -29,65 +30,20 @@ from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, Server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
     from rl_rollout.base import PauseMode, WeightReceiver
 
-__all__ = ["FakeReceiver", "FakeServer", "Served", "ServerConformance", "load_weights", "write_tiny_model"]
-
-
-def write_tiny_model(folder: Path, *, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
-    """Write a random model of a few ten thousand parameters and a character-level tokenizer as a Hugging Face folder.
-
-    Args:
-        folder: Written to; made if it is not there.
-        family: `qwen3`, `llama`, or any model type that transformers knows and that takes the same config fields.
-        seed: Of the weights.
-        **overrides: Fields of the model's config.
-    """
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    vocab = {token: i for i, token in enumerate(("<pad>", "<eos>", "<unk>", *TINY_ALPHABET))}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    wrapped.save_pretrained(folder)
-    sizes = {
-        "vocab_size": len(vocab),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": family == "qwen3",
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        # Wide enough that random logits differ clearly, so that greedy decoding has no near ties.
-        "initializer_range": 0.2,
-    }
-    config = AutoConfig.for_model(family, **(sizes | overrides))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def load_weights(folder: Path | str) -> dict[str, Tensor]:
-    """The weights in a model folder, by name."""
-    from safetensors.torch import load_file
-
-    return load_file(f"{folder}/model.safetensors")
+__all__ = [
+    "FakeReceiver",
+    "FakeServer",
+    "Served",
+    "ServerConformance",
+    "load_weights",
+    "write_tiny_model",
+    "write_tiny_vl_model",
+]
 
 
 class FakeReceiver:

@@ -24,10 +24,11 @@ from rl_rollout.errors import GenerationError, RequestError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
+    from rl_rollout.backends.embedded.images import SeenPrompt
     from rl_rollout.backends.embedded.model import ServedModel
     from rl_rollout.base import PauseMode
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -59,7 +60,7 @@ class Engine:
         self._waiting: deque[InFlight] = deque()
         self._held: deque[InFlight] = deque()
         self._by_id: dict[str, InFlight] = {}
-        self._leaders: dict[tuple[int, ...], InFlight] = {}
+        self._leaders: dict[tuple[object, ...], InFlight] = {}
         self._streaming: set[InFlight] = set()
         self._truncating: set[InFlight] = set()
         self._reading: set[InFlight] = set()
@@ -100,8 +101,13 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, requests: Iterable[tuple[GenerateRequest, int]]) -> None:
-        """Take requests that were checked, under ids that are not in flight, each with how often tokens are told."""
+    def submit(
+        self, requests: Iterable[tuple[GenerateRequest, int]], images: Mapping[str, SeenPrompt] | None = None
+    ) -> None:
+        """Take requests that were checked, under ids that are not in flight, each with how often tokens are told.
+
+        `images` are those of prompts that have some, by request id.
+        """
         for request, told_every in requests:
             prompt_len = len(request.prompt_token_ids)
             limit = min(prompt_len + request.sampling_params.max_new_tokens, self.model.max_model_len)
@@ -109,7 +115,13 @@ class Engine:
                 message = f"it needs {limit} tokens of cache and there are {self.budget}; raise kv_cache_bytes"
                 self._events.append((request.request_id, RequestError(f"request {request.request_id!r}: {message}")))
                 continue
-            sequence = InFlight(request=request, told_every=told_every, limit=limit, seed=self._seed_of(request))
+            sequence = InFlight(
+                request=request,
+                told_every=told_every,
+                limit=limit,
+                seed=self._seed_of(request),
+                seen=images.get(request.request_id) if images else None,
+            )
             self._by_id[request.request_id] = sequence
             (self._held if self._is_holding else self._waiting).append(sequence)
 
@@ -251,7 +263,7 @@ class Engine:
             if sequence.reads_prompt:
                 self._read_prompt(sequence)
                 continue
-            leader = self._leaders.setdefault(prompt, sequence)
+            leader = self._leaders.setdefault(sequence.prompt_key, sequence)
             if leader is sequence:
                 to_compute.append(sequence)
             else:
@@ -277,7 +289,15 @@ class Engine:
         """Compute keys and values of all tokens but the last, of sequences of like length together."""
         self.model.experts.is_on = False
         lengths = self.table.host_lengths.tolist()
-        todo = sorted((lengths[s.row] - 1, s.row) for s in sequences if lengths[s.row] > 1)
+        todo: list[tuple[int, int]] = []
+        for sequence in sequences:
+            length, row = lengths[sequence.row] - 1, sequence.row
+            if sequence.seen is not None:
+                batch = PrefillBatch(self.cache, self._tensor([row]), self._tensor([length]), length)
+                self.model.prefill_seen(self.table.tokens[row, :length], sequence.seen, batch)
+            elif length:
+                todo.append((length, row))
+        todo.sort()
         while todo:
             count = 1
             while count < len(todo) and (count + 1) * todo[count][0] <= MAX_PREFILL_TOKENS:
@@ -295,7 +315,7 @@ class Engine:
         positions = lengths - 1
         batch = DecodeBatch(self.cache, positions, self._longest())
         self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._reading)
-        logits = self.model.logits(table.tokens[batch.rows, positions], positions, batch)
+        logits = self.model.logits(table.tokens[batch.rows, positions], positions + table.shifts[:count], batch)
         ids, logprobs, distribution = sample(
             logits,
             temperature=table.temperature[:count],
@@ -356,8 +376,8 @@ class Engine:
                 self._end(sequence, self._poisoned(sequence))
             else:
                 self._end(sequence, sequence.output(ids, logprobs, versions, length, reason))
-            if self._leaders.get(sequence.request.prompt_token_ids) is sequence:
-                del self._leaders[sequence.request.prompt_token_ids]
+            if self._leaders.get(sequence.prompt_key) is sequence:
+                del self._leaders[sequence.prompt_key]
         if poisoned := [row for row, reason in ended if reason is None]:
             self.cache.clear(self._tensor(poisoned))
         self._close_gaps({row for row, _ in ended})

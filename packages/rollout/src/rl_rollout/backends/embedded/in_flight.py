@@ -10,6 +10,7 @@ from rl_rollout.backends.embedded.table import RowValues
 from rl_rollout.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
+    from rl_rollout.backends.embedded.images import SeenPrompt
     from rl_rollout.types import GenerateRequest
 
 
@@ -24,6 +25,8 @@ class InFlight:
     """Length at which it ends, tokens."""
     seed: int
     """Its own, or one of the server's stream."""
+    seen: SeenPrompt | None = None
+    """Images of its prompt."""
     num_told: int = 0
     """Tokens that were handed out."""
     row: int = -1
@@ -33,6 +36,11 @@ class InFlight:
 
     def __post_init__(self) -> None:
         self.extras = Extras(self.request)
+
+    @property
+    def prompt_key(self) -> tuple[object, ...]:
+        """What its prompt's keys and values depend on."""
+        return self.request.prompt_token_ids, self.request.images
 
     @property
     def reads_prompt(self) -> bool:
@@ -71,6 +79,7 @@ class InFlight:
             top_k=params.top_k,
             seed=self.seed,
             stop_token_ids=stop_token_ids,
+            shift=0 if self.seen is None else self.seen.shift,
         )
 
     def output(

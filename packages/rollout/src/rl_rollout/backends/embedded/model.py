@@ -10,6 +10,7 @@ import torch
 
 from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, ProbeBatch, register_attention
 from rl_rollout.backends.embedded.extras import ExpertRecorder
+from rl_rollout.backends.embedded.images import SeenPrompt, Sight, load_sight
 from rl_rollout.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
@@ -47,22 +48,39 @@ class ServedModel:
     """What each attention layer keeps."""
     experts: ExpertRecorder
     """Of its routers; of none, where the model has no experts or its routers do not tell."""
+    sight: Sight | None
+    """Of a vision-language model."""
 
     def logits(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """Fill the cache; logits [T, V] float32 of the token after each of `ids`."""
-        return self._run(ids[None], positions[None], batch, 0)[0].float()
+        logits = self._run(ids[None], positions[None], batch, 0)[0].float()
+        if self.sight is not None:  # a sampled placeholder would stand for an image that is not there
+            logits[:, self.sight.placeholder_ids] = float("-inf")
+        return logits
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Batch) -> None:
         """Fill the cache; the logits of one token are computed because the interface asks for one at least."""
         self._run(ids[None], positions[None], batch, 1)
 
-    def _run(self, input_ids: Tensor, position_ids: Tensor, batch: Batch, logits_to_keep: int) -> Tensor:
+    def prefill_seen(self, ids: Tensor, seen: SeenPrompt, batch: Batch) -> None:
+        """`prefill` of one sequence with images, from its beginning."""
+        positions = seen.positions(len(ids)).to(self.device)[:, None]
+        images = {
+            "pixel_values": seen.pixel_values.to(self.device),
+            "image_grid_thw": seen.image_grid_thw.to(self.device),
+        }
+        self._run(ids[None], positions, batch, 1, **images)
+
+    def _run(
+        self, input_ids: Tensor, position_ids: Tensor, batch: Batch, logits_to_keep: int, **images: Tensor
+    ) -> Tensor:
         return self.module(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
             logits_to_keep=logits_to_keep,
             rl_batch=batch,
+            **images,
         ).logits
 
 
@@ -108,7 +126,10 @@ def load_model(config: ServerConfig) -> ServedModel:
     module = _load_module(config.model_path, dtype).to(device).eval()
     _check_architecture(module, config.model_path)
     register_attention()
-    module.set_attn_implementation(ATTENTION_NAME)
+    # The language model's attention is ours; a vision tower keeps transformers'.
+    parts = getattr(module.config, "sub_configs", None)
+    names = {part: ATTENTION_NAME if part == "text_config" else "sdpa" for part in parts or ()}
+    module.set_attn_implementation(names or ATTENTION_NAME)
     text_config = module.config.get_text_config()
     experts = ExpertRecorder(module)
     model_limit = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
@@ -121,14 +142,17 @@ def load_model(config: ServerConfig) -> ServedModel:
         eos_token_ids=_eos_token_ids(module),
         layer_shapes=_probe(module, device, text_config.num_hidden_layers, config.model_path, experts),
         experts=experts,
+        sight=load_sight(module, config.model_path),
     )
 
 
 def _load_module(path: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    load: Any = AutoModelForCausalLM.from_pretrained
     try:
+        kind = type(AutoConfig.from_pretrained(path, local_files_only=True))
+        has_text_alone = kind in MODEL_FOR_CAUSAL_LM_MAPPING
+        load: Any = (AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText).from_pretrained
         with _LOADING:
             module, info = load(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rl_rollout.backends.embedded.engine import Event
+    from rl_rollout.backends.embedded.images import SeenPrompt
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig
 
@@ -47,6 +48,10 @@ class EmbeddedServer(RolloutServer):
         self._address: ServerAddress | None = None
         self._is_stopped = False
         self._outbox: list[tuple[GenerateRequest, int]] = []
+        self._seen: dict[str, SeenPrompt] = {}
+        """Images of the requests in the outbox."""
+        self._seeing: set[asyncio.Future[Any]] = set()
+        """Images that are being prepared."""
         self._listeners: dict[str, Callable[[TokenChunk], None]] = {}
         self._futures: dict[str, asyncio.Future[TokenOutput]] = {}
         self._streams: dict[str, asyncio.Queue[Event]] = {}
@@ -55,9 +60,12 @@ class EmbeddedServer(RolloutServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; routed experts if the model has some."""
-        tells_experts = self._address is not None and self._model.experts.does_tell
-        return Capabilities(gives_routed_experts=tells_experts)
+        """Everything; routed experts if the model has some, and images if it is a vision-language model."""
+        if self._address is None:
+            return Capabilities()
+        return Capabilities(
+            gives_routed_experts=self._model.experts.does_tell, takes_images=self._model.sight is not None
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -108,12 +116,12 @@ class EmbeddedServer(RolloutServer):
         self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
     ) -> TokenOutput:
         """See `RolloutServer.generate`. `on_progress` is told of new tokens now and then, and not of the last ones."""
-        self._check(request)
+        request, seen = await self._see(request)
         if on_progress is not None:
             self._listeners[request.request_id] = on_progress
         future: asyncio.Future[TokenOutput] = self._loop.create_future()
         self._futures[request.request_id] = future
-        self._submit(request, told_every=0 if on_progress is None else PROGRESS_TOKENS)
+        self._submit(request, seen, told_every=0 if on_progress is None else PROGRESS_TOKENS)
         try:
             async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
                 return await future
@@ -129,10 +137,10 @@ class EmbeddedServer(RolloutServer):
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Like `generate`, token by token. Leaving the iterator early aborts the request."""
-        self._check(request)
+        request, seen = await self._see(request)
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._streams[request.request_id] = queue
-        self._submit(request, told_every=1)
+        self._submit(request, seen, told_every=1)
         is_over = False
         try:
             async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
@@ -149,6 +157,20 @@ class EmbeddedServer(RolloutServer):
             if not is_over:
                 self._forget(request)
 
+    async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, SeenPrompt | None]:
+        """The request, checked, with its images prepared."""
+        self._check(request)
+        sight, seen = self._model.sight, None
+        if sight is not None:
+            sight.check_blind(request)
+            if request.images:
+                work = asyncio.ensure_future(asyncio.to_thread(sight.see, request))
+                self._seeing.add(work)
+                work.add_done_callback(self._seeing.discard)
+                request, seen = await work
+                self._check(request)  # it is longer now, and time has passed
+        return request, seen
+
     def _check(self, request: GenerateRequest) -> None:
         if self._address is None or self._is_stopped:
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
@@ -159,16 +181,19 @@ class EmbeddedServer(RolloutServer):
         if request.request_id in self._futures or request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
 
-    def _submit(self, request: GenerateRequest, *, told_every: int) -> None:
+    def _submit(self, request: GenerateRequest, seen: SeenPrompt | None, *, told_every: int) -> None:
         """Hand over everything that came in one turn of the loop at once."""
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append((request, told_every))
+        if seen is not None:
+            self._seen[request.request_id] = seen
 
     def _flush(self) -> None:
         if self._outbox:
             batch, self._outbox = self._outbox, []
-            self._thread.call(lambda engine: engine.submit(batch))
+            images, self._seen = self._seen, {}
+            self._thread.call(lambda engine: engine.submit(batch, images))
 
     def _forget(self, request: GenerateRequest) -> None:
         self._flush()
@@ -308,8 +333,10 @@ class EmbeddedServer(RolloutServer):
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
 
     async def _command(self, command: Callable[[Engine], T]) -> T:
-        """Run a command after what was submitted before it."""
+        """Run a command after what was asked before it."""
         self._need_running()
+        if self._seeing:
+            await asyncio.wait(self._seeing)
         self._flush()
         return await self._wait(self._thread.call(command), "take a command")
 

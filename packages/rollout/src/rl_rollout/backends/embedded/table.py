@@ -25,6 +25,8 @@ class RowValues:
     top_k: int
     seed: int
     stop_token_ids: tuple[int, ...]
+    shift: int
+    """Position of a later token minus its index; 0 without images."""
 
 
 _ROW_DTYPES = {
@@ -34,6 +36,7 @@ _ROW_DTYPES = {
     "top_p": torch.float32,
     "top_k": torch.int64,
     "seeds": torch.int64,
+    "shifts": torch.int64,
 }
 _TOKEN_DTYPES = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}
 
@@ -49,6 +52,7 @@ class BatchTable:
     top_p: Tensor
     top_k: Tensor
     seeds: Tensor
+    shifts: Tensor
     stop_ids: Tensor
     """[R, S]"""
     tokens: Tensor
@@ -94,6 +98,7 @@ class BatchTable:
             "top_p": [each.top_p for each in values],
             "top_k": [each.top_k for each in values],
             "seeds": [each.seed for each in values],
+            "shifts": [each.shift for each in values],
         }
         for name, column in columns.items():
             getattr(self, name)[rows] = torch.tensor(column, dtype=_ROW_DTYPES[name], device=self.device)

@@ -11,23 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_rollout.backends.embedded.disk_names import find_places
 from rl_rollout.errors import WeightUpdateError
 
 
 class WeightStore:
-    """The parameters and persistent buffers of a module by their Hugging Face names.
+    """The parameters and persistent buffers of a module, which arrive under the names that they have on disk.
 
     `stage` and `check_complete` run while the module is in use; `swap` and `release` must not.
     """
 
     def __init__(self, module: Any) -> None:
         self._tensors: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
-        self._shapes = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in self._tensors.items()}
+        self._layouts = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in self._tensors.items()}
+        self._places = find_places(module, self._tensors)
         # Tied weights are one tensor under several names: the first name stands for it.
         first_of: dict[int, str] = {}
         self._owner = {name: first_of.setdefault(id(tensor), name) for name, tensor in self._tensors.items()}
         self._staged: dict[str, Tensor] = {}
-        self._arrived: set[str] = set()
+        self._arrived: set[tuple[str, int]] = set()
+        """Tensors, and where in them the parts begin."""
 
     def begin(self) -> None:
         """Start an update: nothing has arrived yet."""
@@ -39,22 +42,25 @@ class WeightStore:
         Raises:
             WeightUpdateError: no such name, another shape, or two different tensors for tied names.
         """
-        if name not in self._shapes:
+        if name not in self._places:
             raise WeightUpdateError(
-                f"the model has no weight {name!r}; it has {len(self._shapes)}, e.g. {self._nearest(name)!r}"
+                f"the model has no weight {name!r}; it has {len(self._places)}, e.g. {self._nearest(name)!r}"
             )
-        shape, dtype, device = self._shapes[name]
-        if tensor.shape != shape:
-            raise WeightUpdateError(f"weight {name!r} arrived as {tuple(tensor.shape)}; the model holds {tuple(shape)}")
-        owner = self._owner[name]
+        place = self._places[name]
+        if tensor.shape != place.shape:
+            wanted = tuple(place.shape)
+            raise WeightUpdateError(f"weight {name!r} arrived as {tuple(tensor.shape)}; the model holds {wanted}")
+        owner = self._owner[place.name]
         if owner not in self._staged:
+            shape, dtype, device = self._layouts[owner]
             self._staged[owner] = torch.empty(shape, dtype=dtype, device=device)
-        if owner in self._arrived:
-            if not torch.equal(self._staged[owner], tensor.to(device=device, dtype=dtype)):
-                raise WeightUpdateError(f"weight {name!r} is tied to {owner!r}, and a different value arrived for each")
+        staged = place.of(self._staged[owner])
+        if (owner, place.offset) in self._arrived:
+            if not torch.equal(staged, tensor.to(staged)):
+                raise WeightUpdateError(f"weight {name!r} is tied to another, and a different value arrived for each")
             return
-        self._staged[owner].copy_(tensor)
-        self._arrived.add(owner)
+        staged.copy_(tensor)
+        self._arrived.add((owner, place.offset))
 
     def check_complete(self) -> None:
         """See that every weight has arrived, a tied one under one of its names at least.
@@ -62,7 +68,7 @@ class WeightStore:
         Raises:
             WeightUpdateError: says how many are missing, and one of them.
         """
-        missing = sorted(set(self._owner.values()) - self._arrived)
+        missing = sorted(n for n, p in self._places.items() if (self._owner[p.name], p.offset) not in self._arrived)
         if missing:
             raise WeightUpdateError(f"{len(missing)} weights did not arrive, e.g. {missing[0]!r}")
 
@@ -90,4 +96,4 @@ class WeightStore:
     def _nearest(self, name: str) -> str:
         from difflib import get_close_matches
 
-        return next(iter(get_close_matches(name, self._shapes, n=1, cutoff=0)), "")
+        return next(iter(get_close_matches(name, self._places, n=1, cutoff=0)), "")

@@ -1,0 +1,236 @@
+"""Vision-language models on the embedded server: against transformers' own `generate`, and through every door."""
+
+import asyncio
+import base64
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from rl_rollout import (
+    FinishReason,
+    GenerateRequest,
+    RequestError,
+    Router,
+    SamplingParams,
+    ServerConfig,
+    UnsupportedError,
+    connect_server,
+    create_server,
+)
+from rl_rollout.backends.embedded.images import write_out
+from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tiny_vl_model
+
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+START, IMAGE, VIDEO, END = 52, 53, 54, 55
+
+
+def png(width, height, seed):
+    """A data URL of noise."""
+    draw = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=draw, dtype=torch.uint8)
+    file = io.BytesIO()
+    Image.frombytes("RGB", (width, height), pixels.numpy().tobytes()).save(file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+WIDE, TALL, SMALL = png(24, 8, 0), png(8, 32, 1), png(8, 8, 2)  # 3, 4 and 1 features
+PLACE = (START, IMAGE, END)
+CASES = [
+    ((5, 6, *PLACE, 7, 8), (WIDE,)),
+    ((5, *PLACE, 9, *PLACE, 10, 11), (TALL, SMALL)),
+    ((5, 6, *PLACE, 7, 8), (TALL,)),  # the ids of the first, and another image
+    ((12, 13, 14), ()),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return write_tiny_vl_model(tmp_path_factory.mktemp("vl") / request.param, family=request.param)
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with asyncio.Runner() as runner:
+        server = create_server("embedded", ServerConfig(model_path=str(folder), num_threads=1))
+        address = runner.run(server.start())
+        yield runner.run, server, address.url
+        runner.run(server.stop())
+
+
+def request_of(name, ids, images, **params):
+    params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True} | params
+    return GenerateRequest(
+        request_id=name, prompt_token_ids=ids, images=images, sampling_params=SamplingParams(**params)
+    )
+
+
+def oracle(folder, ids, images, count):
+    """What transformers' generate writes, of images that its own processor prepares."""
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = {}
+    if images:
+        files = [Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))) for url in images]
+        inputs = dict(AutoImageProcessor.from_pretrained(folder)(images=files, return_tensors="pt"))
+        counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
+        ids = write_out("oracle", ids, IMAGE, counts)
+    row = torch.tensor([ids])
+    inputs["mm_token_type_ids"] = (row == IMAGE).int()
+    found = model.generate(
+        row,
+        **inputs,
+        attention_mask=torch.ones_like(row),
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        eos_token_id=None,
+        suppress_tokens=[IMAGE, VIDEO],
+    )
+    return tuple(found[0, len(ids) :].tolist())
+
+
+def test_greedy_is_that_of_transformers_beside_neighbours_with_other_images(served, folder):
+    run, server, _ = served
+    assert server.capabilities.takes_images
+    wanted = [oracle(folder, *case, 24) for case in CASES]
+    assert len(set(wanted)) == len(CASES)  # the images are seen: the first and the third have the same ids
+
+    async def all_twice():
+        requests = [request_of(f"{turn}{i}", *case) for turn in "ab" for i, case in enumerate(CASES)]
+        return await asyncio.gather(*map(server.generate, requests))
+
+    assert [output.token_ids for output in run(all_twice())] == wanted * 2
+
+
+def test_tokens_do_not_depend_on_who_writes_the_places_out(served):
+    run, server, _ = served
+    ids, images = CASES[1]
+    short = run(server.generate(request_of("short", ids, images)))
+    whole = run(server.generate(request_of("whole", write_out("", ids, IMAGE, [4, 1]), images)))
+    assert short.token_ids == whole.token_ids
+
+
+def test_an_aborted_request_goes_on_from_where_it_was(served):
+    run, server, _ = served
+    ids, images = CASES[0]
+    whole = run(server.generate(request_of("whole", ids, images)))
+    part = run(server.generate(request_of("part", ids, images, max_new_tokens=9)))
+    rest = run(server.generate(request_of("rest", ids + part.token_ids, images, max_new_tokens=15)))
+    assert part.token_ids + rest.token_ids == whole.token_ids
+    torch.testing.assert_close(torch.tensor(part.logprobs + rest.logprobs), torch.tensor(whole.logprobs))
+
+
+def test_an_abort_meets_a_request_whose_images_are_being_prepared(served):
+    run, server, _ = served
+
+    async def scenario():
+        task = asyncio.create_task(server.generate(request_of("early", *CASES[0], max_new_tokens=200)))
+        await asyncio.sleep(0)
+        await server.abort(["early"])
+        return await task
+
+    assert run(scenario()).finish_reason is FinishReason.ABORT
+
+
+def test_new_weights_under_their_names_on_disk_see_the_images_anew(served, folder):
+    run, server, _ = served
+    weights = load_weights(folder)
+    other = {name: tensor.roll(1, dims=0) if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+
+    async def scenario():
+        task = asyncio.create_task(server.generate(request_of("going", *CASES[0], max_new_tokens=200)))
+        await server.generate(request_of("beside", *CASES[0], max_new_tokens=1))
+        await server.pause("keep")
+        await server.update_weights(FakeReceiver(other, 1), 1)
+        await server.resume()
+        going = await task
+        num_old = going.weight_versions.count(0)
+        ids, images = CASES[0]
+        new = await server.generate(request_of("new", ids + going.token_ids[:num_old], images))
+        await server.update_weights(FakeReceiver(weights, 2), 2)
+        return going, num_old, new
+
+    going, num_old, new = run(scenario())
+    assert going.weight_versions == (0,) * num_old + (1,) * (200 - num_old)
+    assert going.token_ids[num_old : num_old + 24] == new.token_ids[: 200 - num_old]
+
+
+def test_through_router_and_http_the_images_arrive_as_they_were(served):
+    run, server, url = served
+    want = run(server.generate(request_of("want", *CASES[1])))
+
+    async def scenario():
+        router = Router([connect_server(url)])
+        await router.start()
+        assert router.capabilities.takes_images
+        output = await router.generate(request_of("routed", *CASES[1]))
+        await router.stop()
+        return output
+
+    assert run(scenario()).token_ids == want.token_ids
+
+
+def test_a_chat_with_image_urls(served):
+    import openai
+
+    run, server, url = served
+    ids, images = CASES[0]
+    want = run(server.generate(request_of("want", (*PLACE, *ids[5:]), images)))
+
+    async def ask(image_url):
+        content = [{"type": "image_url", "image_url": {"url": image_url}}, {"type": "text", "text": "45"}]
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            return await client.chat.completions.create(
+                model=server.status()["model"],
+                messages=[{"role": "user", "content": content}],
+                max_tokens=24,
+                temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+
+    answer = run(ask(images[0]))
+    assert tuple(answer.choices[0].prompt_token_ids) == (*PLACE, 7, 8)
+    assert tuple(answer.choices[0].token_ids) == want.token_ids
+    with pytest.raises(openai.BadRequestError, match="nothing is downloaded"):
+        run(ask("https://example.com/cat.png"))
+
+
+def test_images_that_do_not_fit_are_refused(served):
+    run, server, _ = served
+    ids, images = CASES[0]
+    good = request_of("good", ids, images)
+    for bad, message in (
+        (replace(good, images=()), "the prompt has places for images .token 53. and the request none"),
+        (replace(good, images=(WIDE, TALL)), "2 images and 1 places for them .token 53.; .* or all 7 that"),
+        (replace(good, images=("https://x/y.png",)), "image 0 is 'https://x/y.png'..., and must be a data URL"),
+        (replace(good, images=("data:image/png;base64,AAAA",)), "image 0 cannot be read"),
+        (replace(good, images=("data:image/png;base64,A",)), "image 0 cannot be read"),
+        (replace(good, prompt_token_ids=(5, IMAGE)), "the prompt ends with an image"),
+        (replace(good, prompt_token_ids=(5,) * 248 + ids), "the prompt has 257 tokens and the server holds 256"),
+        (replace(good, returns_prompt_logprobs=True), "returns_prompt_logprobs"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            run(server.generate(bad))
+    assert run(server.generate(good)).token_ids
+
+
+def test_a_server_without_sight_refuses():
+    async def scenario():
+        server = FakeServer()
+        await server.start()
+        await server.generate(request_of("0", (5, 6), (WIDE,)))
+
+    with pytest.raises(UnsupportedError, match="this server has no images; leave it out"):
+        asyncio.run(scenario())
+
+
+def test_places_are_written_out():
+    assert write_out("r", (1, 9, 2, 9, 3), 9, [2, 3]) == (1, 9, 9, 2, 9, 9, 9, 3)
+    assert write_out("r", (9, 9, 1, 9), 9, [2, 1]) == (9, 9, 1, 9)
+    assert write_out("r", (9, 1, 9), 9, [1, 1]) == (9, 1, 9)
+    with pytest.raises(RequestError, match="2 images and 3 places .* all 4"):
+        write_out("r", (9, 9, 9), 9, [2, 2])

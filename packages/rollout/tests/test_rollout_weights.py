@@ -1,0 +1,47 @@
+"""Weights arrive under the names that they have on disk, which are not always those of the module."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_rollout import WeightUpdateError
+from rl_rollout.backends.embedded.weights import WeightStore
+from rl_rollout.testing import load_weights, write_tiny_model
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two models of one shape, whose experts the module joins into one tensor per layer."""
+    root = tmp_path_factory.mktemp("moe")
+    return [write_tiny_model(root / str(seed), family="qwen3_moe", seed=seed, **EXPERTS) for seed in (0, 1)]
+
+
+def install(store, weights):
+    store.begin()
+    for name, tensor in weights.items():
+        store.stage(name, tensor)
+    store.check_complete()
+    store.swap()
+
+
+def test_experts_one_by_one_make_the_joined_tensors(folders):
+    served, wanted = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
+    weights = load_weights(folders[1])
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in weights
+    install(WeightStore(served), weights)
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(served.state_dict()[name], tensor), name
+
+
+def test_a_missing_or_misshapen_part_is_refused(folders):
+    store = WeightStore(AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32))
+    weights = load_weights(folders[1])
+    part = "model.layers.1.mlp.experts.2.gate_proj.weight"
+    with pytest.raises(WeightUpdateError, match=f"1 weights did not arrive, e.g. '{part}'"):
+        install(store, {name: tensor for name, tensor in weights.items() if name != part})
+    with pytest.raises(WeightUpdateError, match=r"arrived as \(32, 16\); the model holds \(16, 32\)"):
+        install(store, weights | {part: weights[part].T})
+    with pytest.raises(WeightUpdateError, match="the model has no weight 'model.layers.1.mlp.experts.4"):
+        install(store, weights | {part.replace("2", "4"): weights[part]})
