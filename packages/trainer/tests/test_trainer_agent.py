@@ -8,9 +8,6 @@ import pytest
 
 from rl_agent.types import AgentLoopOutput
 from rl_tq.types import BatchMeta
-from rl_trainer.config import load_config
-from rl_trainer.errors import InputError
-from rl_trainer.pipelines.parts import short_enough
 from rl_trainer.workers.agent import GenerateReport, _GroupWriter, _Ledger, overlong_penalty, to_columns
 
 
@@ -98,16 +95,3 @@ def test_a_write_that_fails_is_not_lost(adds_more):
 
     with pytest.raises(RuntimeError, match="the queue is gone"):
         asyncio.run(write())
-
-
-class Words:
-    def prompt_lengths(self, prompts):
-        return [len(prompt[0]["content"].split()) for prompt in prompts]
-
-
-def test_prompts_that_are_too_long_are_left_out():
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("a b", "a b c", "a b c d", "a")]
-    config = load_config("quickstart", ["data.max_prompt_tokens=3"])
-    assert short_enough(Words(), rows, config) == [rows[0], rows[1], rows[3]]
-    with pytest.raises(InputError, match=r"none of 1 prompts has at most data.max_prompt_tokens=3 tokens; .* has 4"):
-        short_enough(Words(), rows[2:3], config)

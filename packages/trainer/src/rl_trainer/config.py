@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
@@ -57,17 +57,56 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixturePart:
+    """One of several datasets that prompts are drawn from."""
+
+    path: str
+    """As `data.path`."""
+    format: str | None = None
+    """As `data.format`, which it is if None."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Prompts are drawn in proportion to the weights, whatever the sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSection:
+    """Rows of which the policy has nothing to learn are passed over, by the mean reward of their last group."""
+
+    low: float = 0.0
+    """Up to this mean reward a row is too hard."""
+    high: float = 1.0
+    """From this mean reward it is too easy."""
+    revisit: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Probability that such a row is taken all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Where prompts come from."""
 
-    format: Literal["rows", "gsm8k", "reasoning_gym"] = "rows"
-    """`rows`: the dataset format (JSONL or parquet); `gsm8k`: question/answer lines; `reasoning_gym`: procedural."""
+    format: str = "rows"
+    """`rows`: the dataset format; `gsm8k`: question/answer lines; `reasoning_gym`: procedural; or a plug-in, by its
+    entry point or as `FILE.py:NAME`."""
     path: str | None = None
-    """File to train on, or a folder with train.* and test.*; unused by reasoning_gym."""
+    """A .jsonl or .parquet file, a folder with train.* and test.*, `hf:NAME`, or a saved Dataset's folder."""
     eval_path: str | None = None
     """Held-out file; None takes test.* of the folder, or else the last `eval_size` rows of the file."""
     eval_size: Positive = 256
     """Held-out rows."""
+    train_split: str = "train"
+    """Split to train on, of a dataset that has several."""
+    eval_split: str = "test"
+    """Split that is held out."""
+    load_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `datasets.load_dataset`, such as {name: main}."""
+    streaming: bool = False
+    """Read rows as they are needed, for what does not fit into memory."""
+    shuffle_buffer: Positive = 10000
+    """Rows that a stream is shuffled within."""
+    mixture: Mapping[str, MixturePart] = field(default_factory=dict)
+    """Several datasets by name, instead of `path`."""
+    curriculum: CurriculumSection | None = None
+    """Pass over rows that taught nothing lately; None takes every row once per epoch."""
     task: str = "chain_sum"
     """Name of the reasoning_gym task."""
     task_config: Mapping[str, Any] = field(default_factory=dict)
@@ -410,8 +449,17 @@ def _reject_unknown(tree: Mapping[str, Any], cls: type, prefix: str) -> None:
             nested = difflib.get_close_matches(f"{prefix}{key}", _all_keys(Config, ""), n=1, cutoff=0.5)
             raise ConfigError(f"unknown configuration key {prefix}{key!s}; the nearest one is {(nested or near)[0]}")
         section = _section_of(cls, key)
-        if section is not None and isinstance(value, Mapping):
-            _reject_unknown(value, section, f"{prefix}{key}.")
+        if section is None or not isinstance(value, Mapping):
+            continue
+        below = {f"{prefix}{key}.{name}.": part for name, part in value.items()} if _is_by_name(cls, key) else {}
+        for name, part in (below or {f"{prefix}{key}.": value}).items():
+            if isinstance(part, Mapping):
+                _reject_unknown(part, section, name)
+
+
+def _is_by_name(cls: type, key: str) -> bool:
+    """Whether a key holds sections under names of the user's own."""
+    return get_origin(get_type_hints(cls)[key]) is Mapping
 
 
 def _section_of(cls: type, key: str) -> type | None:
@@ -425,5 +473,6 @@ def _all_keys(cls: type, prefix: str) -> list[str]:
         section = _section_of(cls, f.name)
         keys.append(prefix + f.name)
         if section is not None:
-            keys += _all_keys(section, f"{prefix}{f.name}.")
+            name = "NAME." if _is_by_name(cls, f.name) else ""
+            keys += _all_keys(section, f"{prefix}{f.name}.{name}")
     return keys

@@ -39,7 +39,7 @@ def plan(config: Config, console: Console | None = None) -> Datasets:
     counts = make_plan(config)
     datasets = load_datasets(config.data, seed=config.seed)
     preflight.check(config, [*datasets.train, *datasets.eval])
-    preflight.check_resume(config, len(datasets.train))
+    preflight.check_resume(config, len(datasets.train))  # none of a stream
     report.show_plan(console or Console(), counts, _facts(config, datasets))
     return datasets
 
@@ -69,8 +69,12 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
         ("parts", f"{parts}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
         ("memory", preflight.memory_estimate(config)),
-        ("data", f"{len(datasets.train):,} training prompts, {len(datasets.eval):,} held out"),
+        ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
     ]
+
+
+def _num_prompts(datasets: Datasets) -> str:
+    return "streamed" if datasets.stream is not None else f"{len(datasets.train):,}"
 
 
 def _train(

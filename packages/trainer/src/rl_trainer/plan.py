@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.algorithms.selection import COV_LOSSES
-from rl_trainer.config import AlgorithmConfig, RewardSection, StalenessSection
+from rl_trainer.config import AlgorithmConfig, DataConfig, RewardSection, StalenessSection
+from rl_trainer.data.records import HUB, is_saved_dataset
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipelines.staleness import create_policy
 
@@ -78,6 +79,7 @@ def make_plan(config: Config) -> BatchPlan:
         raise PlanError(
             f"a sequence may have {longest} tokens, more than rollout.max_model_len={config.rollout.max_model_len}"
         )
+    _check_data(config.data)
     _check_algorithm(config)
     return BatchPlan(
         prompts=batch.batch_size,
@@ -160,6 +162,40 @@ def _lacking(config: Config, need: Need) -> str | None:
         "components": "the parts of a reward, which no shipped rule gives: compose your own trainer",
         "process_rewards": "a process reward model, which the pipelines have not got: compose your own trainer",
     }[need]
+
+
+def _check_data(data: DataConfig) -> None:
+    """Keys of `data` that would do nothing with this source."""
+    default = DataConfig()
+    is_file = data.format in {"rows", "gsm8k"}
+    is_dataset = is_file and data.path is not None and (data.path.startswith(HUB) or is_saved_dataset(data.path))
+
+    def refuse(is_used: bool, why: str, *names: str) -> None:
+        for name in names:
+            if not is_used and getattr(data, name) != getattr(default, name):
+                raise PlanError(f"data.{name}={getattr(data, name)!r} does nothing {why}; leave it out")
+
+    with_format = f"with data.format={data.format}"
+    refuse(data.format == "reasoning_gym", with_format, "num_rows")
+    refuse(data.format not in {"rows", "gsm8k"}, with_format, "task", "task_config")
+    refuse(data.format != "rows" or bool(data.mixture), with_format, "prompt_template")
+    refuse(data.format != "reasoning_gym", with_format, "path", "eval_path")
+    refuse(is_file, with_format, "streaming", "mixture")
+    refuse(data.streaming, "without data.streaming", "shuffle_buffer")
+    refuse(not data.mixture, "beside data.mixture", "path", "eval_path")
+    refuse(not data.mixture, "beside data.mixture, which draws without reading ahead", "streaming")
+    if data.curriculum is not None and (data.streaming or data.mixture):
+        raise PlanError(
+            "data.curriculum chooses among all rows of one dataset, so it goes with neither data.streaming nor "
+            "data.mixture; leave it out"
+        )
+    if data.curriculum is not None and data.curriculum.low >= data.curriculum.high:
+        raise PlanError(f"data.curriculum.low={data.curriculum.low} must be below high={data.curriculum.high}")
+    uses_datasets = is_dataset or any(
+        part.path.startswith(HUB) or is_saved_dataset(part.path) for part in data.mixture.values()
+    )
+    refuse(uses_datasets, "unless data.path is of the datasets package", "train_split", "eval_split", "load_options")
+    refuse(not is_dataset, "with a dataset of the datasets package: set data.eval_split", "eval_path")
 
 
 def _check_keys_that_depend(config: Config) -> None:

@@ -27,12 +27,12 @@ def file_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.parquet"
 
 
-def write_samples(path: Path, columns: Mapping[str, Tensor | Sequence[Any]]) -> int:
+def write_samples(path: Path, columns: Mapping[str, Tensor | list[Any]]) -> int:
     """Write one step's samples, whole or not at all; returns the bytes on disk.
 
     Args:
         path: The file.
-        columns: A row per sample: jagged tensors, one-dimensional tensors, or sequences. Integers become int32.
+        columns: A row per sample: jagged tensors, one-dimensional tensors, or lists. Integers become int32.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -48,7 +48,7 @@ def _array(column: Any) -> Any:
     import pyarrow as pa
     import torch
 
-    if not isinstance(column, torch.Tensor):
+    if isinstance(column, list):
         return pa.array(column)
     if column.is_nested:
         return pa.ListArray.from_arrays(_array(column.offsets()), _array(column.values()))

@@ -16,8 +16,8 @@ from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import ADVANTAGES
 from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
-from rl_trainer.data import PromptOrder
-from rl_trainer.errors import InputError, RolloutFailedError, StaleWeightsError
+from rl_trainer.data.prompts import make_prompts
+from rl_trainer.errors import RolloutFailedError, StaleWeightsError
 from rl_trainer.workers.agent import AgentWorker, Job
 from rl_trainer.workers.engine import CriticWorker, EngineWorker
 from rl_trainer.workers.samples import SampleWorker
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rl_tq.types import BatchMeta
     from rl_trainer.base import Runtime
     from rl_trainer.config import Config
-    from rl_trainer.data import Row
-    from rl_trainer.data.datasets import Datasets
+    from rl_trainer.data import Datasets, Order, Row
+    from rl_trainer.data.order import StreamOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,10 @@ class Generated:
 class RolloutManager:
     """Turns prompts into a batch: splits them over the agent workers, and replaces groups that failed."""
 
-    def __init__(self, agents: AgentWorker, rows: Sequence[Row], order: PromptOrder, config: Config) -> None:
+    def __init__(self, agents: AgentWorker, rows: Sequence[Row] | StreamOrder, order: Order, config: Config) -> None:
         self._agents, self._rows, self._order, self._config = agents, rows, order, config
         self._num_groups = 0
+        self._row_of: dict[int, int] = {}
 
     @property
     def position(self) -> int:
@@ -84,6 +85,7 @@ class RolloutManager:
                     failures[kind] = failures.get(kind, 0) + count
                 if report.batch is None:
                     continue
+                self.observe(report.batch)
                 rewards += [tags["reward"] for tags in report.batch.tags]
                 kept = rows_with_signal(report.batch) if sizes.dynamic_sampling else range(len(report.batch))
                 num_kept = len({report.batch.tags[row]["group_id"] for row in kept})
@@ -124,8 +126,17 @@ class RolloutManager:
         jobs: list[Job] = []
         for place, index in enumerate(self._order.take(count), start=first_place):
             self._num_groups += 1
+            self._row_of[self._num_groups] = index
             jobs.append(Job(row=self._rows[index], row_index=index, group_id=self._num_groups, place=place))
         return jobs
+
+    def observe(self, batch: BatchMeta) -> None:
+        """Tell the order what the groups of a batch were worth: a curriculum goes by it."""
+        rewards: dict[int, list[float]] = {}
+        for tags in batch.tags:
+            rewards.setdefault(tags["group_id"], []).append(tags["reward"])
+        for group, given in rewards.items():
+            self._order.observe(self._row_of.pop(group), given)
 
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
         """Sampling parameters, seeded by the run's seed and `salt`; at `rollout.temperature` unless told otherwise."""
@@ -285,8 +296,7 @@ def place(
     if samples_folder is not None:
         where = {"folder": str(samples_folder), "model_path": str(model_path), "queue_address": queue_address}
         samples = runtime.create_group(SampleWorker, "queue", timeout_s=config.timeout_s, **where)
-    rows, eval_rows = (short_enough(agents, some, config) for some in (datasets.train, datasets.eval))
-    order = PromptOrder(num_rows=len(rows), seed=config.seed, position=position, returned=list(pending))
+    prompts = make_prompts(config, datasets, agents.prompt_lengths, position=position, returned=pending)
     return Parts(
         actor=actor,
         reference=reference,
@@ -296,31 +306,14 @@ def place(
             target=config.algorithm.kl_target,
             horizon=config.algorithm.kl_horizon,
         ),
-        rollout_manager=RolloutManager(agents, rows, order, config),
+        rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config),
         weights=WeightSync(actor, rollout, config.rollout.num_replicas),
         queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
         agents=agents,
-        eval_rows=eval_rows,
+        eval_rows=prompts.eval_rows,
         samples=samples,
-        num_too_long=len(datasets.train) + len(datasets.eval) - len(rows) - len(eval_rows),
+        num_too_long=prompts.num_too_long,
     )
-
-
-def short_enough(agents: AgentWorker, rows: Sequence[Row], config: Config) -> list[Row]:
-    """The rows whose prompts have at most `data.max_prompt_tokens` tokens.
-
-    Raises:
-        InputError: there is none.
-    """
-    longest = config.data.max_prompt_tokens
-    lengths = agents.prompt_lengths([row["prompt"] for row in rows])
-    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= longest]
-    if not kept:
-        raise InputError(
-            f"none of {len(rows)} prompts has at most data.max_prompt_tokens={longest} tokens; the shortest has "
-            f"{min(lengths)}"
-        )
-    return kept
 
 
 def create_engine(

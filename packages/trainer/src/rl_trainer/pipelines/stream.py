@@ -131,6 +131,7 @@ class RolloutStream:
                     self._outcome.num_failed_groups += 1
                     self._replace(group)
             if report.batch is not None:
+                self._manager.observe(report.batch)
                 self._sort(report.batch, report)
 
     def _sort(self, batch: BatchMeta, report: GenerateReport) -> None:

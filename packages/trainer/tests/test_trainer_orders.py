@@ -1,0 +1,244 @@
+"""Whatever the order of prompts, a run that stops anywhere goes on with exactly the prompts it would have had."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_trainer.config import DataConfig, load_config
+from rl_trainer.data import load_datasets
+from rl_trainer.data.order import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder
+from rl_trainer.data.prompts import make_prompts, short_enough
+from rl_trainer.data.records import Record, Source
+from rl_trainer.data.stream import StreamedRows
+from rl_trainer.errors import DataError, InputError, PlanError
+from rl_trainer.plan import make_plan
+
+LENGTHS = (3, 1, 9, 2, 4, 9, 9, 1, 2, 9, 3)
+
+
+def row(number, words=1):
+    prompt = [{"role": "user", "content": " ".join(["word"] * words)}]
+    return {"prompt": prompt, "data_source": "mine", "reward_model": {"ground_truth": str(number)}, "extra_info": {}}
+
+
+def measure(prompts):
+    return [len(prompt[0]["content"].split()) for prompt in prompts]
+
+
+def stream(seed=0, buffer_size=4):
+    rows = [row(number, words) for number, words in enumerate(LENGTHS)]
+    source = Source("mine", lambda: (Record(f"row {n}", lambda r=r: r) for n, r in enumerate(rows)))
+    return StreamedRows(source, lambda record, where: dict(record), seed=seed, buffer_size=buffer_size)
+
+
+ORDERS = {
+    "epochs": lambda seed: PromptOrder(num_rows=7, seed=seed),
+    "mixture": lambda seed: MixtureOrder(parts=["a"] * 3 + ["b"] * 5, weights={"a": 3.0, "b": 1.0}, seed=seed),
+    "curriculum": lambda seed: CurriculumOrder(num_rows=6, seed=seed, low=0.0, high=1.0, revisit=0.3),
+    "stream": lambda seed: StreamOrder(rows=stream(seed), measure=measure, longest=4),
+}
+
+
+def go(order, counts, rewards):
+    """Take, learn what the rows were worth, take again."""
+    taken = []
+    for count, reward in zip(counts, rewards, strict=True):
+        indices = order.take(count)
+        for index in indices:
+            order.observe(index, [reward, 1.0 if index % 2 else reward])
+        taken += [(i, order[i]["reward_model"]["ground_truth"]) for i in indices] if hasattr(order, "__getitem__") else indices  # fmt: skip  # noqa: E501
+    return taken
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@given(data=st.data(), seed=st.integers(0, 50), counts=st.lists(st.integers(1, 9), min_size=2, max_size=8))
+def test_an_order_goes_on_from_its_state_exactly(kind, data, seed, counts):
+    rewards = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(counts), max_size=len(counts)))
+    stop = data.draw(st.integers(0, len(counts) - 1))
+    whole = go(ORDERS[kind](seed), counts, rewards)
+    first, second = ORDERS[kind](seed), ORDERS[kind](seed)
+    begun = go(first, counts[:stop], rewards[:stop])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert begun + go(second, counts[stop:], rewards[stop:]) == whole
+
+
+@given(st.integers(0, 50), st.integers(1, 15), st.integers(1, 40), st.lists(st.integers(0, 60), max_size=6))
+def test_a_stream_s_rows_are_the_same_in_whatever_order_they_are_asked_for(seed, buffer_size, count, places):
+    rows = stream(seed, buffer_size)
+    in_order = [rows[i]["reward_model"]["ground_truth"] for i in range(count)]
+    size = len(LENGTHS)
+    for begin in range(0, count - size + 1, size):
+        assert sorted(in_order[begin : begin + size], key=int) == [str(n) for n in range(size)]
+    again = stream(seed, buffer_size)
+    for place in [p for p in places if p < count]:
+        assert again[place]["reward_model"]["ground_truth"] == in_order[place]
+
+
+def test_a_stream_reads_no_more_than_it_holds_and_counts_what_is_too_long():
+    read = []
+    source = Source("mine", lambda: (Record("", lambda n=n: read.append(n) or row(n, LENGTHS[n % 11])) for n in range(10**9)))  # fmt: skip  # noqa: E501
+    order = StreamOrder(rows=StreamedRows(source, lambda r, _: r, seed=0, buffer_size=1), measure=measure, longest=4)
+    assert order.take(8) == [0, 1, 3, 4, 7, 8, 10, 11]
+    assert order.num_too_long == 4
+    assert read == list(range(64))
+
+
+def test_an_empty_stream_is_told():
+    with pytest.raises(DataError, match="mine has no rows"):
+        StreamedRows(Source("mine", lambda: iter(())), lambda r, _: dict(r), seed=0, buffer_size=2)[0]
+
+
+def test_a_mixture_draws_by_weight_whatever_the_sizes():
+    order = MixtureOrder(parts=["big"] * 900 + ["small"] * 10, weights={"big": 1.0, "small": 3.0}, seed=1)
+    taken = order.take(4000)
+    small = [index for index in taken if index >= 900]
+    assert len(small) / 4000 == pytest.approx(0.75, abs=0.03)
+    counts = Counter(small)
+    assert max(counts.values()) - min(counts.values()) <= 1  # epochs of its own
+
+
+def test_a_curriculum_passes_over_what_taught_nothing():
+    order = CurriculumOrder(num_rows=4, seed=0, low=0.0, high=1.0, revisit=0.0)
+    assert sorted(order.take(4)) == [0, 1, 2, 3]
+    for index, rewards in enumerate([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.5, 0.0]]):
+        order.observe(index, rewards)
+    assert sorted(order.take(2)) == [1, 3]
+    assert sorted(order.take(2)) == [1, 3]
+    order.observe(1, [1.0, 1.0])
+    order.observe(3, [1.0, 1.0])
+    assert set(order.take(2)) <= {0, 1, 2, 3}  # nothing is left: it takes all the same
+
+
+def test_prompts_that_are_too_long_are_left_out():
+    rows = [row(0, 2), row(1, 3), row(2, 4), row(3, 1)]
+    assert short_enough(rows, measure, 3) == [rows[0], rows[1], rows[3]]
+    with pytest.raises(InputError, match=r"none of 1 prompts has at most data.max_prompt_tokens=3 tokens; .* has 4"):
+        short_enough(rows[2:3], measure, 3)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def test_a_mixture_of_files_is_loaded_filtered_and_drawn(tmp_path):
+    easy = write(tmp_path / "easy.jsonl", [row(n) for n in range(20)])
+    hard = write(tmp_path / "hard.jsonl", [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(20)])
+    tree = [f"data.mixture={{easy: {{path: {easy}}}, hard: {{path: {hard}, format: gsm8k, weight: 3}}}}"]
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("data: {eval_size: 8, max_prompt_tokens: 50}\n")
+    config = load_config(str(recipe), tree)
+    data = load_datasets(config.data, seed=0)
+    assert Counter(r["mixture"] for r in data.eval) == {"easy": 2, "hard": 6}
+    found = make_prompts(config, data, measure, position=0, returned=())
+    taken = Counter(found.rows[i]["mixture"] for i in found.order.take(400))
+    assert taken["hard"] == pytest.approx(300, abs=40)
+    rows = [r for r in data.train if r["mixture"] == "easy"]
+    with pytest.raises(InputError, match="no prompt of data.mixture.hard has at most data.max_prompt_tokens=50"):
+        make_prompts(config, replace(data, train=rows), measure, position=0, returned=())
+
+
+def test_a_streamed_file_has_held_out_rows_of_its_own(tmp_path):
+    write(tmp_path / "train.jsonl", [row(n, words) for n, words in enumerate(LENGTHS)])
+    with pytest.raises(DataError, match="data.streaming cannot hold out the last rows"):
+        load_datasets(DataConfig(path=str(tmp_path / "train.jsonl"), streaming=True), seed=0)
+    write(tmp_path / "test.jsonl", [row(n) for n in range(5)])
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"data: {{path: {tmp_path}, streaming: true, shuffle_buffer: 3, eval_size: 2, max_prompt_tokens: 4}}"
+    )
+    config = load_config(str(recipe))
+    data = load_datasets(config.data, seed=0)
+    assert len(data.eval) == 2
+    found = make_prompts(config, data, measure, position=0, returned=())
+    taken = found.order.take(7)
+    truths = [found.rows[i]["reward_model"]["ground_truth"] for i in taken]
+    assert sorted(truths, key=int) == ["0", "1", "3", "4", "7", "8", "10"]
+    resumed = make_prompts(
+        config, load_datasets(config.data, seed=0), measure, position=taken[3] + 1, returned=[taken[1]]
+    )
+    again = resumed.order.take(4)
+    assert [resumed.rows[i]["reward_model"]["ground_truth"] for i in again] == [truths[1], *truths[4:]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_of_the_datasets_package(tmp_path, streaming):
+    import datasets
+
+    made = {
+        "fit": datasets.Dataset.from_list([row(n) for n in range(6)]),
+        "test": datasets.Dataset.from_list([row(n) for n in range(10, 14)]),
+    }
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "saved"))
+    config = DataConfig(path=f"hf:{tmp_path / 'saved'}", train_split="fit", eval_size=3, streaming=streaming)
+    data = load_datasets(config, seed=0)
+    assert [r["reward_model"]["ground_truth"] for r in data.eval] == ["10", "11", "12"]
+    rows = [data.stream[i] for i in range(6)] if data.stream else data.train
+    assert sorted(r["reward_model"]["ground_truth"] for r in rows) == list("012345")
+    with pytest.raises(DataError, match=r"has no split 'train'; it has fit, test"):
+        load_datasets(DataConfig(path=str(tmp_path / "saved")), seed=0)
+
+
+def test_a_dataset_of_your_own_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Mine:\n"
+        "    def __init__(self, config, *, seed):\n"
+        "        self.train = [self.row(n) for n in range(config.task_config['count'])]\n"
+        "        self.eval = [self.row(seed)]\n"
+        "    def row(self, n):\n"
+        "        return {'prompt': [{'role': 'user', 'content': 'x'}], 'data_source': 'mine',\n"
+        "                'reward_model': {'ground_truth': str(n)}}\n"
+        "def empty(config, *, seed):\n"
+        "    return Mine.__new__(Mine)\n"
+    )
+    data = load_datasets(DataConfig(format=f"{file}:Mine", task_config={"count": 3}), seed=7)
+    assert [r["reward_model"]["ground_truth"] for r in data.train] == ["0", "1", "2"]
+    assert data.eval[0]["reward_model"]["ground_truth"] == "7"
+    for name, words in (("empty", "gave no rows as 'train'"), ("Other", "defines no Other")):
+        with pytest.raises(DataError, match=words):
+            load_datasets(DataConfig(format=f"{file}:{name}"), seed=0)
+    with pytest.raises(DataError, match=r"data.format='jsn' is unknown; there are rows, gsm8k, reasoning_gym"):
+        load_datasets(DataConfig(format="jsn"), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["images", "videos"])
+def test_what_the_pipelines_do_not_bring_to_the_engine_is_refused(tmp_path, kind):
+    path = write(tmp_path / "d.jsonl", [{**row(0), kind: ["x.png"]}])
+    with pytest.raises(DataError, match=f"row 1 has {kind}, which the pipelines do not bring to the engine"):
+        load_datasets(DataConfig(path=path), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.path=x"], "data.path='x' does nothing with data.format=reasoning_gym"),
+        (["data.streaming=true"], "data.streaming=True does nothing with data.format=reasoning_gym"),
+        (["data.shuffle_buffer=5"], "data.shuffle_buffer=5 does nothing without data.streaming"),
+        (["data.load_options={name: x}"], "does nothing unless data.path is of the datasets package"),
+        (["data.curriculum.low=1.0"], "data.curriculum.low=1.0 must be below high=1.0"),
+    ],
+)
+def test_keys_that_do_nothing_with_the_dataset_are_refused(overrides, words):
+    with pytest.raises(PlanError, match=words.replace("(", r"\(")):
+        make_plan(load_config("quickstart", overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.num_rows=5"], "data.num_rows=5 does nothing with data.format=gsm8k"),
+        (["data.task=x"], "data.task='x' does nothing"),
+        (["data.path=x", "data.mixture={a: {path: y}}"], "data.path='x' does nothing beside data.mixture"),
+        (["data.mixture={a: {path: y}}", "data.curriculum.low=0.1"], "data.curriculum chooses among all rows of one"),
+        (["data.mixture={a: {path: y, wait: 2}}"], "unknown configuration key data.mixture.a.wait"),
+        (["data.path=hf:x", "data.eval_path=y"], "set data.eval_split"),
+    ],
+)
+def test_keys_that_do_nothing_with_files_are_refused(overrides, words):
+    with pytest.raises(InputError, match=words):
+        make_plan(load_config("gsm8k", overrides))
