@@ -436,6 +436,17 @@ def control(run: Run, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> 
             "publish + claim, server and client on one core", {"rl-tq shm": publish_and_claim}, unit="pairs/s",
             amount=pairs, goal=">= 10000 pairs/s", before=lambda: queue.clear("pairs"),
         )  # fmt: skip
+    with rl_tq.serve("inproc://") as alone:
+
+        def in_one_process() -> None:
+            for _ in range(pairs):
+                alone.put(row, partition="pairs")
+                alone.get_meta(partition="pairs", columns=["a"], batch_size=1, task="t")
+
+        run.compare(
+            "publish + claim, in one process", {"rl-tq inproc": in_one_process}, unit="pairs/s", amount=pairs,
+            goal=">= 10000 pairs/s", before=lambda: alone.clear("pairs"),
+        )  # fmt: skip
     many = 20_000 if run.quick else 1_000_000
     for _ in range(many // 10_000):
         queue.put({"a": torch.ones(10_000)}, partition="many")

@@ -27,7 +27,7 @@ def queue(request):
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_metrics_are_what_prometheus_reads(queue):

@@ -57,6 +57,19 @@ def test_rows_whose_memory_is_known_are_read_without_a_question(queue, peer, mon
     assert asked.since() == []
 
 
+def test_one_question_publishes_and_one_claims(queue, peer, monkeypatch):
+    asked = {name: Asked(client, monkeypatch) for name, client in {"queue": queue, "peer": peer}.items()}
+    for _ in range(2):
+        queue.put({"a": torch.ones(64, 300), "t": [torch.arange(i) for i in range(64)]}, partition="p")
+        assert asked["queue"].since() == ["put"]
+        meta = peer.get_meta(partition="p", columns=["a", "t"], batch_size=64, task="t")
+        assert asked["peer"].since() == ["wait"]
+        peer.get(meta)
+        asked["peer"].since()
+        peer.get(meta)
+        assert asked["peer"].since() == []
+
+
 def test_columns_of_several_puts_are_found_by_the_union(queue, peer, monkeypatch):
     meta = peer.put({"a": torch.arange(3)}, partition="p")
     peer.get(meta)

@@ -12,7 +12,7 @@ from rl_tq.errors import QueueFullError, SchemaError
 from rl_tq.types import Credit, OnFull, PartitionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rl_tq._rows import Partition, Row
     from rl_tq._state import State
@@ -107,7 +107,7 @@ class Admissions:
         if put.partition not in state.partitions:
             state.open(put.partition, state.next_generation)
         home = state.partitions[put.partition]
-        names: list[str | None] = list(put.sample_ids) if put.sample_ids is not None else [None] * put.num_rows
+        names: Sequence[str | None] | None = put.sample_ids
         following = count(state.next_row)
         if existing:
             numbers = [next(following) if row is None else row.number for row in existing]

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_tq._columns import borrowed_columns, check_json, parse_columns
+from rl_tq._columns import borrowed_columns, check_tags, parse_columns
 from rl_tq._extent import Layout, plan_extent
 from rl_tq._gather import Landing, LocatedColumns, Opened, gather
 from rl_tq._numbers import lengthen, shorten
@@ -326,7 +326,7 @@ def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: 
     names = reply["sample_ids"]
     return BatchMeta(
         partition=partition,
-        sample_ids=tuple(map("row%d".__mod__, rows) if names is None else names),
+        sample_ids=tuple([f"row{row}" for row in rows] if names is None else names),
         columns=tuple(dict.fromkeys(columns)),
         tags=tuple(reply["tags"]),
         rows=tuple(rows),
@@ -349,7 +349,7 @@ def _checked_ids(sample_ids: Sequence[str]) -> list[str]:
 def _checked_tags(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     copies = [dict(tag) for tag in tags]
     try:
-        check_json(copies, is_message=True)
+        check_tags(copies)
     except TypeError as error:
         raise SchemaError(f"tags must be mappings of JSON values: {error}") from error
     return copies

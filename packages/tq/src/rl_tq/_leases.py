@@ -35,7 +35,7 @@ class Leases:
         self._owned.setdefault(claim.owner, set()).add(number)
         if claim.lease_s is not None:
             self._timers.set(("lease", number), now + claim.lease_s)
-        found = tuple(home.rows[row] for row in rows)
+        found = tuple(map(home.rows.__getitem__, rows))
         return Batch(
             partition=home.name, generation=home.generation, rows=found, version=home.changed, task=claim.task,
             lease=number, columns=frozenset(claim.columns),

@@ -92,6 +92,12 @@ class TaskLedger:
                 if columns <= row.columns and self.is_free(row.number):
                     index.add(row, is_back=row.number in self.returned)
 
+    def offer_new(self, rows: Sequence[Row], columns: frozenset[str]) -> None:
+        """The same for rows that were just made, all of them with these columns."""
+        for (wanted, _), index in self.indexes.items():
+            if wanted <= columns:
+                index.extend(rows)
+
     def ack(self, row: Row, step: int) -> None:
         """A leased row is consumed."""
         lease = self.leased.pop(row.number)

@@ -15,7 +15,7 @@ from rl_tq.errors import PolicyError
 from rl_tq.types import RowMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterable
+    from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
     from rl_tq._rows import Row
     from rl_tq.types import Policy
@@ -51,6 +51,12 @@ class ReadyRows:
             self._line.append(number)
         else:
             heapq.heappush(self._late, number)
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Add rows that are younger than all others, the oldest first."""
+        numbers = [row.number for row in rows]
+        self.members.update(zip(numbers, rows, strict=True))
+        self._line += numbers
 
     def discard(self, rows: Collection[int]) -> None:
         """Remove rows, whether they are here or not."""
@@ -99,7 +105,15 @@ class ReadyRows:
             self._head = 0
 
 
-class _Ranked(ReadyRows):
+class _OneByOne(ReadyRows):
+    """What has another order than the line of all rows."""
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.add(row)
+
+
+class _Ranked(_OneByOne):
     """Smallest key first, then oldest."""
 
     def __init__(self, key: Callable[[Row], float]) -> None:
@@ -132,7 +146,7 @@ class _Ranked(ReadyRows):
         return taken
 
 
-class _Grouped(ReadyRows):
+class _Grouped(_OneByOne):
     """`size` rows of each group, the group that had them first first. A group is given once.
 
     Rows of it that come later stay out, unless they were given before and came back.
@@ -274,7 +288,7 @@ class _Balanced(ReadyRows):
         return [rows[i].number for i in balanced_order([length or 0.0 for length in lengths], self._num_parts)]
 
 
-class _Filtered(ReadyRows):
+class _Filtered(_OneByOne):
     """What another index gives, among the rows that a predicate accepts."""
 
     def __init__(self, policy: policies.Where, inner: ReadyRows) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from rl_tq.types import PartitionOptions
 
@@ -21,9 +24,8 @@ Run: TypeAlias = tuple[int, int, int]
 NO_TAGS: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Extent:
-    """What one put wrote."""
+class Extent(msgspec.Struct, kw_only=True, eq=False, gc=False):
+    """What one put wrote. It and its rows are never part of a cycle, so the collector of cycles need not walk them."""
 
     number: int
     """The host's, given once."""
@@ -50,8 +52,7 @@ class Extent:
         return self.nbytes * self.num_live // self.num_rows
 
 
-@dataclass(slots=True, eq=False)
-class Row:
+class Row(msgspec.Struct, eq=False, gc=False):
     """One row."""
 
     number: int
@@ -95,8 +96,8 @@ class Partition:
     """By number, oldest first."""
     by_name: dict[str, Row] = field(default_factory=dict[str, Row])
     """Those that a caller named."""
-    by_version: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
-    by_group: dict[Hashable, set[int]] = field(default_factory=dict["Hashable", set[int]])
+    by_version: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict[int, set[int]](set))
+    by_group: defaultdict[Hashable, set[int]] = field(default_factory=lambda: defaultdict["Hashable", set[int]](set))
     nbytes: int = 0
     """Of its extents in memory."""
     spilled_nbytes: int = 0
@@ -119,14 +120,17 @@ class Partition:
 
     def enter(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]] | None) -> None:
         """Take new rows in, with their tags."""
-        for row in rows:
-            self.rows[row.number] = row
-            if row.name is not None:
-                self.by_name[row.name] = row
+        self.rows.update(zip([row.number for row in rows], rows, strict=True))
+        self.by_name.update({row.name: row for row in rows if row.name is not None})
+        by_version, by_group = self.by_version, self.by_group
         for row, given in zip(rows, tags or (), strict=False):
-            if given:
-                row.tags = given
-                self._classify(row)
+            if not given:
+                continue
+            row.tags = given
+            if (version := given.get("weight_version_min")) is not None:
+                by_version[version].add(row.number)
+            if (group := given.get("group_id")) is not None:
+                by_group[group].add(row.number)
 
     def leave(self, row: Row) -> None:
         """Let a row go."""
@@ -149,14 +153,7 @@ class Partition:
     def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
         """Merge tags into a row's."""
         self._declassify(row)
-        row.tags = {**row.tags, **tags}
-        self._classify(row)
-
-    def _classify(self, row: Row) -> None:
-        if (version := row.version) is not None:
-            self.by_version.setdefault(version, set()).add(row.number)
-        if (group := row.group) is not None:
-            self.by_group.setdefault(group, set()).add(row.number)
+        self.enter([row], [{**row.tags, **tags}])
 
     def _declassify(self, row: Row) -> None:
         if not row.tags:
@@ -165,6 +162,14 @@ class Partition:
             _remove(self.by_version, version, row.number)
         if (group := row.group) is not None:
             _remove(self.by_group, group, row.number)
+
+
+def rows_of(
+    extent: Extent, numbers: Sequence[int], names: Sequence[str | None] | None, indexes: Sequence[int]
+) -> list[Row]:
+    """New rows, all of whose values lie in one extent; without names they are called by their numbers."""
+    pieces = zip(zip(repeat(extent), indexes, strict=False), strict=True)  # of one piece each
+    return list(map(Row, numbers, names or repeat(None), repeat(NO_TAGS), repeat(extent.columns), pieces))
 
 
 def _remove(index: dict[Any, set[int]], key: Hashable, number: int) -> None:

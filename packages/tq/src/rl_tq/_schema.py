@@ -41,7 +41,7 @@ class ColumnSchema:
 
     def to_json(self) -> list[Any]:
         """The three fields, in order, as JSON values."""
-        return [self.kind.value, self.dtype, list(self.shape)]
+        return [str(self.kind), self.dtype, list(self.shape)]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> ColumnSchema:

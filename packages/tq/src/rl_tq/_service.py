@@ -258,7 +258,7 @@ class Service:
             "lease": outcome.lease,
             "rows": shorten([row.number for row in rows]),
             "sample_ids": [row.sample_id for row in rows] if any(names) else None,
-            "tags": [{**each} for each in tags] if any(tags) else [],
+            "tags": [each or {} for each in tags] if any(tags) else [],
         }
         if self._where is not None and outcome.columns and (hints := self._hints(outcome, self._where)):
             reply["hints"] = hints

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq._ledger import Lease, TaskLedger
-from rl_tq._rows import NO_TAGS, Extent, Partition, Row
+from rl_tq._rows import NO_TAGS, Extent, Partition, Row, rows_of
 from rl_tq._schema import ColumnSchema
 from rl_tq.types import PartitionOptions
 
@@ -98,13 +98,14 @@ class State:
         owner: str,
         places: Sequence[int] | None,
         numbers: Sequence[int],
-        sample_ids: Sequence[str | None],
+        sample_ids: Sequence[str | None] | None,
         tags: Sequence[Mapping[str, Any]] | None,
         is_spilled: bool = False,
     ) -> list[Row]:
         """Enter an extent and the rows in it; `places` None means that row i lies at index i.
 
-        Rows whose number is known get its columns; the others are new, of that id (None: `row` and the number).
+        Rows whose number is known get its columns; the others are new, of that id (None, as a whole or of one row:
+        `row` and the number).
         """
         self._record(
             "put", partition, extent, schema, nbytes, num_rows, owner, places, numbers, sample_ids, tags, is_spilled
@@ -120,15 +121,19 @@ class State:
         )  # fmt: skip
         home.count(held, 1)
         indexes = range(len(numbers)) if places is None else places
-        if min(numbers) >= self.next_row:
-            rows = [
-                Row(number, name, NO_TAGS, columns, ((held, index),))
-                for number, name, index in zip(numbers, sample_ids, indexes, strict=True)
-            ]
+        is_all_new = min(numbers) >= self.next_row
+        if is_all_new:
+            rows = rows_of(held, numbers, sample_ids, indexes)
             home.enter(rows, tags)
         else:
             rows = [
-                self._extended(home, home.rows.get(number), number, sample_ids[i], tags[i] if tags else NO_TAGS)
+                self._extended(
+                    home,
+                    home.rows.get(number),
+                    number,
+                    sample_ids[i] if sample_ids else None,
+                    tags[i] if tags else NO_TAGS,
+                )
                 for i, number in enumerate(numbers)
             ]
             for row, index in zip(rows, indexes, strict=True):
@@ -136,7 +141,10 @@ class State:
                 row.pieces = (*row.pieces, (held, index))
         self.next_row = max(self.next_row, max(numbers) + 1)
         for ledger in home.tasks.values():
-            ledger.offer(rows)
+            if is_all_new:
+                ledger.offer_new(rows, columns)
+            else:
+                ledger.offer(rows)
         self.touch(home)
         return rows
 
@@ -216,8 +224,8 @@ class State:
         )  # fmt: skip
         home = self.partitions[partition]
         self.ledger(home, task).lease(lease)
-        for row in rows:
-            home.rows[row].num_leases += 1
+        for row in map(home.rows.__getitem__, rows):
+            row.num_leases += 1
         self.touch(home)
         return lease
 
