@@ -76,12 +76,12 @@ def build(folder, **changes):
     return engine
 
 
+def full(grad):
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
 def gradients(engine):
     named = engine._scorer.model.named_parameters()
-
-    def full(grad):
-        return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
     return {name: full(parameter.grad).clone() for name, parameter in named if parameter.grad is not None}
 
 
@@ -275,9 +275,11 @@ def main(folder):
     seen["adapted"] = [one_step(adapted, mine) for _ in range(3)]
     seen["merged"] = weights(adapted)
     adapted.close()
-    frozen = build(model, optimizer=None, entropy=True)
+    frozen = build(model, optimizer=None, entropy=True, sum_pi_squared=True, parallel=ParallelConfig(sp=2))
     with frozen.eval_mode():
-        seen["frozen_keys"] = sorted(frozen.forward_backward_batch(mine, None).columns.keys())
+        columns = frozen.forward_backward_batch(mine, None).columns
+    seen["frozen"] = first._world.exchange({name: column.values() for name, column in columns.items()})
+    frozen.close()
     first.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

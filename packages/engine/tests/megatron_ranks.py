@@ -22,14 +22,14 @@ from rl_engine import (
 )
 from rl_engine._optimizer import learning_rate
 from rl_engine.losses import sft_loss
-from rl_engine.testing import ragged_batch
+from rl_engine.testing import ragged, ragged_batch
 
 _spec = spec_from_file_location("engine_ranks", Path(__file__).with_name("engine_ranks.py"))
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 
 __all__ = ["learning_rate"]
-SEED = 5
+SEED, CANDIDATES = 5, 3
 # The step is nearly proportional to the gradient, so that equal weights mean equal gradients.
 OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.01, max_grad_norm=1e9, total_steps=10)
 LAYOUTS = {
@@ -102,12 +102,12 @@ def initial(folder, factory=AutoModelForCausalLM):
 
 
 def run(folder, kind, layout, before):
-    engine = build(folder, kind, layout, entropy=True)
+    engine = build(folder, kind, layout, entropy=True, sum_pi_squared=True, num_candidates=CANDIDATES)
     world = engine._state.world
     mine = [row for row, rank in zip(ranks.draw_rows(SEED), owners(world.size), strict=True) if rank == world.rank]
     with engine.eval_mode():
         columns = engine.forward_backward_batch(ranks.batch_of(mine), None).columns
-    seen = {"logprobs": [], "entropy": []}
+    seen = {name: [] for name in ("logprobs", "entropy", "sum_pi_squared", "candidate_token_ids", "candidate_logprobs")}
     for name, found in seen.items():
         assert columns.batch_size[0] == len(mine)
         rows = [row.tolist() for row in columns[name].unbind()] if mine else []
@@ -140,6 +140,32 @@ def critic_step(engine, rows):
     engine.optimizer_zero_grad()
     output = engine.forward_backward_batch(ranks.batch_of(rows), value_loss)
     return output.metrics["loss"], engine.optimizer_step(), ranks.weights(engine)
+
+
+def candidate_loss(output, rows):
+    """Of the tokens named for every completion token, each weighed by its place."""
+    weight = torch.arange(1.0, 4.0, dtype=torch.float64)
+    return (output.candidate_logprobs * weight).sum() / output.counts.tokens, {}
+
+
+def candidates_step(engine, rows):
+    """A step on three named tokens for every completion token."""
+    batch = ranks.batch_of(rows)
+    named = [[[(7 * token + place) % 78 for place in range(3)] for token in completion] for _, completion, _ in rows]
+    batch["candidate_token_ids"] = ragged([torch.tensor(row) for row in named])
+    engine.optimizer_zero_grad()
+    output = engine.forward_backward_batch(batch, candidate_loss)
+    return output.metrics["loss"], engine.optimizer_step(), ranks.weights(engine)
+
+
+def candidates(folder, rank, size):
+    """One step in each layout."""
+    mine, seen = ranks.draw_rows(SEED)[rank::size], {}
+    for layout in ("tp2", "sp2", "pp2"):
+        engine = build(folder, "tied", layout)
+        seen[layout] = candidates_step(engine, mine)
+        engine.close()
+    return seen
 
 
 def critics(folder, rank, size):
@@ -204,6 +230,7 @@ def main(folder, cases):
     seen["pairs"] = pairs_seen(first)
     first.close()
     seen["critics"] = critics(folder, rank, holder._world.size)
+    seen["candidates"] = candidates(folder, rank, holder._world.size)
     seen["experts"] = experts(folder, rank, holder._world.size)
     holder.close()
     if rank == 0:

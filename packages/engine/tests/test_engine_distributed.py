@@ -207,7 +207,13 @@ def test_an_adapter_on_two_ranks_is_that_of_one(two):
 
 
 def test_a_frozen_engine_scores_on_two_ranks(two):
-    assert two["frozen_keys"] == ["entropy", "logprobs"]
+    alone = ranks.build(two["folder"] / "model", optimizer=None, entropy=True, sum_pi_squared=True)
+    for rank, columns in enumerate(two["frozen"]):
+        want = alone.forward_backward_batch(ranks.batch_of(ranks.draw_rows(7)[rank::2]), None).columns
+        assert set(columns) == {"entropy", "logprobs", "sum_pi_squared"}
+        for name, found in columns.items():
+            torch.testing.assert_close(found, want[name].values(), rtol=1e-6, atol=1e-8)
+    alone.close()
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_reading_what_the_head_does_not_give_is_one_sentence(classifier, policy)
     with pytest.raises(ConfigError, match="reads values"):
         actor.forward_backward_batch(batch_with_returns(), value_loss)
     actor.close()
-    with pytest.raises(ConfigError, match="entropy is that of a language-model head"):
+    with pytest.raises(ConfigError, match="entropy is True; it needs head=lm"):
         build(classifier, "value", entropy=True)
 
 

@@ -89,7 +89,7 @@ class Oracle:
     def __init__(self, folder):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         self.model.set_experts_implementation("eager")
-        self.logprobs, self.entropy = self.scores()
+        self.columns = self.scores()
         optimizer = build_optimizer(self.model.parameters(), ranks.OPTIMIZER)
         self.steps, self.weights = [], []
         for step in range(2):
@@ -112,8 +112,14 @@ class Oracle:
     def scores(self):
         with torch.no_grad():
             found = [(full, full.gather(1, labels[:, None])[:, 0]) for full, labels, _ in self.distributions()]
-        entropy = [(-full.exp() * full).sum(-1).tolist() for full, _ in found]
-        return [scored.tolist() for _, scored in found], entropy
+        likeliest = [full.topk(ranks.CANDIDATES, -1) for full, _ in found]
+        return {
+            "logprobs": [scored for _, scored in found],
+            "entropy": [(-full.exp() * full).sum(-1) for full, _ in found],
+            "sum_pi_squared": [full.exp().square().sum(-1) for full, _ in found],
+            "candidate_token_ids": [top.indices for top in likeliest],
+            "candidate_logprobs": [top.values for top in likeliest],
+        }
 
     def loss(self):
         total, tokens = 0.0, 0
@@ -137,11 +143,11 @@ def oracle_of(oracles, folder, kind):
 def check(seen, oracles, case, size):
     kind = case.split(":")[0]
     want, got = oracle_of(oracles, seen["folder"], kind), seen[case]
-    for name in ("logprobs", "entropy"):
-        expected, found = getattr(want, name), [iter(rows) for rows in got[name]]
+    for name, expected in want.columns.items():
+        found = [iter(rows) for rows in got[name]]
         in_order = [next(found[rank]) for rank in ranks.owners(size)]
         for one, other in zip(in_order, expected, strict=True):
-            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+            torch.testing.assert_close(torch.tensor(one, dtype=other.dtype), other, rtol=1e-5, atol=1e-6)
     assert got["lopsided"] == pytest.approx(want.steps[0][0], rel=1e-5)
     assert got["step"] == pytest.approx(want.steps[0], rel=1e-5)
     assert got["second"] == pytest.approx(want.steps[1], rel=1e-4)
@@ -252,6 +258,15 @@ value_loss = ranks.value_loss
 
 
 @pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2"])
+def test_named_candidates_are_scored_with_their_gradient(two, layout):
+    engine = build(two["folder"] / "tied", backend="fsdp", optimizer=ranks.OPTIMIZER)
+    want = ranks.candidates_step(engine, rows_of(ranks.SEED))
+    engine.close()
+    assert two["candidates"][layout][:2] == pytest.approx(want[:2], rel=1e-5)
+    torch.testing.assert_close(two["candidates"][layout][2], want[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2"])
 def test_a_critic_on_two_ranks_steps_like_one_on_one(two, layout):
     engine = build(two["folder"] / "critic", backend="fsdp", head=Head.VALUE, optimizer=ranks.OPTIMIZER)
     want = ranks.critic_step(engine, rows_of(ranks.SEED))
@@ -333,7 +348,8 @@ def test_rope_of_llama3_is_taken_over(tmp_path):
         ({"parallel": ParallelConfig(cp=2)}, "no context parallelism"),
         ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp is 0"),
         ({"parallel": ParallelConfig(sequence_parallel=True)}, "it would do nothing"),
-        ({"head": Head.VALUE, "entropy": True}, "entropy is that of a language-model head"),
+        ({"head": Head.VALUE, "entropy": True}, "entropy is True; it needs head=lm"),
+        ({"num_candidates": 79}, "num_candidates is 79; the model's vocabulary has 78 entries"),
         ({"lora": LoraConfig()}, "no LoRA adapters"),
     ],
 )

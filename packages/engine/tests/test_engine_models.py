@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_engine import EngineConfig, MatmulPrecision, OptimizerConfig, Precision, create_engine
+from rl_engine import EngineConfig, MatmulPrecision, Precision, create_engine
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch
 
@@ -49,21 +49,20 @@ def folder_of(tmp_path, kind, changes):
 def oracle(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     model.set_experts_implementation("eager")
-    rows = []
+    rows, squares = [], []
     for prompt, completion in zip(*ROWS, strict=True):
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.7
         rows.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+        squares.append(logits.detach().softmax(-1).square().sum(-1))
     (-torch.cat(rows).mean()).backward()
-    return rows, {name: parameter.grad for name, parameter in model.named_parameters()}
+    return rows, squares, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", [*PACKED, *PADDED])
 def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
     folder = folder_of(tmp_path, kind, (PACKED | PADDED)[kind])
-    rows, gradients = oracle(folder)
-    config = EngineConfig(
-        model_path=str(folder), precision=Precision.FLOAT64, temperature=0.7, optimizer=OptimizerConfig()
-    )
+    rows, squares, gradients = oracle(folder)
+    config = EngineConfig(model_path=str(folder), precision=Precision.FLOAT64, temperature=0.7, sum_pi_squared=True)
     engine = create_engine("fsdp", config)
     engine.initialize()
     assert engine._scorer.is_packed == (kind in PACKED)
@@ -72,6 +71,9 @@ def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
         columns = engine.forward_backward_batch(ragged_batch(*ROWS), None).columns
     for got, want in zip(columns["logprobs"].unbind(), rows, strict=True):
         torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-5, check_dtype=False)
+    torch.testing.assert_close(
+        columns["sum_pi_squared"].values(), torch.cat(squares), rtol=1e-5, atol=1e-6, check_dtype=False
+    )
     engine._scorer.eval()
     engine.forward_backward_batch(ragged_batch(*ROWS), sft_loss)
     for name, parameter in engine._scorer.model.named_parameters():

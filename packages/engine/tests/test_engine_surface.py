@@ -35,7 +35,8 @@ def test_an_unknown_backend_lists_what_is_installed():
 
 def test_a_backend_that_cannot_be_imported_prints_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "rl_engine.backends.fsdp", raising=False)
+    for name in ("backends.fsdp", "_sharding", "_model"):  # imported by other tests, with transformers
+        monkeypatch.delitem(sys.modules, f"rl_engine.{name}", raising=False)
     with pytest.raises(BackendError, match=r"pip install 'rl-engine\[fsdp\]'") as raised:
         create_engine("fsdp", EngineConfig(model_path="nowhere"))
     assert isinstance(raised.value.__cause__, ImportError)

@@ -104,6 +104,23 @@ class EngineConformance(ABC):
         _expect(ConfigError, engine.optimizer_step)
         engine.close()
 
+    def test_what_is_asked_of_the_distributions_comes(self, tmp_path: Path) -> None:
+        """Entropy, sum of squared probabilities and likeliest tokens, and none of them unasked."""
+        asked: dict[str, Any] = {"entropy": True, "sum_pi_squared": True, "num_candidates": 2}
+        engine = self._built(tmp_path, optimizer=None, **asked)
+        columns = engine.forward_backward_batch(self._batch(), None).columns
+        names = "logprobs", "entropy", "sum_pi_squared", "candidate_logprobs", "candidate_token_ids"
+        scored, entropy, squares, likeliest, token_ids = (columns.get(name).values() for name in names)
+        engine.close()
+        assert set(columns.keys()) == set(names)
+        assert token_ids.shape == likeliest.shape == (len(scored), 2)
+        assert (likeliest[:, 0] >= scored - 1e-9).all()
+        assert (squares <= likeliest[:, 0].exp() + 1e-9).all()  # a mean of probabilities, none above the highest
+        assert (squares >= (-entropy).exp() - 1e-9).all()  # Jensen
+        engine = self._built(tmp_path, optimizer=None)
+        assert set(engine.forward_backward_batch(self._batch(), None).columns.keys()) == {"logprobs"}
+        engine.close()
+
     def test_bad_batches_are_refused(self, tmp_path: Path) -> None:
         """Missing columns, empty rows, rows over the budget, ids outside the vocabulary."""
         from rl_engine.testing import ragged_batch

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from rl_engine.errors import ModelFolderError
-from rl_engine.types import Head, ModelInit
+from rl_engine.types import EngineConfig, Head, ModelInit, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from transformers import PreTrainedModel
+
+DTYPES = {
+    Precision.FLOAT32: torch.float32,
+    Precision.BFLOAT16: torch.bfloat16,
+    Precision.FLOAT64: torch.float64,
+}
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -36,6 +42,16 @@ _TOKENIZER_FILES = (
 
 
 _SCALAR_HEAD = "score.weight"
+
+
+def trains_narrow(config: EngineConfig) -> bool:
+    """Whether activations are narrower than the parameters that the optimizer steps."""
+    return config.optimizer is not None and config.precision == Precision.BFLOAT16
+
+
+def parameter_dtype(config: EngineConfig) -> torch.dtype:
+    """Of the parameters that the optimizer steps, or of a frozen model."""
+    return torch.float32 if trains_narrow(config) else DTYPES[config.precision]
 
 
 def load_model(

@@ -10,62 +10,27 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from rl_csrc import linear_logprobs, logprobs
 from rl_engine import _attention
 from rl_engine._cost import cost_model
 from rl_engine._experts import Routers
 from rl_engine._gather import take_rows
 from rl_engine._routing import routing_of
+from rl_engine._scorer import Scorer
+from rl_engine._scores import LinearHead, Scores, Wanted, score_logits, score_states, score_values
 from rl_engine._sight import Sight, is_sighted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_csrc import LogProbs
     from rl_engine._cost import CostModel
-    from rl_engine._routing import ExpertLoad, Routing
+    from rl_engine._routing import ExpertLoad, Experts, Routing
     from rl_engine._rows import PackedRows
     from rl_engine._ulysses import SequenceGroup
 
-_CHUNK = 1024  # tokens whose logits are made at a time
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearHead:
-    """A language-model head that is no more than `softcap(hidden @ weight.T * scale)`."""
-
-    scale: float
-    """Factor of the logits."""
-    softcap: float | None
-    """`c * tanh(logits / c)`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """What a micro-batch's completion tokens were given, each `[C]`."""
-
-    logprobs: Tensor | None = None
-    """Of the tokens, with a language-model head."""
-    entropy: Tensor | None = None
-    """Of the predicting distributions, where asked for."""
-    values: Tensor | None = None
-    """Of the states, with a scalar head."""
-    asked: Tensor | None = None
-    """(C, K), of the tokens that the batch names as candidates; carries gradient."""
-    candidate_token_ids: Tensor | None = None
-    """(C, K) int64, the likeliest tokens, where wanted."""
-    candidate_logprobs: Tensor | None = None
-    """(C, K), theirs, without gradient."""
-
-    @property
-    def main(self) -> Tensor:
-        """The one that carries the gradient."""
-        scores = self.values if self.logprobs is None else self.logprobs
-        assert scores is not None
-        return scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +47,51 @@ class Fed:
     """(C, K) more tokens to score there."""
 
 
-class Scorer(nn.Module):
-    """Scores packed rows with one model; the root module that is sharded."""
+class HuggingFaceScorer(Scorer):
+    """Scores packed rows with a transformers model; the root module that is sharded."""
+
+    model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.sharers: SequenceGroup | None = None
         self.routers = Routers(model)
-        self.sight: Sight | None = None
         self.is_packed = _can_pack(model)
         if self.is_packed:
             name = _attention.register()
             self.sight = Sight(model) if is_sighted(model) else None
             model.set_attn_implementation(name if self.sight is None else {"text_config": name})
 
+    @property
+    def config(self) -> Any:
+        """See `Scorer`."""
+        return self.model.config.get_text_config()
+
+    @property
+    def experts(self) -> Experts | None:
+        """See `Scorer`."""
+        return self.routers.experts if self.is_packed else None
+
+    def cost(self) -> CostModel:
+        """See `Scorer`."""
+        trunk = dict(self.model.base_model.named_parameters())
+        table: Any = self.model.get_input_embeddings()
+        shapes = {name: tuple(weight.shape) for name, weight in trunk.items() if weight is not table.weight}
+        return cost_model(self.config, shapes)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """See `Scorer`."""
+        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        saved = self.model.state_dict(keep_vars=True)
+        return named | {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+
+    def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Scorer`: transformers joins tensors of the folder, such as the experts of a layer."""
+        return transformers.core_model_loading.revert_weight_conversion(self.model, named)
+
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
-        """What the routers are to do with the next `forward`; None without experts."""
-        if self.routers.experts is None or not self.is_packed:
+        """See `Scorer`."""
+        if self.experts is None:
             return None
         if self.sharers is None:
             self.routers.routing = routing_of(rows, load, is_counting=is_counting)
@@ -120,7 +112,7 @@ class Scorer(nn.Module):
         return Scores(
             **{
                 name: None if (column := getattr(scores, name)) is None else gather(column, rows)
-                for name in ("logprobs", "entropy", "values")
+                for name in ("logprobs", "entropy", "sum_pi_squared", "values")
             }
         )
 
@@ -167,115 +159,31 @@ class Scorer(nn.Module):
         return Fed(arguments=arguments, index=rows.score_index[first:last] - start, labels=rows.labels[first:last])
 
 
-class ValueScorer(Scorer):
+class ValueScorer(HuggingFaceScorer):
     """A sequence classifier with one label, asked at every completion token."""
 
     def _score(self, fed: Fed) -> Scores:
         """One float32 value of each state (float64 for a float64 model)."""
-        values = self.model.score(self._hidden(fed))[:, 0]  # pyright: ignore[reportCallIssue]
-        return Scores(values=values.to(torch.promote_types(values.dtype, torch.float32)))
+        return score_values(self.model.score(self._hidden(fed)))  # pyright: ignore[reportCallIssue]
 
 
-class PolicyScorer(Scorer):
+class PolicyScorer(HuggingFaceScorer):
     """A causal LM whose logits are never kept."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, entropy: bool, num_candidates: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, wanted: Wanted) -> None:
         super().__init__(model)
         self.head: LinearHead | None = None  # see `find_linear_head`; with None the model makes its logits itself
-        self._temperature = temperature
-        self._entropy = entropy
-        self._num_candidates = num_candidates
+        self._wanted = wanted
 
     def _score(self, fed: Fed) -> Scores:
-        """Log-prob (and entropy) of each completion token, and of candidates."""
+        """Log-prob (and what else is wanted) of each completion token, and of candidates."""
         if self.head is None:
             # The head does more than one product: let the model make the (C, V) logits.
             logits = take_rows(self.model(**fed.arguments).logits.flatten(0, 1), fed.index)
-            found = logprobs(logits, fed.labels, **self._wanted())
-            lookup = _FromLogits(logits / self._temperature)
-        else:
-            hidden = self._hidden(fed)
-            found = self._linear(hidden, fed.labels)
-            lookup = _FromStates(hidden, self._output(), self.head, self._temperature)
-        asked = token_ids = likeliest = None
-        if fed.candidates is not None:
-            asked = lookup.of(torch.cat([fed.labels[:, None], fed.candidates], 1))
-            asked = asked[:, 1:] - asked[:, :1] + found.logprobs[:, None]
-        if self._num_candidates:
-            token_ids, likeliest = lookup.likeliest(self._num_candidates)
-        return Scores(
-            logprobs=found.logprobs,
-            entropy=found.entropy,
-            asked=asked,
-            candidate_token_ids=token_ids,
-            candidate_logprobs=likeliest,
-        )
-
-    def _wanted(self) -> dict[str, Any]:
-        return {"temperature": self._temperature, "entropy": self._entropy, "ignore_index": None}
-
-    def _output(self) -> nn.Linear:
-        output = self.model.get_output_embeddings()
-        assert isinstance(output, nn.Linear)
-        return output
-
-    def _linear(self, hidden: Tensor, labels: Tensor) -> LogProbs:
-        assert self.head is not None
-        output, scale = self._output(), self.head.scale
-        return linear_logprobs(
-            hidden if scale == 1 else hidden * scale,
-            output.weight,
-            labels,
-            bias=None if output.bias is None else output.bias * scale,  # pyright: ignore[reportUnnecessaryComparison]
-            softcap=self.head.softcap,
-            **self._wanted(),
-        )
-
-
-class _FromLogits:
-    """Candidates of tokens whose logits are here anyway."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def of(self, token_ids: Tensor) -> Tensor:
-        """(C, K) logits."""
-        return self._logits.gather(1, token_ids)
-
-    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
-        """(C, K) token ids and their log-probs."""
-        found = self._logits.detach().log_softmax(-1).topk(count, -1)
-        return found.indices, found.values
-
-
-class _FromStates:
-    """Candidates of tokens whose logits are not kept: a few rows of the head each, or a chunk of tokens at a time."""
-
-    def __init__(self, hidden: Tensor, output: nn.Linear, head: LinearHead, temperature: float) -> None:
-        self._hidden, self._output, self._head, self._temperature = hidden, output, head, temperature
-
-    def of(self, token_ids: Tensor) -> Tensor:
-        """(C, K) logits, with gradient; `C * K * H` numbers are gathered."""
-        weight, bias = self._output.weight, self._output.bias
-        logits = torch.einsum("ch,ckh->ck", self._hidden, weight[token_ids])
-        return self._final(logits if bias is None else logits + bias[token_ids])  # pyright: ignore[reportUnnecessaryComparison]
-
-    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
-        """(C, K) token ids and their log-probs, without gradient."""
-        token_ids, values = [self._hidden.new_empty(0, count, dtype=torch.int64)], [self._hidden.new_empty(0, count)]
-        with torch.no_grad():
-            for hidden in self._hidden.split(_CHUNK):
-                logits = torch.nn.functional.linear(hidden, self._output.weight, self._output.bias)
-                found = self._final(logits).log_softmax(-1).topk(count, -1)
-                token_ids.append(found.indices)
-                values.append(found.values)
-        return torch.cat(token_ids), torch.cat(values[1:] or values)
-
-    def _final(self, logits: Tensor) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self._head.scale
-        if (cap := self._head.softcap) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits / self._temperature
+            return score_logits(logits, fed.labels, fed.candidates, self._wanted)
+        output: Any = self.model.get_output_embeddings()
+        hidden = self._hidden(fed)
+        return score_states(hidden, output.weight, output.bias, fed.labels, fed.candidates, self.head, self._wanted)
 
 
 def find_linear_head(model: PreTrainedModel) -> LinearHead | None:
@@ -299,14 +207,6 @@ def find_linear_head(model: PreTrainedModel) -> LinearHead | None:
         if torch.allclose(logits, want, rtol=2e-2, atol=2e-2 * float(want.abs().max())):
             return LinearHead(scale=scale, softcap=softcap)
     return None
-
-
-def model_cost(model: PreTrainedModel) -> CostModel:
-    """What a row costs on this model."""
-    trunk = dict(model.base_model.named_parameters())
-    tables = {id(model.get_input_embeddings().weight)}  # pyright: ignore[reportOptionalMemberAccess]
-    shapes = {name: tuple(weight.shape) for name, weight in trunk.items() if id(weight) not in tables}
-    return cost_model(model.config.get_text_config(), shapes)
 
 
 def _can_pack(model: PreTrainedModel) -> bool:

@@ -13,31 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_engine import _folder, _lora
-from rl_engine._model import PolicyScorer, Scorer, ValueScorer, find_linear_head
+from rl_engine._folder import DTYPES, parameter_dtype, trains_narrow
+from rl_engine._model import HuggingFaceScorer, PolicyScorer, ValueScorer, find_linear_head
 from rl_engine._routing import check_aux
+from rl_engine._scores import Wanted, check_wanted
 from rl_engine._ulysses import SequenceGroup, check_heads
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
-from rl_engine.types import EngineConfig, Head, ParallelConfig, PeftConfig, Precision
+from rl_engine.types import EngineConfig, Head, ParallelConfig, PeftConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import transformers
 
     from rl_engine._distributed import World
-
-DTYPES = {
-    Precision.FLOAT32: torch.float32,
-    Precision.BFLOAT16: torch.bfloat16,
-    Precision.FLOAT64: torch.float64,
-}
-
-
-def trains_narrow(config: EngineConfig) -> bool:
-    """Whether activations are narrower than the parameters that the optimizer steps."""
-    return config.optimizer is not None and config.precision == Precision.BFLOAT16
+    from rl_engine._scorer import Scorer
 
 
 def check_config(config: EngineConfig) -> None:
@@ -47,47 +41,40 @@ def check_config(config: EngineConfig) -> None:
         ConfigError: says which setting.
     """
     _check_parallel(config.parallel)
-    if config.entropy and config.head != Head.LM:
-        raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
-    if config.num_candidates < 0 or (config.num_candidates and (config.head != Head.LM or config.parallel.sp > 1)):
+    check_wanted(config)
+    if config.num_candidates and config.parallel.sp > 1:
         raise ConfigError(
-            f"num_candidates is {config.num_candidates}; it needs a language-model head and parallel.sp=1, "
-            "and is 0 (none) or more."
+            f"num_candidates is {config.num_candidates} with parallel.sp={config.parallel.sp}; it needs 1."
         )
     if config.lora is not None and config.optimizer is None:
         raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
 
 
-def build_scorer(config: EngineConfig, world: World) -> tuple[Scorer, PeftConfig | None]:
+def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer, PeftConfig | None]:
     """The model as a scorer on this rank's device, and peft's description of its adapter. Collective.
 
     Raises:
         ConfigError: a setting that the model or the number of ranks does not allow.
         ModelFolderError: the folder cannot be loaded; on every rank.
     """
-    _check_world(config.parallel, world.size)
-    model, peft = _load(config, world), None
+    check_replicas(config.parallel, world.size)
+    model, peft = load_on_rank_0(config, world), None
     if config.lora is not None:
         peft = _lora.add_adapter(model, config.lora, config.seed)
     if config.activation_checkpointing:
         _recompute_layers(model)
     if config.head == Head.LM:
-        scorer = PolicyScorer(
-            model,
-            temperature=config.temperature,
-            entropy=config.entropy,
-            num_candidates=config.num_candidates,
-        )
+        scorer = PolicyScorer(model, Wanted.of(config))
         scorer.head = world.exchange(find_linear_head(model) if world.rank == 0 else None)[0]
     else:
         scorer = ValueScorer(model)
     _check_sequence(scorer, config.parallel.sp)
-    check_aux(config.router_aux_loss_coef, scorer.routers.experts if scorer.is_packed else None)
-    whole = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
+    check_aux(config.router_aux_loss_coef, scorer.experts)
+    whole: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
     if world.size > 1 or trains_narrow(config):
         _shard(scorer, world, DTYPES[config.precision], config.parallel.dp_replicate)
     if world.size > 1:
-        _hand_out(scorer, whole, world)
+        _fill(scorer, whole, world)
     scorer.to(world.device)
     scorer.sharers = _sequence_group(world, config.parallel.sp)
     if config.lora is None:
@@ -96,9 +83,13 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[Scorer, PeftConfig
     return scorer, peft
 
 
-def _load(config: EngineConfig, world: World) -> transformers.PreTrainedModel:
-    """The whole model on rank 0, an empty one elsewhere. Collective."""
-    dtype = torch.float32 if trains_narrow(config) else DTYPES[config.precision]
+def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTrainedModel:
+    """The whole model on rank 0, an empty one elsewhere. Collective.
+
+    Raises:
+        ModelFolderError: the folder cannot be loaded; on every rank.
+    """
+    dtype = parameter_dtype(config)
     model: transformers.PreTrainedModel | None = None
     problem: ModelFolderError | None = None
     if world.rank == 0:
@@ -114,7 +105,7 @@ def _load(config: EngineConfig, world: World) -> transformers.PreTrainedModel:
     return _folder.empty_model(config.model_path, dtype=dtype, head=config.head) if model is None else model
 
 
-def _hand_out(scorer: Scorer, whole: dict[str, nn.Parameter], world: World) -> None:
+def _fill(scorer: Scorer, whole: dict[str, Tensor], world: World) -> None:
     """Give every rank its shards of rank 0's weights, and its buffers. Collective."""
     if world.rank == 0:
         scorer.to(world.device)
@@ -124,18 +115,32 @@ def _hand_out(scorer: Scorer, whole: dict[str, nn.Parameter], world: World) -> N
         for (first, name), *others in ties:
             for module, other in others:
                 setattr(module, other, getattr(first, name))
-    mine = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(scorer).items()]
+    hand_out(_tensors(scorer), whole, world)
+
+
+@torch.no_grad()
+def hand_out(tensors: Mapping[str, Tensor], whole: dict[str, Tensor], world: World) -> None:
+    """Fill every rank's `tensors`, or its shards of them, one after the other. Collective.
+
+    Args:
+        tensors: Parameters and buffers; those that are not sharded are taken from rank 0's.
+        whole: On rank 0, the whole of those that are sharded, taken out as they go.
+        world: All ranks.
+
+    Raises:
+        EngineError: ranks built different models.
+    """
+    mine = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     if world.exchange(mine)[0] != mine:
         raise EngineError("Ranks built different models from one folder; do all of them see the same files?")
-    with torch.no_grad():
-        for name, tensor in _tensors(scorer).items():
-            if not isinstance(tensor, DTensor):
-                dist.broadcast(tensor, 0)
-                continue
-            source = whole.pop(name).detach().to(world.device) if whole else None
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device) if source is None else source
-            shard = distribute_tensor(full, tensor.device_mesh, tensor.placements)
-            tensor.to_local().copy_(shard.to_local())
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor, 0)
+            continue
+        source = whole.pop(name).to(world.device) if world.rank == 0 else None
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device) if source is None else source
+        shard = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(shard.to_local())
 
 
 def _tensors(scorer: Scorer) -> dict[str, Tensor]:
@@ -169,7 +174,12 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         raise ConfigError(f"parallel is {parallel}; the fsdp backend takes sp and dp_replicate only. Use megatron.")
 
 
-def _check_world(parallel: ParallelConfig, size: int) -> None:
+def check_replicas(parallel: ParallelConfig, size: int) -> None:
+    """Refuse groups that the number of ranks does not divide into.
+
+    Raises:
+        ConfigError: says which.
+    """
     for name in ("sp", "dp_replicate"):
         if size % getattr(parallel, name):
             raise ConfigError(f"parallel.{name} = {getattr(parallel, name)} does not divide {size} ranks.")
@@ -183,7 +193,7 @@ def _sequence_group(world: World, sp: int) -> SequenceGroup | None:
     return SequenceGroup(group=axes.get_group("sp"), rank=world.rank % sp, size=sp)
 
 
-def _check_sequence(scorer: Scorer, sp: int) -> None:
+def _check_sequence(scorer: HuggingFaceScorer, sp: int) -> None:
     """Refuse a model whose tokens cannot be cut over ranks.
 
     Raises:
@@ -202,7 +212,7 @@ def _check_sequence(scorer: Scorer, sp: int) -> None:
     check_heads(sp, config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
 
 
-def _shard(scorer: Scorer, world: World, compute: torch.dtype, replicas: int) -> None:
+def _shard(scorer: HuggingFaceScorer, world: World, compute: torch.dtype, replicas: int) -> None:
     """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses."""
     sizes, names = ((world.size,), ("shard",))
     if replicas > 1:
@@ -215,3 +225,12 @@ def _shard(scorer: Scorer, world: World, compute: torch.dtype, replicas: int) ->
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
+    sum_gradients(scorer)
+
+
+def sum_gradients(root: nn.Module) -> None:
+    """Let FSDP add gradients up over ranks, where it would average: losses are shares of a whole batch's."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum

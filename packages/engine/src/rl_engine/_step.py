@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_engine._deal import deal_rows, return_columns, send_rows
 from rl_engine._plan import check_budget, plan_rows
 from rl_engine._routing import AUX_LOSS
+from rl_engine._scores import COLUMNS
 from rl_engine.errors import BatchError, ConfigError
 from rl_engine.types import BatchCounts, ModelOutput
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from rl_engine._cost import CostModel
     from rl_engine._deal import Copies, Deal
     from rl_engine._distributed import World
-    from rl_engine._model import Scores
     from rl_engine._rows import PackedRows, RowBatch
+    from rl_engine._scores import Scores
     from rl_engine.base import LossFunction
 
 
@@ -38,7 +39,7 @@ class Tally:
         """One micro-batch's scores and shares of metrics."""
         self.rows += rows
         self.add_shares(metrics)
-        for name in ("logprobs", "entropy", "values", "candidate_token_ids", "candidate_logprobs"):
+        for name in COLUMNS:
             if (column := getattr(scores, name)) is not None:
                 self.columns.setdefault(name, []).append(column.detach())
 
@@ -130,6 +131,7 @@ def apply_loss(
         token_values=scores.values,
         token_candidate_logprobs=scores.asked,
         entropy=scores.entropy,
+        sum_pi_squared=scores.sum_pi_squared,
         cu_seqlens=packed.cu_seqlens,
         counts=counts,
     )

@@ -23,11 +23,13 @@ from rl_engine._folder import replace_folder
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
 from rl_engine._plan import check_budget, plan_rows
 from rl_engine._rows import RowBatch
+from rl_engine._scores import Wanted, check_wanted, score_logits
 from rl_engine._shards import local_shards
+from rl_engine._step import Tally, apply_loss
 from rl_engine._tiny import write_tiny_model
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import CheckpointError, ConfigError, EngineError
-from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, ModelOutput, PeftConfig, ShardSpec
+from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,6 +69,7 @@ class FakeEngine(Engine):
 
     def initialize(self) -> None:
         """Draw the table."""
+        check_wanted(self._config)
         generator = torch.Generator().manual_seed(self._config.seed)
         dtype = getattr(torch, self._config.precision)
         table = torch.randn(self._vocab_size, self._vocab_size, generator=generator, dtype=dtype)
@@ -98,29 +101,26 @@ class FakeEngine(Engine):
         batch.check_tokens(self._vocab_size)
         tokens, sequences = batch.counts()
         counts = BatchCounts(tokens=tokens, sequences=sequences)
-        order: list[int] = []
-        parts: list[Tensor] = []
-        metrics: dict[str, float] = {}
         check_budget(batch.lengths, batch.units(), self._config.max_tokens_per_gpu)
         plan = plan_rows(batch.lengths, batch.units(), self._config.max_tokens_per_gpu)
+        tally, wanted = Tally(), Wanted.of(self._config)
         for rows in plan:
-            packed = batch.pack(rows)
+            packed, shares = batch.pack(rows), dict[str, Tensor]()
             with torch.set_grad_enabled(has_backward):
-                logprobs = self._score(packed.token_ids[packed.score_index], packed.labels)
-                order, parts = order + rows, [*parts, logprobs.detach()]
-                if loss_function is None:
-                    continue
-                output = ModelOutput(token_logprobs=logprobs, entropy=None, cu_seqlens=packed.cu_seqlens, counts=counts)
-                loss, shares = loss_function(output, batch.select(rows))
+                logits = self._built()[packed.token_ids[packed.score_index]]
+                scores = score_logits(logits, packed.labels, packed.candidates, wanted)
+                if loss_function is not None:
+                    shares = apply_loss(loss_function, packed, scores, counts, batch.select(rows))
             if has_backward:
-                loss.backward()
-            for name, share in {"loss": loss, **shares}.items():
-                metrics[name] = metrics.get(name, 0.0) + float(share.detach())
-        columns = TensorDict(
-            {"logprobs": batch.restore(order, parts or [torch.empty(0)])},  # pyright: ignore[reportArgumentType]
-            batch_size=[batch.num_rows],
+                shares["loss"].backward()
+            tally.add(rows, scores, shares)
+        found = tally.columns or {"logprobs": [torch.empty(0)]}
+        columns = {name: batch.restore(tally.rows, parts) for name, parts in found.items()}
+        return EngineOutput(
+            columns=TensorDict(columns, batch_size=[batch.num_rows]),  # pyright: ignore[reportArgumentType]
+            metrics=tally.metric_values(is_speaker=True),
+            num_micro_batches=len(plan),
         )
-        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=len(plan))
 
     def optimizer_step(self) -> float:
         """Clip, then AdamW."""
@@ -185,12 +185,6 @@ class FakeEngine(Engine):
     def close(self) -> None:
         """Drop the table."""
         self._table = self._optimizer = None
-
-    def _score(self, last: Tensor, labels: Tensor) -> Tensor:
-        logits = (
-            self._built()[last].to(torch.promote_types(self._built().dtype, torch.float32)) / self._config.temperature
-        )
-        return logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
     def _write(self, path: str | Path, state: dict[str, Any], manifest: dict[str, int]) -> None:
         target = Path(path).absolute()

@@ -156,6 +156,10 @@ class EngineConfig:
     """Log-probs are of softmax(logits / temperature)."""
     entropy: bool = False
     """Also compute the entropy of every predicting distribution (`ModelOutput.entropy`)."""
+    sum_pi_squared: bool = False
+    """Also compute the sum of squared probabilities of every predicting distribution, without gradient
+    (`ModelOutput.sum_pi_squared` and a column of that name), as optimal baselines need it; costs one more product with
+    the head, without a backward pass."""
     router_aux_loss_coef: float = 0.0
     """Weight of the auxiliary loss that evens out the load of experts, summed over layers (Fedus et al., 2101.03961),
     its load that of the whole logical batch. Added to the injected loss; reported unweighted as `router_aux_loss`. The
@@ -213,6 +217,8 @@ class ModelOutput:
     """What `values` gives; None with another head."""
     entropy: Tensor | None
     """(T,) float32 entropy of the predicting distribution, nats; None unless asked for."""
+    sum_pi_squared: Tensor | None = None
+    """(T,) float32 sum of squared probabilities of the predicting distribution, no gradient; None unless asked for."""
     token_candidate_logprobs: Tensor | None = None
     """What `candidate_logprobs` gives; None without that column."""
     cu_seqlens: Tensor
@@ -241,8 +247,8 @@ class EngineOutput:
     """What a call of `forward_backward_batch` returns."""
 
     columns: TensorDict
-    """Jagged `logprobs` (and `entropy`, `candidate_token_ids`, `candidate_logprobs`), or `values`; one row per row of
-    this rank's input, detached."""
+    """Jagged `logprobs` (and `entropy`, `sum_pi_squared`, `candidate_token_ids`, `candidate_logprobs`), or `values`;
+    one row per row of this rank's input, detached."""
     metrics: dict[str, float]
     """Loss and the loss function's metrics, summed over micro-batches and ranks."""
     num_micro_batches: int

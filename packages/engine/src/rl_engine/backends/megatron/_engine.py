@@ -15,6 +15,7 @@ from rl_engine._distributed import join_world
 from rl_engine._optimizer import learning_rate
 from rl_engine._routing import ExpertLoad, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, PIXELS, RowBatch
+from rl_engine._scores import check_candidates, check_wanted
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, add_up, agree, columns_of
 from rl_engine.backends.megatron._config import check_divides, read_architecture
@@ -56,15 +57,14 @@ class MegatronEngine(Engine):
         if self._state is not None:
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
-        if config.entropy and config.head != Head.LM:
-            raise ConfigError(f"entropy is that of a language-model head; with head={config.head} there is none.")
-        if config.num_candidates:
-            raise ConfigError("The megatron backend gives no candidates; set num_candidates to 0, or use fsdp.")
+        check_wanted(config)
         if config.lora is not None:
             raise ConfigError("The megatron backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
         source = _folder.read_config(Path(config.model_path))
         check_parallel(config.parallel)
-        check_divides(read_architecture(source, config.head), config.parallel)
+        arch = read_architecture(source, config.head)
+        check_divides(arch, config.parallel)
+        check_candidates(config.num_candidates, arch.vocab_size)
         world = join_world(timeout_s=config.timeout_s, needs_group=True)
         try:
             check_world(config.parallel, world.size)
@@ -195,8 +195,8 @@ class MegatronEngine(Engine):
         if longest > arch.context:
             raise BatchError(f"A row has {longest} tokens; the model's context is {arch.context}. Shorten the row.")
         batch.check_tokens(arch.vocab_size)
-        if batch.has(CANDIDATES):
-            raise BatchError(f"The megatron backend does not score {CANDIDATES}; use the fsdp backend, or drop it.")
+        if batch.has(CANDIDATES) and self._config.head != Head.LM:
+            raise BatchError(f"Column {CANDIDATES} needs a language-model head. Drop it.")
         if batch.has(PIXELS):
             raise BatchError(f"The megatron backend takes no images; use the fsdp backend, or drop {PIXELS}.")
         check_replay(batch, self._built().experts)

@@ -21,11 +21,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_csrc import linear_logprobs, parallel_logprobs
+from rl_csrc import parallel_logprobs
 from rl_engine._attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
 from rl_engine._gather import take_rows
-from rl_engine._model import Scores
 from rl_engine._routing import routing_of
+from rl_engine._scores import LinearHead, Scores, Wanted, score_states, score_values
+from rl_engine.backends.megatron._vocab import VocabShard
 from rl_engine.backends.megatron._weights import padded_vocab
 
 if TYPE_CHECKING:
@@ -172,15 +173,14 @@ class Stage(nn.Module):
         layout: Layout,
         *,
         inv_freq: Tensor,
-        temperature: float,
-        entropy: bool,
+        wanted: Wanted,
         recompute: bool,
     ) -> None:
         super().__init__()
         self.model = model
         self._arch, self._layout = arch, layout
         self._inv_freq = inv_freq
-        self._temperature, self._entropy, self._recompute = temperature, entropy, recompute
+        self._wanted, self._recompute = wanted, recompute
 
     def num_tokens(self, rows: PackedRows) -> int:
         """Tokens that this rank's activations hold: those fed, or its share of them under sequence parallelism."""
@@ -238,8 +238,7 @@ class Stage(nn.Module):
         """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
         if self.model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        values = self.model.score(take_rows(hidden[:, 0], rows.score_index))[:, 0]
-        return Scores(values=values.to(torch.promote_types(values.dtype, torch.float32)))
+        return score_values(self.model.score(take_rows(hidden[:, 0], rows.score_index)))
 
     def _logprobs(self, hidden: Tensor, rows: PackedRows) -> Scores:
         """With tensor parallelism each rank makes the logits of its part of the vocabulary.
@@ -251,22 +250,27 @@ class Stage(nn.Module):
         states = take_rows(hidden[:, 0], rows.score_index)
         weight = self._head_weight()
         if self._layout.tp.size == 1:
-            found = linear_logprobs(
-                states, weight, rows.labels, temperature=self._temperature, entropy=self._entropy, ignore_index=None
-            )
-            return Scores(logprobs=found.logprobs, entropy=found.entropy)
+            return score_states(states, weight, None, rows.labels, rows.candidates, LinearHead(), self._wanted)
         if not self.model.config.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states)
+        logits = states @ weight.T
+        shard = VocabShard(logits, self._layout.tp, self._layout.tp.rank * self._vocab_rows(), self._wanted)
+        others = shard.with_labels(rows) if rows.candidates is not None or self._wanted.num_candidates else None
         found = parallel_logprobs(
-            states @ weight.T,
+            logits,
             rows.labels,
-            vocab_start=self._layout.tp.rank * self._vocab_rows(),
+            vocab_start=shard.start,
             gather=self._layout.tp.all_gather,
-            temperature=self._temperature,
+            temperature=self._wanted.temperature,
             ignore_index=None,
-            inplace=True,
+            inplace=others is None,
         )
-        return Scores(logprobs=found.logprobs, entropy=found.entropy if self._entropy else None)
+        scores = Scores(
+            logprobs=found.logprobs,
+            entropy=found.entropy if self._wanted.entropy else None,
+            sum_pi_squared=found.sum_pi_squared if self._wanted.sum_pi_squared else None,
+        )
+        return scores if others is None else shard.add_candidates(scores, others)
 
     def _vocab_rows(self) -> int:
         return padded_vocab(self._arch.vocab_size, self._layout.tp.size) // self._layout.tp.size

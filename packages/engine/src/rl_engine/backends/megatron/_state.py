@@ -15,6 +15,7 @@ from rl_engine._cost import cost_model
 from rl_engine._deal import Copies
 from rl_engine._routing import AUX_LOSS, Experts, check_aux
 from rl_engine._rows import one_token_row
+from rl_engine._scores import Wanted
 from rl_engine._step import Tally, apply_loss
 from rl_engine._writer import CheckpointWriter
 from rl_engine.backends.megatron._config import read_architecture, transformer_config
@@ -23,7 +24,7 @@ from rl_engine.backends.megatron._layout import megatron_calls
 from rl_engine.backends.megatron._model import Stage, StageModel, attach
 from rl_engine.backends.megatron._optimizer import MASTER, STATES, STEP, ShardedAdamW
 from rl_engine.backends.megatron._weights import export, local_parts, own_entries, plan_weights, read_into, shapes_of
-from rl_engine.types import ModelInit, Precision
+from rl_engine.types import ModelInit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,18 +39,12 @@ if TYPE_CHECKING:
     from rl_engine.base import LossFunction
     from rl_engine.types import EngineConfig
 
-DTYPES = {
-    Precision.FLOAT32: torch.float32,
-    Precision.BFLOAT16: torch.bfloat16,
-    Precision.FLOAT64: torch.float64,
-}
-
 
 class State:
     """What an initialised engine holds."""
 
     def __init__(self, config: EngineConfig, source: Any, world: World, layout: Layout) -> None:
-        dtype = DTYPES[config.precision]
+        dtype = _folder.DTYPES[config.precision]
         self.source, self.world, self.layout = source, world, layout
         self.arch = read_architecture(source, config.head)
         self.entries = plan_weights(self.arch, pp=layout.pp.size, ep=layout.ep.size)
@@ -71,8 +66,7 @@ class State:
             self.arch,
             layout,
             inv_freq=_inverse_frequencies(source).to(world.device),
-            temperature=config.temperature,
-            entropy=config.entropy,
+            wanted=Wanted.of(config),
             recompute=config.activation_checkpointing,
         )
         self.stage.requires_grad_(config.optimizer is not None)
@@ -155,8 +149,7 @@ class State:
         parameters = dict(model.named_parameters())
         if config.init == ModelInit.RANDOM:
             # Every rank draws the whole model, in the fsdp backend's number format: weights depend on neither.
-            trains_narrow = config.optimizer is not None and config.precision == Precision.BFLOAT16
-            drawn = torch.float32 if trains_narrow else DTYPES[config.precision]
+            drawn = _folder.parameter_dtype(config)
             whole = _folder.load_model(
                 config.model_path, init=config.init, dtype=drawn, seed=config.seed, head=config.head
             )

@@ -1,0 +1,419 @@
+"""The engine of backends that hold one scoring module, sharded or not: steps, places, weights and checkpoints.
+
+A backend says what it cannot honour and builds the module; nothing here asks which library's layers are inside.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rl_engine import _checkpoint, _folder
+from rl_engine._deal import Copies
+from rl_engine._distributed import World, join_world
+from rl_engine._folder import DTYPES
+from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
+from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
+from rl_engine._rows import CANDIDATES, PIXELS, RowBatch, one_token_row
+from rl_engine._scores import check_candidates
+from rl_engine._shards import local_shards
+from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
+from rl_engine._writer import CheckpointWriter
+from rl_engine.base import Engine, LossFunction
+from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.types import EngineConfig, EngineOutput, Head, PeftConfig, ShardSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+    from pathlib import Path
+
+    from tensordict import TensorDict
+
+    from rl_engine._cost import CostModel
+    from rl_engine._scorer import Scorer
+    from rl_engine._scores import Scores
+
+
+class ShardedEngine(Engine):
+    """See `Engine`. Parameters are plain tensors or DTensors; groups of `parallel.sp` ranks share their rows."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._dtype = DTYPES[config.precision]
+        self._world: World | None = None
+        self._scorer: Scorer | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._schedule_step = 0
+        self._places: dict[str, torch.device] = {}
+        self._copies: Copies | None = None
+        self._cost: CostModel | None = None
+        self._writer: CheckpointWriter | None = None
+
+    # What a backend says
+
+    @abstractmethod
+    def _check(self) -> bool:
+        """Refuse what cannot be honoured on any number of ranks; whether a lone rank needs a process group.
+
+        Raises:
+            ConfigError: says which setting.
+        """
+
+    @abstractmethod
+    def _build(self, world: World) -> Scorer:
+        """The module on this rank's device, sharded over the ranks. Collective.
+
+        Raises:
+            ConfigError: a setting that the model or the number of ranks does not allow.
+            ModelFolderError: the folder cannot be loaded; on every rank.
+        """
+
+    # Building
+
+    def initialize(self) -> None:
+        """Load the folder, shard it, and allocate the optimizer."""
+        if self._scorer is not None:
+            raise ConfigError("This engine is initialised already; make another one with create_engine.")
+        config = self._config
+        world = join_world(timeout_s=config.timeout_s, needs_group=self._check())
+        try:
+            scorer = self._build(world)
+            check_candidates(config.num_candidates, scorer.config.vocab_size)
+        except BaseException:
+            world.leave()
+            raise
+        sp = config.parallel.sp
+        self._cost = scorer.cost()
+        self._copies = Copies(
+            copy_of=tuple(rank // sp for rank in range(world.size)), speakers=tuple(range(0, world.size, sp))
+        )
+        self._world, self._scorer = world, scorer
+        self._places = dict.fromkeys(("model", "optimizer", "grad"), world.device)
+        if config.optimizer is not None:
+            self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
+        self._writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
+        torch.manual_seed(config.seed + world.rank)
+
+    def close(self) -> None:
+        """Free everything and take down a process group made here."""
+        world, self._world = self._world, None
+        writer, self._writer = self._writer, None
+        self._scorer = self._optimizer = None
+        try:
+            if writer is not None:
+                writer.wait()
+        finally:
+            if world is not None:
+                world.leave()
+
+    # Modes and places
+
+    @contextmanager
+    def _mode(self, *, train: bool) -> Generator[None]:
+        scorer, places = self._built(), dict(self._places)
+        was_training = scorer.training
+        home = self._group().device
+        self.to(home, model=True, optimizer=train, grad=train)
+        scorer.train(train)
+        try:
+            with torch.set_grad_enabled(train):
+                yield
+        finally:
+            scorer.train(was_training)
+            for part, device in places.items():
+                if self._places[part] != device:
+                    self.to(device, model=part == "model", optimizer=part == "optimizer", grad=part == "grad")
+
+    def train_mode(self) -> Any:
+        """Everything onto the device; back on exit."""
+        self._frozen_error("be trained")
+        return self._mode(train=True)
+
+    def eval_mode(self) -> Any:
+        """The model onto the device, dropout and gradients off; back on exit."""
+        return self._mode(train=False)
+
+    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move what is asked for; what is there already is not touched."""
+        scorer, target = self._built(), self._resolve(device)
+        if grad and self._places["grad"] != target:
+            for parameter in scorer.parameters():
+                if parameter.grad is not None and not model:
+                    raise ConfigError(
+                        "Gradients lie where their parameters lie; move the model too, or zero them first."
+                    )
+        if model and self._places["model"] != target:
+            if not grad and any(parameter.grad is not None for parameter in scorer.parameters()):
+                raise ConfigError(
+                    "Parameters cannot move away from their gradients; move grad too, or zero them first."
+                )
+            reshard(scorer)
+            scorer.to(target)
+            self._places["model"] = self._places["grad"] = target
+        if optimizer and self._optimizer is not None and self._places["optimizer"] != target:
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = value.to(target)
+            self._places["optimizer"] = target
+
+    # A step
+
+    def optimizer_zero_grad(self) -> None:
+        """Set every gradient to None."""
+        for parameter in self._built().parameters():
+            parameter.grad = None
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> EngineOutput:
+        """Plan with all ranks, run the micro-batches, add up their shares."""
+        has_backward = loss_function is not None and not forward_only
+        if has_backward:
+            self._frozen_error("run a backward pass (say forward_only=True)")
+        world, needs_mask = self._group(), loss_function is not None
+
+        def make(rows: TensorDict) -> RowBatch:
+            feeds_last = self._config.head == Head.REWARD
+            batch = RowBatch(rows, needs_mask=needs_mask, device=world.device, feeds_last=feeds_last)
+            self._check_fit(batch)
+            return batch
+
+        assert self._copies is not None
+        assert self._cost is not None
+        budget = self._config.max_tokens_per_gpu * self._config.parallel.sp
+        agreed = agree(world, self._copies, data, make, budget, self._cost)
+        tally = Tally()
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self._config.matmul_precision)
+        try:
+            with torch.set_grad_enabled(has_backward):
+                load = self._expert_load(agreed) if has_backward else None
+                for index in range(agreed.num_micro_batches):
+                    self._run(agreed, index, loss_function, tally, load, has_backward)
+        finally:
+            torch.set_float32_matmul_precision(before)
+            reshard(self._built())  # a forward pass alone leaves gathered weights in the place of the trained ones
+        shares = tally.metric_values(is_speaker=world.rank in self._copies.speakers)
+        metrics = add_up(world, shares) if loss_function is not None else {}
+        place = data.get("completion_token_ids").device
+        columns = columns_of(world, agreed, tally, place, "logprobs" if self._config.head == Head.LM else "values")
+        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=agreed.num_micro_batches)
+
+    def optimizer_step(self) -> float:
+        """Clip, then AdamW."""
+        optimizer = self._frozen_error("step")
+        assert self._config.optimizer is not None
+        norm = clip_grad_norm(self._built().parameters(), self._config.optimizer.max_grad_norm)
+        optimizer.step()
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on by one."""
+        self._frozen_error("have a schedule")
+        self._schedule_step += 1
+        return self._apply_schedule()
+
+    def _check_fit(self, batch: RowBatch) -> None:
+        config = self._built().config
+        context = getattr(config, "max_position_embeddings", None)
+        longest = max(batch.lengths, default=0)
+        if context is not None and longest > context:
+            raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
+        batch.check_tokens(config.vocab_size)
+        if batch.has(CANDIDATES) and (self._config.head != Head.LM or self._config.parallel.sp > 1):
+            raise BatchError(f"Column {CANDIDATES} needs a language-model head and parallel.sp=1. Drop it.")
+        if (sight := self._built().sight) is not None:
+            sight.check(batch)
+        elif batch.has(PIXELS):
+            raise BatchError(f"The batch has {PIXELS} and the model takes no images in that way. Drop the column.")
+        check_replay(batch, self._built().experts)
+
+    def _run(
+        self,
+        agreed: Agreed,
+        index: int,
+        loss_function: LossFunction | None,
+        tally: Tally,
+        load: ExpertLoad | None,
+        has_backward: bool,
+    ) -> None:
+        """One micro-batch; past the last of this copy, one that keeps the collectives company and adds nothing."""
+        world, scorer = self._group(), self._built()
+        if index >= len(agreed.plan):
+            scorer.route(one_token_row(world.device), None)
+            idle: Scores = scorer(one_token_row(world.device))
+            if has_backward:
+                (idle.main.sum() * 0.0).backward()
+            return
+        rows = agreed.plan[index]
+        packed = agreed.batch.pack(rows)
+        routing = scorer.route(packed, load)
+        scores: Scores = scorer(packed)
+        metrics: dict[str, Tensor] = {}
+        if loss_function is not None:
+            metrics = apply_loss(loss_function, packed, scores, agreed.counts, agreed.batch.select(rows))
+        if has_backward:
+            share, loss = None if routing is None else routing.aux_share(), metrics["loss"]
+            if load is not None and share is not None:
+                metrics[AUX_LOSS] = share
+                loss = loss + load.coef * share
+            loss.backward()
+        tally.add(rows, scores, metrics)
+
+    def _expert_load(self, agreed: Agreed) -> ExpertLoad | None:
+        """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
+        world, scorer, coef = self._group(), self._built(), self._config.router_aux_loss_coef
+        experts = scorer.experts
+        if not coef or experts is None:
+            return None
+        if agreed.own.routed_experts() is not None:
+            counts = counts_of_column(agreed.own, experts)
+        else:
+            counts = torch.zeros(experts.num_layers, experts.num_experts, dtype=torch.float64, device=world.device)
+            with torch.no_grad():
+                for index in range(agreed.num_micro_batches):
+                    is_idle = index >= len(agreed.plan)
+                    packed = one_token_row(world.device) if is_idle else agreed.batch.pack(agreed.plan[index])
+                    routing = scorer.route(packed, None, is_counting=True)
+                    scorer(packed)
+                    assert routing is not None
+                    if not is_idle:
+                        counts += torch.stack([routing.counts[layer] for layer in range(experts.num_layers)])
+        if world.size > 1:
+            dist.all_reduce(counts)
+        return ExpertLoad(counts=counts, coef=coef)
+
+    # Weights out, and to disk and back
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
+        """Full tensors in `precision`, in the model's order; an unsharded one is a view of the live weight."""
+        return self._export(), None
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        scorer = self._built()
+        for name, tensor in scorer.named_weights().items():
+            yield from scorer.to_folder({name: self._as_exported(whole(tensor))}).items()
+
+    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """This rank's shards in `precision`."""
+        scorer = self._built()
+        for spec, part in local_shards(scorer.named_weights(), scorer.to_folder):
+            yield spec, self._as_exported(part)
+
+    def _as_exported(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def save_model(self, path: str | Path) -> None:
+        """Rank 0 writes; the others take part in gathering."""
+        world = self._group()
+        weights = {name: tensor.cpu() for name, tensor in self._export() if world.rank == 0}
+        if world.rank == 0:
+            self._write_model(path, weights)
+        world.barrier()
+
+    def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
+        source = self._config.model_path
+        model = _folder.empty_model(source, dtype=self._dtype, head=self._config.head)
+        _folder.write_model(path, model, weights, source)
+
+    def save_checkpoint(self, path: str | Path, step: int) -> None:
+        """See `_checkpoint`."""
+        world, tensors = self._group(), self._state()
+        manifest = _checkpoint.Manifest(
+            step=step,
+            schedule_step=self._schedule_step,
+            world_size=world.size,
+            tensors={name: list(tensor.shape) for name, tensor in tensors.items()},
+        )
+        assert self._writer is not None
+        self._writer.save(path, {**tensors, f"rng.{world.rank}": _rng_state(world.device)}, manifest)
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
+        world, tensors = self._group(), self._state()
+        assert self._writer is not None
+        self._writer.wait()
+        manifest = _checkpoint.read_manifest(path)
+        _checkpoint.check_tensors(path, manifest, tensors)
+        rng = _rng_state(world.device)
+        known = {f"rng.{world.rank}": rng} if world.rank < manifest.world_size else {}
+        _checkpoint.load(path, {**tensors, **known}, world)
+        if known:
+            _set_rng_state(rng, world.device)
+        else:
+            torch.manual_seed(hash((self._config.seed, manifest.step, world.rank)) % 2**63)
+        self._schedule_step = manifest.schedule_step
+        if self._optimizer is not None:
+            self._apply_schedule()
+        return manifest.step
+
+    # Small helpers
+
+    def _state(self) -> dict[str, Tensor]:
+        named = self._built().named_weights()
+        state = {f"model.{name}": tensor for name, tensor in named.items()}
+        if self._optimizer is not None:
+            trained = [(name, tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)]
+            state |= {f"optim.{name}": value for name, value in optimizer_tensors(self._optimizer, trained).items()}
+        return state
+
+    def _apply_schedule(self) -> float:
+        assert self._optimizer is not None
+        assert self._config.optimizer is not None
+        rate = learning_rate(self._config.optimizer, self._schedule_step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _resolve(self, device: torch.device | str) -> torch.device:
+        wanted, home = torch.device(device), self._group().device
+        return home if wanted == torch.device(home.type) else wanted  # no index: this rank's own
+
+    def _built(self) -> Scorer:
+        if self._scorer is None:
+            raise EngineError("The engine holds no model; call initialize() first (close() is final).")
+        return self._scorer
+
+    def _group(self) -> World:
+        self._built()
+        assert self._world is not None
+        return self._world
+
+    def _frozen_error(self, what: str) -> torch.optim.AdamW:
+        self._built()
+        if self._optimizer is None:
+            raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
+        return self._optimizer
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Put this rank's shards in the place of gathered parameters."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _rng_state(device: torch.device) -> Tensor:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _set_rng_state(state: Tensor, device: torch.device) -> None:
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[size:].clone(), device)
