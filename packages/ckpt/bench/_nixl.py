@@ -6,6 +6,7 @@ and reads them in one call. Neither verifies anything.
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -21,22 +22,38 @@ def agent(name):
     return nixl_agent(f"{name}-{os.getpid()}", nixl_agent_config(backends=["UCX"]))
 
 
-class Sender:
-    """The tensors, registered."""
+class Pair:
+    """Two processes that NIXL connects, and that stand still until they are asked: its threads poll all the time.
 
-    def __init__(self, weights):
-        self._agent = agent("bench-sender")
-        self._agent.register_memory(list(weights.values()))
-        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in weights.values()]
-        self.told = json.dumps([self._agent.get_agent_metadata().hex(), places])
+    Args:
+        sizes: Of the tensors, bytes.
+        mode: `each` or `once`, see above.
+        mine, theirs: The cores of the sending and of the reading process.
+    """
 
+    def __init__(self, sizes, mode, mine, theirs):
+        self._ends = []
+        try:
+            told = json.dumps(sizes)
+            for role, cores in (("send", mine), (mode, theirs)):
+                self._ends.append(Other("_nixl", role, *cores))
+                self._ends[-1].tell(told)
+                told = self._ends[-1].hear("ready")
+            self()
+        except BaseException:
+            self.close()
+            raise
 
-def reader(sender, mode, cores):
-    """A process that reads them whenever it is asked."""
-    other = Other("_nixl", mode, *cores)
-    other.tell(sender.told)
-    other.hear("ready")
-    return other
+    def __call__(self):
+        for end in self._ends:
+            end.process.send_signal(signal.SIGCONT)
+        self._ends[1].ask()
+        for end in self._ends:
+            end.process.send_signal(signal.SIGSTOP)
+
+    def close(self):
+        for end in self._ends:
+            end.close()
 
 
 def read(mine, local, remote, peer):
@@ -51,13 +68,36 @@ def read(mine, local, remote, peer):
         raise RuntimeError(f"NIXL's read ended in state {state}")
 
 
+def be_served_first():
+    """On a busy machine, without real-time priority: a thread that polls would starve the others of its process."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+
+
+def send(sizes):
+    weights = [torch.randint(255, (num_bytes,), dtype=torch.uint8) for num_bytes in sizes]
+    mine = agent("bench-sender")
+    mine.register_memory(weights)
+    say("ready", json.dumps([mine.get_agent_metadata().hex(), [(t.data_ptr(), t.nbytes) for t in weights]]))
+    sys.stdin.read()
+
+
 def serve(mode, *cores):
+    os.sched_setaffinity(0, map(int, cores))
+    be_served_first()
+    torch.set_num_threads(1)
+    told = json.loads(sys.stdin.readline())
+    if mode == "send":
+        send(told)
+    else:
+        take(mode, *told)
+
+
+def take(mode, metadata, places):
     from nixl._api import nixlBind
 
-    os.sched_setaffinity(0, map(int, cores))
-    torch.set_num_threads(1)
     mine = agent("bench-reader")
-    metadata, places = json.loads(sys.stdin.readline())
     peer = mine.add_remote_agent(bytes.fromhex(metadata))
     targets = [torch.zeros(num_bytes, dtype=torch.uint8) for _, num_bytes in places]
     remote = [(address, num_bytes, 0) for address, num_bytes in places]

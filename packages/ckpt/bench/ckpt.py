@@ -236,8 +236,6 @@ def measure(run, cores):
 
 
 def beside_nixl(run, stack, size, cores, weights, num_bytes):
-    """By itself and last: NIXL's threads poll, and with real-time priority would starve whatever shares their core."""
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     into = Sending(stack, "ckpt-into", size, f"shm://bench-{uuid.uuid4().hex[:8]}", cores)
     run.compare(
         "weights into another process, beside NIXL",
@@ -255,15 +253,12 @@ def nixl_peer(stack, weights, cores):
         return why
     from packages.ckpt.bench import _nixl
 
-    sender = _nixl.Sender(weights)
-    stack.callback(lambda: sender)  # its memory stays registered as long
     try:
-        other = _nixl.reader(sender, "each", cores)
-        stack.callback(other.close)
-        other.ask()
+        pair = _nixl.Pair([tensor.nbytes for tensor in weights.values()], "each", os.sched_getaffinity(0), cores)
     except (TimeoutError, RuntimeError) as error:
         return str(error)
-    return other.ask
+    stack.callback(pair.close)
+    return pair
 
 
 def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):

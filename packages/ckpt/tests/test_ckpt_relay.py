@@ -47,13 +47,14 @@ class Tree:
     def token(self, url):
         return TOKEN if "127.0.0.1" in url else None
 
-    async def open(self):
+    async def open(self, **sending):
         top, middle, bottom = self.urls
         enter = self.stack.enter_async_context
         options = {"timeout_s": 60, "token": self.token(top)}
-        self.sender = await enter(rl_ckpt.connect(top, role="send", **options))
+        self.sender = await enter(rl_ckpt.connect(top, role="send", bucket_bytes=16 << 10, **options, **sending))
         await self.sender.prepare()
-        self.relays = [await enter(Relay(one, other, **options)) for one, other in ((top, middle), (middle, bottom))]
+        cuts = ((top, middle, 20 << 10), (middle, bottom, 8 << 20))  # of tensors of about 50 kB
+        self.relays = [await enter(Relay(one, two, bucket_bytes=cut, **options)) for one, two, cut in cuts]
         for relay in self.relays:
             await relay.prepare()
         self.leaves = [await enter(rl_ckpt.connect(url, role="receive", **options)) for url in self.urls]
@@ -75,10 +76,10 @@ class Tree:
         return [*self.relays, *self.leaves]
 
 
-def run(work, schemes=("shm", "uds", "inproc")):
+def run(work, schemes=("shm", "uds", "inproc"), **sending):
     async def main():
         async with AsyncExitStack() as stack:
-            return await work(await Tree(stack, schemes).open())
+            return await work(await Tree(stack, schemes).open(**sending))
 
     return asyncio.run(main())
 
@@ -101,6 +102,112 @@ def test_a_version_reaches_all_levels(schemes):
             assert {(node.version, node.state) for node in tree.nodes} == {(version, ReceiverState.COMMITTED)}
 
     run(work, schemes)
+
+
+@pytest.mark.parametrize("schemes", [("shm", "uds", "inproc"), ("tcp",) * 3], ids=str)
+def test_what_has_landed_is_passed_on_at_once(schemes):
+    """The last level has a tensor before the source yields the next one."""
+
+    async def work(tree):
+        weights = weights_of(1)
+        arrived = asyncio.Semaphore(0)
+
+        async def source():
+            for i, item in enumerate(weights.items()):
+                yield item
+                yield f"filling{i}", torch.full((6 << 20,), i, dtype=torch.uint8)  # so that no bucket waits to be full
+                async with asyncio.timeout(60):
+                    await arrived.acquire()
+
+        async def take():
+            got = {}
+            async for name, tensor in tree.leaves[2].receive_weights():
+                got[name] = tensor.clone()
+                if name in weights:
+                    arrived.release()
+            return got
+
+        for mine in tree.mine[:2]:
+            mine.update({f"filling{i}": torch.zeros(6 << 20, dtype=torch.uint8) for i in range(5)})
+        report, _, _, got, *rest = await asyncio.gather(
+            tree.sender.send_weights(source(), version=1, num_peers=2),
+            tree.relays[0].receive_into(tree.mine[0], num_peers=2),
+            tree.relays[1].receive_into(tree.mine[1]),
+            take(),
+            *map(receive_all, tree.leaves[:2]),
+        )
+        for each in (got, *rest, *tree.mine[:2]):
+            assert rl_ckpt.tree_digest(each) == report.digest
+
+    run(work, schemes)
+
+
+def test_tensors_that_are_no_plain_memory_are_passed_on_when_they_are_whole():
+    async def work(tree):
+        tree.mine[0] |= {"t1": torch.zeros(41, 300).t(), "t3": torch.zeros(300, 86)[:, ::2]}
+        weights = weights_of(1)
+        outcomes = await tree.sync(weights, 1)
+        assert not any(isinstance(outcome, Exception) for outcome in outcomes), outcomes
+        for mine in tree.mine:
+            assert rl_ckpt.tree_digest(mine) == rl_ckpt.tree_digest(weights)
+
+    run(work)
+
+
+def test_differences_become_whole_tensors_below_a_relay():
+    async def work(tree):
+        weights = weights_of(1)
+        for version in (1, 2, 3):
+            report, *others = await tree.sync(weights, version)
+            assert not any(isinstance(outcome, Exception) for outcome in (report, *others)), (report, others)
+            assert report.num_deltas == (5 if version > 1 else 0)
+            for mine in tree.mine:
+                assert_same(mine, weights)
+            for tensor in weights.values():
+                tensor.view(-1)[version::100] *= -1
+
+    run(work, delta=True)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["the source raises", "a relay is cancelled"])
+def test_a_sync_that_ends_on_its_way_ends_on_all_levels(is_cancelled):
+    """Each hears why; who had staged it is as before; the next sync works."""
+
+    async def work(tree):
+        old, new = weights_of(1), weights_of(2)
+        await tree.sync(old, 1, staged=True)
+        one, two, *others = tree.mine
+        relaying = asyncio.ensure_future(tree.relays[0].receive_into(one, num_peers=2, staged=True))
+
+        async def source():
+            for item in list(new.items())[:3]:
+                yield item
+            if not is_cancelled:
+                raise RuntimeError("the export fails")
+            relaying.cancel()
+            yield "t3", new["t3"]
+
+        outcomes = await asyncio.gather(
+            tree.sender.send_weights(source(), version=2, num_peers=2),
+            relaying,
+            tree.relays[1].receive_into(two, num_peers=1, staged=True),
+            *(leaf.receive_into(into, staged=True) for leaf, into in zip(tree.leaves, others, strict=True)),
+            return_exceptions=True,
+        )
+        assert all(isinstance(outcome, BaseException) for outcome in outcomes), outcomes
+        last = outcomes[-1]
+        assert isinstance(last, SyncAbortedError)
+        assert "its sender has not got the version itself" in str(last)
+        assert ("the export fails" in str(last)) is not is_cancelled
+        for node, mine in zip(tree.nodes, tree.mine, strict=True):
+            assert (node.version, node.state) == (1, ReceiverState.COMMITTED)
+            assert_same(mine, old)
+        outcomes = await tree.sync(new, 2, staged=True)
+        assert not any(isinstance(outcome, Exception) for outcome in outcomes), outcomes
+        for mine in tree.mine:
+            assert_same(mine, new)
+
+    run(work)
 
 
 @pytest.mark.parametrize("who", ["leaf", "relay", "beside"])

@@ -1,12 +1,14 @@
-"""The engine for verl against verl's own interface file. Needs verl's sources, at RL_CKPT_VERL.
+"""The engine for verl against verl's own interface file, of the package in the index.
 
-RL_CKPT_VERL is a folder that `pip install --no-deps --target FOLDER verl` has filled. Of verl only
-`verl/checkpoint_engine/base.py` is run; what that file imports besides torch (Ray, the workers, the rollouts) is empty.
+verl 0.9.1 cannot be imported in this workspace: it wants Hydra and a dozen others. So of verl only
+`verl/checkpoint_engine/base.py` is run, and what that file imports besides torch (Ray, the workers, the rollouts) is
+empty. RL_CKPT_VERL may name a folder that `pip install --no-deps --target FOLDER verl` has filled.
 """
 
 import asyncio
 import importlib.util
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -18,8 +20,9 @@ import torch
 import rl_ckpt
 from rl_ckpt.testing import assert_same, new_name, sample_weights
 
-pytestmark = pytest.mark.skipif("RL_CKPT_VERL" not in os.environ, reason="RL_CKPT_VERL names no folder with verl")
+pytestmark = pytest.mark.integration
 
+VERL = "verl==0.9.1"
 STUBS = [
     "ray",
     "verl.single_controller.base",
@@ -43,8 +46,19 @@ class Stub(types.ModuleType):
         return type(name, (), {"__new__": lambda cls, *args, **kwargs: args[0] if args else (lambda x: x)})
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the wheel of verl is unpacked, without what it depends on."""
+    if "RL_CKPT_VERL" in os.environ:
+        return Path(os.environ["RL_CKPT_VERL"])
+    target = tmp_path_factory.mktemp("verl")
+    command = ["uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", target, VERL]
+    subprocess.run(command, check=True, timeout=300)
+    return target
+
+
 @pytest.fixture
-def verl(monkeypatch):
+def verl(monkeypatch, folder):
     """verl's real base module, and ours after it was imported as verl imports a `custom_backend_module`."""
     modules = {name: Stub(name) for name in STUBS}
     modules["ray"].remote = lambda cls: cls
@@ -55,7 +69,7 @@ def verl(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("verl", "verl.checkpoint_engine"):
         monkeypatch.setitem(sys.modules, name, Stub(name))
-    path = Path(os.environ["RL_CKPT_VERL"]) / "verl" / "checkpoint_engine" / "base.py"
+    path = folder / "verl" / "checkpoint_engine" / "base.py"
     spec = importlib.util.spec_from_file_location("verl.checkpoint_engine.base", path)
     base = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, base)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._passage import Passage
     from rl_ckpt._shelf import Shelf
     from rl_ckpt._stage import Stage
     from rl_ckpt._wire import Bucket
@@ -119,6 +120,8 @@ class Landing:
     """Whether the consumer was given something."""
     is_over: bool = False
     """Whether it was committed or given up."""
+    passage: Passage | None = None
+    """Who is told of everything that has landed, where this is a relay."""
     _names: set[str] = field(default_factory=set[str])
     _partial: Span | None = None
     """The last piece of a tensor that is not whole yet."""
@@ -180,6 +183,18 @@ class Landing:
         self.num_bytes += sum(spec.num_bytes for spec in specs)
         self.is_touched = True
         return targets
+
+    def begun(self) -> tuple[TensorSpec, int] | None:
+        """The tensor that is not whole yet, and how many of its bytes are verified and where they belong."""
+        span = self._partial
+        if span is None or self.targets is None:
+            return None
+        spec = self.specs[span.tensor]
+        if not _is_plain(self._target(spec)):
+            return None
+        if span.codec == Codec.RAW:
+            return spec, span.start + span.offset + span.num_bytes
+        return spec, _end_of(span, spec) if span.is_last else span.start
 
     def missing(self) -> list[str]:
         """Tensors of the consumer that did not come."""

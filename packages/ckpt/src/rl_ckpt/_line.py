@@ -33,6 +33,7 @@ from rl_ckpt.errors import AddressError, PeerLostError, PeerTimeoutError, Protoc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rl_ckpt._passage import Bell
     from rl_ckpt._transport import ReceiveTransport
 
 PULL_PAUSE_S = 0.001
@@ -169,6 +170,15 @@ class Line:
             if not deadline.remaining_s():
                 raise PeerTimeoutError(f"{self.peer} let nothing be read of its memory within {deadline.timeout_s:g} s")
             wait_for(self.waker, Deadline(PULL_PAUSE_S), readable=[self.link.fileno()])
+
+    def until_rung(self, bell: Bell) -> None:
+        """Wait for another thread, whose own waits have deadlines, and hear meanwhile if the sync is off."""
+        ready: list[int] = []
+        while bell.fileno() not in ready:
+            self._read()
+            if self.link.is_closed:
+                raise self.link.loss()
+            ready = wait_for(self.waker, Deadline(self.timeout_s), readable=[bell.fileno(), self.link.fileno()])
 
     def ended(self) -> None:
         """Hear why the sender has closed a stream."""

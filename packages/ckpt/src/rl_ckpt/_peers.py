@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_ckpt._outbox import Run
+    from rl_ckpt._passage import Bell
     from rl_ckpt._transport import SendTransport
 
 _ERRORS = {
@@ -123,19 +124,24 @@ class Peers:
     strangers: list[Peer] = field(default_factory=list[Peer])
     """Who has connected and not introduced itself. Nobody waits for them."""
 
-    def pump(self, deadline: Deadline) -> bool:
-        """Wait for news of any receiver and take it in; write what can be written. False when the deadline passed."""
+    def pump(self, deadline: Deadline, bells: Sequence[int] = ()) -> bool:
+        """Wait for news of any receiver and take it in; write what can be written. False when the deadline passed.
+
+        A bell is a descriptor that ends the wait when it can be read.
+        """
         self._forget_strangers()
         known = [*self.all, *self.strangers]
         by_descriptor = {peer.link.fileno(): peer for peer in known}
         streams = {descriptor: peer for peer in known for descriptor in peer.outbox.blocked()}
         ready = wait_for(
-            self.waker, deadline, readable=[self.transport.fileno(), *by_descriptor], writable=list(streams)
+            self.waker, deadline, readable=[self.transport.fileno(), *by_descriptor, *bells], writable=list(streams)
         )
         for descriptor in ready:
             peer = streams.get(descriptor) or by_descriptor.get(descriptor)
-            if peer is None:
+            if descriptor == self.transport.fileno():
                 self._accept()
+            elif peer is None:
+                continue
             elif peer.error is None and descriptor in streams:
                 self._flush(peer)
             elif not peer.is_gone:
@@ -199,6 +205,24 @@ class Peers:
                     self.drop(peer)
                 names = ", ".join(peer.name for peer in late)
                 raise PeerTimeoutError(f"{names} did not {doing} within {self.timeout_s:g} s")
+
+    def wait_for_news(self, peers: Sequence[Peer], news: Bell, is_there: Callable[[], bool], missing: str) -> None:
+        """Wait for something that another thread tells by ringing, and serve `peers` meanwhile.
+
+        Raises:
+            CkptError: what one of the peers did wrong.
+            PeerTimeoutError: `missing` did not come.
+        """
+        deadline = Deadline(self.timeout_s)
+        while True:
+            for peer in peers:
+                if peer.error is not None:
+                    raise peer.error
+            news.silence()
+            if is_there():
+                return
+            if not self.pump(deadline, [news.fileno()]):
+                raise PeerTimeoutError(f"{missing} did not come within {self.timeout_s:g} s")
 
     def send(self, peer: Peer, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send to one receiver; what goes wrong becomes its `error`."""

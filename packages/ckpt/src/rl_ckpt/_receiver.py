@@ -95,13 +95,6 @@ class Receiver(CheckpointEngine):
         """Where this end stands."""
         return self._state
 
-    @property
-    def landing(self) -> Landing:
-        """What has landed of the sync under way; for what `attest_with` was given."""
-        if self._landing is None:
-            raise UsageError(f"no sync is under way at {self.address}")
-        return self._landing
-
     async def prepare(self) -> Metadata:
         """Nothing to allocate: the ring is the sender's."""
         return Metadata(
@@ -148,7 +141,7 @@ class Receiver(CheckpointEngine):
                 yield batch
 
     async def _batches(self, clone: bool) -> AsyncGenerator[list[tuple[str, Tensor]]]:
-        landing = await self._begin_async(None)
+        landing = await self.begin(None)
         try:
             while (tensors := await self._worker.run(self._next_step(landing))) is not None:
                 yield [(name, tensor.clone()) for name, tensor in tensors] if clone else tensors
@@ -164,11 +157,8 @@ class Receiver(CheckpointEngine):
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Land tensors where they belong. See `CheckpointEngine`."""
-        landing = await self._begin_async(targets, staged=staged)
-        try:
-            await self._worker.run(lambda: self._take_all(landing, strict))
-        finally:
-            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+        landing = await self.begin(targets, staged=staged)
+        await self.take(landing, strict=strict)
         return landing.version
 
     def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -199,13 +189,21 @@ class Receiver(CheckpointEngine):
             self._give_up(self._landing, AbortReason.FAILED, "it was closed")
         self._hang_up()
 
-    async def _begin_async(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
+    async def begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
+        """Wait until a sync begins; whoever calls it goes on with `take`, or leaves it to `receive_into`."""
         try:
             return await self._worker.run(lambda: self._begin(targets, staged=staged))
         except asyncio.CancelledError:
             if self._landing is not None:  # it began in the very moment of the cancellation
                 self._give_up(self._landing, AbortReason.FAILED, "it was cancelled")
             raise
+
+    async def take(self, landing: Landing, *, strict: bool) -> None:
+        """Land all of a sync that has begun in its targets, to the commit."""
+        try:
+            await self._worker.run(lambda: self._take_all(landing, strict))
+        finally:
+            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
 
     def _begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
         """Ask for the next sync and wait until it starts."""
@@ -317,6 +315,8 @@ class Receiver(CheckpointEngine):
                     return None
                 else:
                     raise ProtocolError(f"{line.peer} sent {type(message).__name__} inside a sync")
+                if landing.passage is not None:
+                    landing.passage.landed()
         except BaseException as error:
             self._give_up(landing, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
             raise
@@ -346,6 +346,10 @@ class Receiver(CheckpointEngine):
                 f"{len(missing)} tensors were to be received into and did not come, {missing[0]!r} the first; "
                 "strict=False allows that"
             )
+        if landing.passage is not None:
+            landing.passage.end()
+            line.until_rung(landing.passage.outcome)
+            landing.passage.require_votes(digest)
         vote = Staged(
             landing.version,
             digest,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer
     from rl_ckpt._transport import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
@@ -216,15 +217,15 @@ class Sender(CheckpointEngine):
         self._require_codecs(participants)
         return self._stage(peers, participants, source, version, clock, self._snapshot)
 
-    def offer(self, weights: Iterable[tuple[str, Tensor]], version: int, *, num_peers: int) -> Offer:
-        """Send a version in this thread as far as the votes, and leave the decision to the caller; for `Relay`.
+    async def offer(self, passage: Passage, version: int, *, num_peers: int) -> Offer:
+        """Send what lands at a relay as far as the votes, and leave the decision to the caller.
 
         Raises:
             SyncAbortedError: it failed, and is off.
         """
         self._require(num_peers)
         clock = Clock()
-        source = Source(weights, clock)
+        source = Source((), clock, passage=passage)
 
         def attempt() -> Sync:
             try:
@@ -232,7 +233,7 @@ class Sender(CheckpointEngine):
             except Exception as error:
                 raise SyncAbortedError(f"version {version} was not taken over {self.address}: {error}") from error
 
-        sync = self._worker.call(attempt)
+        sync = await self._worker.run(attempt)
         return Offer(
             sync.digest,
             commit=lambda: self._worker.call(lambda: self._commit(sync)),

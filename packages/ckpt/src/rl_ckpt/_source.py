@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._passage import Passage
     from rl_ckpt._registered import Registered
     from rl_ckpt._tensors import TensorSpec
 
@@ -51,12 +52,24 @@ def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
 
 
 class Source:
-    """The caller's weights, taken one by one: of a call, or of a registered source, which stays as it is meanwhile."""
+    """The caller's weights, taken one by one: of a call, or of what stays as it is meanwhile.
+
+    Args:
+        weights: Of the call.
+        clock: Counts the waits for them.
+        registered: Where they come from, if that is a registered source.
+        passage: Where they come from instead, if that is a relay.
+    """
 
     def __init__(
-        self, weights: Iterable[tuple[str, Tensor]], clock: Clock, registered: Registered | None = None
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        clock: Clock,
+        registered: Registered | None = None,
+        passage: Passage | None = None,
     ) -> None:
         self.registered = registered
+        self.passage = passage
         self._iterator = iter(weights)
         self._clock = clock
         self._is_over = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_ckpt._digest import LEAF_BYTES, combine, digests_of, leaves_of, model_digest, pack_leaves
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
     from rl_ckpt._delta import Snapshot
     from rl_ckpt._mapped import SourceMap
+    from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer, Peers
+    from rl_ckpt._plan import Piece
     from rl_ckpt._source import Clock, Schema, Source
     from rl_ckpt._wire import AbortReason, Staged
 
@@ -82,6 +85,7 @@ class Sync:
         self.digest = 0
         self._base: int | None = None
         self._is_stable = False
+        self._passage: Passage | None = None
 
     def stream(self, source: Source) -> None:
         """Send every tensor of the source, bucket by bucket."""
@@ -90,9 +94,11 @@ class Sync:
         self._peers.regroup(self._participants)
         for peer in self._participants:
             self._peers.send(peer, Begin(self.version, NO_VERSION if base is None else base))
-        self._is_stable = source.registered is not None
+        self._passage = source.passage
+        self._is_stable = source.registered is not None or source.passage is not None
         source_map = self._map(source)
-        for name, tensor in source if source_map is None else self._tell(source_map):
+        items = source if source_map is None else self._tell(source_map)
+        for name, tensor in items if source.passage is None else self._pass_on(source.passage):
             self._pack(spec_of(name, tensor), tensor)
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
@@ -226,6 +232,22 @@ class Sync:
             self._num_bytes += num_bytes
             self._num_wire_bytes += num_bytes
 
+    def _pass_on(self, passage: Passage) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a relay, each when its first bytes have landed, or all of them where it is not one memory."""
+        while True:
+            if not passage.has_next():
+                self._publish()  # rather than let those below wait until the bucket is full
+                self._plan.close()
+            self._wait_to_land(passage, passage.has_next, "the next tensor")
+            taken = passage.take()
+            if taken is None:
+                return
+            yield taken[0].name, taken[1]
+
+    def _wait_to_land(self, passage: Passage, is_there: Callable[[], bool], what: str) -> None:
+        with self._clock("export_s"):
+            self._peers.wait_for_news(self._participants, passage.news, is_there, what)
+
     def _pack(self, spec: TensorSpec, tensor: Tensor) -> None:
         if spec.name in self._names:
             raise TensorError(f"the source yielded {spec.name!r} twice; names must differ")
@@ -290,6 +312,8 @@ class Sync:
                 self._publish()
             if not self._spans:
                 self._wait_for_slot()
+            if self._passage is not None:
+                self._wait_to_land(self._passage, partial(self._has_landed, self._passage, index, piece), "more bytes")
             part = raw[piece.offset : piece.offset + piece.num_bytes]
             if is_direct:
                 self._direct[len(self._spans)] = memory_of(part)
@@ -307,12 +331,18 @@ class Sync:
             self._spans.append(
                 Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
             )
+        if self._plan.offset == self._plan.bucket_bytes:  # nothing fits it any more: the source may take its time
+            self._publish()
+            self._plan.close()
         if is_direct and not stays:
             self._publish()
             self._plan.close()
             self._wait(lambda peer: peer.outbox.is_empty, "take the bytes of a tensor")
         is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
         return leaves if is_cut_into_leaves else leaves_of(raw)
+
+    def _has_landed(self, passage: Passage, index: int, piece: Piece) -> bool:
+        return passage.num_landed(self._schema.specs[index]) >= piece.offset + piece.num_bytes
 
     def _publish(self) -> None:
         """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""

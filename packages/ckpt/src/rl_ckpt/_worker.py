@@ -41,6 +41,8 @@ class Worker:
     async def run(self, work: Callable[[], T], *, on_cancel: Callable[[], None] | None = None) -> T:
         """Call `work` in the thread of this end. Cancelling the task ends its waits and waits until it has returned.
 
+        What the task is cancelled with, if it is a sentence, is what its waits raise.
+
         Raises:
             UsageError: another call is under way, or this end is closed.
         """
@@ -57,8 +59,8 @@ class Worker:
         future = asyncio.get_running_loop().run_in_executor(self._pool, on_thread)
         try:
             return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            self.waker.wake(f"the call on {self._owner} was cancelled")
+        except asyncio.CancelledError as error:
+            self.waker.wake(str(error) or f"the call on {self._owner} was cancelled")
             future.add_done_callback(self._forget)
             if on_cancel is not None:
                 on_cancel()

@@ -1,14 +1,15 @@
-"""One node of a chain or a tree of receivers: it takes a version, verifies it, and serves it on before it votes."""
+"""One node of a chain or a tree of receivers: it takes a version, and serves it on while that lands."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, cast
 
+from rl_ckpt._passage import Passage
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._registry import connect
 from rl_ckpt._sender import Sender
-from rl_ckpt.errors import DigestError, UsageError
+from rl_ckpt.errors import UsageError
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ class Relay:
     """A receiver that sends to others: the trainer sends a version once, however many take it.
 
     The transaction spans the whole tree: a relay votes when everything has landed with it and all of its receivers have
-    voted, and decides for them as was decided for it. It sends what its tensors hold, read again, and checks that this
-    has the digest of what landed. A version is passed on when it is whole, so each level adds the time of one sync; a
-    sender waits for the votes of all levels below, so give it a `timeout_s` that is enough for them.
+    voted, and decides for them as was decided for it. It passes on what has been verified, bucket by bucket, so each
+    level adds the time of a bucket; what it sends is read from its tensors again, and checked to have the digest of
+    what landed. A sender waits for the votes of all levels below, so give it a `timeout_s` that is enough for them.
 
     Args:
         upstream: URL of the session to receive from.
@@ -49,7 +50,6 @@ class Relay:
     ) -> None:
         self._receiver = connect(upstream, role="receive", timeout_s=timeout_s, token=token)
         self._sender = connect(downstream, role="send", timeout_s=timeout_s, token=token, bucket_bytes=bucket_bytes)
-        self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._targets: Mapping[str, Tensor] = {}
 
     @property
@@ -82,7 +82,7 @@ class Relay:
 
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
         """Look into the engine before this node votes. See `CheckpointEngine.attest_with`."""
-        self._held = held
+        self._receiver.attest_with(held)
 
     async def receive_into(
         self, targets: Mapping[str, Tensor], *, num_peers: int = 1, strict: bool = True, staged: bool = False
@@ -94,28 +94,25 @@ class Relay:
         """
         await self.prepare()
         receiver, sender = cast("Receiver", self._receiver), cast("Sender", self._sender)
-        offers: list[Offer] = []
-
-        def pass_on() -> Mapping[str, Tensor] | None:
-            landing = receiver.landing
-            weights = [(spec.name, targets[spec.name]) for spec in landing.digests]
-            offers.append(sender.offer(weights, landing.version, num_peers=num_peers))
-            if offers[0].digest != landing.digest:
-                raise DigestError(
-                    f"version {landing.version} landed with digest {landing.digest:#018x}, and the tensors that it "
-                    f"landed in have {offers[0].digest:#018x}: something else writes to them"
-                )
-            return None if self._held is None else self._held()
-
-        receiver.attest_with(pass_on)
+        landing = await receiver.begin(targets, staged=staged)
+        passage = landing.passage = Passage(landing)
+        offering = asyncio.ensure_future(sender.offer(passage, landing.version, num_peers=num_peers))
+        offering.add_done_callback(passage.settle)
         try:
-            await receiver.receive_into(targets, strict=strict, staged=staged)
+            await receiver.take(landing, strict=strict)
         except BaseException as error:
-            for offer in offers:
-                await asyncio.to_thread(offer.abort, f"its sender has not got the version itself: {error!r}")
+            await self._call_off(offering, f"its sender has not got the version itself: {error!r}")
             raise
+        finally:
+            passage.close()
         self._targets = targets
-        return await asyncio.to_thread(offers[0].commit)
+        return await asyncio.to_thread(offering.result().commit)
+
+    async def _call_off(self, offering: asyncio.Future[Offer], text: str) -> None:
+        offering.cancel(text)
+        await asyncio.wait([offering])
+        if not offering.cancelled() and offering.exception() is None:
+            await asyncio.to_thread(offering.result().abort, text)
 
     async def serve_late(self) -> SyncReport | None:
         """Give the version in force to those below that wait and do not have it, from this node's tensors.

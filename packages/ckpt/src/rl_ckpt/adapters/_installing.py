@@ -8,7 +8,7 @@ before that leaves the engine as it was; what fails later is undone with the wei
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import rl_ckpt
 from rl_ckpt.adapters._staging import Staging
@@ -24,8 +24,8 @@ class Installer:
     """Installs what comes over a session in one engine, and over the next session after it.
 
     Args:
-        model: The engine's. Where what was there before cannot be installed again, it raises whenever it is called,
-            until a later sync succeeds.
+        model: The engine's. Where what was there before cannot be installed again, its `forward` raises, and its
+            parameters are NaN for those that replay a CUDA graph instead, until a later sync succeeds.
         load: Installs all of these weights, CPU tensors by name, and returns what the engine then holds of them, or
             None where that cannot be told.
         restore: Installs what the engine had before the first sync.
@@ -42,7 +42,8 @@ class Installer:
         self._load = load
         self._restore = restore
         self._model = model
-        self._refusal: Any = None
+        self._forward: Callable[..., object] | None = None
+        """Of the model, while that refuses."""
         self._staging = Staging()
         self._is_touched = False
         self._is_fresh = True
@@ -92,9 +93,9 @@ class Installer:
             raise
         self._staging.commit(is_whole=self._is_fresh)
         self._is_touched = self._is_fresh = False
-        if self._refusal is not None:
-            self._refusal.remove()
-            self._refusal = None
+        if self._forward is not None:
+            self._model.forward = self._forward
+            self._forward = None
 
     def _install(self) -> Mapping[str, Tensor] | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
@@ -123,8 +124,12 @@ class Installer:
     def _refuse(self, error: BaseException) -> None:
         text = f"the weights of this engine are mixed since a failed sync ({error}); send a whole version"
 
-        def refuse(*_: object) -> NoReturn:
+        def refuse(*_: object, **__: object) -> NoReturn:
             raise UsageError(text)
 
-        if self._refusal is None:
-            self._refusal = self._model.register_forward_pre_hook(refuse)
+        if self._forward is None:
+            self._forward = self._model.forward
+        self._model.forward = refuse  # no hook: engines call `forward` itself, too
+        for parameter in self._model.parameters():
+            if parameter.is_floating_point():
+                parameter.detach().fill_(float("nan"))

@@ -1,15 +1,22 @@
 """SGLang takes weights from rl-ckpt, by `load_weights` as a custom weight loader.
 
-Start the server with `--custom-weight-loader rl_ckpt.adapters.sglang.load_weights`, and give the same path as
-`load_format` of `update_weights_from_tensor`. What is sent by that call is no weight, but which session to take them
-from: `session_tensors` makes it. Every tensor-parallel rank is a receiver of its own.
+Start the server with `--custom-weight-loader rl_ckpt.adapters.sglang.load_weights`, and POST what `session_request`
+returns to `/update_weights_from_tensor`. That holds no weights, but which session to take them from. Every
+tensor-parallel rank is a receiver of its own.
 """
 
+# pyright: reportMissingImports=false
+# SGLang is never in the environment that this is checked in.
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+import base64
+import io
+import pickle
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
 import rl_ckpt
 from rl_ckpt.adapters._bindings import Held, LoadRecorder
@@ -17,19 +24,38 @@ from rl_ckpt.adapters._installing import Installer
 from rl_ckpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
+LOADER = "rl_ckpt.adapters.sglang.load_weights"
+"""For `--custom-weight-loader`."""
 TIMEOUT_S = 120.0
 """Longest wait for the sender: SGLang's scheduler stands still meanwhile."""
-_sessions: dict[int, tuple[str, Installer]] = {}
-"""By the id of a model, which its installer keeps alive: the session that it is in."""
+_UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+"""What calls a custom loader, in SGLang 0.5.23."""
+_engines: dict[int, _Engine] = {}
+"""By the id of a model, which its engine keeps alive."""
 
 
 def session_tensors(url: str, version: int) -> list[tuple[str, Tensor]]:
-    """What to send with `update_weights_from_tensor`: the session's URL as a name, and the version that must come."""
+    """The named tensors of an `update_weights_from_tensor` inside one process: the session, and the version to come."""
     return [(url, torch.tensor([version]))]
+
+
+def session_request(url: str, version: int, *, tp_size: int = 1) -> dict[str, Any]:
+    """Body of POST `/update_weights_from_tensor`, as JSON, to a server of `tp_size` tensor-parallel ranks.
+
+    The answer has status 200 when the version is committed, and 400 when the sync failed.
+    """
+    payload = io.BytesIO()
+    _Pickler(payload).dump(session_tensors(url, version))
+    return {
+        "serialized_named_tensors": [base64.b64encode(payload.getvalue()).decode()] * tp_size,
+        "load_format": LOADER,
+        "flush_cache": True,
+        "weight_version": str(version),
+    }
 
 
 def load_weights(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -39,8 +65,8 @@ def load_weights(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
     read back and attested before the commit; it must be stored as it was sent, not quantized.
 
     Raises:
-        rl_ckpt.CkptError: the sync failed. The model holds the weights before or, if this was the first sync and the
-            model was touched, raises whenever it is called, until a later one succeeds.
+        rl_ckpt.CkptError: the sync failed. The model holds the weights before or, if it cannot (a note then says so),
+            raises whenever it is called, until a later sync succeeds.
     """
     if len(named_tensors) != 1 or "://" not in named_tensors[0][0]:
         raise UsageError(
@@ -48,24 +74,83 @@ def load_weights(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
             "rl_ckpt.adapters.sglang.session_tensors(url, version) returns"
         )
     url, version = named_tensors[0]
-    joined, installer = _sessions.get(id(model)) or ("", _installer_of(model))
-    if joined != url:
-        installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=TIMEOUT_S))
-        _sessions[id(model)] = (url, installer)
-    installer.take(int(version))
+    if id(model) not in _engines:
+        _engines[id(model)] = _Engine(model)
+    _engines[id(model)].take(url, int(version))
 
 
-def _installer_of(model: nn.Module) -> Installer:
-    return Installer(model, load=lambda weights: _load(model, weights), restore=_restore)
+def register() -> None:
+    """Let a failed sync be the answer of its request. Called by SGLang, for its entry-point group `sglang.srt.plugins`.
+
+    Without that, SGLang's scheduler ends with the error of a custom loader, and the server with its scheduler.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_UPDATE, _answer, HookType.AROUND)
 
 
-def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    loader: Any = model
-    recorder = LoadRecorder(model, weights)
-    with recorder, torch.no_grad():
-        loader.load_weights(iter(weights.items()))
-    return Held(model, weights, recorder.bindings)
+def _answer(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Whether the update went well, and what to tell the client: of ours only, other loaders raise as before."""
+    try:
+        return update(*args, **kwargs)
+    except Exception as error:
+        if kwargs.get("load_format") != LOADER:
+            raise
+        return False, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
-def _restore() -> NoReturn:
-    raise UsageError("what the model was started with is not kept")
+class _Engine:
+    """One model and the session that it is in.
+
+    What the model holds before the first sync is kept in host memory until that is committed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.installer = Installer(model, load=self._load, restore=self._restore)
+        self._model = model
+        self._url = ""
+        self._started = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()}
+
+    def take(self, url: str, version: int) -> None:
+        """Take this version over that session."""
+        if self._url != url:
+            self.installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=TIMEOUT_S))
+            self._url = url
+        self.installer.take(version)
+        self._started = {}
+
+    def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        loader: Any = self._model
+        recorder = LoadRecorder(self._model, weights)
+        with recorder, torch.no_grad():
+            loader.load_weights(iter(weights.items()))
+        return Held(self._model, weights, recorder.bindings)
+
+    def _restore(self) -> None:
+        if not self._started:
+            raise UsageError("what the model was started with is kept until the first version is committed")
+        for name, tensor in self._tensors().items():
+            tensor.copy_(self._started[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tensor of int64 by value, with functions that SGLang's unpickler allows."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Of a tensor or its storage; all else as usual."""
+        if isinstance(obj, torch.Tensor):
+            hooks: OrderedDict[Any, Any] = OrderedDict()  # an alias that is called would pickle itself too
+            return _rebuild_tensor_v2, (_Numbers(obj.tolist()), 0, tuple(obj.shape), obj.stride(), False, hooks)
+        if isinstance(obj, _Numbers):
+            return torch.LongStorage, (list(obj),)
+        return NotImplemented
+
+
+class _Numbers(tuple[int, ...]):
+    """Stands for the storage of a tensor."""
+
+    __slots__ = ()

@@ -116,7 +116,7 @@ class RlCkptCheckpointEngine(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield tensors to keep, on the worker's accelerator if it has one, as verl's rollouts collect them."""
         session = self._require_session()
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)  # a build for CUDA names one anyway
         async for name, tensor in session.receive_weights():
             if global_steps not in {None, session.version}:
                 raise VersionError(f"version {session.version} came in step {global_steps}")

@@ -5,6 +5,8 @@ class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite, KillSuite):
     def new_address(self) -> str:
         return f"mine://{new_name()}"
 ```
+
+`rl_ckpt.testing.servers` has the suite for adapters inside real inference servers.
 """
 
 from rl_ckpt.testing.cuda import FakeCuda, fake_cuda

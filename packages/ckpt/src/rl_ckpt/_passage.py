@@ -1,0 +1,148 @@
+"""What lands at a relay, as the source of the session below it: each byte as soon as it has been verified.
+
+One thread receives and tells, another sends and asks. Neither waits for the other but by a bell beside its own sockets.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from rl_ckpt._fork import close_in_children
+from rl_ckpt.errors import DigestError
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
+    from torch import Tensor
+
+    from rl_ckpt._landing import Landing
+    from rl_ckpt._sender import Offer
+    from rl_ckpt._tensors import TensorSpec
+
+
+class Bell:
+    """Ends the wait of another thread for its descriptor."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = map(close_in_children, socket.socketpair())
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """Can be read once it was rung, until it is silenced."""
+        return self._reader.fileno()
+
+    def ring(self) -> None:
+        """Whatever is to be found out must be there before."""
+        with suppress(BlockingIOError):  # it rings already
+            self._writer.send(b"!")
+
+    def silence(self) -> None:
+        """And look then."""
+        with suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Free the sockets."""
+        self._reader.close()
+        self._writer.close()
+
+
+class Passage:
+    """One version on its way through a node."""
+
+    def __init__(self, landing: Landing) -> None:
+        self.news = Bell()
+        """Rung when more has landed; for the sending thread."""
+        self.outcome = Bell()
+        """Rung when those below have voted, or not; for the receiving thread."""
+        self.offer: Offer | None = None
+        """What those below have voted for."""
+        self._error: BaseException | None = None
+        self._landing = landing
+        self._lock = threading.Lock()
+        self._begun: dict[TensorSpec, int] = {}
+        """Of each tensor the bytes that are in place, in the order in which they came."""
+        self._num_whole = 0
+        self._is_whole = False
+        self._num_taken = 0
+
+    # ---- the receiving thread
+
+    def landed(self) -> None:
+        """More may have landed.
+
+        Raises:
+            SyncAbortedError: those below do not take the version.
+        """
+        if self._error is not None:
+            raise self._error
+        landing = self._landing
+        count = len(landing.digests) - self._num_whole
+        whole = list(islice(reversed(landing.digests), count))
+        self._num_whole += count
+        with self._lock:
+            self._begun |= {spec: spec.num_bytes for spec in reversed(whole)}
+            if (begun := landing.begun()) is not None:
+                self._begun[begun[0]] = begun[1]
+        self.news.ring()
+
+    def end(self) -> None:
+        """All has landed."""
+        self._is_whole = True
+        self.news.ring()
+
+    def require_votes(self, digest: int) -> None:
+        """Look at what those below have voted for, when the outcome is there.
+
+        Raises:
+            SyncAbortedError: they have not.
+            DigestError: what was sent to them is not what landed.
+        """
+        if self._error is not None:
+            raise self._error
+        if self.offer is not None and self.offer.digest != digest:
+            raise DigestError(
+                f"version {self._landing.version} landed with digest {digest:#018x}, and the tensors that it landed in "
+                f"have {self.offer.digest:#018x}: something else writes to them"
+            )
+
+    # ---- the sending thread
+
+    def has_next(self) -> bool:
+        """Whether it is known which tensor is the next, or that there is none."""
+        return self._num_taken < len(self._begun) or self._is_whole
+
+    def take(self) -> tuple[TensorSpec, Tensor] | None:
+        """The next tensor, of which some bytes are in place, or None after the last."""
+        with self._lock:
+            if self._num_taken == len(self._begun):
+                return None
+            spec = next(islice(self._begun, self._num_taken, None))
+        self._num_taken += 1
+        return spec, (self._landing.targets or {})[spec.name]
+
+    def num_landed(self, spec: TensorSpec) -> int:
+        """How many bytes of a tensor are in place, from its beginning."""
+        return self._begun.get(spec, 0)
+
+    # ---- the event loop
+
+    def settle(self, offering: Future[Offer]) -> None:
+        """Take the outcome of those below."""
+        if offering.cancelled():
+            return
+        self._error = offering.exception()
+        if self._error is None:
+            self.offer = offering.result()
+        self.outcome.ring()
+
+    def close(self) -> None:
+        """Free both bells."""
+        self.news.close()
+        self.outcome.close()
