@@ -32,7 +32,7 @@ def test_ragged_columns_come_back_as_they_went(tmp_path):
     table = read_samples(tmp_path)
     assert table["step"].to_pylist() == [2, 2, 2, 10, 10, 10]
     assert table["completion_token_ids"].to_pylist()[:3] == [[0, 1], [], [2, 3, 4, 5]]
-    assert table.schema.field("completion_token_ids").type == pa.list_(pa.int32())
+    assert table.schema.field("completion_token_ids").type == pa.list_(pa.int64())
     assert read_samples(tmp_path, steps=[10], columns=["reward"]).to_pydict() == {"step": [10] * 3, "reward": [1.0] * 3}
     with pytest.raises(DataError, match="has no samples of step 3; there are 2 steps from 2 to 10"):
         read_samples(tmp_path, steps=[3])

@@ -32,7 +32,7 @@ def write_samples(path: Path, columns: Mapping[str, Tensor | list[Any]]) -> int:
 
     Args:
         path: The file.
-        columns: A row per sample: jagged tensors, one-dimensional tensors, or lists. Integers become int32.
+        columns: A row per sample: jagged tensors, one-dimensional tensors, or lists.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -46,13 +46,12 @@ def write_samples(path: Path, columns: Mapping[str, Tensor | list[Any]]) -> int:
 
 def _array(column: Any) -> Any:
     import pyarrow as pa
-    import torch
 
     if isinstance(column, list):
         return pa.array(column)
     if column.is_nested:
-        return pa.ListArray.from_arrays(_array(column.offsets()), _array(column.values()))
-    return pa.array((column.int() if column.dtype == torch.int64 else column).numpy())
+        return pa.ListArray.from_arrays(_array(column.offsets().int()), _array(column.values()))
+    return pa.array(column.numpy())
 
 
 def steps_of(run: str | Path) -> list[int]:
