@@ -20,8 +20,7 @@ import rl_tq
 import rl_tq._readers
 import rl_tq._session
 from rl_tq._segments import PACKED_BYTES, SEGMENT_BYTES, Arena, Segment
-from rl_tq._shm_server import socket_name
-from rl_tq._wire import Inbox, pack, send_some
+from rl_tq._wire import Inbox, pack, send_some, socket_name
 
 LARGE = PACKED_BYTES // 4 + 1024  # float32 values of an extent that has its own segment
 

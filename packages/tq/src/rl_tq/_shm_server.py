@@ -22,7 +22,7 @@ from rl_tq._segment_table import Member, SegmentTable
 from rl_tq._service import Caller, Message, Service, error_reply
 from rl_tq._snapshot import Snapshot, spill_directory_of
 from rl_tq._spill import source_of
-from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
+from rl_tq._wire import Inbox, close_after_fork, listen, pack, peer, send_some
 from rl_tq.errors import AddressError, TransferQueueError
 
 if TYPE_CHECKING:
@@ -411,30 +411,3 @@ def _joined(outbox: deque[_Outgoing]) -> _Outgoing:
         data = b"".join(parts)
         outbox.appendleft((data, None))
     return data, segment
-
-
-def socket_name(address: str) -> str:
-    """The abstract address of a queue. It is the kernel's: it vanishes with the server, and no file has it.
-
-    Raises:
-        AddressError: the name is too long.
-    """
-    abstract = f"\0rl-tq/{address.removeprefix('shm://')}"
-    if len(abstract.encode()) > 107:
-        raise AddressError(f"the name of {address} has {len(abstract.encode()) - 7} bytes; at most 100 are possible")
-    return abstract
-
-
-def listen(address: str, abstract: str) -> socket.socket:
-    """A socket that listens for the clients of a queue."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(abstract)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise AddressError(
-            f"{address} cannot be served: {error.strerror}; take another name, or close that queue"
-        ) from error
-    listener.setblocking(False)
-    return listener

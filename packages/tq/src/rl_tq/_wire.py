@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any
 
 from rl_tq._codec import decode, encode
+from rl_tq.errors import AddressError
 
 _HEADER = struct.Struct("<II")
 _MAX_MESSAGE_BYTES = 1 << 30
@@ -91,6 +92,33 @@ class Inbox:
             found.append((message, self._fds.popleft() if has_fd else None))
         del self._buffer[:start]
         return found
+
+
+def socket_name(address: str) -> str:
+    """The abstract address of a queue. It is the kernel's: it vanishes with the server, and no file has it.
+
+    Raises:
+        AddressError: the name is too long.
+    """
+    abstract = f"\0rl-tq/{address.removeprefix('shm://')}"
+    if len(abstract.encode()) > 107:
+        raise AddressError(f"the name of {address} has {len(abstract.encode()) - 7} bytes; at most 100 are possible")
+    return abstract
+
+
+def listen(address: str, abstract: str) -> socket.socket:
+    """A socket that listens for the clients of a queue."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(abstract)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise AddressError(
+            f"{address} cannot be served: {error.strerror}; take another name, or close that queue"
+        ) from error
+    listener.setblocking(False)
+    return listener
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_tq._agent import Host
 from rl_tq._shm_client import ShmQueue
-from rl_tq._shm_server import socket_name
+from rl_tq._wire import socket_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,31 @@
+"""For tests: a queue in memory, and the suite that every storage must pass. Needs pytest.
+
+A storage of your own passes when a subclass does::
+
+    class TestMine(TransferQueueContract):
+        address = "mine://"
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_tq._registry import serve
+from rl_tq.testing._leases import LeasesContract
+from rl_tq.testing._policies import PoliciesContract
+from rl_tq.testing._rows import RowsContract
+from rl_tq.testing._values import ValuesContract
+
+if TYPE_CHECKING:
+    from rl_tq.base import TransferQueue
+
+__all__ = ["TransferQueueContract", "fake_queue"]
+
+
+def fake_queue() -> TransferQueue:
+    """A queue of this process alone, for the tests of whatever takes a `TransferQueue`. Close it after use."""
+    return serve("inproc://")
+
+
+class TransferQueueContract(ValuesContract, RowsContract, LeasesContract, PoliciesContract):
+    """What `TransferQueue` promises. Each test gets a queue that is served here, and a second client of it."""

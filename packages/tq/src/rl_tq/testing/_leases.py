@@ -1,0 +1,263 @@
+"""The suite for storages: leases, limits, and the end."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from rl_tq._registry import connect
+from rl_tq.errors import (
+    LeaseLostError,
+    PolicyError,
+    QueueFullError,
+    ServerLostError,
+    StaleReferenceError,
+    StaleVersionError,
+    WaitTimeoutError,
+)
+from rl_tq.testing._served import Served, until
+from rl_tq.types import BatchMeta
+
+if TYPE_CHECKING:
+    from rl_tq.base import TransferQueue
+
+
+class LeasesContract(Served):
+    """What becomes of claims, of full partitions and of clients that go."""
+
+    # Leases
+
+    def test_a_claim_is_consumed_by_an_ack_and_comes_back_by_a_nack(
+        self, queue: TransferQueue, peer: TransferQueue
+    ) -> None:
+        """Parts of a claim may be settled apart, by any client; acking twice is nothing; the rest waits for its own."""
+        queue.put({"a": torch.arange(4)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
+        first = peer.get_meta(**claim, batch_size=4)
+        assert first.task == "t"
+        assert len(set(first.leases)) == 1
+        left, right = pickle.loads(pickle.dumps(first)).chunk(2)
+        queue.ack(left, step=3)
+        peer.ack(left, step=4)
+        queue.nack(right, reason="of a test")
+        assert peer.get(queue.get_meta(**claim, batch_size=2))["a"].tolist() == [2, 3]
+        with pytest.raises(LeaseLostError, match=r"2 of 2 rows.*leased to"):
+            peer.ack(right)
+        with pytest.raises(LeaseLostError, match=r"3 of 3 rows.*acked at step 3"):
+            peer.nack(BatchMeta.concat([left, right]).reorder([0, 2, 3]))
+        counts = queue.stats()["partitions"]["p"]["tasks"]["t"]
+        assert (counts["acked"], counts["leased"], counts["dead"]) == (2, 2, 0)
+        with pytest.raises(ValueError, match="has no leases"):
+            queue.ack(queue.put({"a": torch.zeros(1, dtype=torch.int64)}, partition="p"))
+
+    def test_a_lease_expires_for_a_waiter(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Whoever waits gets the rows; whoever let the time pass is fenced off, and so is what he writes."""
+        queue.put({"a": torch.arange(2)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 2}
+        zombie = peer.get_meta(**claim, lease_s=0.2)
+        again = queue.get_meta(**claim, lease_s=600.0, timeout_s=20.0)
+        assert again.rows == zombie.rows
+        assert again.leases != zombie.leases
+        for call in (
+            lambda: peer.ack(zombie),
+            lambda: peer.extend(zombie, 5.0),
+            lambda: peer.put({"b": torch.zeros(2)}, partition="p", sample_ids=zombie),
+        ):
+            with pytest.raises(LeaseLostError, match="leased to"):
+                call()
+        peer.put({"b": torch.ones(2)}, partition="p", sample_ids=again)
+        queue.extend(again, 600.0)
+        queue.ack(again)
+        assert queue.stats()["leases_expired"] == 1
+
+    def test_a_client_that_leaves_gives_its_claims_back(self, queue: TransferQueue) -> None:
+        """Rows are not lost because somebody fetched them; a good-bye costs no attempt."""
+        queue.put({"a": torch.arange(3)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 3}
+        with connect(queue.address, timeout_s=20.0) as client:
+            claimed = client.get_meta(**claim)
+            client.get(claimed)
+            client.ack(claimed.reorder([1]))
+        again = queue.get_meta(partition="p", columns=["a"], task="t", batch_size=2, timeout_s=20.0)
+        assert queue.get(again)["a"].tolist() == [0, 2]
+        assert queue.stats()["partitions"]["p"]["tasks"]["t"]["returns"] == 0
+
+    def test_what_comes_back_too_often_is_a_dead_letter(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """It keeps its values and says why; the others go on."""
+        queue.configure("p", max_attempts=2)
+        queue.put({"a": torch.arange(2)}, partition="p", tags=[{"i": 0}, {"i": 1}])
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
+        peer.nack(peer.get_meta(**claim, batch_size=2))
+        poison, fine = peer.get_meta(**claim, batch_size=2).chunk(2)
+        peer.nack(poison, reason="the reward model failed")
+        peer.ack(fine)
+        dead = queue.dead_letters("p", "t")
+        assert queue.get(dead)["a"].tolist() == [0]
+        assert "2 times" in dead.tags[0]["dead_letter"]
+        assert "the reward model failed" in dead.tags[0]["dead_letter"]
+        with pytest.raises(WaitTimeoutError, match="1 are dead letters"):
+            peer.get_meta(**claim, batch_size=1, timeout_s=0.0)
+        assert len(queue.dead_letters("nowhere", "t")) == 0
+
+    def test_restore_returns_what_was_acked_since(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """In order, with what was under way; the trainer of before is fenced off; what was cleared is counted."""
+        queue.put({"a": torch.arange(6)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
+        metas = [peer.get_meta(**claim, batch_size=1) for _ in range(5)]
+        for step, meta in enumerate(metas[:4]):
+            peer.ack(meta, step=step)
+        queue.clear(metas[3])
+        report = queue.restore("p", 1)
+        assert (report.num_returned, report.num_cleared, report.num_revoked) == (1, 1, 1)
+        with pytest.raises(LeaseLostError):
+            peer.ack(metas[4])
+        assert queue.get(queue.get_meta(**claim, batch_size=3))["a"].tolist() == [2, 4, 5]
+
+    # Limits
+
+    def test_a_full_partition_blocks_until_there_is_room(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """In order; new columns never wait; the error says who holds the room."""
+        queue.configure("p", max_rows=3)
+        full = queue.put({"a": torch.zeros(3)}, partition="p")
+        queue.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
+        with pytest.raises(WaitTimeoutError, match=r"holds 3 of 3 rows \(1 leased\)"):
+            peer.put({"a": torch.zeros(1)}, partition="p", timeout_s=0.05)
+        with pytest.raises(QueueFullError, match="can never enter"):
+            peer.put({"a": torch.zeros(4)}, partition="p")
+        with ThreadPoolExecutor(2) as pool:
+            two = pool.submit(peer.put, {"a": torch.ones(2)}, partition="p")
+            until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 1)
+            one = pool.submit(queue.put, {"a": torch.ones(1)}, partition="p")
+            until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 2)
+            queue.put({"b": torch.zeros(3)}, partition="p", sample_ids=full)
+            queue.clear(full.reorder([0]))
+            assert queue.stats()["partitions"]["p"]["waiters"] == 2  # one row has room, and may not overtake
+            queue.clear(full.reorder([1, 2]))
+            assert len(two.result(20)) == 2
+            assert len(one.result(20)) == 1
+        assert queue.get(two.result())["a"].tolist() == [1.0, 1.0]
+
+    def test_room_is_promised_before_rows_are_made(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """A credit is good for its rows, is nobody else's, and goes back with its client."""
+        queue.configure("p", max_lag=1, rows_per_version=2)
+        with connect(queue.address, timeout_s=20.0) as client:
+            credit = client.admit(partition="p", num_rows=3)
+            with pytest.raises(WaitTimeoutError, match="promised 3 rows, 0 bytes to"):
+                peer.admit(partition="p", num_rows=2, timeout_s=0.05)
+            with pytest.raises(WaitTimeoutError):
+                peer.put({"a": torch.zeros(2)}, partition="p", timeout_s=0.05)
+            client.put({"a": torch.zeros(2)}, partition="p", credit=credit)
+            assert queue.stats()["partitions"]["p"]["promised_rows"] == 1
+        other = peer.admit(partition="p", num_rows=2)
+        peer.release(other)
+        peer.release(other)
+        with pytest.raises(QueueFullError, match="used up or was released"):
+            peer.put({"a": torch.zeros(1)}, partition="p", credit=other)
+        with pytest.raises(ValueError, match="no options"):
+            queue.configure("p", max_row=3)
+        with pytest.raises(ValueError, match="choose one of"):
+            queue.configure("p", on_full="drop")
+
+    def test_full_partitions_raise_or_drop_and_count(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Whole groups, never what is leased."""
+        queue.configure("p", max_rows=4, on_full="raise")
+        tags = [{"group_id": g, "weight_version_min": v} for g, v in ((0, 7), (0, 9), (1, 8), (1, 8))]
+        first = queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
+        with pytest.raises(QueueFullError, match="4 of 4 rows"):
+            peer.put({"a": torch.tensor([4])}, partition="p")
+        queue.configure("p", max_rows=4, on_full="drop_stalest")
+        peer.put({"a": torch.tensor([4, 5])}, partition="p", tags=[{"group_id": 2, "weight_version_min": 9}] * 2)
+        with pytest.raises(StaleReferenceError):
+            queue.get(first.reorder([1]))
+        queue.configure("p", max_rows=4, on_full="drop_oldest")
+        held = peer.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
+        peer.put({"a": torch.tensor([6])}, partition="p")
+        assert peer.get(held)["a"].tolist() == [2]
+        assert queue.stats()["partitions"]["p"]["dropped"] == {"drop_stalest": 2, "drop_oldest": 2}
+        with pytest.raises(QueueFullError, match="is not enough"):
+            peer.put({"a": torch.tensor([7, 8, 9])}, partition="p")
+
+    def test_stale_rows_go_and_are_refused(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """At every new version, with their group; versions only grow."""
+        queue.configure("p", max_lag=1)
+        versions = [(0, 1), (0, 3), (1, 3), (None, None)]
+        tags = [{} if v is None else {"group_id": g, "weight_version_min": v} for g, v in versions]
+        queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
+        assert peer.advance("p", 2) == 0
+        assert peer.advance("p", 3) == 2
+        left = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t")
+        assert queue.get(left)["a"].tolist() == [2, 3]
+        with pytest.raises(StaleVersionError, match="at weight version 3 and takes rows at most 1 behind"):
+            peer.put({"a": torch.zeros(1, dtype=torch.int64)}, partition="p", tags=[{"weight_version_min": 1}])
+        with pytest.raises(ValueError, match="cannot become 2"):
+            peer.advance("p", 2)
+        assert queue.stats()["partitions"]["p"]["dropped"] == {"stale": 2}
+
+    def test_rows_go_when_all_tasks_are_done_with_them(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """A step later, as `keep_steps` says; a task that was not declared is refused."""
+        queue.configure("p", tasks=["s", "t"], keep_steps=1)
+        meta = queue.put({"a": torch.arange(2)}, partition="p")
+        with pytest.raises(PolicyError, match=r"\['s', 't'\], and 'typo' is none"):
+            peer.get_meta(partition="p", columns=["a"], batch_size=1, task="typo")
+        for task in ("s", "t"):
+            for step in (1, 2):
+                claimed = peer.get_meta(partition="p", columns=["a"], batch_size=1, task=task)
+                peer.ack(claimed, step=step)
+        assert queue.stats()["rows"] == 1
+        with pytest.raises(StaleReferenceError):
+            queue.get(meta)
+        assert queue.get(meta.reorder([1]))["a"].tolist() == [1]
+
+    # The end
+
+    def test_closing_ends_the_queue_for_everybody_at_once(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Waiters are told, and so is who calls later; closing again is nothing."""
+        meta = peer.put({"a": torch.zeros(1)}, partition="p")
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                peer.get_meta(partition="p", columns=["b"], batch_size=1, task="t", timeout_s=600)
+            except ServerLostError as error:
+                failures.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 1)
+        queue.close()
+        waiter.join(10)
+        assert len(failures) == 1
+        assert queue.address in str(failures[0])
+        for call in (lambda: peer.get(meta), peer.stats, queue.stats, lambda: connect(queue.address)):
+            with pytest.raises(ServerLostError):
+                call()
+        queue.close()
+        peer.close()
+        peer.close()
+
+    def test_a_client_that_leaves_claims_nothing_more(self, queue: TransferQueue) -> None:
+        """Its waiters end at once, and what they waited for goes to others."""
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "batch_size": 1, "task": "t"}
+        with ThreadPoolExecutor(1) as pool, connect(queue.address) as client:
+            waiting = pool.submit(client.get_meta, **claim, timeout_s=600)
+            until(lambda: queue.stats()["waiters_elsewhere"].get("p") == 1)
+            client.close()
+            with pytest.raises(ServerLostError, match=r"client.* was closed"):
+                waiting.result(10)
+        until(lambda: "p" not in queue.stats()["waiters_elsewhere"])
+        meta = queue.put({"a": torch.zeros(1)}, partition="p")
+        assert queue.get_meta(**claim).rows == meta.rows
+
+    def test_a_client_that_leaves_takes_nothing_along(self, queue: TransferQueue) -> None:
+        """What it put stays, small or large."""
+        with connect(queue.address) as client:
+            metas = [client.put({"a": torch.ones(2, n)}, partition=str(n)) for n in (3, 2_000_000)]
+        for meta in metas:
+            assert queue.get(meta)["a"].unique().tolist() == [1.0]
+        with pytest.raises(ServerLostError, match=r"client.* was closed"):
+            client.get(metas[0])

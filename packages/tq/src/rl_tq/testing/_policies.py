@@ -1,0 +1,159 @@
+"""The suite for storages: policies."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from rl_tq import policies
+from rl_tq.errors import (
+    PolicyError,
+    StaleReferenceError,
+    WaitTimeoutError,
+)
+from rl_tq.testing._served import Served, until
+
+if TYPE_CHECKING:
+    from rl_tq.base import TransferQueue
+    from rl_tq.types import BatchMeta, Policy
+
+
+class PoliciesContract(Served):
+    """Which rows a claim is given."""
+
+    # Policies
+
+    def test_policies(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Which rows come, in which order; each on rows of its own."""
+
+        def given(batch_size: int, policy: Policy, tags: list[dict[str, Any]]) -> list[int]:
+            partition = f"p{next(numbers)}"
+            queue.put({"a": torch.arange(len(tags))}, partition=partition, tags=tags)
+            meta = peer.get_meta(
+                partition=partition, columns=["a"], batch_size=batch_size, task="t", sampler=policy, timeout_s=0.0
+            )
+            return peer.get(meta)["a"].tolist()
+
+        numbers = iter(range(100))
+        versions: list[dict[str, Any]] = [{"weight_version_min": v} for v in (3, 1, 2, 1)]
+        assert given(4, policies.OldestVersion(), [*versions, {}]) == [1, 3, 2, 0]
+        assert given(3, policies.Priority(), [{"priority": p} for p in (1, 2.5, -1)] + [{}]) == [1, 0, 3]
+        groups = [{"group_id": g} for g in (0, 1, 2, 1, 0, 2)]
+        assert given(4, policies.GroupComplete(group_size=2), groups) == [1, 3, 0, 4]
+        assert given(2, policies.FirstK(k=2), [{"group_id": g} for g in (0, 1, 1, 1, 0)]) == [1, 2]
+        tokens: list[dict[str, Any]] = [{"num_tokens": n} for n in (5, 3, 4, 1)]
+        assert given(4, policies.TokenBudget(max_tokens=8), tokens) == [0, 1]
+        assert given(2, policies.TokenBudget(max_tokens=100), tokens) == [0, 1]
+        assert given(4, policies.LengthBalanced(num_parts=2), tokens) == [0, 3, 1, 2]
+        with pytest.raises(WaitTimeoutError, match="together they have 13 of 14 tokens"):
+            given(5, policies.TokenBudget(max_tokens=14), tokens)
+        with pytest.raises(PolicyError, match="num_tokens=5, and a claim takes 4"):
+            given(1, policies.TokenBudget(max_tokens=4), tokens)
+        with pytest.raises(PolicyError, match="no number as tag 'num_tokens'"):
+            given(2, policies.LengthBalanced(num_parts=2), [{}, {}])
+        with pytest.raises(ValueError, match="groups have 4 rows"):
+            given(6, policies.GroupComplete(group_size=4), groups)
+
+    def test_a_predicate_on_tags_and_what_it_rejects(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Rows without the tag wait for it; rejected groups leave, and a producer that waits for room gets theirs."""
+        queue.configure("p", max_rows=4)
+        good = policies.Where(
+            tag="spread", op=">", value=0.0, is_clearing=True, then=policies.GroupComplete(group_size=2)
+        )
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "batch_size": 2, "task": "t", "sampler": good}
+        tags = [{"group_id": g} for g in (0, 0, 1, 1)]
+        meta = queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
+        with pytest.raises(WaitTimeoutError, match="4 have no tag 'spread' that can be compared yet"):
+            peer.get_meta(**claim, timeout_s=0.0)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(peer.get_meta, **claim)
+            refill = pool.submit(peer.admit, partition="p", num_rows=2)
+            until(lambda: queue.stats()["partitions"]["p"]["waiters"] == 2)
+            queue.put({"b": torch.zeros(2)}, partition="p", sample_ids=meta.reorder([0, 1]), tags=[{"spread": 0.0}] * 2)
+            credit = refill.result(20)
+            again = [{"group_id": 2, "spread": 0.5}] * 2
+            peer.put({"a": torch.tensor([4, 5])}, partition="p", credit=credit, tags=again)
+            assert queue.get(waiting.result(20))["a"].tolist() == [4, 5]
+        assert queue.stats()["partitions"]["p"]["dropped"] == {"rejected": 2}
+        with pytest.raises(StaleReferenceError):
+            queue.get(meta)
+        kept: dict[str, Any] = {"partition": "q", "columns": ["a"], "batch_size": 1, "task": "t"}
+        queue.put({"a": torch.arange(3)}, partition="q", tags=[{"kind": kind} for kind in ("x", "y", "z")])
+        few = policies.Where(tag="kind", op="in", value=["y", "z"], then=policies.Fifo())
+        taken = [queue.get(queue.get_meta(**kept, sampler=few))["a"].tolist() for _ in range(2)]
+        assert taken == [[1], [2]]
+        with pytest.raises(WaitTimeoutError, match=r"1 have one that is not in \('y', 'z'\)"):
+            queue.get_meta(**kept, sampler=few, timeout_s=0.0)
+        with pytest.raises(PolicyError, match="'x', which cannot be compared by '>' with 3"):
+            queue.get_meta(**kept, sampler=policies.Where(tag="kind", op=">", value=3))
+        assert queue.stats()["partitions"]["q"]["rows"] == 3
+
+    def test_ranks_of_one_replica_get_the_same_rows(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Each batch once per rank, data-parallel ranks different ones; what went back is given anew."""
+        queue.put({"a": torch.arange(8)}, partition="p", tags=[{"num_tokens": n} for n in range(8)])
+
+        def ask(client: TransferQueue, dp_rank: int, batch_index: int, **options: Any) -> BatchMeta:
+            policy = policies.RankAware(dp_rank=dp_rank, batch_index=batch_index, num_replicas=2, **options)
+            return client.get_meta(
+                partition="p", columns=["a"], batch_size=2, task="t", sampler=policy, timeout_s=0.0
+            )  # fmt: skip
+
+        first, other, second = ask(queue, 0, 0), ask(queue, 1, 0), ask(peer, 0, 0)
+        assert (first.rows, first.leases) == (second.rows, second.leases)
+        assert not set(first.rows) & set(other.rows)
+        queue.ack(first)
+        peer.ack(second)
+        queue.nack(other)
+        anew = ask(peer, 1, 0)
+        assert (anew.rows, anew.leases != other.leases) == (other.rows, True)
+        assert ask(queue, 1, 0) == anew
+        balanced = ask(queue, 0, 1, then=policies.LengthBalanced(num_parts=2))
+        queue.ack(balanced)
+        queue.clear(balanced)
+        late = ask(peer, 0, 1, then=policies.LengthBalanced(num_parts=2))
+        assert late.rows == balanced.rows
+        with pytest.raises(StaleReferenceError):
+            peer.get(late)
+        assert ask(queue, 0, 2).rows != balanced.rows
+        with pytest.raises(ValueError, match="outermost"):
+            policies.Where(tag="x", op="==", value=1, then=policies.RankAware(dp_rank=0, batch_index=0, num_replicas=1))
+
+    def test_a_late_sample_never_mixes_groups(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """A group waits for its last sample while others pass; rows of a group that was given come whole or not."""
+        claim: dict[str, Any] = {
+            "partition": "p", "columns": ["a"], "task": "t", "batch_size": 2,
+            "sampler": policies.GroupComplete(group_size=2),
+        }  # fmt: skip
+
+        def put(group: str, value: int) -> None:
+            queue.put({"a": torch.tensor([value])}, partition="p", tags=[{"group_id": group}])
+
+        for group, value in (("x", 0), ("y", 1), ("z", 2), ("y", 3)):
+            put(group, value)
+        first = peer.get_meta(**claim)
+        assert queue.get(first)["a"].tolist() == [1, 3]
+        with pytest.raises(WaitTimeoutError, match="group 'x' has 1 of 2"):
+            peer.get_meta(**claim, timeout_s=0.0)
+        put("z", 4)
+        put("x", 5)
+        assert queue.get(peer.get_meta(**claim))["a"].tolist() == [2, 4]
+        peer.nack(first)  # comes back whole, before or after the other
+        assert queue.get(peer.get_meta(**claim))["a"].tolist() == [0, 5]
+        again = peer.get_meta(**claim)
+        assert queue.get(again)["a"].tolist() == [1, 3]
+        peer.ack(again.reorder([0]))
+        peer.nack(again.reorder([1]), reason="of a test")
+        assert "others of its group 'y' were acked" in peer.dead_letters("p", "t").tags[0]["dead_letter"]
+
+    def test_explain(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """What is missing, who put the rest, and who has the others."""
+        meta = peer.put({"a": torch.zeros(3)}, partition="p", sample_ids=["x", "y", "z"])
+        peer.get_meta(partition="p", columns=["a"], batch_size=1, task="t")
+        queue.put({"b": torch.zeros(1)}, partition="p", sample_ids=meta.sample_ids[1:2])
+        text = queue.explain(partition="p", columns=["a", "b"], batch_size=2, task="t")
+        assert "1 of its 3 rows are ready, 1 were given to this task before, 1 are incomplete" in text
+        assert "1 lack 'b' ('z'; the rest of them was put by " in text
+        assert "leased and not acked: 1 to " in text

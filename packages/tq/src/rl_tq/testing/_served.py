@@ -1,0 +1,58 @@
+"""What the parts of the suite share: a queue that is served, a second client, and values as plain lists."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+
+from rl_tq._registry import connect, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tensordict import TensorDict
+
+    from rl_tq.base import TransferQueue
+
+
+def rows_of(value: Any) -> list[Any]:
+    """A fetched column as plain lists, one item per row."""
+    if isinstance(value, torch.Tensor):
+        return [row.tolist() for row in value.unbind()]
+    return value.tolist()
+
+
+def turns_of(value: TensorDict) -> list[Any]:
+    """A fetched column of turns as plain lists, one list of turns per row."""
+    rows = zip(value["values"].unbind(), value["lengths"].unbind(), strict=True)
+    return [[turn.tolist() for turn in values.split(lengths.tolist())] for values, lengths in rows]
+
+
+def until(is_true: Any, timeout_s: float = 20.0) -> None:
+    """Wait for something, and fail if it does not come."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s in vain"
+        time.sleep(0.005)
+
+
+class Served:
+    """Each test gets a queue that is served here, and a second client of it."""
+
+    address: ClassVar[str]
+    """What to serve; its name empty, so that each test has a queue of its own."""
+
+    @pytest.fixture
+    def queue(self) -> Iterator[TransferQueue]:
+        """The client that serves."""
+        with serve(self.address, timeout_s=20.0) as served:
+            yield served
+
+    @pytest.fixture
+    def peer(self, queue: TransferQueue) -> Iterator[TransferQueue]:
+        """Another client of the same queue."""
+        with connect(queue.address, timeout_s=20.0) as client:
+            yield client
