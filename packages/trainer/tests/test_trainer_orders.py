@@ -87,6 +87,12 @@ def test_a_stream_reads_no_more_than_it_holds_and_counts_what_is_too_long():
     assert read == list(range(64))
 
 
+def test_a_stream_of_prompts_that_are_all_too_long_is_told():
+    order = StreamOrder(rows=stream(), measure=measure, longest=0)
+    with pytest.raises(DataError, match="none of the 11 rows of the stream has a prompt of at most"):
+        order.take(1)
+
+
 def test_an_empty_stream_is_told():
     with pytest.raises(DataError, match="mine has no rows"):
         StreamedRows(Source("mine", lambda: iter(())), lambda r, _: dict(r), seed=0, buffer_size=2)[0]

@@ -8,6 +8,8 @@ from collections import Counter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.errors import DataError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -191,6 +193,9 @@ class StreamOrder(Order):
         longest: Longer prompts are passed over and counted in `num_too_long`.
         position: Rows gone through so far.
         returned: As for every order.
+
+    Raises (when it is drawn from):
+        DataError: no row of a whole epoch is short enough.
     """
 
     _AHEAD = 64
@@ -210,6 +215,7 @@ class StreamOrder(Order):
         self._given: dict[int, Row] = {}
 
     def _next(self) -> int:
+        num_passed = 0
         while True:
             index = self.position
             if index not in self._read:
@@ -225,6 +231,12 @@ class StreamOrder(Order):
                 self._given[index] = row
                 return index
             self.num_too_long += 1
+            num_passed += 1
+            if self._stream.epoch_size is not None and num_passed >= self._stream.epoch_size:
+                raise DataError(
+                    f"none of the {self._stream.epoch_size} rows of the stream has a prompt of at most "
+                    f"data.max_prompt_tokens={self._longest} tokens"
+                )
 
     def __getitem__(self, index: int) -> Row:
         """The row of an index that was taken: once at no cost, later by reading it again."""

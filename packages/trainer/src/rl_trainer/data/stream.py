@@ -32,7 +32,8 @@ class StreamedRows:
         self, source: Source, make: Callable[[Mapping[str, Any], str], Row], *, seed: int, buffer_size: int
     ) -> None:
         self._source, self._make, self._seed, self._buffer_size = source, make, seed, buffer_size
-        self._epoch_size: int | None = None
+        self.epoch_size: int | None = None
+        """Records of the source; None until it has been read to its end."""
         self._restart(0, 0)
 
     def _restart(self, epoch: int, index: int) -> None:
@@ -46,8 +47,8 @@ class StreamedRows:
             DataError: the record there is no row, or the source is empty.
         """
         if index < self._index:
-            epoch = index // self._epoch_size if self._epoch_size else 0
-            self._restart(epoch, epoch * (self._epoch_size or 0))
+            epoch = index // self.epoch_size if self.epoch_size else 0
+            self._restart(epoch, epoch * (self.epoch_size or 0))
         record = next(itertools.islice(self._records, index - self._index, None))
         self._index = index + 1
         return self._make(record.read(), record.where)
@@ -60,7 +61,7 @@ class StreamedRows:
                 yield record
             if size == 0:
                 raise DataError(f"{self._source.name} has no rows")
-            self._epoch_size, epoch = size, epoch + 1
+            self.epoch_size, epoch = size, epoch + 1
 
     def _shuffled(self, epoch: int) -> Iterator[Record]:
         draw = random.Random(f"{self._seed}/{epoch}")
