@@ -33,10 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="configuration overrides, e.g. seed=3 batch.group_size=16"
     )
     parser.add_argument("--runtime", choices=("ray", "inline"), help="shorthand for runtime=...")
+    parser.add_argument("--profile", action="store_true", help="shorthand for tracking.profile=true: write trace.json")
     parser.add_argument("--print-config", action="store_true", help="print the configuration and stop")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and start nothing")
     arguments = parser.parse_intermixed_args(argv)
     overrides = [*arguments.overrides, *([f"runtime={arguments.runtime}"] if arguments.runtime else [])]
+    overrides += ["tracking.profile=true"] if arguments.profile else []
     _keep_freed_memory()
     try:
         config = load_config(arguments.recipe, overrides)

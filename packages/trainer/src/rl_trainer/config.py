@@ -331,6 +331,8 @@ class TrackingSection:
     """Names of installed trackers: console, tensorboard, wandb, trackio, or one of your own."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings of a tracker, under its name, such as {wandb: {project: math, mode: offline}}."""
+    profile: bool = False
+    """Write `trace.json`, the spans of every process, for Perfetto; what it is made of stays in `trace/`."""
     keep_samples: bool = False
     """Keep every sample of every step in `samples/`, one parquet file per step; `rl-sample OUTPUT_DIR` shows them."""
 

@@ -18,6 +18,7 @@ from rl_trainer import preflight, report, samples
 from rl_trainer.data import load_datasets
 from rl_trainer.plan import make_plan
 from rl_trainer.preflight import STATE_FILE
+from rl_trainer.profiling import profiled
 from rl_trainer.runtime import create_runtime
 from rl_trainer.trackers import RunInfo, TrackerGroup
 
@@ -58,7 +59,8 @@ def run(config: Config, console: Console | None = None) -> dict[str, Any]:
     values = json.loads(json.dumps(asdict(config)))
     (output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     about = RunInfo(name=config.name, output_dir=output_dir, num_steps=config.steps, config=values, console=console)
-    with TrackerGroup(about, config.tracking.trackers, config.tracking.options) as trackers:
+    traced = profiled(output_dir if config.tracking.profile else None)
+    with TrackerGroup(about, config.tracking.trackers, config.tracking.options) as trackers, traced:
         return _train(config, datasets, output_dir, console, trackers)
 
 

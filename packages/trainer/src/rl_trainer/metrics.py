@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rl_trainer.profiling import span
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
@@ -83,7 +85,8 @@ class PhaseTimer:
         """Attribute the body's time to `name`."""
         start = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 

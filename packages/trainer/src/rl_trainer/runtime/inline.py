@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rl_trainer.base import Dispatch, ResourcePool, Runtime, WorkerContext, dispatch_modes, join, spread
 from rl_trainer.errors import PlacementError
+from rl_trainer.profiling import span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,4 +62,5 @@ class _InlineGroup:
 
 def _call(method: Callable[..., Any], mode: Dispatch, *args: Any, **kwargs: Any) -> Any:
     (own,) = spread(mode, 1, args)
-    return join(mode, [method(*(own or ()), **kwargs)])
+    with span(method.__qualname__):
+        return join(mode, [method(*(own or ()), **kwargs)])

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_trainer.base import Dispatch, ResourcePool, Runtime, WorkerContext, dispatch_modes, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
+from rl_trainer.profiling import environment, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ class _Host:
         gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again
 
     def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.threads[name].submit(getattr(self.workers[name], method), *args, **kwargs).result()
+        return self.threads[name].submit(_traced, getattr(self.workers[name], method), args, kwargs).result()
 
     def close(self) -> None:
         """Close the workers, last created first."""
@@ -77,6 +78,11 @@ class _Host:
             if hasattr(worker, "close"):
                 self.threads[name].submit(worker.close).result()
             self.threads.pop(name).shutdown()
+
+
+def _traced(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with span(method.__qualname__):
+        return method(*args, **kwargs)
 
 
 class RayRuntime(Runtime):
@@ -115,6 +121,8 @@ class RayRuntime(Runtime):
     def _init_ray(self, pools: Sequence[ResourcePool]) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; silences its warning
         options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+        if variables := environment():
+            options["runtime_env"] = {"env_vars": variables}
         if "RAY_ADDRESS" not in os.environ:
             # Roles wait for one another more than they compute, so a laptop may hold more of them than it has cores.
             wanted = sum(p.num_workers * p.num_cpus for p in pools)

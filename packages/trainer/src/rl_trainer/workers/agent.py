@@ -18,6 +18,7 @@ import rl_tq
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import TrainerError
+from rl_trainer.profiling import trace_requests
 from rl_trainer.rewards import Scorer
 from rl_trainer.workers._loop_thread import LoopThread
 
@@ -170,6 +171,7 @@ class AgentWorker:
 
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
         self._router = rl_rollout.Router([rl_rollout.connect_server(address) for address in servers])
+        trace_requests(self._router)
         return rl_agent.AgentRunner(
             lambda name: rl_agent.create_loop(
                 name, self._router, self._tokenizer, **(config.options if name == config.loop else {})

@@ -18,6 +18,7 @@ from rl_trainer.algorithms.kl import estimate_kl
 from rl_trainer.algorithms.selection import COV_LOSSES, select_tokens
 from rl_trainer.algorithms.token_advantages import value_scan
 from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.profiling import span
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -67,15 +68,17 @@ class _EngineRank:
 
     def _forward(self, batch: BatchMeta, output: str, column: str) -> BatchMeta:
         data = self._queue.get(batch, _POLICY_COLUMNS)
-        with self._engine.eval_mode():
+        with self._engine.eval_mode(), span("forward"):
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
         return self._put(batch, {column: outputs.columns[output]})
 
     def _update(self, data: TensorDict, loss: PolicyLossFunction | ValueLossFunction) -> UpdateReport:
         with self._engine.train_mode():
             self._engine.optimizer_zero_grad()
-            output = self._engine.forward_backward_batch(data, loss)
-            grad_norm = self._engine.optimizer_step()
+            with span("forward_backward"):
+                output = self._engine.forward_backward_batch(data, loss)
+            with span("optimizer_step"):
+                grad_norm = self._engine.optimizer_step()
             lr, self._lr = self._lr, self._engine.lr_scheduler_step()
         return UpdateReport(metrics=output.metrics, grad_norm=grad_norm, lr=lr)
 
