@@ -80,10 +80,10 @@ def test_a_stream_gives_the_tokens_of_the_whole_output(qwen3_folder):
         return whole, [chunk async for chunk in server.generate_stream(request())]
 
     whole, chunks = serve(qwen3_folder, scenario)
-    assert len(chunks) == 9
+    assert len(chunks) == 8
     assert tuple(i for chunk in chunks for i in chunk.token_ids) == whole.token_ids
     assert tuple(x for chunk in chunks for x in chunk.logprobs) == whole.logprobs
-    assert [chunk.finish_reason for chunk in chunks] == [None] * 8 + [FinishReason.LENGTH]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 7 + [FinishReason.LENGTH]
 
 
 def test_leaving_a_stream_or_a_call_ends_the_request(qwen3_folder):

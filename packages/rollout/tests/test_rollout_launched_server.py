@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from rl_rollout import (
     create_server,
     launch_server,
 )
+from rl_rollout._partial import empty_output, extended
 from rl_rollout.cli import main
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
@@ -148,7 +151,15 @@ def test_a_replica_that_is_killed_is_gone_on_from_where_it_was(long_folder):
             await router.stop()
 
     async def generate(router):
-        return await asyncio.gather(*(router.generate(request(f"r{i}", max_new_tokens=1000)) for i in range(8)))
+        requests = [request(f"r{i}", max_new_tokens=1000) for i in range(10)]
+        streams = [collected(each, router.generate_stream(each)) for each in requests[8:]]
+        return await asyncio.gather(*map(router.generate, requests[:8]), *streams)
+
+    async def collected(request, stream):
+        chunks = [chunk async for chunk in stream]
+        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        output = replace(empty_output(request), finish_reason=chunks[-1].finish_reason)
+        return reduce(extended, chunks, output)
 
     whole, again, lost, asked = asyncio.run(scenario())
     assert [output.token_ids for output in again] == [output.token_ids for output in whole]

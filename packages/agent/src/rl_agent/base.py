@@ -22,7 +22,7 @@ class Generator(Protocol):
 
 @runtime_checkable
 class StreamingGenerator(Protocol):
-    """A generator that gives tokens as they come, as rl-rollout's embedded server does."""
+    """A generator that gives tokens as they come, as rl-rollout's servers and router do."""
 
     def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of an answer; leaving early ends the generation."""

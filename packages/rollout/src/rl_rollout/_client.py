@@ -14,10 +14,10 @@ from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, Ro
 from rl_rollout.types import Capabilities, ServerAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
-    from rl_rollout.types import GenerateRequest, TokenOutput
+    from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
 
 CONNECT_TIMEOUT_S = 10.0
 """Deadline of opening a connection, seconds."""
@@ -78,14 +78,12 @@ class HttpServer(RolloutServer):
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         """See `RolloutServer.generate`."""
-        if request.request_id in self._in_flight:
-            raise RequestError(f"request id {request.request_id!r} is in flight already")
+        self._enter(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append((request, future))
-        self._in_flight.add(request.request_id)
         timeout_s = (request.timeout_s or self.timeout_s) + GRACE_S
         try:
             async with asyncio.timeout(timeout_s):
@@ -94,15 +92,58 @@ class HttpServer(RolloutServer):
             if future.done() and not future.cancelled():
                 raise  # the server's own, which says more
             self._spawn(self._abort_quietly(request.request_id))
-            raise RequestTimeoutError(
-                f"{self.url} did not answer request {request.request_id!r} within {timeout_s} s"
-            ) from error
+            raise self._late(request, timeout_s) from error
         except asyncio.CancelledError:
             self._spawn(self._abort_quietly(request.request_id))
             raise
         finally:
             self._in_flight.discard(request.request_id)
             self._told.pop(request.request_id, None)
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `RolloutServer.generate_stream`. Leaving early closes the connection, by which the server knows."""
+        self._enter(request)
+        timeout_s = (request.timeout_s or self.timeout_s) + GRACE_S
+        # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        body = json.dumps(_wire.request_to_json(request)).encode()
+        try:
+            async with asyncio.timeout_at(deadline):
+                response = await self._open().post(f"{self.url}/generate_stream", data=body)
+            async with response:
+                if response.status != 200:
+                    raise await self._failure(response)
+                lines = _lines(response)
+                reason = None
+                while reason is None:
+                    async with asyncio.timeout_at(deadline):
+                        chunk = self._read_chunk(await anext(lines, None))
+                    reason = chunk.finish_reason
+                    yield chunk
+        except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
+            raise self._late(request, timeout_s) from error
+        except aiohttp.ClientError as error:
+            raise self._lost(error) from error
+        finally:
+            self._in_flight.discard(request.request_id)
+
+    def _read_chunk(self, line: bytes | None) -> TokenChunk:
+        if line is None:
+            raise ServerLostError(f"{self.url} closed the connection before the end of a stream")
+        message = json.loads(line)
+        if "error" in message:
+            raise _wire.error_from_json(message["error"], self.url)
+        return _wire.chunk_from_json(message)
+
+    def _enter(self, request: GenerateRequest) -> None:
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+        self._in_flight.add(request.request_id)
+
+    def _late(self, request: GenerateRequest, timeout_s: float) -> RequestTimeoutError:
+        return RequestTimeoutError(f"{self.url} did not answer request {request.request_id!r} within {timeout_s} s")
 
     def _flush(self) -> None:
         batch, self._outbox = self._outbox, []
@@ -139,22 +180,19 @@ class HttpServer(RolloutServer):
         response: aiohttp.ClientResponse,
         waiting: dict[str, asyncio.Future[TokenOutput]],
     ) -> None:
-        rest = b""
-        async for chunk in response.content.iter_any():
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                if line.startswith(b"+"):
-                    message = json.loads(line[1:])
-                    self._told.setdefault(message["request_id"], []).append(message)
-                    continue
-                message = json.loads(line)
-                future = waiting[message["request_id"]]
-                if future.done():
-                    continue  # its caller gave up
-                if "error" in message:
-                    future.set_exception(_wire.error_from_json(message["error"], self.url))
-                else:
-                    future.set_result(_wire.output_from_json(message))
+        async for line in _lines(response):
+            if line.startswith(b"+"):
+                message = json.loads(line[1:])
+                self._told.setdefault(message["request_id"], []).append(message)
+                continue
+            message = json.loads(line)
+            future = waiting[message["request_id"]]
+            if future.done():
+                continue  # its caller gave up
+            if "error" in message:
+                future.set_exception(_wire.error_from_json(message["error"], self.url))
+            else:
+                future.set_result(_wire.output_from_json(message))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutServer.abort`."""
@@ -226,6 +264,15 @@ class HttpServer(RolloutServer):
             return _wire.error_from_json(json.loads(text)["error"], self.url)
         except (ValueError, KeyError, TypeError):
             return RolloutError(f"{response.url} answered {response.status}: {text[:500]}")
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The whole lines of a body as they come."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _with_partial(error: Exception, request_id: str, told: Sequence[dict[str, Any]]) -> Exception:

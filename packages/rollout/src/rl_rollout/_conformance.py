@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import RequestError, ServerLostError, UnsupportedError, WeightUpdateError
-from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenOutput
+from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -183,6 +183,22 @@ class ServerConformance:
         found = served.run(served.server.generate(redrawn)).prompt_logprobs
         assert len(scores) == 3
         assert all(abs(a - b) < 1e-4 for a, b in zip(found[1:], drawn.logprobs, strict=True))
+
+    def test_a_stream_adds_up_to_the_output(self, served: Served) -> None:
+        from dataclasses import replace
+
+        async def streamed(request: GenerateRequest) -> list[TokenChunk]:
+            return [chunk async for chunk in served.server.generate_stream(request)]
+
+        whole = served.generate(max_new_tokens=12)
+        chunks = served.run(streamed(served.request(max_new_tokens=12)))
+        assert tuple(i for chunk in chunks for i in chunk.token_ids) == whole.token_ids
+        assert tuple(v for chunk in chunks for v in chunk.weight_versions) == whole.weight_versions
+        assert sum(len(chunk.logprobs) for chunk in chunks) == 12
+        assert [chunk.finish_reason for chunk in chunks] == [*[None] * (len(chunks) - 1), FinishReason.LENGTH]
+        scoring = replace(served.request(), returns_prompt_logprobs=True)
+        expect(RequestError, lambda: served.run(streamed(scoring)), "returns_prompt_logprobs")
+        expect(RequestError, lambda: served.run(streamed(served.request(()))), "empty")
 
     def test_what_a_server_cannot_give_is_refused(self, served: Served) -> None:
         from dataclasses import replace

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from rl_rollout._http import Endpoint
+from rl_rollout._partial import empty_output
 from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
 from rl_rollout._validation import check_extras, check_request
 from rl_rollout.base import RolloutServer
@@ -33,13 +34,13 @@ from rl_rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
-from rl_rollout.types import FinishReason, ServerAddress, TokenOutput
+from rl_rollout.types import ServerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
-    from rl_rollout.types import GenerateRequest, ServerConfig
+    from rl_rollout.types import GenerateRequest, ServerConfig, TokenOutput
 
 CHECK_S = 0.2
 """How often a starting server is asked whether it is ready, and an abort is repeated, seconds."""
@@ -435,17 +436,6 @@ class ExternalServer(RolloutServer):
 
 class TornUpdateError(RolloutError):
     """Within a backend: an update failed after the model was changed."""
-
-
-def empty_output(request: GenerateRequest) -> TokenOutput:
-    """Of a request that was aborted before its first token."""
-    return TokenOutput(
-        request_id=request.request_id,
-        token_ids=(),
-        logprobs=(),
-        weight_versions=(),
-        finish_reason=FinishReason.ABORT,
-    )
 
 
 def decode(text: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The HTTP endpoint of a server that lives in this process.
 
-`POST /generate` and `/generate_batch` take and give token ids; `/abort /pause /resume /update_weights /sleep /wake`
-are the methods of `RolloutServer`; `/health` and `/v1/models` tell what is served; `_openai.py` adds the OpenAI-
-compatible ones. An error is `{"error": {"type", "message", "code"}}`.
+`POST /generate`, `/generate_batch` and `/generate_stream` take and give token ids; `/abort /pause /resume
+/update_weights /sleep /wake` are the methods of `RolloutServer`; `/health` and `/v1/models` tell what is served;
+`_openai.py` adds the OpenAI-compatible ones. An error is `{"error": {"type", "message", "code"}}`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import os
 import socket
 import uuid
 from collections import Counter
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from aiohttp import web
 
 from rl_rollout import _wire
 from rl_rollout._openai import OpenAIRoutes
+from rl_rollout._validation import has_extras
 from rl_rollout.errors import RequestError, RolloutError, ServerStartError
 from rl_rollout.receiver import CkptReceiver
 
@@ -51,11 +53,6 @@ class TellsProgress(Protocol):
     ) -> TokenOutput:
         """See `RolloutServer.generate`."""
         ...
-
-
-def has_extras(request: GenerateRequest) -> bool:
-    """Whether it asks for more than a chunk tells."""
-    return bool(request.num_top_logprobs or request.returns_prompt_logprobs or request.returns_routed_experts)
 
 
 def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[TokenChunk], None]:
@@ -92,6 +89,7 @@ class Endpoint:
             [
                 web.post("/generate", self._generate),
                 web.post("/generate_batch", self._generate_batch),
+                web.post("/generate_stream", self._generate_stream),
                 web.post("/abort", self._abort),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
@@ -188,6 +186,23 @@ class Endpoint:
             # A client that went away takes its requests with it.
             for task in tasks:
                 task.cancel()
+        return response
+
+    async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
+        """A request in; a JSON line per chunk out, the last of them with a `finish_reason`, or an error."""
+        message = _wire.object_from_body(await request.read(), request.path)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        async with aclosing(self._server.generate_stream(_wire.request_from_json(message, uuid.uuid4().hex))) as chunks:
+            try:
+                async for chunk in chunks:
+                    if not response.prepared:  # an error before the first token is an ordinary answer
+                        await response.prepare(request)
+                    await response.write(json.dumps(_wire.chunk_to_json(chunk)).encode() + b"\n")
+            except RolloutError as error:
+                if not response.prepared:
+                    raise
+                await response.write(json.dumps(_wire.error_to_json(error)).encode() + b"\n")
+        await response.write_eof()
         return response
 
     async def _generate_line(self, message: Any, done: asyncio.Queue[bytes], *, tells: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from rl_rollout._client import HttpServer
@@ -12,7 +13,9 @@ from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
 from rl_rollout.errors import ServerLostError
 
 if TYPE_CHECKING:
-    from rl_rollout.types import GenerateRequest, ServerAddress, ServerConfig, TokenOutput
+    from collections.abc import AsyncGenerator
+
+    from rl_rollout.types import GenerateRequest, ServerAddress, ServerConfig, TokenChunk, TokenOutput
 
 API_TOKEN_VARIABLE = "RL_ROLLOUT_API_TOKEN"
 """Environment variable that carries the bearer token: a command line can be read by everyone on the machine."""
@@ -88,12 +91,25 @@ class LaunchedServer(HttpServer):
         try:
             return await super().generate(request)
         except ServerLostError as error:
-            # A dying process closes its sockets before it can be waited for.
-            if await self._process.has_ended(EXIT_TIMEOUT_S):
-                lost = ServerLostError(self._process.told_end())
-                lost.partial = error.partial
-                raise lost from error
+            await self._tell_end(error)
             raise
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `RolloutServer.generate_stream`."""
+        try:
+            async with aclosing(super().generate_stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ServerLostError as error:
+            await self._tell_end(error)
+            raise
+
+    async def _tell_end(self, error: ServerLostError) -> None:
+        """Raise the loss with how the process ended, if it did: a dying one closes its sockets before it is gone."""
+        if await self._process.has_ended(EXIT_TIMEOUT_S):
+            lost = ServerLostError(self._process.told_end())
+            lost.partial = error.partial
+            raise lost from error
 
     async def stop(self) -> None:
         """End the process and close the connections. Idempotent."""

@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 import uuid
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -221,8 +222,7 @@ class OpenAIRoutes:
         """One choice: in one piece if nobody looks in between, else token by token."""
         request = self._request(call, index)
         text = TextStream(self._tokenizer.get(), call.stops)
-        generate_stream = getattr(self._server, "generate_stream", None)
-        if generate_stream is None or not (call.is_streaming or call.stops):
+        if not (call.is_streaming or call.stops):
             output = await self._server.generate(request)
             told = text.push(output.token_ids)
             told += text.finish(drop_last=output.finish_reason is FinishReason.STOP)
@@ -235,17 +235,18 @@ class OpenAIRoutes:
                 prompt_logprobs=output.prompt_logprobs,
             )
             return
-        async for chunk in generate_stream(request):
-            told = text.push(chunk.token_ids) if chunk.token_ids else ""
-            reason = None
-            if chunk.finish_reason is not None:
-                told += text.finish(drop_last=chunk.finish_reason is FinishReason.STOP)
-                reason = str(chunk.finish_reason)
-            if text.is_stopped:
-                reason = "stop"
-            yield Piece(text=told, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=reason)
-            if text.is_stopped:
-                return
+        async with aclosing(self._server.generate_stream(request)) as chunks:
+            async for chunk in chunks:
+                told = text.push(chunk.token_ids) if chunk.token_ids else ""
+                reason = None
+                if chunk.finish_reason is not None:
+                    told += text.finish(drop_last=chunk.finish_reason is FinishReason.STOP)
+                    reason = str(chunk.finish_reason)
+                if text.is_stopped:
+                    reason = "stop"
+                yield Piece(text=told, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=reason)
+                if text.is_stopped:
+                    return
 
     def _request(self, call: Call, index: int) -> GenerateRequest:
         prompt_index, choice_index = divmod(index, call.num_choices)

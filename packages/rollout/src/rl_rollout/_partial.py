@@ -5,8 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rl_rollout.types import FinishReason, TokenOutput
+
 if TYPE_CHECKING:
-    from rl_rollout.types import GenerateRequest, TokenOutput
+    from rl_rollout.types import GenerateRequest, TokenChunk
+
+
+def empty_output(request: GenerateRequest) -> TokenOutput:
+    """Of a request that ended before its first token."""
+    return TokenOutput(
+        request_id=request.request_id,
+        token_ids=(),
+        logprobs=(),
+        weight_versions=(),
+        finish_reason=FinishReason.ABORT,
+    )
 
 
 def rest_of(request: GenerateRequest, done: TokenOutput) -> GenerateRequest | None:
@@ -45,4 +58,14 @@ def joined(done: TokenOutput, rest: TokenOutput, *, num_prompt_tokens: int) -> T
         prompt_logprobs=prompt_logprobs,
         # The second part tells the experts of all tokens that it was given, those of the first included.
         routed_experts=done.routed_experts + rest.routed_experts[len(done.routed_experts) :],
+    )
+
+
+def extended(done: TokenOutput, chunk: TokenChunk) -> TokenOutput:
+    """An output and what came after it."""
+    return replace(
+        done,
+        token_ids=done.token_ids + chunk.token_ids,
+        logprobs=done.logprobs + chunk.logprobs,
+        weight_versions=done.weight_versions + chunk.weight_versions,
     )

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl_rollout import errors
 from rl_rollout.errors import RequestError, RolloutError
-from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenOutput
+from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from rl_rollout.types import TokenChunk
 
 SAMPLING_TYPES: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
@@ -172,8 +170,20 @@ def _tuples(found: Any) -> Any:
 
 
 def chunk_to_json(chunk: TokenChunk) -> dict[str, Any]:
-    """New tokens of a request that goes on."""
-    return {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "weight_versions": chunk.weight_versions}
+    """The fields of a `TokenChunk`; the reason only where there is one."""
+    told = {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "weight_versions": chunk.weight_versions}
+    return told if chunk.finish_reason is None else {**told, "finish_reason": chunk.finish_reason}
+
+
+def chunk_from_json(message: Mapping[str, Any]) -> TokenChunk:
+    """The reverse of `chunk_to_json`."""
+    reason = message.get("finish_reason")
+    return TokenChunk(
+        token_ids=tuple(message["token_ids"]),
+        logprobs=tuple(message["logprobs"]),
+        weight_versions=tuple(message["weight_versions"]),
+        finish_reason=None if reason is None else FinishReason(reason),
+    )
 
 
 def partial_from_json(request_id: str, messages: Sequence[Mapping[str, Any]]) -> TokenOutput | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rl_rollout.types import Capabilities
+from rl_rollout._validation import check_stream
+from rl_rollout.types import Capabilities, TokenChunk
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from torch import Tensor
 
@@ -71,6 +72,23 @@ class RolloutServer(ABC):
             UnsupportedError: it asks for what `capabilities` excludes.
             ServerLostError, RequestTimeoutError: see their names.
         """
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """`generate`, told in pieces: the tokens as they come, the last of them together with the reason.
+
+        Leaving early ends the request. This default waits for the whole output and tells it in one piece.
+
+        Raises:
+            RequestError: it asks for something beside the tokens; chunks have no room for that.
+        """
+        check_stream(request)
+        output = await self.generate(request)
+        yield TokenChunk(
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            weight_versions=output.weight_versions,
+            finish_reason=output.finish_reason,
+        )
 
     async def check_health(self) -> None:  # noqa: B027  a server in this process has nothing to look at
         """See that it is there.

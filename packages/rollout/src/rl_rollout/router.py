@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._partial import joined, rest_of
+from rl_rollout._partial import empty_output, extended, joined, rest_of
 from rl_rollout._placement import Placement
+from rl_rollout._validation import check_stream
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import ConfigError, OverloadedError, RequestError, ServerLostError, WeightUpdateError
 from rl_rollout.receiver import CkptReceiver
-from rl_rollout.types import FinishReason, ServerAddress
+from rl_rollout.types import FinishReason, ServerAddress, TokenChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import Capabilities, GenerateRequest, TokenOutput
@@ -169,40 +171,80 @@ class Router(RolloutServer):
             ServerLostError: every replica is gone; the last loss is chained.
             OverloadedError: all replicas are busy, and too many wait already.
         """
-        if request.request_id in self._in_flight:
-            raise RequestError(f"request id {request.request_id!r} is in flight already")
-        self._in_flight.add(request.request_id)
-        done: TokenOutput | None = None
-        left: GenerateRequest | None = request
-        try:
+        with self._entered(request):
+            done = empty_output(request)
+            left: GenerateRequest | None = request
             while left is not None:
                 part, is_last = await self._generate_part(left)
-                if part is not None:
-                    done = part if done is None else joined(done, part, num_prompt_tokens=len(request.prompt_token_ids))
-                    left = rest_of(request, done)
-                if is_last and done is not None:
+                done = joined(done, part, num_prompt_tokens=len(request.prompt_token_ids))
+                if is_last:
                     return done
-            assert done is not None
+                left = rest_of(request, done)
             return replace(done, finish_reason=FinishReason.LENGTH)  # lost after its last token, before it said so
-        finally:
-            self._in_flight.discard(request.request_id)
-            self._aborted.discard(request.request_id)
 
-    async def _generate_part(self, request: GenerateRequest) -> tuple[TokenOutput | None, bool]:
+    async def _generate_part(self, request: GenerateRequest) -> tuple[TokenOutput, bool]:
         """What one replica gives, and whether that is all."""
         server = await self._take_turn(request)
+        if server is None:
+            return empty_output(request), True
         try:
             output = await server.generate(request)
         except ServerLostError as error:
             await self._leave_out(server, error)
-            return error.partial, False
+            return error.partial or empty_output(request), False
         finally:
             await self._give_back(server)
-        is_cut_short = output.finish_reason is FinishReason.ABORT and server not in self._loads
-        return output, not is_cut_short or request.request_id in self._aborted
+        return output, self._is_over(request, output.finish_reason, server)
 
-    async def _take_turn(self, request: GenerateRequest) -> RolloutServer:
-        """A replica that has room, waiting for one if none has."""
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `RolloutServer.generate_stream`. Goes on at another replica as `generate` does.
+
+        Raises:
+            ServerLostError, OverloadedError: like `generate`.
+        """
+        check_stream(request)
+        with self._entered(request):
+            left: GenerateRequest | None = request
+            done = empty_output(request)
+            while left is not None:
+                server = await self._take_turn(left)
+                if server is None:
+                    break
+                try:
+                    async with aclosing(server.generate_stream(left)) as chunks:
+                        async for chunk in chunks:
+                            done = extended(done, chunk)
+                            if self._is_over(request, chunk.finish_reason, server):
+                                yield chunk
+                                return
+                            yield replace(chunk, finish_reason=None)
+                except ServerLostError as error:
+                    await self._leave_out(server, error)
+                finally:
+                    await self._give_back(server)
+                left = rest_of(request, done)
+            reason = FinishReason.ABORT if left is not None else FinishReason.LENGTH
+            yield TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
+
+    def _is_over(self, request: GenerateRequest, reason: FinishReason | None, server: RolloutServer) -> bool:
+        """Whether a replica that ends a request with `reason` has ended it for its caller too."""
+        is_cut_short = reason is FinishReason.ABORT and server not in self._loads
+        return reason is not None and (not is_cut_short or request.request_id in self._aborted)
+
+    @contextmanager
+    def _entered(self, request: GenerateRequest) -> Generator[None]:
+        """While it is in flight here."""
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+        self._in_flight.add(request.request_id)
+        try:
+            yield
+        finally:
+            self._in_flight.discard(request.request_id)
+            self._aborted.discard(request.request_id)
+
+    async def _take_turn(self, request: GenerateRequest) -> RolloutServer | None:
+        """A replica that has room, waiting for one if none has; None if the request is aborted meanwhile."""
         async with self._changed:
             if not self._room() and self._loads:
                 if self._max_waiting and self._num_waiting >= self._max_waiting:
@@ -212,9 +254,13 @@ class Router(RolloutServer):
                     )
                 self._num_waiting += 1
                 try:
-                    await self._changed.wait_for(lambda: self._room() or not self._loads)
+                    await self._changed.wait_for(
+                        lambda: self._room() or not self._loads or request.request_id in self._aborted
+                    )
                 finally:
                     self._num_waiting -= 1
+            if request.request_id in self._aborted:
+                return None
             room = self._room()
             if not room:
                 last = next(reversed(self._lost.values()))
@@ -245,6 +291,8 @@ class Router(RolloutServer):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """On all replicas."""
         self._aborted.update(self._in_flight if request_ids is None else self._in_flight.intersection(request_ids))
+        async with self._changed:
+            self._changed.notify_all()  # those that wait for a replica
         await self._on_all(lambda server: server.abort(request_ids))
 
     # ---- control

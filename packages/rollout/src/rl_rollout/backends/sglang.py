@@ -19,7 +19,8 @@ import aiohttp
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
-from rl_rollout._external import ExternalServer, TornUpdateError, empty_output, versions_of, words
+from rl_rollout._external import ExternalServer, TornUpdateError, versions_of, words
+from rl_rollout._partial import empty_output
 from rl_rollout._process import ServerProcess
 from rl_rollout._registry import check_options
 from rl_rollout.errors import ConfigError, GenerationError, RolloutError, UnsupportedError

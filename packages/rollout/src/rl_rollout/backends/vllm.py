@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout._external import ExternalServer, TornUpdateError, empty_output, versions_of, words
+from rl_rollout._external import ExternalServer, TornUpdateError, versions_of, words
+from rl_rollout._partial import empty_output
 from rl_rollout._process import ServerProcess
 from rl_rollout._registry import check_options
 from rl_rollout.errors import ConfigError, RolloutError

@@ -341,7 +341,7 @@ class Engine:
         for sequence in self._streaming:
             row = sequence.row
             due = sequence.due(int(self.table.host_lengths[row]))
-            if not due or verdict[row] >= 4:
+            if not due or verdict[row]:  # what ends now is told with its reason
                 continue
             new = slice(due.start, due.stop)
             chunk = TokenChunk(

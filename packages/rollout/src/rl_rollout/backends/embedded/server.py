@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout._http import Endpoint
-from rl_rollout._validation import check_extras, check_request
+from rl_rollout._validation import check_extras, check_request, check_stream
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.model import load_model
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, RequestTimeoutError, ServerLostError, WeightUpdateError
-from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.types import Capabilities, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
     from concurrent.futures import Future
 
     from rl_rollout.backends.embedded.engine import Event
@@ -135,21 +135,26 @@ class EmbeddedServer(RolloutServer):
             del self._futures[request.request_id]
             self._listeners.pop(request.request_id, None)
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Like `generate`, token by token. Leaving the iterator early aborts the request."""
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `RolloutServer.generate_stream`: token by token."""
+        check_stream(request)
         request, seen = await self._see(request)
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._streams[request.request_id] = queue
         self._submit(request, seen, told_every=1)
-        is_over = False
+        # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
+        deadline = self._loop.time() + (request.timeout_s or self.config.timeout_s)
+        num_told, is_over = 0, False
         try:
-            async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
-                while not is_over:
+            while not is_over:
+                async with asyncio.timeout_at(deadline):
                     event = await queue.get()
-                    is_over = not isinstance(event, TokenChunk)
-                    if isinstance(event, Exception):
-                        raise event
-                    yield event if isinstance(event, TokenChunk) else _last_chunk(event.finish_reason)
+                is_over = not isinstance(event, TokenChunk)
+                if isinstance(event, Exception):
+                    raise event
+                chunk = event if isinstance(event, TokenChunk) else last_chunk(event, num_told)
+                num_told += len(chunk.token_ids)
+                yield chunk
         except TimeoutError as error:
             raise self._late(request) from error
         finally:
@@ -349,5 +354,11 @@ class EmbeddedServer(RolloutServer):
             raise RequestTimeoutError(f"{message}, within {self.config.timeout_s} s") from error
 
 
-def _last_chunk(reason: FinishReason) -> TokenChunk:
-    return TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
+def last_chunk(output: TokenOutput, num_told: int) -> TokenChunk:
+    """What is left to tell of an output."""
+    return TokenChunk(
+        token_ids=output.token_ids[num_told:],
+        logprobs=output.logprobs[num_told:],
+        weight_versions=output.weight_versions[num_told:],
+        finish_reason=output.finish_reason,
+    )
