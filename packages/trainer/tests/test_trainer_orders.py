@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rl_trainer.config import DataConfig, load_config
 from rl_trainer.data import load_datasets
@@ -15,7 +16,9 @@ from rl_trainer.data.prompts import make_prompts, short_enough
 from rl_trainer.data.records import Record, Source
 from rl_trainer.data.stream import StreamedRows
 from rl_trainer.errors import DataError, InputError, PlanError
+from rl_trainer.job import run
 from rl_trainer.plan import make_plan
+from rl_trainer.samples import read_samples
 
 LENGTHS = (3, 1, 9, 2, 4, 9, 9, 1, 2, 9, 3)
 
@@ -248,3 +251,23 @@ def test_keys_that_do_nothing_with_the_dataset_are_refused(overrides, words):
 def test_keys_that_do_nothing_with_files_are_refused(overrides, words):
     with pytest.raises(InputError, match=words):
         make_plan(load_config("gsm8k", overrides))
+
+
+def test_a_run_on_a_stream_counts_what_it_passed_over(model, tmp_path):
+    def sum_of(number, width):
+        text = f"{number} + 1 =".rjust(width)
+        source = {"data_source": "reasoning_gym/sums", "reward_model": {"ground_truth": str(number + 1)}}
+        return {"prompt": [{"role": "user", "content": text}], **source}
+
+    write(tmp_path / "train.jsonl", [sum_of(n, 40 if n % 4 == 0 else 8) for n in range(200)])
+    write(tmp_path / "test.jsonl", [sum_of(n, 8) for n in range(4)])
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"steps: 2\neval_every: 0\nruntime: inline\nmodel: {{path: {model}}}\noutput_dir: {tmp_path / 'out'}\n"
+        f"data: {{path: {tmp_path}, streaming: true, shuffle_buffer: 1, max_prompt_tokens: 16}}\n"
+        "batch: {batch_size: 4, mini_batch_size: 4, group_size: 2}\nrollout: {max_new_tokens: 4, max_model_len: 64}\n"
+        "tracking: {keep_samples: true}\n"
+    )
+    summary = run(load_config(str(recipe)), Console(quiet=True))
+    assert summary["rows_too_long"] == 3  # of the first 11, in the order of the file
+    assert len(set(read_samples(tmp_path / "out")["prompt"].to_pylist())) == 8

@@ -129,7 +129,7 @@ def _train(
             "start_s": start_s,
             "total_s": time.perf_counter() - start,
             "interrupted": stop.is_set(),
-            "rows_too_long": parts.num_too_long,
+            "rows_too_long": parts.num_too_long + parts.rollout_manager.num_too_long,
             "checkpoint": str(checkpoint),
             "output_dir": str(output_dir),
         }
