@@ -73,7 +73,7 @@ class SimulatedServer:
     def _report(self, groups):
         tags = tuple(
             {
-                "group_id": group, "reward": 0.0, "num_tokens": 1, "finish_reason": "stop",
+                "group_id": group, "attempt": 0, "reward": 0.0, "num_tokens": 1, "finish_reason": "stop",
                 "weight_version_min": version, "weight_version_max": version,
             }
             for group, version in groups.items() for _ in range(GROUP)

@@ -118,6 +118,10 @@ def test_resume_from_an_incomplete_checkpoint(capsys, tmp_path):
     assert "is not a complete checkpoint folder" in error
 
 
+def test_resume_of_nothing(capsys):
+    assert "--resume goes on with the run in output_dir, which is not set" in refused(capsys, "quickstart", "--resume")
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
@@ -127,6 +131,7 @@ def test_resume_from_an_incomplete_checkpoint(capsys, tmp_path):
 )
 def test_resume_from_what_this_run_cannot_go_on_from(capsys, tmp_path, state, words):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "engine").mkdir()
     error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.num_rows=2000", "data.eval_size=16")
     assert words in error
 

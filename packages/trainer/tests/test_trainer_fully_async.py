@@ -92,11 +92,12 @@ def test_a_run_that_cannot_fill_a_batch_says_what_failed():
 def test_a_resumed_run_takes_what_was_pending_first_and_every_prompt_once():
     straight, records = run(config(staleness=2), per_poll=3)
     second = records[2]
-    assert len(second.pending) == 12  # three batches ahead: the one to come and two behind it
-    resumed, _ = run(config(staleness=2), start_step=2, position=second.position, returned=second.pending, per_poll=3)
+    ahead = (*second.pending, *(group.row_index for group in second.held))
+    assert len(ahead) == 12  # three batches ahead: the one to come and two behind it
+    resumed, _ = run(config(staleness=2), start_step=2, position=second.position, returned=ahead, per_poll=3)
     learned_before = {j.row_index for j, _ in straight.agents.submitted if j.group_id in straight.cleared[: 2 * 8]}
     learned_after = [j.row_index for j, _ in resumed.agents.submitted]
-    assert learned_after[: len(second.pending)] == list(second.pending)
+    assert learned_after[: len(ahead)] == list(ahead)
     assert len(learned_after) == len(set(learned_after)) == 16
     assert not learned_before & set(learned_after)
     assert learned_before | set(learned_after) == {j.row_index for j, _ in straight.agents.submitted}

@@ -17,7 +17,7 @@ class Agents:
 
     def generate(self, jobs, sampling, partition, group_size):
         good = [job for job in jobs if job.row["rewards"] is not None]
-        tags = [{"group_id": job.group_id, "reward": r} for job in good for r in job.row["rewards"]]
+        tags = [{"group_id": job.group_id, "reward": r, "attempt": 0} for job in good for r in job.row["rewards"]]
         ids = tuple(f"{t['group_id']}-{i}" for i, t in enumerate(tags))
         batch = BatchMeta(partition=partition, sample_ids=ids, columns=("rewards",), tags=tuple(tags)) if tags else None
         failures = {"timeout": len(jobs) - len(good)} if len(good) < len(jobs) else {}

@@ -24,8 +24,10 @@ def test_the_next_batch_is_generated_while_this_one_trains_and_before_the_server
         *("sync 4", "clear train-1", "evaluate 5"),
     ]
     assert [r.step for r in records] == [0, 1, 2, 3]
-    # A batch that was generated ahead counts only once it has been learned from.
-    assert [r.position for r in records] == [0, 4, 8, 12]
+    # A batch that was generated ahead is held in the queue, for whoever resumes.
+    assert [r.position for r in records] == [0, 8, 12, 12]
+    assert [[group.row_index for group in r.held] for r in records] == [[], [4, 5, 6, 7], [8, 9, 10, 11], []]
+    assert [list(r.rows) for r in records] == [[], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_training_does_not_wait_for_generation():

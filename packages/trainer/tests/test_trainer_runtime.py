@@ -1,6 +1,8 @@
 """Worker groups on both runtimes; the Ray ones are real Ray processes."""
 
 import os
+import signal
+import sys
 import threading
 import time
 
@@ -39,6 +41,8 @@ class Counter:
         if kind == "error":
             raise ValueError("seven is not allowed")
         if kind == "die":
+            sys.stderr.write("farewell\n")
+            sys.stderr.flush()
             os._exit(3)
         time.sleep(30)
 
@@ -75,16 +79,17 @@ class TestRay(RuntimeConformance):
     num_workers = 2
 
     def make_runtime(self):
-        return create_runtime("ray", timeout_s=60.0)
+        return create_runtime("ray", timeout_s=240.0)
 
 
 @pytest.fixture(scope="module")
 def ray_runtime():
-    with create_runtime("ray", timeout_s=60.0) as runtime:
+    with create_runtime("ray", timeout_s=240.0) as runtime:
         runtime.start(
             [
                 ResourcePool(name="two", num_workers=2, num_cpus=0.5),
-                ResourcePool(name="one", num_workers=1, num_cpus=0.5),
+                *(ResourcePool(name=name, num_workers=1, num_cpus=0.1) for name in ("one", "slow", "idle")),
+                ResourcePool(name="fleet", num_workers=2, num_cpus=0.1),
             ]
         )
         yield runtime
@@ -120,7 +125,7 @@ def test_ray_gives_the_worker_s_own_error_type(ray_runtime):
 
 def test_ray_ends_a_wait_at_its_deadline_and_names_the_rank(ray_runtime, monkeypatch):
     group = ray_runtime.create_group(Counter, "two", start=0)
-    monkeypatch.setattr(ray_runtime, "_timeout_s", 1.0)
+    monkeypatch.setattr(ray_runtime, "timeout_s", 1.0)
     with pytest.raises(
         WorkerTimeoutError, match=r"rank \[0\] of pool 'two' did not finish Counter-\d+.fail within 1 s"
     ):
@@ -130,9 +135,98 @@ def test_ray_ends_a_wait_at_its_deadline_and_names_the_rank(ray_runtime, monkeyp
 def test_ray_tells_of_a_dead_worker_at_once(ray_runtime):
     group = ray_runtime.create_group(Counter, "one", start=0)
     start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="a worker of pool 'one' died during Counter-\\d+.fail"):
+    with pytest.raises(
+        WorkerDiedError, match="a worker of pool 'one', rank 0, died during Counter-\\d+.fail(?s:.*)farewell"
+    ):
         group.fail("die")
     assert time.monotonic() - start < 30
+    del ray_runtime._hosts["one"]  # for the tests that follow
+
+
+class Slow:
+    def __init__(self, context: WorkerContext) -> None:
+        sys.stderr.write("still looking for the model\n")
+        sys.stderr.flush()
+        time.sleep(30)
+
+
+def test_ray_shows_what_a_worker_wrote_that_does_not_get_ready(ray_runtime, monkeypatch):
+    ray_runtime.create_group(Counter, "slow", start=0)  # so that what it imports is there
+    monkeypatch.setattr(ray_runtime, "timeout_s", 4.0)
+    with pytest.raises(
+        WorkerTimeoutError, match=r"did not finish create Slow-\d+ within 4 s(?s:.*)still looking for the"
+    ):
+        ray_runtime.create_group(Slow, "slow")
+
+
+def test_ray_tells_of_a_death_whoever_is_being_called(ray_runtime):
+    """An idle worker's death ends the wait for another pool."""
+    idle = ray_runtime.create_group(Counter, "idle", start=0)
+    busy = ray_runtime.create_group(Counter, "two", start=0)
+    threading.Timer(1.0, os.kill, (idle.processes()[0], signal.SIGKILL)).start()
+    with pytest.raises(WorkerDiedError, match="a worker of pool 'idle', rank 0, died during Counter-\\d+.fail"):
+        busy.fail("hang")
+    del ray_runtime._hosts["idle"]  # for the tests that follow
+
+
+class Member:
+    """A member of a fleet."""
+
+    def __init__(self, context: WorkerContext, *, start: int) -> None:
+        self.start = start
+
+    def where(self) -> int:
+        return os.getpid()
+
+    def add(self, amount: int) -> int:
+        if amount < 0:
+            raise ValueError("only upwards")
+        return self.start + amount
+
+    def die(self) -> None:
+        sys.stderr.write("out of luck\n")
+        sys.stderr.flush()
+        os._exit(9)
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ray_fleet_members_die_are_replaced_join_and_leave(ray_runtime):
+    fleet = ray_runtime.create_fleet(Member, "fleet", start=10)
+    assert fleet.members == (0, 1)
+    assert fleet.call(Member.add, {0: (1,), 1: (2,)}) == {0: 11, 1: 12}
+    answers = fleet.call(Member.add, {0: (-1,), 1: (5,)})
+    assert isinstance(answers[0], ValueError)
+    assert answers[1] == 15
+    answers = fleet.call(Member.die, {1: ()})
+    assert isinstance(answers[1], WorkerDiedError)
+    assert "out of luck" in str(answers[1])
+    assert isinstance(fleet.call(Member.add, {1: (1,)})[1], WorkerDiedError)
+    until(lambda: fleet.members == (0, 2))
+    assert fleet.call(Member.add, {2: (1,)}) == {2: 11}
+    os.kill(fleet.call(Member.where, {0: ()})[0], signal.SIGKILL)  # nobody calls it
+    until(lambda: fleet.members == (2, 3))
+    fleet.lose(3, RuntimeError("its server is gone"))
+    until(lambda: fleet.members == (2, 4))
+    fleet.resize(3)
+    until(lambda: fleet.members == (2, 4, 5))
+    fleet.resize(1)
+    assert fleet.members == (2,)
+    assert fleet.wait() == (2,)
+    news = "\n".join(fleet.take_news())
+    for told in ("member 1 of Member", "out of luck", "member 2 of", "its server is gone", "member 5 of", "has left"):
+        assert told in news
+    assert fleet.take_news() == []
+
+
+def test_ray_says_at_once_what_the_cluster_could_never_hold(ray_runtime):
+    with pytest.raises(PlacementError, match=r"ask for \{'CPU': 20000.*\} in all \(huge 2 x .*but the cluster has"):
+        ray_runtime.start([ResourcePool(name="huge", num_workers=2, num_cpus=10_000)])
 
 
 def test_ray_says_what_does_not_fit(ray_runtime, monkeypatch):

@@ -12,7 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +77,54 @@ class WorkerContext:
     """Workers in its group."""
 
 
+class Fleet(ABC, Generic[W]):
+    """Workers of one class that know nothing of one another: any may die, be replaced, join or leave while others work.
+
+    A member has a number that is never given again. One that died is replaced in the background, a bounded number of
+    times; its successor joins under a new number.
+    """
+
+    @property
+    @abstractmethod
+    def members(self) -> tuple[int, ...]:
+        """Numbers of those that are there, in the order in which they joined."""
+
+    @abstractmethod
+    def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
+        """Call a method (`Worker.method`) of some members at once, each with its own positional arguments.
+
+        Returns:
+            What each gave or raised; `WorkerDiedError` of one that died meanwhile, or before.
+
+        Raises:
+            WorkerTimeoutError: a member did not answer before the deadline.
+        """
+
+    @abstractmethod
+    def wait(self) -> tuple[int, ...]:
+        """The members, once there is at least one.
+
+        Raises:
+            WorkerDiedError: there is none, and none is about to join; it is the last death.
+        """
+
+    @abstractmethod
+    def lose(self, member: int, error: Exception) -> None:
+        """Count a member as dead, for what it looks after is gone: end its process, and replace it."""
+
+    @abstractmethod
+    def resize(self, num_members: int) -> None:
+        """Start members in the background, or end those that joined last, until there are so many.
+
+        Raises:
+            PlacementError: there is no room for them.
+        """
+
+    @abstractmethod
+    def take_news(self) -> list[str]:
+        """What happened since the last call, in sentences: deaths with their last lines, and who joined."""
+
+
 class Runtime(ABC):
     """Places worker groups and ends them.
 
@@ -97,6 +145,10 @@ class Runtime(ABC):
 
         Each is constructed as `worker(context, **kwargs)`. If the class has `close()`, it is called at the end.
         """
+
+    @abstractmethod
+    def create_fleet(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> Fleet[W]:
+        """Place one worker of a class per process of a pool, each on its own: see `Fleet`."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -128,11 +180,12 @@ def spread(mode: Dispatch, num_ranks: int, args: tuple[Any, ...]) -> list[tuple[
         return [args, *([None] * (num_ranks - 1))]
     if mode not in {Dispatch.SPLIT, Dispatch.SPLIT_REDUCED}:
         return [args] * num_ranks
-    parts = [_cut(a, num_ranks) if isinstance(a, list) or hasattr(a, "reorder") else [a] * num_ranks for a in args]
+    parts = [cut(a, num_ranks) if isinstance(a, list) or hasattr(a, "reorder") else [a] * num_ranks for a in args]
     return [tuple(p[rank] for p in parts) for rank in range(num_ranks)]
 
 
-def _cut(argument: Any, num_parts: int) -> list[Any]:
+def cut(argument: Any, num_parts: int) -> list[Any]:
+    """A list, or what has `reorder`, in contiguous parts whose lengths differ by at most one."""
     base, longer = divmod(len(argument), num_parts)
     bounds = [rank * base + min(rank, longer) for rank in range(num_parts + 1)]
     if isinstance(argument, list):

@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="shorthand for tracking.profile=true: write trace.json")
     parser.add_argument("--print-config", action="store_true", help="print the configuration and stop")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and start nothing")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir, if any")
     arguments = parser.parse_intermixed_args(argv)
     overrides = [*arguments.overrides, *([f"runtime={arguments.runtime}"] if arguments.runtime else [])]
     overrides += ["tracking.profile=true"] if arguments.profile else []
@@ -45,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(_as_yaml(config))
             return 0
-        from rl_trainer.job import plan, run
+        from rl_trainer.job import plan, resumed, run
 
+        config = resumed(config) if arguments.resume else config
         if arguments.dry_run:
             plan(config)
             return 0

@@ -7,27 +7,31 @@ import signal
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
+from pydantic import PositiveInt, TypeAdapter, ValidationError
 from rich.console import Console
 
-from rl_trainer import preflight, report, samples
+from rl_trainer import checkpoints, preflight, report, samples
+from rl_trainer.checkpoints import RunState
 from rl_trainer.data import load_datasets
+from rl_trainer.errors import ConfigError, PlacementError
 from rl_trainer.plan import make_plan
-from rl_trainer.preflight import STATE_FILE
 from rl_trainer.profiling import profiled
 from rl_trainer.runtime import create_runtime
 from rl_trainer.trackers import RunInfo, TrackerGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping
     from types import FrameType
 
+    from rl_trainer.base import Fleet
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
+    from rl_trainer.metrics import StepRecord
     from rl_trainer.pipelines.parts import Parts
 
 
@@ -43,6 +47,25 @@ def plan(config: Config, console: Console | None = None) -> Datasets:
     preflight.check_resume(config, len(datasets.train))  # none of a stream
     report.show_plan(console or Console(), counts, _facts(config, datasets))
     return datasets
+
+
+def resumed(config: Config) -> Config:
+    """The configuration with which a run that was killed or stopped goes on, in its own `output_dir`.
+
+    From its newest complete checkpoint, or from the start if it had none: the same command may be given every time.
+
+    Raises:
+        ConfigError: `output_dir` is not set, so there is nothing to look for.
+    """
+    if config.output_dir is None:
+        raise ConfigError("--resume goes on with the run in output_dir, which is not set; set it, or resume_from")
+    folder = Path(config.output_dir)
+    checkpoint = checkpoints.newest(folder)
+    if checkpoint is None:
+        checkpoints.forget_after(folder, -1)
+        return config
+    model = replace(config.model, path=config.model.path or str(folder / "model"))
+    return replace(config, resume_from=str(checkpoint), model=model)
 
 
 def run(config: Config, console: Console | None = None) -> dict[str, Any]:
@@ -93,13 +116,15 @@ def _train(
     start = time.perf_counter()
     model_path = _model(config, datasets, output_dir, console)
     warmup_s = time.perf_counter() - start
-    state = _first_state(config, datasets)
+    state = RunState(seed=config.seed, num_rows=len(datasets.train))
+    if config.resume_from is not None:
+        state = RunState.read(Path(config.resume_from)).for_run(config)
+        checkpoints.forget_after(output_dir, state.step)
     with ExitStack() as stack:
         runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
         with console.status("starting the workers"):
-            where = {"position": state["position"], "pending": state["pending"], "kl_coef": state["kl_coef"]}
             samples_folder = output_dir / samples.FOLDER if config.tracking.keep_samples else None
-            parts = place(config, runtime, model_path, datasets, samples_folder=samples_folder, **where)
+            parts = place(config, runtime, model_path, datasets, state, samples_folder=samples_folder)
         stack.callback(parts.queue.close)
         if parts.num_too_long:
             console.print(
@@ -107,23 +132,21 @@ def _train(
                 f"{config.data.max_prompt_tokens}"
             )
         if config.resume_from is not None:
-            parts.actor.load_checkpoint(str(Path(config.resume_from) / "engine"))
-            if parts.critic is not None:
-                parts.critic.load_checkpoint(str(Path(config.resume_from) / "critic"))
+            checkpoints.load(parts, Path(config.resume_from))
         start_s = time.perf_counter() - start - warmup_s
         progress = report.Report(output_dir)
-        checkpoint: Path | None = None
         with _stop_when_asked(console) as stop:
-            for record in run_pipeline(parts, config, parts.eval_rows, start_step=state["step"]):
+            records = run_pipeline(parts, config, parts.eval_rows, start_step=state.step)
+
+            def add(record: StepRecord) -> None:
                 progress.add(record)
                 trackers.log(record)
-                state |= {"step": record.step, "position": record.position, "pending": list(record.pending)}
-                state["kl_coef"] = parts.kl.coef
-                is_last = stop.is_set() or record.step == config.steps
-                if is_last or (config.save_every and record.step and record.step % config.save_every == 0):
-                    checkpoint = _save(parts, output_dir, state)
-                if is_last:
-                    break
+                fleets = {"agent": parts.agents.fleet, "rollout": parts.weights.servers}
+                wanted = resize_as_asked(fleets, output_dir)
+                for line in (*wanted, *(news for fleet in fleets.values() for news in fleet.take_news())):
+                    console.print(line, highlight=False, soft_wrap=True)
+
+            checkpoint = follow(records, parts, config, state, output_dir, add=add, should_stop=stop.is_set)
         extra = {
             "warmup_s": warmup_s,
             "start_s": start_s,
@@ -136,6 +159,53 @@ def _train(
         summary = progress.finish(extra)
         trackers.finish(summary)
         return summary
+
+
+def follow(
+    records: Iterator[StepRecord],
+    parts: Parts,
+    config: Config,
+    state: RunState,
+    output_dir: Path,
+    *,
+    add: Callable[[StepRecord], None],
+    should_stop: Callable[[], bool],
+) -> Path | None:
+    """Take a pipeline's steps to the last one, or until it should stop; returns the newest checkpoint.
+
+    A step counts once its checkpoint is whole: a process that goes on from that takes what came after it again.
+    """
+    checkpoint = None if config.resume_from is None else Path(config.resume_from)
+    for record in records:
+        add(record)
+        is_last = should_stop() or record.step == config.steps
+        is_due = is_last or (config.save_every > 0 and record.step % config.save_every == 0)
+        if is_due and record.step > state.step:  # the first record is of what was there before
+            checkpoint = output_dir / f"checkpoint-{record.step}"
+            checkpoints.save(parts, checkpoint, state.after(record, parts, config.pipeline))
+        if is_last:
+            break
+    return checkpoint
+
+
+def resize_as_asked(fleets: Mapping[str, Fleet[Any]], output_dir: Path) -> list[str]:
+    """Start or end agent workers and rollout replicas as `fleet.json` in `output_dir` says, and take the file away.
+
+    It holds numbers of members, such as `{"rollout": 3, "agent": 2}`. What it asks for in vain does not end the run:
+    the sentences that are returned say why.
+    """
+    file = output_dir / "fleet.json"
+    if not file.is_file():
+        return []
+    try:
+        wanted = TypeAdapter(dict[Literal["agent", "rollout"], PositiveInt]).validate_json(file.read_text())
+        for name, num_members in wanted.items():
+            fleets[name].resize(num_members)
+    except (ValidationError, PlacementError) as error:
+        return [f"{file.name} cannot be followed: {error}"]
+    finally:
+        file.unlink()
+    return [f"{file.name}: {', '.join(f'{name} {count}' for name, count in wanted.items())}"]
 
 
 @contextmanager
@@ -158,25 +228,6 @@ def _stop_when_asked(console: Console) -> Generator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _save(parts: Parts, output_dir: Path, state: Mapping[str, Any]) -> Path:
-    """Write everything that `resume_from` needs; the state file is last, so that a folder which has it is complete."""
-    folder = output_dir / f"checkpoint-{state['step']}"
-    parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
-    parts.actor.save_model(str(folder / "model"))
-    if parts.critic is not None:
-        parts.critic.save_checkpoint(str(folder / "critic"), state["step"])
-    (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
-    return folder
-
-
-def _first_state(config: Config, datasets: Datasets) -> dict[str, Any]:
-    """What has been done: nothing, or what the checkpoint says; preflight has checked that it is of this data."""
-    if config.resume_from is None:
-        state = {"step": 0, "position": 0, "pending": [], "kl_coef": None}
-        return state | {"seed": config.seed, "num_rows": len(datasets.train)}
-    return {"pending": [], "kl_coef": None} | json.loads((Path(config.resume_from) / STATE_FILE).read_text())
 
 
 def _model(config: Config, datasets: Datasets, output_dir: Path, console: Console) -> Path:

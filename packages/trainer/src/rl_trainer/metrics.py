@@ -14,6 +14,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldGroup:
+    """A finished group in the queue that was not learned from yet."""
+
+    group_id: int
+    """Unique in the run; the tag of its samples."""
+    row_index: int
+    """Its prompt's number in the data."""
+    place: int
+    """Where it stood in the batch that it was released with."""
+    released: int
+    """Weight version that the servers held then."""
+    attempt: int = 0
+    """How often a worker had died that had it before; a tag of its samples too."""
+
+    def as_tuple(self) -> tuple[int, int, int, int, int]:
+        """For a checkpoint."""
+        return (self.group_id, self.row_index, self.place, self.released, self.attempt)
+
+    @classmethod
+    def from_tuple(cls, values: tuple[int, int, int, int, int]) -> HeldGroup:
+        """The inverse of `as_tuple`."""
+        group_id, row_index, place, released, attempt = values
+        return cls(group_id=group_id, row_index=row_index, place=place, released=released, attempt=attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One training step as the controller saw it."""
 
@@ -22,7 +48,11 @@ class StepRecord:
     position: int
     """Prompts taken up to and including this step's; where a run that resumes after it takes the next one."""
     pending: tuple[int, ...] = ()
-    """Rows among those whose groups have not been learned from yet; a resumed run takes them first."""
+    """Rows among those whose groups are being generated; a resumed run takes them first."""
+    held: tuple[HeldGroup, ...] = ()
+    """Groups among those that are finished, in the queue, and wait to be learned from."""
+    rows: tuple[int, ...] = ()
+    """Numbers of the data's rows that the step learned from, one per group."""
     reward: float | None
     """Mean reward of the step's completions."""
     accuracy: float | None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
+from rl_trainer.checkpoints import RunState
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.rewards import resolve_reward
 from rl_trainer.trackers.group import GROUP as TRACKERS
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config, TrackingSection
     from rl_trainer.data import Row
 
-STATE_FILE = "trainer_state.json"
-"""Written last into a checkpoint folder."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -42,7 +41,9 @@ def check(config: Config, rows: list[Row]) -> None:
     check_model(config)
     for source in {row["data_source"] for row in rows}:
         resolve_reward(source)
-    if config.output_dir is not None and (Path(config.output_dir) / "summary.json").exists():
+    output_dir = Path(config.output_dir) if config.output_dir is not None else None
+    is_own = config.resume_from is not None and Path(config.resume_from).parent == output_dir
+    if output_dir is not None and not is_own and (output_dir / "summary.json").exists():
         raise InputError(
             f"output_dir={config.output_dir} already holds a finished run; choose another, so that nothing is "
             "overwritten"
@@ -69,18 +70,15 @@ def check_resume(config: Config, num_rows: int) -> None:
     """
     if config.resume_from is None:
         return
-    file = Path(config.resume_from) / STATE_FILE
-    if not file.is_file():
-        raise InputError(f"resume_from={config.resume_from} is not a complete checkpoint folder: it has no {file.name}")
-    state = json.loads(file.read_text())
-    if (step := state["step"]) >= config.steps:
+    state = RunState.read(Path(config.resume_from))
+    if state.step >= config.steps:
         raise InputError(
-            f"resume_from={config.resume_from} is at step {step} already, and steps={config.steps}; raise steps"
+            f"resume_from={config.resume_from} is at step {state.step} already, and steps={config.steps}; raise steps"
         )
-    if (state["num_rows"], state["seed"]) != (num_rows, config.seed):
+    if (state.num_rows, state.seed) != (num_rows, config.seed):
         raise InputError(
-            f"resume_from={config.resume_from} took its prompts from {state['num_rows']} rows with seed "
-            f"{state['seed']}, but this run has {num_rows} rows and seed={config.seed}; give it the same"
+            f"resume_from={config.resume_from} took its prompts from {state.num_rows} rows with seed "
+            f"{state.seed}, but this run has {num_rows} rows and seed={config.seed}; give it the same"
         )
     if config.model.path is None:
         raise InputError(

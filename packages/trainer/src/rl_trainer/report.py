@@ -29,6 +29,9 @@ class Report:
     def add(self, record: StepRecord) -> None:
         """Take one step's record."""
         self._records.append(record)
+        if record.rows:
+            with (self._dir / "prompts.jsonl").open("a") as file:
+                file.write(json.dumps({"step": record.step, "rows": record.rows}) + "\n")
 
     def summary(self) -> dict[str, Any]:
         """The run in numbers."""

@@ -13,6 +13,7 @@ from rl_ckpt.types import SyncReport
 from rl_tq.types import BatchMeta
 from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.errors import PlacementError
+from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines.parts import Generated, Parts
 from rl_trainer.workers.agent import EvalReport, GenerateReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
@@ -65,11 +66,15 @@ class FakeJob:
             sample_ids=tuple(f"{step}-{i}" for i in range(num_groups * group_size)),
             columns=("prompt_token_ids", "completion_token_ids"),
             tags=tuple(
-                {**common, "group_id": i // group_size, "reward": float(i % 2)} for i in range(num_groups * group_size)
+                {**common, "attempt": 0, "group_id": i // group_size, "reward": float(i % 2)}
+                for i in range(num_groups * group_size)
             ),
         )
+        groups = tuple(
+            HeldGroup(group_id=i, row_index=self.position + i, place=i, released=version) for i in range(num_groups)
+        )
         self.position += num_groups
-        return Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, position=self.position)
+        return Generated(batch=batch, groups=groups, reward=0.5, failures={}, dropped_groups=0, position=self.position)
 
     def evaluate(self, rows: Sequence[Row]) -> float:
         """The accuracy that was asked for."""
@@ -141,6 +146,7 @@ class FakeAgents:
         tags = tuple(
             {
                 "group_id": group,
+                "attempt": 0,
                 "reward": float(rollout % 2),
                 "num_tokens": 4,
                 "finish_reason": "stop",

@@ -30,7 +30,7 @@ def run_fully_async(
     """Train, yielding a record after every step. Step 0's record is the evaluation of the start policy.
 
     The servers hold weight version `step + 1` when step `step` has been yielded. The record's `pending` are the prompts
-    that are being generated, or wait to be learned from, then.
+    that are being generated then, its `held` those that wait to be learned from.
     """
     timer = PhaseTimer()
     first = start_step + 1
@@ -42,6 +42,7 @@ def run_fully_async(
     yield StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=parts.rollout_manager.position)
 
     stream = RolloutStream(parts.agents, parts.rollout_manager, parts.queue, config, policy, first)
+    stream.take_over(parts.held)
     stream.release(first)
     for step in range(first, config.steps + 1):
         with timer.phase("wait_generate"):
@@ -57,4 +58,4 @@ def run_fully_async(
             with timer.phase("eval"):
                 accuracy = parts.rollout_manager.evaluate(eval_rows)
         record = record_of(step, generated, ages, updates, accuracy, timer.take())
-        yield replace(record, position=parts.rollout_manager.position, pending=stream.pending)
+        yield replace(record, position=parts.rollout_manager.position, pending=stream.pending, held=stream.held)

@@ -16,8 +16,11 @@ from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import ADVANTAGES
 from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
+from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data.prompts import make_prompts
-from rl_trainer.errors import RolloutFailedError, StaleWeightsError
+from rl_trainer.errors import RolloutFailedError
+from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
 from rl_trainer.workers.agent import AgentWorker, Job
 from rl_trainer.workers.engine import CriticWorker, EngineWorker
 from rl_trainer.workers.samples import SampleWorker
@@ -26,10 +29,11 @@ from rl_trainer.workers.services import QueueWorker, RolloutWorker
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_ckpt.types import SyncReport
+    from rl_rollout.types import ServerAddress
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
-    from rl_trainer.base import Runtime
+    from rl_trainer.base import Fleet, Runtime
+    from rl_trainer.checkpoints import RunState
     from rl_trainer.config import Config
     from rl_trainer.data import Datasets, Order, Row
     from rl_trainer.data.order import StreamOrder
@@ -51,20 +55,30 @@ class Generated:
     """Groups thrown away because their weights had become too old (`staleness.policy`)."""
     position: int
     """Prompts taken from the data up to and including these."""
+    groups: tuple[HeldGroup, ...] = ()
+    """The groups in `batch`."""
 
 
 class RolloutManager:
     """Turns prompts into a batch: splits them over the agent workers, and replaces groups that failed."""
 
-    def __init__(self, agents: AgentWorker, rows: Sequence[Row] | StreamOrder, order: Order, config: Config) -> None:
-        self._agents, self._rows, self._order, self._config = agents, rows, order, config
-        self._num_groups = 0
+    def __init__(
+        self,
+        agents: AgentFleet,
+        rows: Sequence[Row] | StreamOrder,
+        order: Order,
+        config: Config,
+        *,
+        num_groups: int = 0,
+    ) -> None:
+        self._agents, self._rows, self.order, self._config = agents, rows, order, config
+        self._num_groups = num_groups
         self._row_of: dict[int, int] = {}
 
     @property
     def position(self) -> int:
         """Prompts taken from the data so far."""
-        return self._order.position
+        return self.order.position
 
     @property
     def num_too_long(self) -> int:
@@ -81,9 +95,11 @@ class RolloutManager:
         batches: list[BatchMeta] = []
         failures: dict[str, int] = {}
         rewards: list[float] = []
+        drawn: dict[int, Job] = {}
         missing, dropped, reason = sizes.batch_size, 0, ""
         for attempt in range(1 + sizes.max_refills):
             jobs, sampling = self.draw(missing), self.sampling(f"{step}/{attempt}")
+            drawn.update((job.group_id, job) for job in jobs)
             for report in self._agents.generate(jobs, sampling, partition, sizes.group_size):
                 reason = report.last_failure or reason
                 for kind, count in report.failures.items():
@@ -99,8 +115,11 @@ class RolloutManager:
                 if kept:
                     batches.append(report.batch.reorder(kept))
             if missing == 0:
+                batch = type(batches[0]).concat(batches)
+                attempts = {tags["group_id"]: tags["attempt"] for tags in batch.tags}
                 return Generated(
-                    batch=type(batches[0]).concat(batches),
+                    batch=batch,
+                    groups=tuple(held_group(drawn[group], released=step, attempt=n) for group, n in attempts.items()),
                     reward=fmean(rewards),
                     failures=failures,
                     dropped_groups=dropped,
@@ -129,7 +148,7 @@ class RolloutManager:
     def draw(self, count: int, first_place: int = 0) -> list[Job]:
         """The next `count` prompts, each to become a group, in places of a step's batch from `first_place` on."""
         jobs: list[Job] = []
-        for place, index in enumerate(self._order.take(count), start=first_place):
+        for place, index in enumerate(self.order.take(count), start=first_place):
             self._num_groups += 1
             self._row_of[self._num_groups] = index
             jobs.append(Job(row=self._rows[index], row_index=index, group_id=self._num_groups, place=place))
@@ -141,7 +160,7 @@ class RolloutManager:
         for tags in batch.tags:
             rewards.setdefault(tags["group_id"], []).append(tags["reward"])
         for group, given in rewards.items():
-            self._order.observe(self._row_of.pop(group), given)
+            self.order.observe(self._row_of.pop(group), given)
 
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
         """Sampling parameters, seeded by the run's seed and `salt`; at `rollout.temperature` unless told otherwise."""
@@ -152,6 +171,13 @@ class RolloutManager:
             "max_new_tokens": rollout.max_new_tokens,
             "seed": hash_seed(f"{self._config.seed}/{salt}"),
         }
+
+
+def held_group(job: Job, *, released: int, attempt: int) -> HeldGroup:
+    """A job's group, for the record."""
+    return HeldGroup(
+        group_id=job.group_id, row_index=job.row_index, place=job.place, released=released, attempt=attempt
+    )
 
 
 def rows_with_signal(batch: BatchMeta) -> list[int]:
@@ -165,34 +191,6 @@ def rows_with_signal(batch: BatchMeta) -> list[int]:
 def hash_seed(text: str) -> int:
     """A 31-bit seed that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
-
-
-class WeightSync:
-    """Moves the actor's weights to every server. The controller sees only the report."""
-
-    def __init__(self, actor: EngineWorker, servers: RolloutWorker, num_replicas: int) -> None:
-        self._actor, self._servers, self._num_replicas = actor, servers, num_replicas
-
-    def sync(self, version: int) -> SyncReport:
-        """Send and install `version`; returns when every server serves it.
-
-        If either side fails, both errors are told.
-        """
-        with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
-            sent = threads.submit(self._actor.send_weights, version, self._num_replicas)
-            installed = threads.submit(self._servers.update_weights, version)
-            errors = [error for error in (sent.exception(), installed.exception()) if error is not None]
-        if len(errors) == 2:
-            errors[0].add_note(f"the receiving side: {errors[1]}")
-        if errors:
-            raise errors[0]
-        report = sent.result()
-        assert report is not None, "rank 0 of the actor sends"
-        if report.lost:
-            raise StaleWeightsError(
-                f"weights version {version} was committed, but {', '.join(report.lost)} did not confirm it"
-            )
-        return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,12 +211,14 @@ class Parts:
     """Actor to servers."""
     queue: TransferQueue
     """The controller's client: references only."""
-    agents: AgentWorker
+    agents: AgentFleet
     """What generation runs on."""
     eval_rows: Sequence[Row]
     """Held-out rows."""
     samples: SampleWorker | None = None
     """Writes what is learned from to disk; None keeps nothing."""
+    held: tuple[HeldGroup, ...] = ()
+    """Groups that an earlier process finished and did not learn from; in the queue."""
     num_too_long: int = 0
     """Rows that were left out because their prompts are longer than `data.max_prompt_tokens`."""
 
@@ -245,16 +245,13 @@ def place(
     runtime: Runtime,
     model_path: Path,
     datasets: Datasets,
+    state: RunState,
     *,
-    position: int,
-    pending: Sequence[int] = (),
-    kl_coef: float | None = None,
     samples_folder: Path | None = None,
 ) -> Parts:
-    """Start every worker of a job, which takes its prompts from `position` on, after the rows `pending`.
+    """Start every worker of a job that goes on from `state`. The engines' own state is not loaded yet.
 
-    `kl_coef` is where the weight of the KL in the rewards stood; None begins with `algorithm.kl_coef`. What is learned
-    from is kept in `samples_folder`, if one is given.
+    What is learned from is kept in `samples_folder`, if one is given.
 
     Raises:
         InputError: no training or no held-out prompt is short enough.
@@ -263,12 +260,13 @@ def place(
     weights_address = f"{config.weights_transport}://{job}-weights"
     is_own_process = config.runtime != "inline"
     runtime.start(resource_pools(config))
+    snapshot = queue_snapshot(config, state)
     queue_address = runtime.create_group(
-        QueueWorker, "queue", address=f"{config.queue_storage}://{job}-queue"
+        QueueWorker, "queue", address=f"{config.queue_storage}://{job}-queue", snapshot=snapshot
     ).address()
     with ThreadPoolExecutor(2, thread_name_prefix="place") as threads:  # processes start side by side
         servers = threads.submit(
-            runtime.create_group,
+            runtime.create_fleet,
             RolloutWorker,
             "rollout",
             backend=config.rollout.backend,
@@ -285,7 +283,8 @@ def place(
         )
         critic = create_critic(config, runtime, model_path, queue_address) if config.critic is not None else None
         rollout = servers.result()
-    agents = runtime.create_group(
+    addresses = server_addresses(rollout)
+    workers = runtime.create_fleet(
         AgentWorker,
         "agent",
         config=config.agent,
@@ -293,7 +292,7 @@ def place(
         max_new_tokens=config.rollout.max_new_tokens,
         has_baseline="greedy_rewards" in ADVANTAGES[config.algorithm.advantage].needs,
         model_path=str(model_path),
-        servers=rollout.addresses(),
+        servers=addresses,
         queue_address=queue_address,
         timeout_s=config.timeout_s,
     )
@@ -301,24 +300,39 @@ def place(
     if samples_folder is not None:
         where = {"folder": str(samples_folder), "model_path": str(model_path), "queue_address": queue_address}
         samples = runtime.create_group(SampleWorker, "queue", timeout_s=config.timeout_s, **where)
-    prompts = make_prompts(config, datasets, agents.prompt_lengths, position=position, returned=pending)
+    agents = AgentFleet(workers, addresses)
+    prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
+    if state.order:
+        prompts.order.load_state_dict({**state.order, "position": state.position, "returned": state.pending})
+    held = tuple(HeldGroup.from_tuple(group) for group in state.held)
+    num_groups = max((group.group_id for group in held), default=0)
     return Parts(
         actor=actor,
         reference=reference,
         critic=critic,
         kl=AdaptiveKl(
-            coef=config.algorithm.kl_coef if kl_coef is None else kl_coef,
+            coef=config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef,
             target=config.algorithm.kl_target,
             horizon=config.algorithm.kl_horizon,
         ),
-        rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config),
-        weights=WeightSync(actor, rollout, config.rollout.num_replicas),
+        rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config, num_groups=num_groups),
+        held=held,
+        weights=WeightSync(actor, rollout, agents),
         queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
         agents=agents,
         eval_rows=prompts.eval_rows,
         samples=samples,
         num_too_long=prompts.num_too_long,
     )
+
+
+def server_addresses(servers: Fleet[RolloutWorker]) -> list[ServerAddress]:
+    """Where the replicas answer."""
+    answers = servers.call(RolloutWorker.address, dict.fromkeys(servers.wait(), ()))
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
+    return [answer for answer in answers.values() if not isinstance(answer, Exception)]
 
 
 def create_engine(

@@ -124,4 +124,5 @@ def record_of(
         failures=generated.failures,
         metrics=metrics,
         phase_s=phase_s,
+        rows=tuple(group.row_index for group in generated.groups),
     )

@@ -9,16 +9,22 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rl_trainer.errors import RolloutFailedError
-from rl_trainer.pipelines.parts import Generated, rows_with_signal
+from rl_trainer.pipelines.held import claim_held
+from rl_trainer.pipelines.parts import Generated, held_group, rows_with_signal
 from rl_trainer.pipelines.staleness import Span
+from rl_trainer.workers.agent import Job
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
     from rl_trainer.config import Config
+    from rl_trainer.metrics import HeldGroup
+    from rl_trainer.pipelines.fleets import AgentFleet
     from rl_trainer.pipelines.parts import RolloutManager
     from rl_trainer.pipelines.staleness import StalenessPolicy
-    from rl_trainer.workers.agent import AgentWorker, GenerateReport, Job
+    from rl_trainer.workers.agent import GenerateReport
 
 PARTITION = "train"
 _POLL_S = 0.02
@@ -44,7 +50,7 @@ class RolloutStream:
 
     def __init__(
         self,
-        agents: AgentWorker,
+        agents: AgentFleet,
         manager: RolloutManager,
         queue: TransferQueue,
         config: Config,
@@ -64,8 +70,27 @@ class RolloutStream:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Row numbers of the groups that were released and not learned from, in order of release."""
-        return tuple(self._jobs[group].row_index for group in sorted(self._outstanding))
+        """Row numbers of the groups that are being generated, in order of release."""
+        return tuple(self._jobs[group].row_index for group in sorted(self._outstanding) if group not in self._ready)
+
+    @property
+    def held(self) -> tuple[HeldGroup, ...]:
+        """The groups that are finished and wait to be learned from, in order of release."""
+        return tuple(self._held(group) for group in sorted(self._ready))
+
+    def _held(self, group: int) -> HeldGroup:
+        attempt = self._ready[group].tags[0]["attempt"]
+        return held_group(self._jobs[group], released=self._outstanding[group].released, attempt=attempt)
+
+    def take_over(self, groups: Sequence[HeldGroup]) -> None:
+        """Count groups of an earlier process, which are in the queue, as released by this one."""
+        metas = claim_held(self._queue, PARTITION, groups)
+        for group in groups:
+            index, place = group.row_index, group.place  # it is not generated again: nothing reads its row
+            self._jobs[group.group_id] = Job(row={}, row_index=index, group_id=group.group_id, place=place)
+            self._outstanding[group.group_id] = Span(released=group.released)
+            self._keep(group.group_id, metas[group.group_id])
+        self._num_released += len(groups)
 
     def release(self, version: int) -> None:
         """The servers hold `version`: submit what may be submitted."""
@@ -107,12 +132,14 @@ class RolloutStream:
             time.sleep(_POLL_S)
 
     def _taken(self, groups: list[int]) -> Generated:
+        learned = tuple(self._held(group) for group in groups)
         batch = type(self._ready[groups[0]]).concat([self._ready.pop(group) for group in groups])
         for group in groups:
             del self._outstanding[group], self._jobs[group]
         outcome, self._outcome = self._outcome, _Outcome()
         return Generated(
             batch=batch,
+            groups=learned,
             reward=fmean([*outcome.rewards, *(tags["reward"] for tags in batch.tags)]),
             failures=dict(outcome.failures),
             dropped_groups=outcome.num_without_signal,
@@ -150,10 +177,13 @@ class RolloutStream:
                 self._queue.clear(meta)
                 self._replace(group)
             else:
-                self._ready[group] = meta
-                oldest = min(tags["weight_version_min"] for tags in meta.tags)
-                newest = max(tags["weight_version_max"] for tags in meta.tags)
-                self._outstanding[group] = replace(self._outstanding[group], oldest=oldest, newest=newest)
+                self._keep(group, meta)
+
+    def _keep(self, group: int, meta: BatchMeta) -> None:
+        self._ready[group] = meta
+        oldest = min(tags["weight_version_min"] for tags in meta.tags)
+        newest = max(tags["weight_version_max"] for tags in meta.tags)
+        self._outstanding[group] = replace(self._outstanding[group], oldest=oldest, newest=newest)
 
     def _give_up_late(self, version: int) -> None:
         for group in self._policy.expire(self._outstanding, version):

@@ -6,13 +6,14 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rl_trainer.base import Dispatch, ResourcePool, Runtime, WorkerContext, dispatch_modes, join, spread
+from rl_trainer.base import Dispatch, Fleet, ResourcePool, Runtime, WorkerContext, dispatch_modes, join, spread
 from rl_trainer.errors import PlacementError
 from rl_trainer.profiling import span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+R = TypeVar("R")
 W = TypeVar("W")
 
 
@@ -46,12 +47,42 @@ class InlineRuntime(Runtime):
         self._workers.append(instance)
         return cast("W", _InlineGroup(instance))
 
+    def create_fleet(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> Fleet[W]:
+        """A fleet of one, which can neither die nor grow."""
+        self.create_group(worker, pool, **kwargs)
+        return _InlineFleet(self._workers[-1])
+
     def stop(self) -> None:
         """Close every worker, last created first."""
         while self._workers:
             close = getattr(self._workers.pop(), "close", None)
             if close is not None:
                 close()
+
+
+class _InlineFleet(Fleet[W]):
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (0,)
+
+    def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
+        return {member: method(self._worker, *own) for member, own in arguments.items()}
+
+    def wait(self) -> tuple[int, ...]:
+        return self.members
+
+    def lose(self, member: int, error: Exception) -> None:
+        raise error
+
+    def resize(self, num_members: int) -> None:
+        if num_members != 1:
+            raise PlacementError(f"the inline runtime has one worker of a kind, not {num_members}; use runtime=ray")
+
+    def take_news(self) -> list[str]:
+        return []
 
 
 class _InlineGroup:

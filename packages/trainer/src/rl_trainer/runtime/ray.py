@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
-import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_trainer.base import Dispatch, ResourcePool, Runtime, WorkerContext, dispatch_modes, join, spread
+from rl_trainer.base import Dispatch, Fleet, ResourcePool, Runtime, dispatch_modes, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
-from rl_trainer.profiling import environment, span
+from rl_trainer.profiling import environment
+from rl_trainer.runtime._ray_fleet import RayFleet
+from rl_trainer.runtime._ray_host import CALLS_AT_A_TIME, Host, Whereabouts, last_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,70 +29,44 @@ W = TypeVar("W")
 
 _PLACEMENT_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 120.0
+"""Of a host process, which has nothing to load yet."""
+_CLOSE_TIMEOUT_S = 20.0
 _OBJECT_STORE_BYTES = 256 * 2**20
 """Ray carries references and numbers here, never tensors."""
 
 
-class _Host:
-    """A process of a pool.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedHost:
+    """A host process and its place in the cluster."""
 
-    Each worker lives on a thread of its own: a long call does not block another worker's, and torch keeps one team of
-    threads and one heap for it, where Ray's changing threads would each make their own.
-    """
-
-    def __init__(self, pool: str, rank: int, world_size: int) -> None:
-        self.pool, self.rank, self.world_size = pool, rank, world_size
-        self.workers: dict[str, Any] = {}
-        self.threads: dict[str, ThreadPoolExecutor] = {}
-
-    def rendezvous(self) -> tuple[str, int]:
-        """An address that the ranks of this pool can meet at; called on rank 0."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
-
-    def set_rendezvous(self, address: str, port: int) -> None:
-        """Set what torch.distributed's `env://` reads."""
-        os.environ.update(
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.world_size),
-            LOCAL_RANK="0",
-        )
-
-    def create(self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
-        context = WorkerContext(rank=self.rank, world_size=self.world_size)
-        self.workers[name] = thread.submit(worker, context, **kwargs).result()
-        gc.collect()
-        gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again
-
-    def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.threads[name].submit(_traced, getattr(self.workers[name], method), args, kwargs).result()
-
-    def close(self) -> None:
-        """Close the workers, last created first."""
-        while self.workers:
-            name, worker = self.workers.popitem()
-            if hasattr(worker, "close"):
-                self.threads[name].submit(worker.close).result()
-            self.threads.pop(name).shutdown()
-
-
-def _traced(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with span(method.__qualname__):
-        return method(*args, **kwargs)
+    pool: ResourcePool
+    """What it belongs to."""
+    rank: int
+    """Position in the pool."""
+    group: PlacementGroup
+    """What its resources are reserved by."""
+    bundle: int
+    """Which part of that."""
+    actor: Any
+    """Ray's handle of it."""
+    watch: Any
+    """A reference that is there when it closes, and an error when it dies."""
+    where: Whereabouts | None = None
+    """None until it has answered."""
 
 
 class RayRuntime(Runtime):
-    """Starts a local Ray, or joins the cluster that `RAY_ADDRESS` names."""
+    """Starts a local Ray, or joins the cluster that `RAY_ADDRESS` names.
+
+    Every host process is watched: whichever call is under way when one of a group dies ends at once, and says so.
+    """
 
     def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._placements: dict[str, PlacementGroup] = {}
-        self._hosts: dict[str, list[Any]] = {}
+        self.timeout_s = timeout_s
+        self._pools: dict[str, ResourcePool] = {}
+        self._placements: list[PlacementGroup] = []
+        self._hosts: dict[str, list[PlacedHost]] = {}
+        self._fleets: dict[str, RayFleet[Any]] = {}
         self._numbers = itertools.count(1)
         self._has_started_ray = False
 
@@ -99,24 +74,18 @@ class RayRuntime(Runtime):
         """Reserve a placement group per pool and start its host processes."""
         if not ray.is_initialized():
             self._init_ray(pools)
+        _require_room(pools)
+        groups = {pool.name: self._reserve(pool) for pool in pools}
         for pool in pools:
-            self._placements[pool.name] = self._reserve(pool)
-        remote_host = ray.remote(_Host)
-        for pool in pools:
-            strategy = partial(PlacementGroupSchedulingStrategy, placement_group=self._placements[pool.name])
+            self._pools[pool.name] = pool
             self._hosts[pool.name] = [
-                remote_host.options(
-                    name=f"{pool.name}-{rank}-{os.getpid()}",
-                    num_cpus=pool.num_cpus,
-                    num_gpus=pool.num_gpus,
-                    max_concurrency=16,
-                    scheduling_strategy=strategy(placement_group_bundle_index=rank),
-                ).remote(pool.name, rank, pool.num_workers)
-                for rank in range(pool.num_workers)
+                self._launch(pool, rank, groups[pool.name], rank) for rank in range(pool.num_workers)
             ]
         for name, hosts in self._hosts.items():
-            where = self._get([hosts[0].rendezvous.remote()], name, "start", _START_TIMEOUT_S)[0]
-            self._get([h.set_rendezvous.remote(*where) for h in hosts], name, "start", _START_TIMEOUT_S)
+            hosts[:] = [self._located(host) for host in hosts]
+            where = self.get([hosts[0].actor.rendezvous.remote()], hosts[:1], "start", _START_TIMEOUT_S)[0]
+            meet = [host.actor.set_rendezvous.remote(*where) for host in hosts]
+            self.get(meet, hosts, f"start pool {name}", _START_TIMEOUT_S)
 
     def _init_ray(self, pools: Sequence[ResourcePool]) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; silences its warning
@@ -137,7 +106,7 @@ class RayRuntime(Runtime):
         ray.init(**options)
 
     def _reserve(self, pool: ResourcePool) -> PlacementGroup:
-        bundle = {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
+        bundle = _bundle(pool)
         group = placement_group([bundle] * pool.num_workers, strategy="PACK", name=f"{pool.name}-{os.getpid()}")
         if not group.wait(_PLACEMENT_TIMEOUT_S):
             there = {k: v for k, v in ray.available_resources().items() if k in {"CPU", "GPU"}}
@@ -146,82 +115,173 @@ class RayRuntime(Runtime):
                 f"pool {pool.name!r} asks for {pool.num_workers} x {bundle}, but after {_PLACEMENT_TIMEOUT_S:.0f} s "
                 f"only {there} is free"
             )
+        self._placements.append(group)
         return group
+
+    def _launch(self, pool: ResourcePool, rank: int, group: PlacementGroup, bundle: int) -> PlacedHost:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        options = {
+            "name": f"{pool.name}-{rank}-{os.getpid()}-{next(self._numbers)}",
+            "num_cpus": pool.num_cpus,
+            "num_gpus": pool.num_gpus,
+            "max_concurrency": CALLS_AT_A_TIME + 1,
+            "scheduling_strategy": strategy,
+        }
+        actor = ray.remote(Host).options(**options).remote(rank, pool.num_workers)
+        return PlacedHost(pool=pool, rank=rank, group=group, bundle=bundle, actor=actor, watch=actor.watch.remote())
+
+    def _located(self, host: PlacedHost) -> PlacedHost:
+        (where,) = self.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
+        return replace(host, where=where)
 
     def create_group(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> W:
         """Construct one worker in every host of the pool."""
+        name, hosts = self._name_of(worker), self._hosts_of(pool)
+        create = [host.actor.create.remote(name, worker, kwargs) for host in hosts]
+        self.get(create, hosts, f"create {name}")
+        return cast("W", _RayGroup(self, name, hosts, cast("type", worker)))
+
+    def create_fleet(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> Fleet[W]:
+        """Construct one worker in every host of the pool, which is the fleet's alone from now on."""
+        name, hosts = self._name_of(worker), self._hosts_of(pool)
+        del self._hosts[pool]  # members come and go: who waits for others does not hear of them
+        fleet: RayFleet[W] = RayFleet(self, pool, name, worker, kwargs)
+        self._fleets[pool] = fleet
+        fleet.begin(hosts)
+        return fleet
+
+    def _name_of(self, worker: Any) -> str:
+        return f"{getattr(worker, '__name__', 'worker')}-{next(self._numbers)}"
+
+    def _hosts_of(self, pool: str) -> list[PlacedHost]:
         if pool not in self._hosts:
             raise PlacementError(f"there is no pool {pool!r}; there are {sorted(self._hosts)}")
-        name = f"{getattr(worker, '__name__', 'worker')}-{next(self._numbers)}"
-        hosts = self._hosts[pool]
-        self._get([h.create.remote(name, worker, kwargs) for h in hosts], pool, f"create {name}", _START_TIMEOUT_S)
-        return cast("W", _RayGroup(self, pool, name, hosts, cast("type", worker)))
+        return self._hosts[pool]
 
-    def _get(self, references: list[Any], pool: str, what: str, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all; the first failure of any rank ends the wait."""
-        deadline = time.monotonic() + (timeout_s or self._timeout_s)
+    # ---- what a fleet asks for
+
+    def restart_host(self, host: PlacedHost) -> PlacedHost:
+        """A new process in the place of one that died."""
+        return self._located(self._launch(host.pool, host.rank, host.group, host.bundle))
+
+    def reserve_host(self, pool: str) -> Callable[[], PlacedHost]:
+        """Reserve room for one more process of a pool; returns what starts it."""
+        alone = replace(self._pools[pool], num_workers=1)
+        group = self._reserve(alone)
+        return lambda: self._located(self._launch(alone, 0, group, 0))
+
+    def end_host(self, host: PlacedHost) -> None:
+        """Close a process's workers, then end it."""
+        ray.wait([host.actor.close.remote()], timeout=_CLOSE_TIMEOUT_S)
+        ray.kill(host.actor)
+
+    # ---- waiting
+
+    def get(
+        self, references: list[Any], hosts: Sequence[PlacedHost], what: str, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Wait for one answer of each of `hosts`; the first failure of any, or the death of any group's, ends it.
+
+        Raises:
+            WorkerTimeoutError, WorkerDiedError: with the last lines of the process.
+        """
+        limit = timeout_s or self.timeout_s
+        deadline = time.monotonic() + limit
+        watched = {host.watch: host for members in self._hosts.values() for host in members}
         pending = list(references)
-        try:
-            while pending:
-                done, pending = ray.wait(pending, num_returns=1, timeout=max(deadline - time.monotonic(), 0))
-                if not done:
-                    late = [i for i, r in enumerate(references) if r in set(pending)]
-                    raise WorkerTimeoutError(
-                        f"rank {late} of pool {pool!r} did not finish {what} within "
-                        f"{timeout_s or self._timeout_s:.0f} s"
-                    )
+        while pending:
+            done, _ = ray.wait([*pending, *watched], num_returns=1, timeout=max(deadline - time.monotonic(), 0))
+            if not done:
+                late = [host for r, host in zip(references, hosts, strict=True) if r in set(pending)]
+                told = "; ".join(last_lines(host.where) for host in late)
+                raise WorkerTimeoutError(
+                    f"rank {[host.rank for host in late]} of pool {late[0].pool.name!r} did not finish {what} within "
+                    f"{limit:.0f} s; {told}"
+                )
+            if done[0] in watched:
+                raise _death(watched[done[0]], what)
+            pending.remove(done[0])
+            try:
                 ray.get(done)
-            return ray.get(references)
-        except RayTaskError as error:
-            raise error.as_instanceof_cause() from None
-        except GetTimeoutError as error:
-            raise WorkerTimeoutError(f"pool {pool!r} did not finish {what}") from error
-        except RayActorError as error:
-            raise WorkerDiedError(f"a worker of pool {pool!r} died during {what}: {error}") from error
+            except RayTaskError as error:
+                raise error.as_instanceof_cause() from None
+            except RayActorError as error:
+                raise _death(hosts[references.index(done[0])], what) from error
+        return ray.get(references)
 
     def stop(self) -> None:
         """Close every worker, end the hosts, and shut down the Ray that was started here."""
-        for name, hosts in self._hosts.items():
-            references = [h.close.remote() for h in hosts]
-            done, late = ray.wait(references, num_returns=len(references), timeout=20.0)
+        for fleet in self._fleets.values():
+            fleet.close()
+        everyone = {pool: fleet.hosts for pool, fleet in self._fleets.items()} | self._hosts
+        for name, hosts in everyone.items():
+            references = [host.actor.close.remote() for host in hosts]
+            done, late = (
+                ray.wait(references, num_returns=len(references), timeout=_CLOSE_TIMEOUT_S) if hosts else ((), ())
+            )
             for reference in done:
                 try:
                     ray.get(reference)
                 except (RayActorError, RayTaskError) as error:
                     print(f"pool {name!r} did not close cleanly: {error}")  # noqa: T201 - the last word before the processes end
             for host in hosts if late else []:
-                ray.kill(host)
-        for group in self._placements.values():
+                ray.kill(host.actor)
+        for group in self._placements:
             remove_placement_group(group)
-        self._hosts, self._placements = {}, {}
+        self._hosts, self._fleets, self._placements, self._pools = {}, {}, [], {}
         if self._has_started_ray:
             ray.shutdown()
             self._has_started_ray = False
 
 
+def _bundle(pool: ResourcePool) -> dict[str, float]:
+    return {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
+
+
+def _require_room(pools: Sequence[ResourcePool]) -> None:
+    """Refuse at once what the whole cluster could not hold if it were empty."""
+    wanted: Counter[str] = Counter()
+    for pool in pools:
+        wanted.update({kind: count * pool.num_workers for kind, count in _bundle(pool).items()})  # pyright: ignore[reportArgumentType] - a Counter of floats
+    has = ray.cluster_resources()
+    if any(count > has.get(kind, 0.0) for kind, count in wanted.items()):
+        asked = ", ".join(f"{pool.name} {pool.num_workers} x {_bundle(pool)}" for pool in pools)
+        there = {kind: has.get(kind, 0.0) for kind in wanted}
+        raise PlacementError(
+            f"the pools ask for {dict(wanted)} in all ({asked}), but the cluster has {there}; make the pools "
+            "smaller, or the cluster larger"
+        )
+
+
+def _death(host: PlacedHost, what: str) -> WorkerDiedError:
+    return WorkerDiedError(
+        f"a worker of pool {host.pool.name!r}, rank {host.rank}, died during {what}; {last_lines(host.where)}"
+    )
+
+
 class _RayGroup:
     """The group's side of a worker class: every registered method, with the class's own signature."""
 
-    def __init__(self, runtime: RayRuntime, pool: str, name: str, hosts: list[Any], worker: type) -> None:
+    def __init__(self, runtime: RayRuntime, name: str, hosts: list[PlacedHost], worker: type) -> None:
         self._lock = threading.Lock()
         for method, mode in dispatch_modes(worker).items():
-            setattr(self, method, partial(self._call, runtime, pool, name, hosts, method, mode))
+            setattr(self, method, partial(self._call, runtime, name, hosts, method, mode))
 
     def _call(
         self,
         runtime: RayRuntime,
-        pool: str,
         name: str,
-        hosts: list[Any],
+        hosts: list[PlacedHost],
         method: str,
         mode: Dispatch,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        called: list[PlacedHost] = []
+        references: list[Any] = []
         with self._lock:  # ranks must see the calls of one group in one order
-            references = [
-                host.call.remote(name, method, own, kwargs)
-                for host, own in zip(hosts, spread(mode, len(hosts), args), strict=True)
-                if own is not None
-            ]
-        return join(mode, runtime._get(references, pool, f"{name}.{method}"))  # pyright: ignore[reportPrivateUsage] - same module
+            for host, own in zip(hosts, spread(mode, len(hosts), args), strict=True):
+                if own is not None:
+                    called.append(host)
+                    references.append(host.actor.call.remote(name, method, own, kwargs))
+        return join(mode, runtime.get(references, called, f"{name}.{method}"))

@@ -88,5 +88,6 @@ class TrackerGroup:
 
 
 def _line(record: StepRecord) -> dict[str, Any]:
-    line = asdict(record) | {"pending": len(record.pending)}
+    line = asdict(record) | {"pending": len(record.pending), "held": len(record.held)}
+    del line["rows"]  # prompts.jsonl has them
     return line | {"tokens_per_s": record.tokens_per_s, "wall_s": record.wall_s}

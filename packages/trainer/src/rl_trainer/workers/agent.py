@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import rl_agent
 import rl_rollout
 import rl_tq
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
+from rl_rollout.errors import ServerLostError
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import TrainerError
 from rl_trainer.profiling import trace_requests
@@ -50,6 +52,8 @@ class Job:
     """Unique in the run."""
     place: int
     """Where it stands in its step's batch: seeds its sampling, whichever worker runs it."""
+    attempt: int = 0
+    """How often a worker died that had it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +169,14 @@ class AgentWorker:
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
         self._streamed = _Ledger()
+        self._attempts: dict[int, int] = {}
         self._scorer = Scorer()
         self._tokenizer = rl_agent.load_tokenizer(model_path)
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
-        self._router = rl_rollout.Router([rl_rollout.connect_server(address) for address in servers])
+        self._servers = {address.url: rl_rollout.connect_server(address) for address in servers}
+        self._router = rl_rollout.Router([*self._servers.values()])
         trace_requests(self._router)
         return rl_agent.AgentRunner(
             lambda name: rl_agent.create_loop(
@@ -181,6 +187,22 @@ class AgentWorker:
             timeout_s=config.timeout_s,
             max_attempts=config.max_attempts,
         )
+
+    def use_servers(self, servers: list[ServerAddress]) -> None:
+        """Generate on these replicas, and on no others; what runs on one that is left out goes on elsewhere."""
+        self._loop.run(self._use_servers(servers), self._timeout_s)
+
+    async def _use_servers(self, servers: Sequence[ServerAddress]) -> None:
+        wanted = {address.url: address for address in servers}
+        for url in wanted.keys() - self._servers.keys():
+            server = rl_rollout.connect_server(wanted[url])
+            await self._router.add(server)
+            self._servers[url] = server
+        for url in self._servers.keys() - wanted.keys():
+            server = self._servers.pop(url)
+            if server in self._router.servers:
+                with suppress(ServerLostError):  # it is left out because it is lost
+                    await self._router.remove(server)
 
     @register(Dispatch.SPLIT)
     def prompt_lengths(self, prompts: list[list[Message]]) -> list[int]:
@@ -224,6 +246,7 @@ class AgentWorker:
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int, ledger: _Ledger
     ) -> None:
         results: dict[int, dict[int, list[Sample] | Failure]] = {}  # by group and rollout
+        self._attempts.update({job.group_id: job.attempt for job in jobs})
         rows, places = [job.row for job in jobs], [job.place for job in jobs]
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
         writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
@@ -262,6 +285,8 @@ class AgentWorker:
 
     def _put(self, groups: list[Group], partition: str) -> BatchMeta:
         columns, tags = to_columns(groups)
+        for tag in tags:
+            tag["attempt"] = self._attempts[tag["group_id"]]
         return self._queue.put(columns, partition=partition, tags=tags)
 
     @register(Dispatch.SPLIT)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from typing import TYPE_CHECKING
 
 import rl_ckpt
 import rl_rollout
+from rl_rollout.errors import ServerLostError
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.workers._loop_thread import LoopThread
 
@@ -13,14 +17,17 @@ if TYPE_CHECKING:
     from rl_rollout.types import ServerAddress, ServerConfig
 
 
+_HEALTH_CHECK_S = 1.0
+
+
 class QueueWorker:
     """Hosts the sample queue, so that the controller's process holds no tensor."""
 
-    def __init__(self, context: WorkerContext, *, address: str) -> None:
+    def __init__(self, context: WorkerContext, *, address: str, snapshot: str | None = None) -> None:
         del context
         import rl_tq
 
-        self._queue = rl_tq.serve(address)
+        self._queue = rl_tq.serve(address, snapshot=snapshot)
 
     @register(Dispatch.RANK_ZERO)
     def address(self) -> str:
@@ -33,7 +40,10 @@ class QueueWorker:
 
 
 class RolloutWorker:
-    """Keeps one replica of a rollout server: starts it, hands it new weights, ends it."""
+    """Keeps one replica of a rollout server: starts it, hands it new weights, ends it.
+
+    With the server in a process of its own, the end of that is this worker's too, at once: whoever watches it hears.
+    """
 
     def __init__(
         self,
@@ -52,20 +62,34 @@ class RolloutWorker:
         self._server = make(backend, config)
         self._address = self._loop.run(self._server.start(), timeout_s)
         self._receiver = rl_ckpt.connect(weights_address, role="receive", timeout_s=timeout_s)
+        self._watch = self._loop.start(self._end_with_the_server()) if is_own_process else None
 
-    @register(Dispatch.GATHER)
-    def addresses(self) -> list[ServerAddress]:
-        """Where the replicas answer."""
-        return [self._address]
+    async def _end_with_the_server(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_CHECK_S)
+            try:
+                await self._server.check_health()
+            except ServerLostError as error:
+                print(f"the rollout server is gone: {error}", file=sys.stderr, flush=True)  # noqa: T201 - its last lines
+                os._exit(1)
 
-    @register(Dispatch.GATHER)
-    def update_weights(self, version: int) -> list[int]:
+    def address(self) -> ServerAddress:
+        """Where the replica answers."""
+        return self._address
+
+    def check_health(self) -> None:
+        """Raise `ServerLostError` if the server is gone."""
+        self._loop.run(self._server.check_health(), self._timeout_s)
+
+    def update_weights(self, version: int) -> int:
         """Install a version that is being sent."""
         self._loop.run(self._server.update_weights(self._receiver, version), self._timeout_s)
-        return [version]
+        return version
 
     def close(self) -> None:
         """End the server's process, and leave the session that its weights came by."""
+        if self._watch is not None:
+            self._watch.cancel()
         try:
             self._loop.run(self._server.stop(), 30.0)
             self._loop.run(self._receiver.close(), 30.0)

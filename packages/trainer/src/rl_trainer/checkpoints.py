@@ -1,0 +1,146 @@
+"""Checkpoints of a run: what a step leaves for a later process to go on from, and nothing of it twice.
+
+A folder `checkpoint-N` has the engine's state, the critic's, the rows of the queue that wait to be learned from, an
+ordinary model folder, and a state file, which is written last: a folder without it, or whose engine is not there whole,
+is no checkpoint. Killed at any moment, a run goes on from the newest one that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_trainer.config import Config
+    from rl_trainer.metrics import StepRecord
+    from rl_trainer.pipelines.parts import Parts
+
+STATE_FILE = "trainer_state.json"
+LOGS = ("metrics.jsonl", "prompts.jsonl")
+"""Files of a run with one line per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What the controller has to know to go on."""
+
+    step: int = 0
+    """Training steps done."""
+    position: int = 0
+    """Prompts taken from the data."""
+    pending: tuple[int, ...] = ()
+    """Rows among them that are to be generated again."""
+    held: tuple[tuple[int, int, int, int, int], ...] = ()
+    """Groups among them that are finished and in the queue: `HeldGroup`s as tuples."""
+    kl_coef: float | None = None
+    """Where the weight of the KL in the rewards stood; None: where the configuration has it."""
+    order: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """State of the order of prompts, beside `position` and `pending`."""
+    pipeline: str = ""
+    """Which one wrote it; only the same one goes on with `held`."""
+    seed: int
+    """Of the run: orders the prompts."""
+    num_rows: int
+    """Rows of the data."""
+
+    @classmethod
+    def read(cls, folder: Path) -> RunState:
+        """Of a complete checkpoint.
+
+        Raises:
+            InputError: the folder is none, or one that another version wrote.
+        """
+        if not is_complete(folder):
+            raise InputError(
+                f"{folder} is not a complete checkpoint folder: it has no {STATE_FILE}, or no engine; give one that has"
+            )
+        values: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        pending, held = values.get("pending", ()), values.get("held", ())
+        return cls(**values | {"pending": tuple(pending), "held": tuple(tuple(group) for group in held)})
+
+    def for_run(self, config: Config) -> RunState:
+        """What a run can go on from: held groups that another pipeline or batch size made are generated again."""
+        is_whole = config.pipeline != "one_step_off" or len(self.held) == config.batch.batch_size
+        if config.pipeline == self.pipeline and is_whole:
+            return self
+        again = tuple(row_index for _, row_index, *_ in self.held)
+        return replace(self, held=(), pending=(*again, *self.pending))
+
+    def after(self, record: StepRecord, parts: Parts, pipeline: str) -> dict[str, Any]:
+        """The state's JSON once a step has ended."""
+        order = parts.rollout_manager.order.state_dict()
+        return asdict(self) | {
+            "step": record.step,
+            "position": record.position,
+            "pending": [*record.pending, *order.pop("returned")],
+            "held": [group.as_tuple() for group in record.held],
+            "kl_coef": parts.kl.coef,
+            "order": order,
+            "pipeline": pipeline,
+        }
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether everything has been written."""
+    return (folder / STATE_FILE).is_file() and (folder / "engine").is_dir()
+
+
+def newest(output_dir: Path) -> Path | None:
+    """The complete checkpoint of a run with the most steps; None if there is none."""
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if is_complete(folder)]
+    return max(folders, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
+
+
+def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
+    """Write everything that resuming needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier attempt at the same step
+    if state["held"]:
+        parts.queue.snapshot(folder / "queue")
+    parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
+    parts.actor.save_model(str(folder / "model"))
+    if parts.critic is not None:
+        parts.critic.save_checkpoint(str(folder / "critic"), state["step"])
+    unfinished = folder / f"{STATE_FILE}.unfinished"
+    with unfinished.open("w") as file:
+        file.write(json.dumps(state) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(folder / STATE_FILE)
+
+
+def load(parts: Parts, folder: Path) -> None:
+    """Give the engines their state back. The queue's was given to whoever serves it."""
+    parts.actor.load_checkpoint(str(folder / "engine"))
+    if parts.critic is not None:
+        parts.critic.load_checkpoint(str(folder / "critic"))
+
+
+def queue_snapshot(config: Config, state: RunState) -> str | None:
+    """The folder that the queue begins with; None: empty."""
+    return str(Path(config.resume_from) / "queue") if config.resume_from is not None and state.held else None
+
+
+def forget_after(output_dir: Path, step: int) -> None:
+    """Take the lines of later steps, and a torn one, out of a run's logs: those steps will be taken again."""
+    for log in (output_dir / name for name in LOGS):
+        if not log.is_file():
+            continue
+        lines = [line for line in log.read_text().splitlines() if _step_of(line) <= step]
+        shorter = log.with_suffix(".unfinished")
+        shorter.write_text("".join(f"{line}\n" for line in lines))
+        shorter.replace(log)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:  # the process was killed while it wrote the line
+        return float("inf")

@@ -1,0 +1,249 @@
+"""Agent workers and replicas as fleets, with workers that answer at once."""
+
+import pytest
+
+from rl_ckpt.types import SyncReport
+from rl_rollout.errors import ServerLostError, WeightUpdateError
+from rl_rollout.types import ServerAddress
+from rl_trainer.base import Fleet
+from rl_trainer.errors import PlacementError, StaleWeightsError, WorkerDiedError
+from rl_trainer.job import resize_as_asked
+from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
+from rl_trainer.workers.agent import EvalReport, GenerateReport, Job
+
+
+class LocalFleet(Fleet):
+    """Members are objects here; one whose number is in `dying` dies at its next call."""
+
+    def __init__(self, make, count, *, replaces=True):
+        self.make, self.replaces = make, replaces
+        self.workers = {number: make(number) for number in range(count)}
+        self.next, self.dying, self.lost = count, set(), {}
+
+    @property
+    def members(self):
+        return tuple(self.workers)
+
+    def call(self, method, arguments):
+        answers = {}
+        for member, own in arguments.items():
+            if member in self.dying or member not in self.workers:
+                answers[member] = WorkerDiedError(f"member {member} died")
+                self.lose(member, answers[member])
+                continue
+            try:
+                answers[member] = getattr(self.workers[member], method.__name__)(*own)
+            except Exception as error:  # noqa: BLE001 - an answer
+                answers[member] = error
+        return answers
+
+    def wait(self):
+        if not self.workers:
+            raise WorkerDiedError("nobody is left")
+        return self.members
+
+    def lose(self, member, error):
+        self.lost[member] = error
+        self.dying.discard(member)
+        if self.workers.pop(member, None) is not None and self.replaces:
+            self.resize(len(self.workers) + 1)
+
+    def resize(self, num_members):
+        if num_members > 9:
+            raise PlacementError("there is no room for ten")
+        while len(self.workers) < num_members:
+            self.workers[self.next] = self.make(self.next)
+            self.next += 1
+
+    def take_news(self):
+        return []
+
+
+class Agent:
+    def __init__(self, number):
+        self.number, self.jobs, self.servers = number, [], None
+
+    def use_servers(self, servers):
+        self.servers = [address.url for address in servers]
+
+    def prompt_lengths(self, prompts):
+        return [len(prompt) for prompt in prompts]
+
+    def evaluate(self, rows, sampling_params):
+        return [EvalReport(rewards=tuple(row["reward"] for row in rows), num_failed=0)]
+
+    def generate(self, jobs, sampling_params, partition, group_size):
+        return [report(jobs)]
+
+    def submit(self, jobs, sampling_params, partition, group_size):
+        self.jobs += [(job, sampling_params["seed"]) for job in jobs]
+        return []
+
+    def poll(self):
+        done, self.jobs = self.jobs[:1], self.jobs[1:]
+        return [report([job for job, _ in done])]
+
+
+def report(jobs):
+    return GenerateReport(batch=None, complete_groups=tuple(job.group_id for job in jobs))
+
+
+def address(number):
+    return ServerAddress(url=f"http://{number}", model="m", pid=number)
+
+
+def jobs(*groups):
+    return [Job(row={}, row_index=group, group_id=group, place=group) for group in groups]
+
+
+def agents(count, **options):
+    fleet = LocalFleet(Agent, count, **options)
+    return fleet, AgentFleet(fleet, [address(0)])
+
+
+def test_a_list_is_cut_over_the_members_and_joined_in_order_also_if_one_dies():
+    fleet, workers = agents(3)
+    assert workers.prompt_lengths([[0] * n for n in range(7)]) == list(range(7))
+    fleet.dying = {1}
+    assert workers.prompt_lengths([[0] * n for n in range(7)]) == list(range(7))
+    assert fleet.members == (0, 2, 3)
+    fleet.dying = {0}
+    rewards = [r for each in workers.evaluate([{"reward": n} for n in range(5)], {}) for r in each.rewards]
+    assert rewards == [0, 1, 2, 3, 4]
+
+
+def test_what_a_dead_worker_was_generating_is_generated_by_others_as_another_attempt():
+    fleet, workers = agents(2)
+    fleet.dying = {0}
+    made = []
+    recorder = type("Recorder", (Agent,), {"generate": lambda self, jobs, *rest: made.extend(jobs) or [report(jobs)]})
+    fleet.make, fleet.workers[1] = recorder, recorder(1)
+    reports = workers.generate(jobs(1, 2, 3, 4), {"seed": 7}, "train", 2)
+    assert sorted(group for each in reports for group in each.complete_groups) == [1, 2, 3, 4]
+    assert {job.group_id: job.attempt for job in made} == {1: 1, 2: 1, 3: 0, 4: 0}
+
+
+def test_submitted_groups_outlive_their_worker_and_keep_their_seeds():
+    fleet, workers = agents(2)
+    workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
+    workers.submit(jobs(3, 4, 5), {"seed": 8}, "train", 2)
+    assert [len(worker.jobs) for worker in fleet.workers.values()] == [3, 2]  # the least busy gets the next
+    finished = [group for each in workers.poll() for group in each.complete_groups]
+    fleet.dying = {0}
+    for _ in range(6):
+        finished += [group for each in workers.poll() for group in each.complete_groups]
+    assert sorted(finished) == [1, 2, 3, 4, 5]
+
+
+def test_every_new_worker_knows_the_servers_before_it_works():
+    fleet, workers = agents(1)
+    workers.use_servers([address(1), address(2)])
+    assert fleet.workers[0].servers == ["http://1", "http://2"]
+    fleet.resize(2)
+    workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
+    assert fleet.workers[1].servers == ["http://1", "http://2"]
+    assert len(fleet.workers[1].jobs) == 1
+
+
+def test_a_mistake_in_a_worker_ends_the_run():
+    fleet, workers = agents(2)
+    fleet.workers[1].poll = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        workers.poll()
+
+
+class Replica:
+    def __init__(self, number):
+        self.number, self.version, self.error, self.health = number, 0, None, None
+
+    def check_health(self):
+        if self.health:
+            raise self.health
+
+    def update_weights(self, version):
+        if self.error:
+            error, self.error = self.error, None
+            raise error
+        self.version = version
+        return version
+
+    def address(self):
+        return address(self.number)
+
+
+class Actor:
+    def __init__(self, failures=(), lost=()):
+        self.failures, self.lost, self.sent = [*failures], lost, []
+
+    def send_weights(self, version, num_receivers):
+        self.sent.append((version, num_receivers))
+        if self.failures:
+            raise self.failures.pop(0)
+        numbers = {"num_tensors": 0, "num_bytes": 0, "export_s": 0.0, "pack_s": 0.0, "wire_s": 0.0}
+        return SyncReport(version=version, lost=self.lost, verify_s=0.0, wall_s=0.0, **numbers)
+
+
+def sync_of(actor, count=3, **options):
+    fleet, workers = agents(1)
+    replicas = LocalFleet(Replica, count, **options)
+    return replicas, fleet, WeightSync(actor, replicas, workers)
+
+
+def test_the_dead_are_left_out_and_the_version_is_sent_again_to_the_others():
+    actor = Actor(failures=[RuntimeError("a receiver went away")])
+    replicas, fleet, weights = sync_of(actor, replaces=False)
+    replicas.workers[0].error = WeightUpdateError("called off; the old version serves")
+    replicas.workers[1].error = ServerLostError("connection lost")
+    weights.sync(5)
+    assert actor.sent == [(5, 3), (5, 2)]
+    assert {n: replica.version for n, replica in replicas.workers.items()} == {0: 5, 2: 5}
+    assert fleet.workers[0].servers == ["http://0", "http://2"]
+
+
+def test_a_replica_whose_server_is_gone_is_found_before_the_sender_waits_for_it():
+    actor = Actor()
+    replicas, _, weights = sync_of(actor, replaces=False)
+    replicas.workers[2].health = ServerLostError("connection refused")
+    weights.sync(5)
+    assert actor.sent == [(5, 2)]
+    assert "connection refused" in str(replicas.lost[2])
+
+
+def test_a_new_replica_is_used_once_it_has_the_weights():
+    replicas, fleet, weights = sync_of(Actor(), count=1)
+    weights.sync(1)
+    replicas.resize(2)
+    assert fleet.workers[0].servers is None  # still those that it began with
+    weights.sync(2)
+    assert fleet.workers[0].servers == ["http://0", "http://1"]
+
+
+def test_a_sync_that_fails_though_nobody_died_ends_the_run_and_both_sides_are_told():
+    replicas, _, weights = sync_of(Actor(failures=[RuntimeError("digest differs")]))
+    replicas.workers[1].error = WeightUpdateError("the sync was called off")
+    with pytest.raises(RuntimeError, match="digest differs") as raised:
+        weights.sync(5)
+    assert raised.value.__notes__ == ["the receiving side: the sync was called off"]
+    with pytest.raises(StaleWeightsError, match="version 6 was committed, but peer 2 did not confirm it"):
+        sync_of(Actor(lost=("peer 2",)))[2].sync(6)
+
+
+def test_without_any_replica_the_run_ends_with_the_last_death():
+    replicas, _, weights = sync_of(Actor(), count=1, replaces=False)
+    replicas.workers[0].health = ServerLostError("killed")
+    with pytest.raises(WorkerDiedError, match="nobody is left"):
+        weights.sync(5)
+
+
+def test_fleet_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
+    fleets = {"agent": LocalFleet(Agent, 1), "rollout": LocalFleet(Replica, 1)}
+    assert resize_as_asked(fleets, tmp_path) == []
+    file = tmp_path / "fleet.json"
+    file.write_text('{"agent": 3, "rollout": 2}')
+    assert resize_as_asked(fleets, tmp_path) == ["fleet.json: agent 3, rollout 2"]
+    assert [len(fleet.members) for fleet in fleets.values()] == [3, 2]
+    assert not file.exists()
+    for text, words in (('{"agents": 3}', "agent"), ('{"agent": 10}', "no room for ten"), ("3 agents", "JSON")):
+        file.write_text(text)
+        (told,) = resize_as_asked(fleets, tmp_path)
+        assert words in told

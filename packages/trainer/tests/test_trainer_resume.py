@@ -1,0 +1,258 @@
+"""Killed at any moment, a run goes on: every prompt of the epoch is learned from exactly once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rl_tq
+from rl_trainer import checkpoints
+from rl_trainer.checkpoints import RunState
+from rl_trainer.config import load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.errors import InputError
+from rl_trainer.job import follow, resumed
+from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipelines.fully_async import run_fully_async
+from rl_trainer.pipelines.held import claim_held
+from rl_trainer.pipelines.one_step_off import run_one_step_off
+from rl_trainer.pipelines.parts import RolloutManager
+from rl_trainer.pipelines.sync import run_sync
+from rl_trainer.testing import FakeAgents, FakeJob
+
+PIPELINES = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+BATCH, STEPS = 4, 6
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+class QueueAgents(FakeAgents):
+    """Fake agents whose rows are really in the queue."""
+
+    def __init__(self, config, queue, **options):
+        super().__init__(config, **options)
+        self.queue = queue
+
+    def _put(self, reports, partition):
+        for report in reports:
+            if report.batch is None:
+                continue
+            rows = [[1, 2] for _ in report.batch.tags]
+            columns = dict.fromkeys(("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards"), rows)
+            columns |= {"rollout_logprobs": rows, "group_id": [tags["group_id"] for tags in report.batch.tags]}
+            batch = self.queue.put(columns, partition=partition, tags=report.batch.tags)
+            yield replace(report, batch=batch)
+
+    def poll(self):
+        return list(self._put(super().poll(), "train"))
+
+    def generate(self, jobs, sampling_params, partition, group_size):
+        self.submit(jobs, sampling_params, partition, group_size)
+        reports = []
+        while self._running:
+            reports += self._put(super().poll(), partition)
+        return reports
+
+
+class Job(FakeJob):
+    """Fake engine, real queue, real checkpoints; ends at a named point."""
+
+    def __init__(self, config, queue, state, kill_at, seed):
+        super().__init__(config)
+        self.queue, self.kill_at = queue, kill_at
+        self.agents = QueueAgents(config, queue, seed=seed, per_poll=2)
+        order = PromptOrder(num_rows=BATCH * STEPS, seed=0, position=state.position, returned=list(state.pending))
+        self.held = tuple(HeldGroup.from_tuple(group) for group in state.held)
+        num_groups = max((group.group_id for group in self.held), default=0)
+        rows = [{"row": i} for i in range(BATCH * STEPS)]
+        self.manager = RolloutManager(self.agents, rows, order, config, num_groups=num_groups)
+
+    def parts(self):
+        real = {"agents": self.agents, "rollout_manager": self.manager, "queue": self.queue, "held": self.held}
+        return replace(super().parts(), **real)
+
+    def at(self, point):
+        if self.kill_at == point:
+            raise Killed
+
+    def sync(self, version):
+        self.agents.version = version
+        self.at(("sync", version))
+        return super().sync(version)
+
+    def update_actor(self, batch):
+        self.at(("update", self._version))
+        return super().update_actor(batch)
+
+    def save_checkpoint(self, path, step):
+        self.at(("before the engine's checkpoint", step))
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.at(("before the state file", step))
+
+    def save_model(self, path):
+        pass
+
+
+def one_process(settings, tmp_path, kill_at=None, seed=0):
+    """A process's life: the records it wrote."""
+    settings = resumed(settings)
+    state = RunState(seed=0, num_rows=BATCH * STEPS)
+    if settings.resume_from is not None:
+        state = RunState.read(Path(settings.resume_from)).for_run(settings)
+        checkpoints.forget_after(tmp_path, state.step)
+    with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(settings, state)) as queue:
+        job = Job(settings, queue, state, kill_at, seed)
+        records = PIPELINES[settings.pipeline](job.parts(), settings, [{}], start_step=state.step)
+
+        def add(record):
+            if record.rows:
+                with (tmp_path / "prompts.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": record.step, "rows": record.rows}) + "\n")
+
+        try:
+            follow(records, job.parts(), settings, state, tmp_path, add=add, should_stop=lambda: False)
+        except Killed:
+            return state.step
+    return settings.steps
+
+
+def used(output_dir):
+    lines = [json.loads(line) for line in (output_dir / "prompts.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or there twice"
+    return [row for line in lines for row in line["rows"]]
+
+
+@pytest.mark.parametrize("pipeline", sorted(PIPELINES))
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [("sync", 1)],
+        [("update", 3), ("sync", 4), ("before the engine's checkpoint", 4)],
+        [("before the state file", 1), ("before the state file", 3), ("update", 6)],
+    ],
+)
+def test_killed_at_a_named_point_every_prompt_is_used_once(tmp_path, pipeline, kills):
+    sizes = [f"batch.batch_size={BATCH}", "batch.mini_batch_size=4", "batch.group_size=2", f"steps={STEPS}"]
+    how = [f"pipeline={pipeline}", f"output_dir={tmp_path}", "save_every=1", "eval_every=0", "timeout_s=5"]
+    how += ["staleness.max_staleness=2"] if pipeline == "fully_async" else []
+    settings = load_config("quickstart", [*how, *sizes])
+    for number, kill in enumerate(kills):
+        assert one_process(settings, tmp_path, kill, seed=number) < STEPS
+    assert one_process(settings, tmp_path, seed=len(kills)) == STEPS
+    assert sorted(used(tmp_path)) == list(range(BATCH * STEPS))
+    if pipeline != "sync":
+        states = [RunState.read(tmp_path / f"checkpoint-{step}") for step in range(1, STEPS)]
+        assert any(state.held for state in states), "no finished group outlived a process: the test shows nothing"
+
+
+def test_rows_that_were_written_after_the_step_are_cleared_and_missing_ones_are_told():
+    with rl_tq.serve("inproc://") as queue:
+        columns = {name: [[1]] for name in ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards")}
+        columns |= {"rollout_logprobs": [[0]]}
+        for group, tags in ((1, {"attempt": 0}), (2, {"attempt": 0}), (2, {"attempt": 1})):
+            queue.put(
+                columns | {"group_id": [group]}, partition="train", tags=[{"group_id": group, "reward": 0.0} | tags]
+            )
+        held = HeldGroup(group_id=2, row_index=0, place=0, released=1, attempt=1)
+        found = claim_held(queue, "train", [held])
+        assert list(found) == [2]
+        assert queue.stats()["partitions"]["train"]["rows"] == 1
+        with pytest.raises(InputError, match=r"no rows of the groups \[7\]"):
+            claim_held(queue, "elsewhere", [replace(held, group_id=7)])
+
+
+def test_what_another_pipeline_left_in_the_queue_is_generated_again():
+    state = RunState(
+        seed=0, num_rows=9, pipeline="fully_async", pending=(1, 2), held=((7, 4, 0, 1, 0), (8, 3, 1, 1, 0))
+    )
+    assert state.for_run(load_config("quickstart", ["pipeline=fully_async"])) is state
+    other = state.for_run(load_config("quickstart", []))
+    assert (other.held, other.pending) == ((), (4, 3, 1, 2))
+    one_step = replace(state, pipeline="one_step_off")
+    assert one_step.for_run(load_config("quickstart", ["pipeline=one_step_off", "batch.batch_size=2"])) is one_step
+    assert not one_step.for_run(load_config("quickstart", ["pipeline=one_step_off", "batch.batch_size=4"])).held
+
+
+def test_a_torn_line_and_later_steps_are_taken_out_of_the_logs(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    checkpoints.forget_after(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+# ---- the real thing: processes, Ray, and SIGKILL
+
+
+def start(model, output_dir, *overrides):
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", f"model.path={model}", f"output_dir={output_dir}"]
+    with Path(f"{output_dir}.log").open("a") as log:
+        return subprocess.Popen(
+            [*command, *overrides, "--resume"], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def steps_done(output_dir):
+    try:
+        return len((output_dir / "prompts.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def servers_of(output_dir):
+    """Processes of a run that are there still."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(output_dir).encode() in (process / "cmdline").read_bytes():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("pipeline", ["fully_async", "one_step_off", "sync"])
+def test_kill_9_at_random_moments(model, tmp_path, pipeline):
+    draw = random.Random(f"kill {pipeline}")
+    output_dir, log = tmp_path / "out", tmp_path / "out.log"
+    num_steps, batch_size = 12, 4
+    own_model = tmp_path / "out-model"  # so that the servers' command lines show whose they are
+    own_model.symlink_to(model)
+    overrides = [
+        f"pipeline={pipeline}", f"data.num_rows={num_steps * batch_size + 8}", "data.eval_size=8",
+        f"batch.batch_size={batch_size}", "batch.mini_batch_size=4", "batch.group_size=4", f"steps={num_steps}",
+        "save_every=1", "eval_every=0", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1",
+    ]  # fmt: skip
+    overrides += ["staleness.max_staleness=2"] if pipeline == "fully_async" else []
+    for _ in range(3):
+        process = start(own_model, output_dir, *overrides)
+        before, deadline = steps_done(output_dir), time.monotonic() + 240
+        while steps_done(output_dir) <= before or checkpoints.newest(output_dir) is None:
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0.0, 1.0))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+        deadline = time.monotonic() + 60
+        while left := servers_of(own_model):
+            assert time.monotonic() < deadline, f"processes {left} of a killed run are there still"
+            time.sleep(0.2)
+    last = checkpoints.newest(output_dir)
+    if RunState.read(last).step < num_steps:
+        assert start(own_model, output_dir, *overrides).wait(300) == 0, log.read_text()[-3000:]
+    rows = used(output_dir)
+    assert sorted(rows) == list(range(num_steps * batch_size))
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["metrics"]] == list(range(1, num_steps + 1))
+    final = RunState.read(checkpoints.newest(output_dir))
+    assert (final.step, final.pending, final.held) == (num_steps, (), ())
