@@ -235,6 +235,37 @@ def test_without_any_replica_the_run_ends_with_the_last_death():
         weights.sync(5)
 
 
+def test_colocated_replicas_and_actor_have_the_memory_in_turn():
+    told = []
+
+    class Sleeper(Replica):
+        def sleep(self):
+            told.append("servers sleep")
+
+        def wake(self, tags):
+            told.append(f"servers wake {tags[0]}")
+
+    class Mover(Actor):
+        def onload(self):
+            told.append("actor onload")
+
+        def offload(self):
+            told.append("actor offload")
+
+        def send_weights(self, version, num_receivers):
+            told.append(f"send {version}")
+            return super().send_weights(version, num_receivers)
+
+    _, workers = agents(1)
+    weights = WeightSync(Mover(), LocalFleet(Sleeper, 1), workers, is_colocated=True)
+    weights.sync(1)
+    weights.yield_memory()
+    weights.sync(2)
+    turn = ["servers wake weights", "send {}", "actor offload", "servers wake kv_cache"]
+    sent = [[line.format(version) for line in turn] for version in (1, 2)]
+    assert told == [*sent[0], "servers sleep", "actor onload", *sent[1]]
+
+
 def test_fleet_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
     fleets = {"agent": LocalFleet(Agent, 1), "rollout": LocalFleet(Replica, 1)}
     assert resize_as_asked(fleets, tmp_path) == []

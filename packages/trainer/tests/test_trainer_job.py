@@ -83,6 +83,18 @@ def test_fully_async_without_staleness_has_the_losses_of_sync(model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["ray", "inline"])
+def test_colocated_servers_have_the_losses_of_split_pools(model, tmp_path, runtime):
+    """Servers that sleep while the engine trains, in its own processes on Ray, and in this one inline."""
+    split, colocated = tmp_path / "split", tmp_path / "colocated"
+    for output_dir, overrides in ((split, []), (colocated, ["rollout.colocated=true"])):
+        process = start(model, output_dir, *LEARNING, *overrides, "steps=3", f"runtime={runtime}")
+        assert process.wait(300) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
+    assert len(losses(split)) == 3
+    assert losses(colocated) == pytest.approx(losses(split), abs=1e-6)
+
+
+@pytest.mark.slow
 def test_fully_async_runs_ahead_and_resumes_with_what_was_pending(model, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     overrides = [*LEARNING, "algorithm.correction=tis", "pipeline=fully_async", "staleness.max_staleness=2"]
@@ -94,7 +106,7 @@ def test_fully_async_runs_ahead_and_resumes_with_what_was_pending(model, tmp_pat
     assert ages[0] == 0
     assert 0 < max(ages) <= 2
     state = json.loads((first / "checkpoint-2" / "trainer_state.json").read_text())
-    assert len(state["pending"]) == 12  # three batches ahead
+    assert len(state["pending"]) + len(state["held"]) == 12  # three batches ahead
     resume = [f"resume_from={first / 'checkpoint-2'}", "steps=6"]
     assert start(model, second, *overrides, *resume).wait(200) == 0, Path(f"{second}.log").read_text()[-3000:]
     assert sorted(losses(second)) == [3, 4, 5, 6]

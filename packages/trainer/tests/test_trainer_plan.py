@@ -41,6 +41,12 @@ def test_counts_by_hand():
         (["engine.world_size=2", "engine.parallel.tp=4"], PlanError, r"world_size=2 is no multiple of .* 4 x 1 x 1"),
         (["engine.lora.rank=0"], ConfigError, "engine.lora.rank: Input should be greater than 0"),
         (["runtime=inline", "engine.world_size=2"], PlanError, "use runtime=ray"),
+        (
+            ["rollout.colocated=true", "pipeline=one_step_off"],
+            PlanError,
+            "generates and trains at the same time, which",
+        ),
+        (["rollout.colocated=true", "rollout.num_replicas=2"], PlanError, "num_replicas=2 and engine.world_size=1"),
         (["rollout.top_p=0.9", "algorithm.old_logprobs=recompute"], PlanError, "set top_p=1"),
         (["algorithm.advantage=gae"], PlanError, "reads values, which takes a critic: set a key of critic"),
         (["critic.lr=1e-5"], PlanError, "critic do nothing with algorithm.advantage=grpo; .* one of gae, vtrace"),

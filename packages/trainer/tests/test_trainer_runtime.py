@@ -196,6 +196,7 @@ def until(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ray_fleet_members_die_are_replaced_join_and_leave(ray_runtime):
     fleet = ray_runtime.create_fleet(Member, "fleet", start=10)
     assert fleet.members == (0, 1)

@@ -147,8 +147,12 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def create_fleet(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> Fleet[W]:
-        """Place one worker of a class per process of a pool, each on its own: see `Fleet`."""
+    def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
+        """Place one worker of a class per process of a pool, each on its own: see `Fleet`.
+
+        `is_alone` says that the pool is the fleet's. In one that it shares with groups, nobody is replaced and nobody
+        joins: a process that dies takes all of its workers along, and the run ends.
+        """
 
     @abstractmethod
     def stop(self) -> None:

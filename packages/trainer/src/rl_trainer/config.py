@@ -191,6 +191,9 @@ class RolloutSection:
     """Name of an installed rl-rollout backend."""
     num_replicas: Positive = 1
     """Servers, each a process of its own."""
+    colocated: bool = False
+    """Servers share the GPUs of the engine, one on each: they give their memory back while it trains, and it gives its
+    back while they generate. With pipeline=sync."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0

@@ -134,6 +134,16 @@ def _check_algorithm(config: Config) -> None:
         _check_off_policy(config)
     if config.pipeline != "fully_async" and config.staleness != StalenessSection():
         raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
+    if config.rollout.colocated and config.pipeline != "sync":
+        raise PlanError(
+            f"pipeline={config.pipeline} generates and trains at the same time, which rollout.colocated=true rules "
+            "out; choose pipeline=sync, or colocated=false"
+        )
+    if config.rollout.colocated and config.rollout.num_replicas != config.engine.world_size:
+        raise PlanError(
+            f"rollout.colocated=true puts one server beside every rank of the engine, but rollout.num_replicas="
+            f"{config.rollout.num_replicas} and engine.world_size={config.engine.world_size}; make them equal"
+        )
     layout, world_size = config.engine.parallel, config.engine.world_size
     if world_size % (layout.tp * layout.pp * layout.cp):
         raise PlanError(

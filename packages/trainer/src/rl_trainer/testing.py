@@ -97,6 +97,9 @@ class FakeJob:
         self.calls.append(f"update {len(batch)}")
         return UpdateReport(metrics={"policy_loss": 0.0, "kl": 0.0}, grad_norm=1.0, lr=1e-3)
 
+    def yield_memory(self) -> None:
+        """Nothing is shared."""
+
     def sync(self, version: int) -> SyncReport:
         """A sync of nothing."""
         self.calls.append(f"sync {version}")

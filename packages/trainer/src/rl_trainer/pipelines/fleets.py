@@ -152,12 +152,24 @@ class WeightSync:
 
     A replica that dies is left out, and a version that its death called off is sent again to the others. One that
     joined serves its first request once it has taken part in a sync.
+
+    Colocated with the actor, replicas and actor have the GPU in turn: the replicas from the end of a sync to
+    `yield_memory`, the actor from there to the end of the next sync.
     """
 
-    def __init__(self, actor: EngineWorker, servers: Fleet[RolloutWorker], agents: AgentFleet) -> None:
+    def __init__(
+        self, actor: EngineWorker, servers: Fleet[RolloutWorker], agents: AgentFleet, *, is_colocated: bool = False
+    ) -> None:
         self._actor, self.servers, self._agents = actor, servers, agents
+        self._is_colocated = is_colocated
         self.in_use: dict[int, ServerAddress] = {}
         """By member, the replicas that the agents generate on."""
+
+    def yield_memory(self) -> None:
+        """The actor's turn, where it shares a GPU with the replicas; nothing where it does not."""
+        if self._is_colocated:
+            self._on_all(RolloutWorker.sleep)
+            self._actor.onload()
 
     def sync(self, version: int) -> SyncReport:
         """Send and install `version`; returns when every replica serves it.
@@ -165,6 +177,20 @@ class WeightSync:
         Raises:
             Exception: what either side failed with, where nobody died; both are told.
         """
+        if not self._is_colocated:
+            return self._sync(version)
+        self._on_all(RolloutWorker.wake, ("weights",))
+        report = self._sync(version)
+        self._actor.offload()
+        self._on_all(RolloutWorker.wake, ("kv_cache",))
+        return report
+
+    def _on_all(self, method: Callable[..., None], *arguments: Any) -> None:
+        for answer in self.servers.call(method, dict.fromkeys(self.servers.wait(), arguments)).values():
+            if isinstance(answer, Exception):
+                raise answer
+
+    def _sync(self, version: int) -> SyncReport:
         for attempt in range(_SYNC_ATTEMPTS):
             self._find_lost(self.servers.call(RolloutWorker.check_health, dict.fromkeys(self.servers.wait(), ())))
             members = self.servers.wait()

@@ -224,14 +224,16 @@ class Parts:
 
 
 def resource_pools(config: Config) -> list[ResourcePool]:
-    """The pools of a job: one for engines, one for servers, one for agent loops, one for the queue."""
-    has_gpu = _num_gpus() > 0
-    return [
-        ResourcePool(name="engine", num_workers=config.engine.world_size, num_gpus=1.0 if has_gpu else 0.0),
-        ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=1.0 if has_gpu else 0.0),
+    """The pools of a job: for engines, for servers (unless they are colocated), for agent loops, for the queue."""
+    num_gpus = 1.0 if _num_gpus() > 0 else 0.0
+    pools = [
+        ResourcePool(name="engine", num_workers=config.engine.world_size, num_gpus=num_gpus),
         ResourcePool(name="agent", num_workers=config.agent.num_workers),
         ResourcePool(name="queue", num_workers=1),
     ]
+    if not config.rollout.colocated:
+        pools.append(ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=num_gpus))
+    return pools
 
 
 def _num_gpus() -> int:
@@ -268,13 +270,16 @@ def place(
         servers = threads.submit(
             runtime.create_fleet,
             RolloutWorker,
-            "rollout",
+            "engine" if config.rollout.colocated else "rollout",
+            is_alone=not config.rollout.colocated,
             backend=config.rollout.backend,
             config=server_config(config, model_path),
             weights_address=weights_address,
             is_own_process=is_own_process,
             timeout_s=config.timeout_s,
         )
+        if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
+            put_to_sleep(servers.result())
         actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
         reference = (
             create_engine(config, runtime, model_path, queue_address, None, is_trained=False)
@@ -283,6 +288,10 @@ def place(
         )
         critic = create_critic(config, runtime, model_path, queue_address) if config.critic is not None else None
         rollout = servers.result()
+    if config.rollout.colocated:
+        for engine in (reference, critic):
+            if engine is not None:
+                engine.offload()
     addresses = server_addresses(rollout)
     workers = runtime.create_fleet(
         AgentWorker,
@@ -317,13 +326,20 @@ def place(
         ),
         rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config, num_groups=num_groups),
         held=held,
-        weights=WeightSync(actor, rollout, agents),
+        weights=WeightSync(actor, rollout, agents, is_colocated=config.rollout.colocated),
         queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
         agents=agents,
         eval_rows=prompts.eval_rows,
         samples=samples,
         num_too_long=prompts.num_too_long,
     )
+
+
+def put_to_sleep(servers: Fleet[RolloutWorker]) -> None:
+    """Have replicas give their memory back, for an engine on the same GPU."""
+    for answer in servers.call(RolloutWorker.sleep, dict.fromkeys(servers.wait(), ())).values():
+        if isinstance(answer, Exception):
+            raise answer
 
 
 def server_addresses(servers: Fleet[RolloutWorker]) -> list[ServerAddress]:

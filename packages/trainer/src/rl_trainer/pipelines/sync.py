@@ -38,6 +38,8 @@ def run_sync(parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_st
         with timer.phase("generate"):
             generated = parts.rollout_manager.generate_sequences(_PARTITION, step)
         ages = ages_of(generated.batch, version=version, bound=0)
+        with timer.phase("yield_memory"):
+            parts.weights.yield_memory()
         updates = learn(parts, config, generated.batch, step, timer)
         version = step + 1
         with timer.phase("weight_sync"):

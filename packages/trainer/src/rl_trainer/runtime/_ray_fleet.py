@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rl_trainer.base import Fleet
-from rl_trainer.errors import TrainerError, WorkerDiedError, WorkerTimeoutError
+from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime._ray_host import last_lines
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ _POLL_S = 0.05
 class RayFleet(Fleet[W]):
     """Members are host processes of one worker each; made by `RayRuntime.create_fleet`."""
 
-    def __init__(self, runtime: RayRuntime, pool: str, name: str, worker: Callable[..., W], kwargs: Any) -> None:
+    def __init__(
+        self, runtime: RayRuntime, pool: str, name: str, worker: Callable[..., W], kwargs: Any, *, is_alone: bool
+    ) -> None:
+        self._is_alone = is_alone
         self._runtime, self._pool, self._name = runtime, pool, name
         self._worker, self._kwargs = worker, kwargs
         self._numbers = itertools.count()
@@ -105,7 +108,7 @@ class RayFleet(Fleet[W]):
     def _replace(self, host: PlacedHost, error: Exception) -> None:
         self._last_death = error
         self._news.append(str(error))
-        if self._is_closed:
+        if self._is_closed or not self._is_alone:
             return
         if self._num_replacements == _MAX_REPLACEMENTS:
             self._news.append(f"{self._name}: {_MAX_REPLACEMENTS} members were replaced already; this one is not")
@@ -156,6 +159,11 @@ class RayFleet(Fleet[W]):
     def resize(self, num_members: int) -> None:
         """See `Fleet.resize`."""
         with self._lock:
+            if not self._is_alone and num_members != len(self._hosts):
+                raise PlacementError(
+                    f"{self._name} shares the {len(self._hosts)} processes of pool {self._pool!r} with others, so it "
+                    f"cannot have {num_members} members"
+                )
             for _ in range(num_members - len(self._hosts) - len(self._starting)):
                 place = self._runtime.reserve_host(self._pool)
                 self._start(place)

@@ -47,8 +47,9 @@ class InlineRuntime(Runtime):
         self._workers.append(instance)
         return cast("W", _InlineGroup(instance))
 
-    def create_fleet(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> Fleet[W]:
+    def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
         """A fleet of one, which can neither die nor grow."""
+        del is_alone
         self.create_group(worker, pool, **kwargs)
         return _InlineFleet(self._workers[-1])
 

@@ -31,6 +31,8 @@ _PLACEMENT_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 120.0
 """Of a host process, which has nothing to load yet."""
 _CLOSE_TIMEOUT_S = 20.0
+_SPARE_CPUS = 16
+"""That a local Ray is told of beyond what the pools ask for: room for fleets to grow."""
 _OBJECT_STORE_BYTES = 256 * 2**20
 """Ray carries references and numbers here, never tensors."""
 
@@ -97,7 +99,7 @@ class RayRuntime(Runtime):
             wanted = sum(p.num_workers * p.num_cpus for p in pools)
             options |= {
                 "address": "local",
-                "num_cpus": max(int(wanted + 1), os.cpu_count() or 1),
+                "num_cpus": max(int(wanted) + _SPARE_CPUS, os.cpu_count() or 1),
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
             self._has_started_ray = True
@@ -107,7 +109,8 @@ class RayRuntime(Runtime):
 
     def _reserve(self, pool: ResourcePool) -> PlacementGroup:
         bundle = _bundle(pool)
-        group = placement_group([bundle] * pool.num_workers, strategy="PACK", name=f"{pool.name}-{os.getpid()}")
+        name = f"{pool.name}-{os.getpid()}-{next(self._numbers)}"
+        group = placement_group([bundle] * pool.num_workers, strategy="PACK", name=name)
         if not group.wait(_PLACEMENT_TIMEOUT_S):
             there = {k: v for k, v in ray.available_resources().items() if k in {"CPU", "GPU"}}
             remove_placement_group(group)
@@ -141,11 +144,12 @@ class RayRuntime(Runtime):
         self.get(create, hosts, f"create {name}")
         return cast("W", _RayGroup(self, name, hosts, cast("type", worker)))
 
-    def create_fleet(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> Fleet[W]:
-        """Construct one worker in every host of the pool, which is the fleet's alone from now on."""
+    def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
+        """Construct one worker in every host of the pool."""
         name, hosts = self._name_of(worker), self._hosts_of(pool)
-        del self._hosts[pool]  # members come and go: who waits for others does not hear of them
-        fleet: RayFleet[W] = RayFleet(self, pool, name, worker, kwargs)
+        if is_alone:
+            del self._hosts[pool]  # members come and go: who waits for others does not hear of them
+        fleet: RayFleet[W] = RayFleet(self, pool, name, worker, kwargs, is_alone=is_alone)
         self._fleets[pool] = fleet
         fleet.begin(hosts)
         return fleet

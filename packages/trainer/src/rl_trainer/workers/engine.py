@@ -83,6 +83,16 @@ class _EngineRank:
         return UpdateReport(metrics=output.metrics, grad_norm=grad_norm, lr=lr)
 
     @register(Dispatch.ONE_TO_ALL)
+    def offload(self) -> None:
+        """Move everything to the CPU's memory; a call that needs it brings it back, and away again."""
+        self._engine.to("cpu")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def onload(self) -> None:
+        """Bring everything back to stay."""
+        self._engine.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int) -> float:
         """Write a resumable checkpoint; returns the seconds it took."""
         start = time.perf_counter()

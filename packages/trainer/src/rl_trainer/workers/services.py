@@ -86,6 +86,14 @@ class RolloutWorker:
         self._loop.run(self._server.update_weights(self._receiver, version), self._timeout_s)
         return version
 
+    def sleep(self) -> None:
+        """Give the memory of weights and cached keys back; the next weights have to be installed after `wake`."""
+        self._loop.run(self._server.sleep(2), self._timeout_s)
+
+    def wake(self, tags: tuple[str, ...]) -> None:
+        """Take the memory of `weights` or of the `kv_cache` again."""
+        self._loop.run(self._server.wake(tags), self._timeout_s)
+
     def close(self) -> None:
         """End the server's process, and leave the session that its weights came by."""
         if self._watch is not None:
