@@ -70,7 +70,8 @@ class _InlineFleet(Fleet[W]):
         return (0,)
 
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
-        return {member: method(self._worker, *own) for member, own in arguments.items()}
+        with span(method.__qualname__):
+            return {member: method(self._worker, *own) for member, own in arguments.items()}
 
     def wait(self) -> tuple[int, ...]:
         return self.members
