@@ -9,5 +9,6 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "rl-csrc, CPU half: kernels, tensor frames and transfer buffers.";
   m.attr("compiler") = __VERSION__;
   rl::bind_kernels(m);
+  rl::bind_attention(m);
   rl::bind_buffers(m);
 }

@@ -1,9 +1,15 @@
 """Greedy decoding is token for token what transformers' own `generate` gives, whatever the batch does meanwhile."""
 
+import functools
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from rl_rollout import GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
+from rl_rollout import FinishReason, GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
+from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.model import load_model
 from rl_rollout.testing import write_tiny_model
 
 FAMILIES = {
@@ -61,9 +67,6 @@ def expected(folder, some_prompts):
 
 
 def build(folder, **overrides):
-    from rl_rollout.backends.embedded.engine import Engine
-    from rl_rollout.backends.embedded.model import load_model
-
     config = ServerConfig(model_path=str(folder), **overrides)
     return Engine(load_model(config), config)
 
@@ -79,6 +82,19 @@ def run_to_end(engine):
         engine.step()
         outputs.update(engine.take_events())
     return outputs
+
+
+def fed_tokens(engine):
+    """Every token that the model is given from now on."""
+    fed = []
+    real = engine.model.module.forward
+
+    def forward(*, input_ids, **kwargs):
+        fed.extend(input_ids[0].tolist())
+        return real(input_ids=input_ids, **kwargs)
+
+    engine.model.module.forward = forward
+    return fed
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -106,6 +122,88 @@ def test_greedy_equals_transformers_while_requests_join_and_leave(qwen3_folder):
         assert outputs[str(i)].token_ids == want[str(i)][: 4 + 4 * i]
 
 
+def test_a_long_prompt_holds_nobody_up(qwen3_folder):
+    engine = build(qwen3_folder, options={"chunk_tokens": 16})
+    long_prompt = tuple(3 + i % 45 for i in range(100))
+    engine.submit([greedy("short", (5, 6), 40, ignore_eos=True)])
+    engine.step()
+    fed = fed_tokens(engine)
+    engine.submit([greedy("long", long_prompt, 4, ignore_eos=True)])
+    lengths = []
+    for _ in range(8):
+        fed.clear()
+        engine.step()
+        lengths.append(len(fed))
+    # 100 tokens in chunks of 16: seven steps, in each of which the short one gets its token too.
+    assert lengths == [17] * 6 + [5, 2]
+    assert run_to_end(engine)["long"].token_ids == expected(qwen3_folder, [long_prompt])[0][:4]
+
+
+requests = st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(1, 20), st.integers(0, 6), st.booleans())
+
+
+schedules = given(st.lists(requests, min_size=1, max_size=8), st.integers(8, 12), st.integers(1, 24), st.integers(1, 8))
+
+
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@schedules
+def test_any_schedule_gives_the_tokens_of_each_alone(shared_engine, schedule, num_blocks, chunk_tokens, max_num_seqs):
+    check_schedule(*shared_engine, schedule, num_blocks, chunk_tokens, max_num_seqs)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@schedules
+def test_many_schedules(shared_engine, schedule, num_blocks, chunk_tokens, max_num_seqs):
+    check_schedule(*shared_engine, schedule, num_blocks, chunk_tokens, max_num_seqs)
+
+
+def check_schedule(model, alone, schedule, num_blocks, chunk_tokens, max_num_seqs):
+    """Random arrivals, aborts, lengths and shared prefixes, in a cache with room for one request and a bit."""
+    config = ServerConfig(
+        model_path="unused",
+        max_num_seqs=max_num_seqs,
+        kv_cache_bytes=num_blocks * 8 * 256,
+        options={"block_size": 8, "chunk_tokens": chunk_tokens},
+    )
+    engine = Engine(model, config)
+    outputs, want, aborts = {}, {}, {}
+    for i, (family, prompt_len, new_tokens, wait, is_aborted) in enumerate(schedule):
+        prompt = tuple(3 + (family + k) % 45 for k in range(prompt_len))
+        want[str(i)] = alone(prompt)[:new_tokens]
+        engine.submit([greedy(i, prompt, new_tokens, ignore_eos=True)])
+        if is_aborted:
+            aborts[str(i)] = wait
+        for _ in range(wait):
+            if engine.can_step:
+                engine.step()
+        if is_aborted:
+            engine.abort([str(i)])
+        outputs.update(engine.take_events())
+    outputs.update(run_to_end(engine))
+    for name, tokens in want.items():
+        got = outputs[name].token_ids
+        assert got == tokens[: len(got)]
+        assert got == tokens or (name in aborts and outputs[name].finish_reason is FinishReason.ABORT)
+    pool = engine.scheduler.pool
+    assert pool.num_held == 0
+    assert pool.num_free == pool.limit
+
+
+@pytest.fixture(scope="module")
+def shared_engine(qwen3_folder):
+    """A model, and what it gives to a prompt that is served alone."""
+    model = load_model(ServerConfig(model_path=str(qwen3_folder)))
+
+    @functools.cache
+    def alone(prompt):
+        engine = Engine(model, ServerConfig(model_path="unused"))
+        engine.submit([greedy("alone", prompt, 20, ignore_eos=True)])
+        return run_to_end(engine)["alone"].token_ids
+
+    return model, alone
+
+
 def test_logprobs_are_those_of_a_forward_pass(qwen3_folder):
     from transformers import AutoModelForCausalLM
 
@@ -125,28 +223,18 @@ def test_logprobs_are_those_of_a_forward_pass(qwen3_folder):
         torch.testing.assert_close(torch.tensor(outputs[str(i)].logprobs), want, atol=1e-4, rtol=0)
 
 
-def test_a_group_is_prefilled_once(qwen3_folder):
+def test_a_group_is_computed_once(qwen3_folder):
     engine = build(qwen3_folder)
-    prefilled = []
-    real = type(engine.model).prefill
-
-    class Counting(type(engine.model)):
-        __slots__ = ()
-
-        def prefill(self, ids, positions, batch):
-            prefilled.extend(ids.tolist())
-            real(self, ids, positions, batch)
-
-    fields = {name: getattr(engine.model, name) for name in type(engine.model).__dataclass_fields__}
-    engine.model = Counting(**fields)
+    fed = fed_tokens(engine)
     prompt = prompts()[4]
-    engine.submit(greedy(i, prompt, ignore_eos=True) for i in range(8))
+    engine.submit(greedy(i, prompt, 9, ignore_eos=True) for i in range(8))
     engine.step()
-    engine.submit([greedy("late", prompt, ignore_eos=True)])  # while the group runs
+    assert fed == list(prompt)  # and all eight have their first token
+    engine.submit([greedy("late", prompt, 9, ignore_eos=True)])  # while the group runs: two blocks of 16 are known
     outputs = run_to_end(engine)
-    assert prefilled == list(prompt[:-1])
+    assert len(fed) == len(prompt) + 8 * 8 + len(prompt) % 16 + 8
     alone = build(qwen3_folder)
-    alone.submit([greedy("alone", prompt, ignore_eos=True)])
+    alone.submit([greedy("alone", prompt, 9, ignore_eos=True)])
     assert len(outputs) == 9
     assert {output.token_ids for output in outputs.values()} == {run_to_end(alone)["alone"].token_ids}
 

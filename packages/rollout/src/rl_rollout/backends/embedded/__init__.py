@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_rollout._registry import check_options
-from rl_rollout.errors import ModelFolderError
+from rl_rollout.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
@@ -26,9 +27,31 @@ def check_model_folder(model_path: str) -> None:
         raise ModelFolderError(f"model folder {model_path!r} has no config.json; is it a Hugging Face model folder?")
 
 
+OPTIONS = {
+    "block_size": "positions per block of the cache; 16",
+    "chunk_tokens": "prompt tokens computed per step, so that a long prompt holds nobody up; 512",
+    "adapters": "LoRA adapters that requests may ask for: name to folder in peft's format",
+}
+
+
+def check_embedded_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that there are not, and values that they cannot have.
+
+    Raises:
+        ConfigError: says which.
+    """
+    check_options(options, OPTIONS, "embedded")
+    for name, value in options.items():
+        if name == "adapters":
+            if not isinstance(value, Mapping) or not all(n and "." not in n for n in value):
+                raise ConfigError(f"option adapters={value!r} must map names (without dots) to folders")
+        elif not isinstance(value, int) or value < 1:
+            raise ConfigError(f"option {name}={value!r} must be a whole number, at least 1")
+
+
 def create_server(config: ServerConfig) -> RolloutServer:
     """A server whose engine lives in this process, in a thread of its own."""
-    check_options(config.options, {}, "embedded")
+    check_embedded_options(config.options)
     check_model_folder(config.model_path)
     from rl_rollout.backends.embedded.server import EmbeddedServer  # imports transformers and aiohttp
 
@@ -37,7 +60,7 @@ def create_server(config: ServerConfig) -> RolloutServer:
 
 def launch_server(config: ServerConfig) -> RolloutServer:
     """A client whose `start` runs `rl-serve --backend embedded` as a process of its own."""
-    check_options(config.options, {}, "embedded")
+    check_embedded_options(config.options)
     check_model_folder(config.model_path)
     from rl_rollout._launch import LaunchedServer
 

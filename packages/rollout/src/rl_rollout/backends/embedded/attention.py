@@ -3,22 +3,26 @@
 The model is always run on packed tokens, shape [1, T]: no padding enters a linear layer. Which token belongs to which
 sequence is known to the batch object that the engine passes through the model as the keyword `rl_batch`; the
 registered function hands over to it. Letters: T packed tokens, B sequences, H query heads, K key/value heads, D head
-size, L positions.
+size, L positions, R rows and M columns of the block table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rl_csrc import paged
 from rl_rollout.backends.embedded.cache import KVCache, LayerShape
 from rl_rollout.errors import ModelFolderError
 
-ATTENTION_NAME = "rl_rollout_slots"
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ATTENTION_NAME = "rl_rollout_paged"
 """Name under which transformers finds `attention_forward`."""
 
 _UNSUPPORTED = ("position_bias", "head_mask")
@@ -93,110 +97,103 @@ class ProbeBatch:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
-class DecodeBatch:
-    """One new token for each of the first B rows of the cache.
+class PagedBatch:
+    """New tokens of any rows over the paged cache: first one token each of some rows, then chunks.
 
     Args:
-        cache: Keys and values; the new token's are written to it.
-        positions: int64, position of each row's token.
-        length: One more than the largest position.
+        cache: Keys and values; the new tokens' are written to it.
+        block_tables: [R, M] int64.
+        rows: [T] int64, row of each token.
+        positions: [T] int64, position of each token.
+        num_single: The first so many tokens are of different rows.
+        num_blocks: Columns of the block table that those may look at.
+        chunks: Of the other tokens, in order: row, position of the first, count.
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        block_tables: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        *,
+        num_single: int,
+        num_blocks: int,
+        chunks: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
         self.cache = cache
-        self.positions = positions
-        self.length = length
-        self.rows = torch.arange(positions.shape[0], device=positions.device)
-        self.column = torch.arange(length, device=positions.device)
-        self._masks: dict[int | None, Tensor] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        """Write the new keys and values, then attend over each row's own positions."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows, :, self.positions] = key[0].transpose(0, 1)
-        values[self.rows, :, self.positions] = value[0].transpose(0, 1)
-        num_rows, num_kv_heads = self.rows.shape[0], keys.shape[1]
-        # The queries that share a key head take the place of query positions: [B, K, H / K, D].
-        grouped = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, query.shape[-1])
-        out = _attend(
-            grouped,
-            keys[:num_rows, :, : self.length],
-            values[:num_rows, :, : self.length],
-            self._mask(settings.window, query.dtype),
-            settings,
-            sinks=None if settings.sinks is None else settings.sinks.view(1, num_kv_heads, -1, 1),
-        )
-        return out.reshape(1, num_rows, query.shape[1], values.shape[-1])
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, 1, L] added to the scores: 0 or minus infinity."""
-        if window not in self._masks:
-            position = self.positions[:, None]
-            is_hidden = self.column > position
-            if window is not None:
-                is_hidden |= self.column <= position - window
-            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=position.device)
-            self._masks[window] = mask.masked_fill_(is_hidden, float("-inf"))[:, None, None]
-        return self._masks[window]
-
-
-class PrefillBatch:
-    """The first `lengths` tokens of some rows, computed from nothing.
-
-    Args:
-        cache: Keys and values are written to it.
-        rows: int64, rows of the cache.
-        lengths: int64, tokens of each.
-        length: Largest of `lengths`.
-    """
-
-    def __init__(self, cache: KVCache, rows: Tensor, lengths: Tensor, length: int) -> None:
-        self.cache = cache
+        self.block_tables = block_tables
         self.rows = rows
-        self.length = length
-        self.column = torch.arange(length, device=rows.device)
-        self.is_token = self.column < lengths[:, None]
-        flat = self.is_token.flatten()
-        # Where each padded place finds its packed token (padding finds token 0), and where each packed token lies.
-        self._from_packed = (flat.cumsum(0) - 1).clamp_(min=0)
-        self._to_packed = flat.nonzero()[:, 0]
-        self._masks: dict[int | None, Tensor] = {}
-
-    @property
-    def positions(self) -> Tensor:
-        """[T] int64, position of each packed token in its sequence."""
-        return self.column.expand_as(self.is_token)[self.is_token]
+        self.positions = positions
+        self.num_single = num_single
+        self.num_blocks = num_blocks
+        self.chunks = chunks
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        """Write keys and values, then attend causally within each sequence."""
-        query, key, value = (self._pad(part) for part in (query, key, value))
-        # Padding is written too: it is finite, beyond the sequence's end, and overwritten as the sequence grows.
-        self.cache.keys[layer][self.rows, :, : self.length] = key
-        self.cache.values[layer][self.rows, :, : self.length] = value
-        num_groups = query.shape[1] // key.shape[1]
-        if num_groups > 1:
-            key = key.repeat_interleave(num_groups, dim=1)
-            value = value.repeat_interleave(num_groups, dim=1)
-        sinks = None if settings.sinks is None else settings.sinks.view(1, -1, 1, 1)
-        out = _attend(query, key, value, self._mask(settings.window, query.dtype), settings, sinks)
-        return out.transpose(1, 2).flatten(0, 1)[self._to_packed][None]
+        """Write keys and values, then let each token look at its row up to itself."""
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if not paged.has_kernel(query):
+            return self._attend_with_torch(query, key, value, keys, values, settings)[None]
+        out = paged.attention(
+            query,
+            key,
+            value,
+            keys,
+            values,
+            self.block_tables,
+            self.rows,
+            self.positions,
+            scaling=settings.scaling,
+            window=settings.window,
+            softcap=settings.softcap,
+            sinks=settings.sinks,
+        )
+        return out[None]
 
-    def _pad(self, packed: Tensor) -> Tensor:
-        """[1, H, T, D] to [B, H, L, D]."""
-        num_rows = self.rows.shape[0]
-        padded = packed[0].transpose(0, 1)[self._from_packed]
-        return padded.view(num_rows, self.length, *padded.shape[1:]).transpose(1, 2)
+    def _attend_with_torch(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        """The same without a kernel: gathered blocks under torch's attention, [T, H, D] to [T, H, D]."""
+        size, single = self.cache.block_size, self.num_single
+        block = self.block_tables[self.rows, self.positions // size]
+        keys[block, self.positions % size] = key
+        values[block, self.positions % size] = value
+        parts: list[Tensor] = []
+        if single:
+            tables = self.block_tables[self.rows[:single], : self.num_blocks]
+            # The queries that share a key head take the place of query positions: [B, K, H / K, D].
+            grouped = query[:single].unflatten(1, (key.shape[1], -1))
+            sinks = None if settings.sinks is None else settings.sinks.view(1, key.shape[1], -1, 1)
+            mask = self._mask(0, self.positions[:single], tables.shape[1] * size, settings.window, query.dtype)
+            its_keys, its_values = (part[tables].flatten(1, 2).transpose(1, 2) for part in (keys, values))
+            out = _attend(grouped, its_keys, its_values, mask[:, None, None], settings, sinks)
+            parts.append(out.flatten(1, 2))
+        sinks = None if settings.sinks is None else settings.sinks.view(-1, 1, 1)
+        at, num_groups = single, query.shape[1] // key.shape[1]
+        for index, (row, start, count) in enumerate(self.chunks, start=1):
+            table, its = self.block_tables[row, : -(-(start + count) // size)], slice(at, at + count)
+            its_keys, its_values = (
+                part[table].flatten(0, 1).transpose(0, 1).repeat_interleave(num_groups, dim=0)
+                for part in (keys, values)
+            )
+            mask = self._mask(index, self.positions[its], its_keys.shape[1], settings.window, query.dtype)
+            out = _attend(query[its].transpose(0, 1), its_keys, its_values, mask, settings, sinks)
+            parts.append(out.transpose(0, 1))
+            at += count
+        return torch.cat(parts)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[L, L] added to the scores: 0 or minus infinity."""
-        if window not in self._masks:
-            distance = self.column[:, None] - self.column
-            is_hidden = distance < 0
+    def _mask(self, part: int, positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[B, L] added to the scores of tokens at `positions`: 0 or minus infinity. The same in every layer."""
+        if (part, window) not in self._masks:
+            column, position = torch.arange(length, device=positions.device), positions[:, None]
+            is_hidden = column > position
             if window is not None:
-                is_hidden |= distance >= window
-            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
-            self._masks[window] = mask.masked_fill_(is_hidden, float("-inf"))
-        return self._masks[window]
+                is_hidden |= column <= position - window
+            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
+            self._masks[part, window] = mask.masked_fill_(is_hidden, float("-inf"))
+        return self._masks[part, window]
 
 
 def _attend(

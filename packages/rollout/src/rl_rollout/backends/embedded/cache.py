@@ -1,40 +1,15 @@
-"""Keys and values of the sequences in the batch.
-
-One contiguous row per running sequence, in the order of the batch: rows 0..n-1 are in use, so that a decode step
-reads plain slices and gathers nothing. Rows and positions are added when they are needed. The engine says which row
-belongs to whom.
-"""
+"""Keys and values of everything in flight, in blocks of positions. Which block is whose, `blocks.py` knows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-LENGTH_STEP = 64
-"""Capacities in positions are multiples of this."""
-
-
-def plan_capacity(count: int, length: int, *, rows: int, room: int, max_rows: int, budget: int) -> tuple[int, int]:
-    """What to have room for, in rows and positions.
-
-    There is room for `rows` x `room` now, and `count` rows of up to `length` positions are wanted. What is there is
-    kept while it suffices. Rows grow by doubling, positions by half; both shrink to what is needed
-    when the memory budget (in positions, over all rows) asks for it.
-    """
-
-    def rounded(positions: int) -> int:
-        return -(-positions // LENGTH_STEP) * LENGTH_STEP
-
-    if count > rows:
-        rows = min(max(count, 2 * rows), max_rows)
-    if length > room:
-        room = rounded(max(length, room + room // 2))
-    if rows * room > budget:
-        room = rounded(length)
-        rows = max(count, min(rows, budget // room))
-    return rows, room
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,58 +25,60 @@ class LayerShape:
 
 
 class KVCache:
-    """Per layer a key tensor [rows, heads, positions, key_dim] and a value tensor like it.
+    """Per layer keys [blocks, block_size, heads, key_dim] and values like them.
 
-    Memory is zeroed when it is taken: positions beyond a sequence's end are masked, and a mask cannot hide a NaN.
+    Memory is zeroed when it is taken: positions that nobody has written are masked, and a mask cannot hide a NaN.
     """
 
-    def __init__(self, shapes: dict[int, LayerShape], *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shapes: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.shapes = shapes
+        self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.num_rows = 0
-        self.length = 0
+        self.num_blocks = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
     @property
-    def bytes_per_position(self) -> int:
-        """Memory of one position of one row, all layers, bytes."""
+    def bytes_per_block(self) -> int:
+        """Memory of one block, all layers, bytes."""
         numbers = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes.values())
-        return numbers * self.dtype.itemsize
+        return numbers * self.block_size * self.dtype.itemsize
 
-    def resize(self, num_rows: int, length: int, *, num_used: int) -> None:
-        """Take exactly this room, if it is not what there is; the first `num_used` rows keep their content."""
-        if (num_rows, length) == (self.num_rows, self.length):
+    def resize(self, num_blocks: int) -> None:
+        """Room for so many blocks; those that there are keep their content."""
+        if num_blocks == self.num_blocks:
             return
         for layer, shape in self.shapes.items():
-            room = (num_rows, shape.num_heads, length)
-            self.keys[layer] = self._moved(self.keys.get(layer), (*room, shape.key_dim), num_used)
-            self.values[layer] = self._moved(self.values.get(layer), (*room, shape.value_dim), num_used)
-        self.num_rows, self.length = num_rows, length
+            room = (num_blocks, self.block_size, shape.num_heads)
+            self.keys[layer] = self._moved(self.keys.get(layer), (*room, shape.key_dim))
+            self.values[layer] = self._moved(self.values.get(layer), (*room, shape.value_dim))
+        self.num_blocks = num_blocks
 
-    def _moved(self, old: Tensor | None, shape: tuple[int, int, int, int], num_used: int) -> Tensor:
+    def _moved(self, old: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         new = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        if old is not None and num_used:
-            length = min(old.shape[2], new.shape[2])
-            new[:num_used, :, :length] = old[:num_used, :, :length]
+        if old is not None:
+            new[: old.shape[0]] = old
         return new
 
-    def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` positions of rows `source` to rows `target`, both [n] int64."""
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks: (source, target) each."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
         for part in (*self.keys.values(), *self.values.values()):
-            part[target, :, :length] = part[source, :, :length]
+            part[target] = part[source]
 
-    def clear(self, rows: Tensor | None = None) -> None:
-        """Zero these rows, [n] int64; all when None."""
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for part in (*self.keys.values(), *self.values.values()):
-            if rows is None:
-                part.zero_()
-            else:
-                part[rows] = 0
+            part[index] = 0
 
     def release(self) -> None:
         """Give all memory back."""
         self.keys.clear()
         self.values.clear()
-        self.num_rows = self.length = 0
+        self.num_blocks = 0

@@ -1,10 +1,9 @@
-"""Continuous batching: requests join and leave between decode steps.
+"""Continuous batching: requests join and leave between steps.
 
-Synchronous and single-threaded: `worker.py` runs it in a thread. A step admits waiting requests (prompts of one kind
-are computed once and copied), then decodes one token for every sequence. Prefill covers all tokens of a sequence but
-the last one, which enters the next decode step like any other: logits are computed and tokens drawn in one place
-alone. The sequences in the batch are rows 0..n-1 of the table and the cache; when one leaves, the last row takes its
-place.
+Synchronous and single-threaded: `worker.py` runs it in a thread. A step is planned by the scheduler, then one forward
+pass over packed tokens of all kinds (newest tokens, chunks of prompts) fills the cache and gives the logits of those
+whose turn it is to get a token. The sequences in the batch are rows 0..n-1 of the table; when one leaves, the last row
+takes its place. Keys and values never move.
 """
 
 from __future__ import annotations
@@ -13,28 +12,32 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from rl_rollout.backends.embedded.attention import DecodeBatch, PrefillBatch
-from rl_rollout.backends.embedded.cache import KVCache, plan_capacity
+from rl_rollout.backends.embedded.attention import PagedBatch
+from rl_rollout.backends.embedded.blocks import BlockPool
+from rl_rollout.backends.embedded.cache import KVCache
 from rl_rollout.backends.embedded.in_flight import InFlight, finish_reason
 from rl_rollout.backends.embedded.sampler import sample, stream_seed
+from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.table import BatchTable
-from rl_rollout.errors import GenerationError, RequestError
+from rl_rollout.errors import ConfigError, GenerationError, RequestError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from rl_rollout.backends.embedded.images import SeenPrompt
     from rl_rollout.backends.embedded.model import ServedModel
+    from rl_rollout.backends.embedded.scheduler import Chunk, Plan
     from rl_rollout.base import PauseMode
     from rl_rollout.types import GenerateRequest, ServerConfig
 
-MAX_PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill call, unless a single sequence is longer."""
+OPTIONS = {"block_size": 16, "chunk_tokens": 512}
+"""Of `ServerConfig.options`, with defaults: positions per block of the cache, and prompt tokens computed per step."""
 
 Event = TokenOutput | Exception | TokenChunk
 """What a request gets: chunks if it streams, then its whole output or an error."""
@@ -47,42 +50,46 @@ class Engine:
         self.model = model
         self.config = config
         self.weight_version = 0
-        self.cache = KVCache(model.layer_shapes, dtype=model.dtype, device=model.device)
+        options = OPTIONS | dict(config.options)
+        self.cache = KVCache(
+            model.layer_shapes, block_size=options["block_size"], dtype=model.dtype, device=model.device
+        )
         self.table = BatchTable(model.device)
-        self.budget = _cache_budget(config, model.device) // self.cache.bytes_per_position
+        self._max_blocks = _max_blocks(config, self.cache)
+        self.scheduler = Scheduler(
+            self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=options["chunk_tokens"]
+        )
         self.is_frozen = False
         self.is_asleep = False
         self.has_weights = True
         self._is_holding = False
-        self._is_cache_stale = False
-        self._num_unseeded = 0
-        self._running: list[InFlight] = []
-        self._waiting: deque[InFlight] = deque()
+        self._num_unseeded = self._num_arrived = self._num_updates = 0
         self._held: deque[InFlight] = deque()
         self._by_id: dict[str, InFlight] = {}
-        self._leaders: dict[tuple[object, ...], InFlight] = {}
         self._streaming: set[InFlight] = set()
         self._truncating: set[InFlight] = set()
         self._reading: set[InFlight] = set()
+        self._adapted: set[InFlight] = set()
         self._events: list[tuple[str, Event]] = []
+        self._first_rows = torch.arange(64, device=model.device)
 
     # ---- what is going on
 
     @property
     def num_running(self) -> int:
         """Sequences in the batch."""
-        return len(self._running)
+        return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that are not in the batch yet."""
-        return len(self._waiting) + len(self._held)
+        return len(self.scheduler.waiting) + len(self._held)
 
     @property
     def can_step(self) -> bool:
         """Whether `step` would do anything."""
         is_ready = self.has_weights and not self.is_frozen and not self.is_asleep
-        return is_ready and bool(self._running or self._waiting)
+        return is_ready and bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
     def is_paused(self) -> bool:
@@ -92,7 +99,7 @@ class Engine:
     @property
     def is_drained(self) -> bool:
         """Whether nothing is in flight but what came after a pause."""
-        return not self._running and not self._waiting
+        return not self.scheduler.running and not self.scheduler.waiting
 
     def take_events(self) -> list[tuple[str, Event]]:
         """What happened since the last call, by request id, in order."""
@@ -111,19 +118,27 @@ class Engine:
         for request, told_every in requests:
             prompt_len = len(request.prompt_token_ids)
             limit = min(prompt_len + request.sampling_params.max_new_tokens, self.model.max_model_len)
-            if limit > self.budget:
-                message = f"it needs {limit} tokens of cache and there are {self.budget}; raise kv_cache_bytes"
+            room = self._max_blocks * self.cache.block_size
+            if limit > room:
+                message = f"it needs {limit} tokens of cache and there are {room}; raise kv_cache_bytes"
                 self._events.append((request.request_id, RequestError(f"request {request.request_id!r}: {message}")))
                 continue
+            self._num_arrived += 1
             sequence = InFlight(
                 request=request,
                 told_every=told_every,
                 limit=limit,
                 seed=self._seed_of(request),
+                arrival=self._num_arrived,
                 seen=images.get(request.request_id) if images else None,
+                root=self._root_of(request),
             )
             self._by_id[request.request_id] = sequence
-            (self._held if self._is_holding else self._waiting).append(sequence)
+            (self._held if self._is_holding else self.scheduler.waiting).append(sequence)
+
+    def _root_of(self, request: GenerateRequest) -> Hashable:
+        # A count of updates, not the version: whatever callers number their weights by, old content is never found.
+        return self._num_updates, request.adapter, request.images
 
     def _seed_of(self, request: GenerateRequest) -> int:
         seed = request.sampling_params.seed
@@ -138,7 +153,7 @@ class Engine:
         ids = list(self._by_id) if request_ids is None else request_ids
         found = [self._by_id[i] for i in dict.fromkeys(ids) if i in self._by_id]
         gone = {sequence for sequence in found if sequence.row < 0}
-        self._waiting = deque(s for s in self._waiting if s not in gone)
+        self.scheduler.waiting = deque(s for s in self.scheduler.waiting if s not in gone)
         self._held = deque(s for s in self._held if s not in gone)
         for sequence in gone:
             self._end(sequence, sequence.output([], [], [], 0, FinishReason.ABORT))
@@ -148,200 +163,233 @@ class Engine:
         """End every request with an error, and forget the batch."""
         for sequence in list(self._by_id.values()):
             self._end(sequence, error)
-        groups = (self._streaming, self._truncating, self._reading)
-        for container in (self._running, self._waiting, self._held, self._leaders, *groups):
-            container.clear()
+        self.scheduler.running.clear()
+        self.scheduler.waiting.clear()
+        self._held.clear()
         self.cache.release()
+        self._forget_cache()
 
     # ---- control
 
     def pause(self, mode: PauseMode) -> None:
         """Hold new requests. `abort` ends those in flight, `keep` freezes them, `wait` lets them go on."""
         if mode == "abort":
-            self.abort([*(s.request.request_id for s in (*self._running, *self._waiting))])
+            self.abort([*(s.request.request_id for s in (*self.scheduler.running, *self.scheduler.waiting))])
         self._is_holding = True
         self.is_frozen = mode == "keep"
 
     def resume(self) -> None:
         """Undo `pause`."""
         self._is_holding = self.is_frozen = False
-        self._waiting.extend(self._held)
+        self.scheduler.waiting.extend(self._held)
         self._held.clear()
 
     def set_version(self, version: int) -> None:
         """The model's weights are now of this version: whatever was computed from the old ones is dropped."""
         self.weight_version = version
         self.has_weights = True
-        self._is_cache_stale = True
+        self._num_updates += 1
+        for sequence in self._by_id.values():
+            sequence.root = self._root_of(sequence.request)
+            if sequence.row < 0 or self._length(sequence) == len(sequence.prompt):
+                sequence.extras.forget_prompt()
+        self._forget_cache()
 
     def drop_cache(self) -> None:
-        """Give the cache's memory back. What is in flight is computed anew by the next step."""
+        """Give the cache's memory back. What is in flight is computed anew by the next steps."""
         self.cache.release()
-        self._is_cache_stale = True
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        for sequence in self.scheduler.running:
+            self.scheduler.drop_blocks(sequence)
+        self.scheduler.pool = self._new_pool()
+
+    def _new_pool(self) -> BlockPool:
+        # On a GPU the cache stays where it is: graphs are captured over its memory.
+        size, capacity = self.cache.block_size, self._max_blocks if self.model.device.type == "cuda" else 0
+        return BlockPool(self._max_blocks, size, max(capacity, self.cache.num_blocks))
 
     # ---- one step
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, then decode one token of every sequence. Call only if `can_step`."""
-        if self._is_cache_stale:
-            self._rebuild_cache()
+        """Admit what fits, then one forward pass. Call only if `can_step`."""
         self._admit()
-        if self._running:
-            self._decode()
+        self._compute(self.scheduler.plan(self._tokens_of))
 
-    def _rebuild_cache(self) -> None:
-        self._is_cache_stale = False
-        self._leaders.clear()
-        self.cache.clear()
-        if self._running:
-            self._make_room(num_used=0)
-            self._prefill(self._running)
+    def _tokens_of(self, sequence: InFlight) -> list[int]:
+        return self.table.tokens[sequence.row, : self._length(sequence)].tolist()
+
+    def _length(self, sequence: InFlight) -> int:
+        return int(self.table.lengths_host[sequence.row])
 
     def _admit(self) -> None:
-        admitted = self._choose_waiting()
+        first = len(self.scheduler.running)
+        admitted = self.scheduler.admit()
         if not admitted:
             return
-        first = len(self._running)
-        for row, sequence in enumerate(admitted, start=first):
-            sequence.row = row
-        self._running.extend(admitted)
         self._streaming.update(s for s in admitted if s.told_every)
         self._truncating.update(s for s in admitted if s.truncates)
-        self._reading.update(s for s in admitted if s.reads_steps)
+        self._adapted.update(s for s in admitted if s.request.adapter is not None)
+        self._reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
         stops = [self._stops(sequence) for sequence in admitted]
-        self.table.reserve(
-            len(self._running),
-            max(len(sequence.request.prompt_token_ids) for sequence in admitted) + 1,
-            max(len(each) for each in stops),
-        )
-        self.table.add(first, [sequence.row_values(ids) for sequence, ids in zip(admitted, stops, strict=True)])
-        self._make_room(num_used=first)
-        self._fill_cache(admitted)
-
-    def _choose_waiting(self) -> list[InFlight]:
-        """The waiting requests, in their order, that fit the batch and the memory."""
-        chosen: list[InFlight] = []
-        longest = max((s.limit for s in self._running), default=0)
-        while self._waiting:
-            count = len(self._running) + len(chosen) + 1
-            longest = max(longest, self._waiting[0].limit)
-            if count > self.config.max_num_seqs or count * longest > self.budget:
-                break
-            chosen.append(self._waiting.popleft())
-        return chosen
-
-    def _make_room(self, *, num_used: int) -> None:
-        """Room in cache and table for every sequence's next token; `num_used` rows of the cache hold something."""
-        count = len(self._running)
-        rows, room = plan_capacity(
-            count,
-            self._longest(),
-            rows=self.cache.num_rows,
-            room=self.cache.length,
-            max_rows=self.config.max_num_seqs,
-            budget=self.budget,
-        )
-        self.cache.resize(rows, room, num_used=num_used)
-        # One more: a token that is drawn from the logits of the last position is written down and never fed.
-        self.table.reserve(rows, room + 1, 1)
-
-    def _longest(self) -> int:
-        return int(self.table.host_lengths[: len(self._running)].max())
+        longest = max(len(sequence.prompt) for sequence in admitted)
+        self.table.reserve(len(self.scheduler.running), longest + 1, max(len(each) for each in stops))
+        names = (None, *self.model.adapters.names)
+        values = [s.row_values(ids, names.index(s.request.adapter)) for s, ids in zip(admitted, stops, strict=True)]
+        self.table.add(first, values)
 
     def _stops(self, sequence: InFlight) -> tuple[int, ...]:
         params = sequence.request.sampling_params
         return params.stop_token_ids if params.ignore_eos else (*self.model.eos_token_ids, *params.stop_token_ids)
 
-    def _fill_cache(self, admitted: Sequence[InFlight]) -> None:
-        """Compute each prompt once; whoever shares it gets a copy."""
-        to_compute: list[InFlight] = []
-        copies: list[tuple[int, int]] = []
-        longest = 0
-        for sequence in admitted:
-            prompt = sequence.request.prompt_token_ids
-            if sequence.reads_prompt:
-                self._read_prompt(sequence)
-                continue
-            leader = self._leaders.setdefault(sequence.prompt_key, sequence)
-            if leader is sequence:
-                to_compute.append(sequence)
-            else:
-                copies.append((leader.row, sequence.row))
-                longest = max(longest, len(prompt) - 1)
-        self._prefill(to_compute)
-        if copies and longest:
-            source, target = self._tensor([c[0] for c in copies]), self._tensor([c[1] for c in copies])
-            self.cache.copy_rows(source, target, longest)
-
-    def _read_prompt(self, sequence: InFlight) -> None:
-        """Prefill one sequence alone, and keep what it asked about its prompt."""
-        length = len(sequence.request.prompt_token_ids) - 1
-        if not length:
+    def _compute(self, plan: Plan) -> None:
+        """Run the model over what is planned, and draw the tokens whose turn it is."""
+        table, chunks = self.table, plan.chunks
+        table.flush_blocks()
+        self.cache.resize(self.scheduler.pool.capacity)
+        self._compute_images(plan)
+        if not len(plan.rows) and not chunks:
+            if not plan.images:
+                raise GenerationError("nothing in the batch can be computed; this is a fault of the scheduler")
             return
-        rows = self._tensor([sequence.row])
-        batch = PrefillBatch(self.cache, rows, self._tensor([length]), length)
-        self.model.experts.is_on = sequence.request.returns_routed_experts
-        logits = self.model.logits(self.table.tokens[sequence.row, :length], batch.positions, batch)
-        sequence.extras.note_prompt(logits, self.model.experts.take())
-
-    def _prefill(self, sequences: Iterable[InFlight]) -> None:
-        """Compute keys and values of all tokens but the last, of sequences of like length together."""
-        self.model.experts.is_on = False
-        lengths = self.table.host_lengths.tolist()
-        todo: list[tuple[int, int]] = []
-        for sequence in sequences:
-            length, row = lengths[sequence.row] - 1, sequence.row
-            if sequence.seen is not None:
-                batch = PrefillBatch(self.cache, self._tensor([row]), self._tensor([length]), length)
-                self.model.prefill_seen(self.table.tokens[row, :length], sequence.seen, batch)
-            elif length:
-                todo.append((length, row))
-        todo.sort()
-        while todo:
-            count = 1
-            while count < len(todo) and (count + 1) * todo[count][0] <= MAX_PREFILL_TOKENS:
-                count += 1
-            chunk, todo = todo[:count], todo[count:]
-            rows, longest = self._tensor([row for _, row in chunk]), chunk[-1][0]
-            batch = PrefillBatch(self.cache, rows, self._tensor([length for length, _ in chunk]), longest)
-            ids = self.table.tokens[rows, :longest][batch.is_token]
-            self.model.prefill(ids, batch.positions, batch)
-
-    def _decode(self) -> None:
-        self._make_room(num_used=len(self._running))
-        table, count = self.table, len(self._running)
-        lengths = table.lengths[:count]
-        positions = lengths - 1
-        batch = DecodeBatch(self.cache, positions, self._longest())
+        others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
+        drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
+        single = self._rows(plan.rows)
+        batch, ids = self._batch(plan, single)
+        asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
+        self._choose_adapters(batch.rows)
         self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._reading)
-        logits = self.model.logits(table.tokens[batch.rows, positions], positions + table.shifts[:count], batch)
+        logits = self.model.logits(ids, batch.positions + self.table.shifts[batch.rows], batch, _kept(plan, asked))
+        self.cache.copy(plan.copies)
+        self._note_tokens(plan, logits[len(drawn) :], asked)
+        table.computed[plan.rows] += 1
+        for chunk in chunks:
+            self._note_computed(chunk)
+        for split in plan.splits:
+            table.computed[split.sequence.row] = self._length(split.sequence)
+        if len(drawn):
+            self._draw(drawn, torch.from_numpy(drawn).to(single.device) if others else single, logits[: len(drawn)])
+
+    def _note_computed(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        self.table.computed[sequence.row] += chunk.count
+        if len(sequence.prompt) == self._length(sequence):
+            known = sequence.prompt[: chunk.start + chunk.count]
+            self.scheduler.pool.remember(sequence.root, known, sequence.blocks)
+
+    def _compute_images(self, plan: Plan) -> None:
+        """Prompts with images, each in a pass of its own."""
+        for chunk, seen in plan.images:
+            row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self.model.device)
+            self._choose_adapters(rows := torch.full_like(positions, row))
+            self.model.experts.is_on = False
+            spans = [(row, 0, chunk.count)]
+            batch = PagedBatch(
+                self.cache, self.table.block_tables, rows, positions, num_single=0, num_blocks=0, chunks=spans
+            )
+            self.model.prefill_seen(self.table.tokens[row, : chunk.count], seen, batch)
+            self._note_computed(chunk)
+
+    def _batch(self, plan: Plan, rows: Tensor) -> tuple[PagedBatch, Tensor]:
+        """The planned tokens, those of `rows` first, and their ids [T]."""
+        table = self.table
+        positions = table.lengths[rows] - 1
+        num_single = len(plan.rows)
+        spans = [(chunk.sequence.row, chunk.start, chunk.count) for chunk in plan.chunks]
+        if spans:
+            counts = self._tensor([count for _, _, count in spans])
+            starts = self._tensor([start for _, start, _ in spans])
+            offsets = torch.arange(sum(s[2] for s in spans), device=self.model.device)
+            within = offsets - (counts.cumsum(0) - counts).repeat_interleave(counts)
+            rows = torch.cat([rows, self._tensor([row for row, _, _ in spans]).repeat_interleave(counts)])
+            positions = torch.cat([positions, starts.repeat_interleave(counts) + within])
+        batch = PagedBatch(
+            self.cache,
+            table.block_tables,
+            rows,
+            positions,
+            num_single=num_single,
+            num_blocks=int(table.num_blocks[plan.rows].max()) if num_single else 0,
+            chunks=spans,
+        )
+        return batch, table.tokens[rows, positions]
+
+    def _choose_adapters(self, rows: Tensor) -> None:
+        """Tell the linear layers which of the packed tokens, given by their rows, have an adapter."""
+        wanted = {s.request.adapter for s in self._adapted}
+        chosen = self.table.adapters[rows] if wanted else rows
+        self.model.active_adapters.tokens = {
+            name: (chosen == index).nonzero()[:, 0]
+            for index, name in enumerate(self.model.adapters.names, start=1)
+            if name in wanted
+        }
+
+    def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> None:
+        """The next token of these rows (here and on the device), from logits [B, V]."""
+        table = self.table
+        table.reserve(0, int(table.lengths_host[drawn].max()) + 1, 1)
+        lengths = table.lengths[rows]
         ids, logprobs, distribution = sample(
             logits,
-            temperature=table.temperature[:count],
-            seeds=table.seeds[:count],
+            temperature=table.temperature[rows],
+            seeds=table.seeds[rows],
             positions=lengths,
-            top_k=table.top_k[:count] if self._truncating else None,
-            top_p=table.top_p[:count] if self._truncating else None,
+            top_k=table.top_k[rows] if self._truncating else None,
+            top_p=table.top_p[rows] if self._truncating else None,
         )
-        table.tokens[batch.rows, lengths] = ids
-        table.logprobs[batch.rows, lengths] = logprobs
-        table.versions[batch.rows, lengths] = self.weight_version
+        table.tokens[rows, lengths] = ids
+        table.logprobs[rows, lengths] = logprobs
+        table.versions[rows, lengths] = self.weight_version
         lengths += 1
-        table.host_lengths[:count] += 1
-        is_stopped = (ids[:, None] == table.stop_ids[:count]).any(dim=1)
-        is_full = lengths >= table.limits[:count]
-        verdict = (is_stopped + 2 * is_full + 4 * ~logprobs.isfinite()).cpu()  # the one transfer of a step
-        self._stream(verdict)
-        self._read_step(distribution)
-        self._leave([(row, finish_reason(int(verdict[row]))) for row in verdict.nonzero()[:, 0].tolist()])
+        table.lengths[rows] = lengths
+        table.lengths_host[drawn] += 1
+        is_stopped = (ids[:, None] == table.stop_ids[rows]).any(dim=1)
+        is_full = lengths >= table.limits[rows]
+        verdict = (is_stopped + 2 * is_full + 4 * ~logprobs.isfinite()).cpu().numpy()  # the one transfer of a step
+        place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True)) if self._streaming or self._reading else {}
+        self._stream(verdict, place)
+        for sequence in self._reading:
+            if sequence.row in place:
+                sequence.extras.note_draw(distribution[place[sequence.row]])
+        ended = np.flatnonzero(verdict)
+        self._leave([(int(drawn[i]), finish_reason(int(verdict[i]))) for i in ended])
 
-    def _stream(self, verdict: Tensor) -> None:
+    def _rows(self, ascending: np.ndarray) -> Tensor:
+        """Row numbers on the device. Nearly always they are 0..n-1, which are there already."""
+        count = len(ascending)
+        if not count or ascending[-1] != count - 1:
+            return torch.from_numpy(ascending).to(self.model.device)
+        if count > len(self._first_rows):
+            self._first_rows = torch.arange(2 * count, device=self.model.device)
+        return self._first_rows[:count]
+
+    def _note_tokens(self, plan: Plan, logits: Tensor, asked: Sequence[bool]) -> None:
+        """Keep what was asked about the tokens that were fed; logits are those of the chunks in `asked`."""
+        experts = self.model.experts.take()
+        if not self._reading:
+            return
+        at, at_logits = len(plan.rows), 0
+        for chunk, is_asked in zip(plan.chunks, asked, strict=True):
+            count = chunk.count if is_asked else 0
+            told = logits[at_logits : at_logits + count] if count else None
+            its_experts = None if experts is None else experts[at : at + chunk.count]
+            chunk.sequence.extras.note_tokens(chunk.start, told, its_experts)
+            at, at_logits = at + chunk.count, at_logits + count
+        if experts is not None:
+            place = dict(zip(plan.rows.tolist(), experts, strict=False))
+            for sequence in self._reading:
+                if sequence.row in place:
+                    start = self._length(sequence) - 1
+                    sequence.extras.note_tokens(start, None, place[sequence.row][None])
+
+    def _stream(self, verdict: np.ndarray, place: dict[int, int]) -> None:
         """Hand out new tokens of those who want them before the end."""
         for sequence in self._streaming:
             row = sequence.row
-            due = sequence.due(int(self.table.host_lengths[row]))
-            if not due or verdict[row]:  # what ends now is told with its reason
+            due = sequence.due(self._length(sequence))
+            if row not in place or not due or verdict[place[row]]:  # what ends now is told with its reason
                 continue
             new = slice(due.start, due.stop)
             chunk = TokenChunk(
@@ -353,33 +401,26 @@ class Engine:
             sequence.num_told += len(due)
             self._events.append((sequence.request.request_id, chunk))
 
-    def _read_step(self, distribution: Tensor) -> None:
-        """Keep what was asked about this step."""
-        experts = self.model.experts.take()
-        for sequence in self._reading:
-            its_experts = None
-            if experts is not None and sequence.request.returns_routed_experts:
-                its_experts = experts[sequence.row]
-            sequence.extras.note_step(distribution[sequence.row], its_experts)
-
     def _leave(self, ended: Sequence[tuple[int, FinishReason | None]]) -> None:
         """Take rows out of the batch, deliver what they have, close the gaps. No reason: logits were not finite."""
         if not ended:
             return
         rows = self._tensor([row for row, _ in ended])
-        lengths = self.table.host_lengths[[row for row, _ in ended]].tolist()
+        lengths = self.table.lengths_host[[row for row, _ in ended]].tolist()
         columns = (self.table.tokens, self.table.logprobs, self.table.versions)
         parts = [column[rows, : max(lengths)].tolist() for column in columns]
         for (row, reason), ids, logprobs, versions, length in zip(ended, *parts, lengths, strict=True):
-            sequence = self._running[row]
+            sequence = self.scheduler.running[row]
             if reason is None:
                 self._end(sequence, self._poisoned(sequence))
             else:
                 self._end(sequence, sequence.output(ids, logprobs, versions, length, reason))
-            if self._leaders.get(sequence.prompt_key) is sequence:
-                del self._leaders[sequence.prompt_key]
-        if poisoned := [row for row, reason in ended if reason is None]:
-            self.cache.clear(self._tensor(poisoned))
+            known = ids[: int(self.table.computed[row])]
+            if reason is not None:
+                self.scheduler.pool.remember(sequence.root, known, sequence.blocks)
+            released = self.scheduler.drop_blocks(sequence, is_spoiled=reason is None)
+            if reason is None and released:
+                self.cache.clear(released)
         self._close_gaps({row for row, _ in ended})
 
     def _poisoned(self, sequence: InFlight) -> GenerationError:
@@ -390,35 +431,53 @@ class Engine:
 
     def _close_gaps(self, free: set[int]) -> None:
         """Move the last rows into the free ones, so that the rows in use are 0..n-1 again."""
-        count = len(self._running) - len(free)
+        count = len(self.scheduler.running) - len(free)
         gaps = [row for row in free if row < count]
-        movers = [sequence for sequence in self._running[count:] if sequence.row not in free]
+        movers = [sequence for sequence in self.scheduler.running[count:] if sequence.row not in free]
         if gaps:
-            source, target = self._tensor([s.row for s in movers]), self._tensor(gaps)
-            longest = int(self.table.host_lengths[[s.row for s in movers]].max())
-            self.table.move(source, target)
-            if self.cache.num_rows:
-                self.cache.copy_rows(source, target, min(longest, self.cache.length))
+            self.table.move([sequence.row for sequence in movers], gaps)
         for row, sequence in zip(gaps, movers, strict=True):
             sequence.row = row
-            self._running[row] = sequence
-        del self._running[count:]
+            self.scheduler.running[row] = sequence
+        del self.scheduler.running[count:]
 
     def _end(self, sequence: InFlight, event: TokenOutput | Exception) -> None:
         del self._by_id[sequence.request.request_id]
         self._streaming.discard(sequence)
         self._truncating.discard(sequence)
         self._reading.discard(sequence)
+        self._adapted.discard(sequence)
         self._events.append((sequence.request.request_id, event))
 
     def _tensor(self, numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self.model.device)
 
 
-def _cache_budget(config: ServerConfig, device: torch.device) -> int:
-    """Bytes that keys and values may take."""
-    if config.kv_cache_bytes:
-        return config.kv_cache_bytes
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+def _kept(plan: Plan, asked: Sequence[bool]) -> list[int] | None:
+    """Of the planned tokens, those whose logits are wanted: the drawn ones first, then prompts. None: all, in order."""
+    if not plan.chunks:
+        return None
+    ends: list[int] = []
+    spans: list[int] = []
+    at = len(plan.rows)
+    for chunk, is_asked in zip(plan.chunks, asked, strict=True):
+        if is_asked:
+            spans.extend(range(at, at + chunk.count))
+        at += chunk.count
+        ends.append(at - 1)
+    last = [end for end, chunk in zip(ends, plan.chunks, strict=True) if chunk.is_last]
+    return [*range(len(plan.rows)), *last, *(ends[split.chunk] for split in plan.splits), *spans]
+
+
+def _max_blocks(config: ServerConfig, cache: KVCache) -> int:
+    """Blocks that the memory for keys and values holds."""
+    num_bytes = config.kv_cache_bytes
+    if not num_bytes and cache.device.type == "cuda":
+        num_bytes = torch.cuda.mem_get_info(cache.device)[0] // 2
+    elif not num_bytes:
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    if num_bytes < cache.bytes_per_block:
+        raise ConfigError(
+            f"kv_cache_bytes={num_bytes} holds no block of the cache, which takes {cache.bytes_per_block}; raise it"
+        )
+    return num_bytes // cache.bytes_per_block

@@ -23,24 +23,34 @@ class Extras:
     experts: list[Any] = field(default_factory=list[Any])
     """Per token that was fed, in order: N lists of K expert ids."""
 
-    def note_prompt(self, logits: Tensor, experts: Tensor | None) -> None:
-        """Logits [P - 1, V] and experts [P - 1, N, K] of the prompt's tokens but the last."""
-        if self.request.returns_prompt_logprobs:
-            following = torch.tensor(self.request.prompt_token_ids[1:], device=logits.device)
-            logprobs = logits.log_softmax(dim=-1).gather(-1, following[:, None])[:, 0]
-            self.prompt_logprobs = tuple(logprobs.tolist())
-        if experts is not None:
-            self.experts.extend(experts.tolist())
+    def wants_logits(self, start: int) -> bool:
+        """Whether the logits of tokens from `start` on tell something that is not known yet."""
+        wanted = len(self.request.prompt_token_ids) - 1 if self.request.returns_prompt_logprobs else 0
+        return max(start, len(self.prompt_logprobs)) < wanted
 
-    def note_step(self, distribution: Tensor, experts: Tensor | None) -> None:
-        """Log-probs [V] that the newest token was drawn from, and experts [N, K] of the token that was fed."""
+    def note_tokens(self, start: int, logits: Tensor | None, experts: Tensor | None) -> None:
+        """Logits [T, V] and experts [T, N, K] of tokens from `start` on. What is computed again is not noted again."""
+        if logits is not None:
+            first = len(self.prompt_logprobs)
+            following = self.request.prompt_token_ids[first + 1 : start + logits.shape[0] + 1]
+            index = torch.tensor(following, dtype=torch.int64, device=logits.device)
+            told = logits[first - start :][: len(following)].log_softmax(dim=-1)
+            self.prompt_logprobs += tuple(told.gather(-1, index[:, None])[:, 0].tolist())
+        if experts is not None and self.request.returns_routed_experts:
+            self.experts.extend(experts[len(self.experts) - start :].tolist())
+
+    def note_draw(self, distribution: Tensor) -> None:
+        """Log-probs [V] that the newest token was drawn from."""
         if self.request.num_top_logprobs:
             values, ids = distribution.topk(min(self.request.num_top_logprobs, distribution.shape[-1]))
             pairs = zip(ids.tolist(), values.tolist(), strict=True)
             # What top-k and top-p have cut off has no log-prob.
             self.top_logprobs.append(tuple(pair for pair in pairs if pair[1] > float("-inf")))
-        if experts is not None:
-            self.experts.append(experts.tolist())
+
+    def forget_prompt(self) -> None:
+        """Forget what was told of a prompt that is not computed to its end."""
+        self.prompt_logprobs = ()
+        self.experts.clear()
 
     def columns(self) -> dict[str, Any]:
         """The fields of the output."""

@@ -41,6 +41,8 @@ class SeenPrompt:
     """[patches of all images, numbers of a patch] float32"""
     image_grid_thw: Tensor
     """[images, 3] int64, patches of each along the axes."""
+    num_seen: int
+    """Tokens up to the end of the last image."""
 
     def positions(self, length: int) -> Tensor:
         """[3, length] positions of the sequence's first `length` tokens."""
@@ -87,6 +89,7 @@ class Sight:
             shift=int(shift),
             pixel_values=found["pixel_values"],
             image_grid_thw=grids,
+            num_seen=len(ids) - ids[::-1].index(self._token_id),
         )
         return replace(request, prompt_token_ids=ids), seen
 

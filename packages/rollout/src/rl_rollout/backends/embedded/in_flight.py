@@ -10,6 +10,8 @@ from rl_rollout.backends.embedded.table import RowValues
 from rl_rollout.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from rl_rollout.backends.embedded.images import SeenPrompt
     from rl_rollout.types import GenerateRequest
 
@@ -25,8 +27,14 @@ class InFlight:
     """Length at which it ends, tokens."""
     seed: int
     """Its own, or one of the server's stream."""
+    arrival: int
+    """Serial number; the smaller, the older."""
     seen: SeenPrompt | None = None
     """Images of its prompt."""
+    root: Hashable = None
+    """What its keys and values depend on beside its tokens: the weights, the adapter, the images."""
+    blocks: list[int] = field(default_factory=list[int])
+    """Of the cache, in the order of positions."""
     num_told: int = 0
     """Tokens that were handed out."""
     row: int = -1
@@ -38,9 +46,9 @@ class InFlight:
         self.extras = Extras(self.request)
 
     @property
-    def prompt_key(self) -> tuple[object, ...]:
-        """What its prompt's keys and values depend on."""
-        return self.request.prompt_token_ids, self.request.images
+    def prompt(self) -> tuple[int, ...]:
+        """Its prompt's token ids."""
+        return self.request.prompt_token_ids
 
     @property
     def reads_prompt(self) -> bool:
@@ -68,7 +76,7 @@ class InFlight:
         params = self.request.sampling_params
         return params.top_k > 0 or params.top_p < 1
 
-    def row_values(self, stop_token_ids: tuple[int, ...]) -> RowValues:
+    def row_values(self, stop_token_ids: tuple[int, ...], adapter: int) -> RowValues:
         """How it enters the table."""
         params = self.request.sampling_params
         return RowValues(
@@ -79,6 +87,7 @@ class InFlight:
             top_k=params.top_k,
             seed=self.seed,
             stop_token_ids=stop_token_ids,
+            adapter=adapter,
             shift=0 if self.seen is None else self.seen.shift,
         )
 

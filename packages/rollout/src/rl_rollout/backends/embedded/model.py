@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_rollout.backends.embedded.adapters import AdapterStore
 from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, ProbeBatch, register_attention
 from rl_rollout.backends.embedded.extras import ExpertRecorder
 from rl_rollout.backends.embedded.images import SeenPrompt, Sight, load_sight
+from rl_rollout.backends.embedded.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
 from rl_rollout.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from rl_rollout.backends.embedded.cache import LayerShape
@@ -48,22 +52,27 @@ class ServedModel:
     """What each attention layer keeps."""
     experts: ExpertRecorder
     """Of its routers; of none, where the model has no experts or its routers do not tell."""
+    linears: dict[str, ServedLinear]
+    """Its linear layers, by name."""
+    active_adapters: ActiveAdapters
+    """What the linear layers look at in a pass."""
+    adapters: AdapterStore
+    """LoRA adapters that requests may ask for."""
     sight: Sight | None
     """Of a vision-language model."""
 
-    def logits(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """Fill the cache; logits [T, V] float32 of the token after each of `ids`."""
-        logits = self._run(ids[None], positions[None], batch, 0)[0].float()
+    def logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
+        """Fill the cache; logits [T, V] float32 of the token after each of `ids`, or of those at `kept`."""
+        # Transformers reads 0 as all, and computes one at least.
+        which = 0 if kept is None else torch.tensor(kept or [0], device=self.device)
+        logits = self._run(ids[None], positions[None], batch, which)[0]
+        logits = logits[: len(kept) if kept is not None else None].float()
         if self.sight is not None:  # a sampled placeholder would stand for an image that is not there
             logits[:, self.sight.placeholder_ids] = float("-inf")
         return logits
 
-    def prefill(self, ids: Tensor, positions: Tensor, batch: Batch) -> None:
-        """Fill the cache; the logits of one token are computed because the interface asks for one at least."""
-        self._run(ids[None], positions[None], batch, 1)
-
     def prefill_seen(self, ids: Tensor, seen: SeenPrompt, batch: Batch) -> None:
-        """`prefill` of one sequence with images, from its beginning."""
+        """Fill the cache with the tokens of one sequence with images, from its beginning."""
         positions = seen.positions(len(ids)).to(self.device)[:, None]
         images = {
             "pixel_values": seen.pixel_values.to(self.device),
@@ -72,7 +81,7 @@ class ServedModel:
         self._run(ids[None], positions, batch, 1, **images)
 
     def _run(
-        self, input_ids: Tensor, position_ids: Tensor, batch: Batch, logits_to_keep: int, **images: Tensor
+        self, input_ids: Tensor, position_ids: Tensor, batch: Batch, logits_to_keep: int | Tensor, **images: Tensor
     ) -> Tensor:
         return self.module(
             input_ids=input_ids,
@@ -132,6 +141,8 @@ def load_model(config: ServerConfig) -> ServedModel:
     module.set_attn_implementation(names or ATTENTION_NAME)
     text_config = module.config.get_text_config()
     experts = ExpertRecorder(module)
+    active = ActiveAdapters()
+    linears = serve_linears(module, active, is_packed=can_pack(device, dtype))
     model_limit = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
     return ServedModel(
         module=module,
@@ -142,6 +153,9 @@ def load_model(config: ServerConfig) -> ServedModel:
         eos_token_ids=_eos_token_ids(module),
         layer_shapes=_probe(module, device, text_config.num_hidden_layers, config.model_path, experts),
         experts=experts,
+        linears=linears,
+        active_adapters=active,
+        adapters=AdapterStore(_adaptable(linears), config.options.get("adapters", {})),
         sight=load_sight(module, config.model_path),
     )
 
@@ -162,6 +176,11 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
             f"model folder {path!r} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]!r}"
         )
     return module
+
+
+def _adaptable(linears: dict[str, ServedLinear]) -> dict[str, ServedLinear]:
+    """Layers that see the packed tokens: not those of a vision tower."""
+    return {name: layer for name, layer in linears.items() if "visual" not in name.split(".")}
 
 
 def _check_architecture(module: Any, path: str) -> None:

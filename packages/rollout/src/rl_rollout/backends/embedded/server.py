@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout._http import Endpoint
 from rl_rollout._validation import check_extras, check_request, check_stream
+from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.linear import repack
 from rl_rollout.backends.embedded.model import load_model
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
@@ -60,11 +62,13 @@ class EmbeddedServer(RolloutServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; routed experts if the model has some, and images if it is a vision-language model."""
+        """Everything; routed experts, adapters and images if the model that was loaded has them."""
         if self._address is None:
             return Capabilities()
         return Capabilities(
-            gives_routed_experts=self._model.experts.does_tell, takes_images=self._model.sight is not None
+            gives_routed_experts=self._model.experts.does_tell,
+            has_adapters=bool(self._model.adapters.names),
+            takes_images=self._model.sight is not None,
         )
 
     @property
@@ -181,6 +185,11 @@ class EmbeddedServer(RolloutServer):
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
         check_request(request, vocab_size=self._model.vocab_size, max_model_len=self._model.max_model_len)
         check_extras(request, self.capabilities)
+        if request.adapter is not None and request.adapter not in self._model.adapters.names:
+            raise RequestError(
+                f"request {request.request_id!r}: there is no adapter {request.adapter!r}; "
+                f"loaded are: {', '.join(self._model.adapters.names)}"
+            )
         if not self._engine.has_weights:
             raise WeightUpdateError("the weights were released by sleep(level=2); wake the server and update them")
         if request.request_id in self._futures or request.request_id in self._streams:
@@ -264,24 +273,30 @@ class EmbeddedServer(RolloutServer):
         if not self._may_hold_weights:
             raise WeightUpdateError("the server sleeps without weights; call wake(['weights']) first")
         self._weights.begin()
+        self._model.adapters.begin()
         iterator = receive.receive_weights()
         try:
             async for name, tensor in iterator:
                 self._check_version(receive, version)
-                self._weights.stage(name, tensor)
+                (self._model.adapters if name.startswith(UPDATE_PREFIX) else self._weights).stage(name, tensor)
         finally:
             # The sender hears at once that this end stopped reading.
             if (aclose := getattr(iterator, "aclose", None)) is not None:
                 await aclose()
         self._check_version(receive, version)
-        self._weights.check_complete()
+        self._model.adapters.check_complete()
+        if self._weights.has_arrived or not self._model.adapters.has_staged:
+            self._weights.check_complete()
 
     def _check_version(self, receive: WeightReceiver, version: int) -> None:
         if receive.version not in (None, version):
             raise WeightUpdateError(f"version {receive.version} arrived instead")
 
     def _install(self, engine: Engine, version: int) -> None:
-        self._weights.swap()
+        if self._weights.has_arrived:
+            self._weights.swap()
+            repack(self._model.linears.values())
+        self._model.adapters.swap()
         engine.set_version(version)
 
     def _who_serves(self) -> str:
@@ -304,6 +319,7 @@ class EmbeddedServer(RolloutServer):
             self._may_hold_weights = False
             engine.has_weights = False
             self._weights.release()
+            repack(self._model.linears.values())  # of nothing: the packed copies go too
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `RolloutServer.wake`. Decoding starts again with the tag `kv_cache`, and with an update after level 2."""

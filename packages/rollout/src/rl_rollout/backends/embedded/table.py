@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class RowValues:
     top_k: int
     seed: int
     stop_token_ids: tuple[int, ...]
+    adapter: int
     shift: int
     """Position of a later token minus its index; 0 without images."""
 
@@ -36,8 +38,10 @@ _ROW_DTYPES = {
     "top_p": torch.float32,
     "top_k": torch.int64,
     "seeds": torch.int64,
+    "adapters": torch.int64,
     "shifts": torch.int64,
 }
+_HOST_COLUMNS = ("lengths_host", "computed", "num_blocks")
 _TOKEN_DTYPES = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}
 
 
@@ -52,6 +56,8 @@ class BatchTable:
     top_p: Tensor
     top_k: Tensor
     seeds: Tensor
+    adapters: Tensor
+    """[R] 0 for none, else 1 + the adapter's place among those loaded."""
     shifts: Tensor
     stop_ids: Tensor
     """[R, S]"""
@@ -61,8 +67,14 @@ class BatchTable:
     """[R, L] of completion tokens."""
     versions: Tensor
     """[R, L] weight version of completion tokens."""
-    host_lengths: Tensor
-    """[R] `lengths` again, on the CPU: every row grows by one per step, so both can be kept without a transfer."""
+    block_tables: Tensor
+    """[R, M] blocks of the cache, in the order of positions."""
+    lengths_host: np.ndarray
+    """[R] `lengths` again, on the CPU: rows grow by one at a time, so both can be kept without a transfer."""
+    computed: np.ndarray
+    """[R] tokens whose keys and values are in the cache."""
+    num_blocks: np.ndarray
+    """[R] entries of the block table that count."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,7 +83,10 @@ class BatchTable:
         for name, dtype in _TOKEN_DTYPES.items():
             setattr(self, name, torch.zeros(0, 0, dtype=dtype, device=device))
         self.stop_ids = torch.zeros(0, 1, dtype=torch.int64, device=device)
-        self.host_lengths = torch.zeros(0, dtype=torch.int64)
+        self.block_tables = torch.zeros(0, 1, dtype=torch.int64, device=device)
+        for name in _HOST_COLUMNS:
+            setattr(self, name, np.zeros(0, dtype=np.int64))
+        self._new_blocks: dict[tuple[int, int], int] = {}
 
     def reserve(self, num_rows: int, length: int, num_stops: int) -> None:
         """Make room, keeping what is there."""
@@ -79,7 +94,9 @@ class BatchTable:
         if rows > self.lengths.shape[0]:
             for name in _ROW_DTYPES:
                 setattr(self, name, _grown(getattr(self, name), (rows,)))
-            self.host_lengths = _grown(self.host_lengths, (rows,))
+            for name in _HOST_COLUMNS:
+                old = getattr(self, name)
+                setattr(self, name, np.pad(old, (0, rows - len(old))))
         room = max(length, self.tokens.shape[1])
         if (rows, room) != tuple(self.tokens.shape):
             for name in _TOKEN_DTYPES:
@@ -87,6 +104,8 @@ class BatchTable:
         stops = max(num_stops, self.stop_ids.shape[1])
         if (rows, stops) != tuple(self.stop_ids.shape):
             self.stop_ids = _grown(self.stop_ids, (rows, stops), fill=-1)
+        if rows > self.block_tables.shape[0]:
+            self.block_tables = _grown(self.block_tables, (rows, self.block_tables.shape[1]))
 
     def add(self, first_row: int, values: Sequence[RowValues]) -> None:
         """Fill rows `first_row`, `first_row + 1`, ... There must be room."""
@@ -98,11 +117,13 @@ class BatchTable:
             "top_p": [each.top_p for each in values],
             "top_k": [each.top_k for each in values],
             "seeds": [each.seed for each in values],
+            "adapters": [each.adapter for each in values],
             "shifts": [each.shift for each in values],
         }
         for name, column in columns.items():
             getattr(self, name)[rows] = torch.tensor(column, dtype=_ROW_DTYPES[name], device=self.device)
-        self.host_lengths[rows] = torch.tensor(columns["lengths"])
+        self.lengths_host[rows] = columns["lengths"]
+        self.computed[rows] = self.num_blocks[rows] = 0
         self._fill(self.tokens, rows, [each.token_ids for each in values], fill=0)
         self._fill(self.stop_ids, rows, [each.stop_token_ids for each in values], fill=-1)
 
@@ -113,12 +134,33 @@ class BatchTable:
         if width:
             target[rows, :width] = torch.tensor(padded, dtype=target.dtype, device=self.device)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole rows, [n] int64 each."""
-        for name in (*_ROW_DTYPES, *_TOKEN_DTYPES, "stop_ids"):
+    def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
+        """Blocks of a row after those it has; `flush_blocks` brings them to the device."""
+        first = int(self.num_blocks[row])
+        self._new_blocks.update({(row, first + i): block for i, block in enumerate(blocks)})
+        self.num_blocks[row] += len(blocks)
+
+    def flush_blocks(self) -> None:
+        """Bring what was appended to the device, in one transfer."""
+        if not self._new_blocks:
+            return
+        longest = max(column for _, column in self._new_blocks) + 1
+        if longest > self.block_tables.shape[1]:
+            room = max(longest, 2 * self.block_tables.shape[1])
+            self.block_tables = _grown(self.block_tables, (self.block_tables.shape[0], room))
+        entries = torch.tensor([(*place, block) for place, block in self._new_blocks.items()], device=self.device)
+        self.block_tables[entries[:, 0], entries[:, 1]] = entries[:, 2]
+        self._new_blocks.clear()
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole rows."""
+        source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
+        for name in (*_ROW_DTYPES, *_TOKEN_DTYPES, "stop_ids", "block_tables"):
             column = getattr(self, name)
             column[target] = column[source]
-        self.host_lengths[target.cpu()] = self.host_lengths[source.cpu()]
+        for name in _HOST_COLUMNS:
+            column = getattr(self, name)
+            column[list(targets)] = column[list(sources)]
 
 
 def _grown(old: Tensor, shape: tuple[int, ...], fill: int = 0) -> Tensor:

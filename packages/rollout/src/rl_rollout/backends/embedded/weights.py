@@ -32,6 +32,11 @@ class WeightStore:
         self._arrived: set[tuple[str, int]] = set()
         """Tensors, and where in them the parts begin."""
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a weight has arrived since `begin`."""
+        return bool(self._arrived)
+
     def begin(self) -> None:
         """Start an update: nothing has arrived yet."""
         self._arrived.clear()

@@ -1,0 +1,212 @@
+"""What each step computes. Pure planning over host numbers: no model, no device.
+
+Requests are served in the order of their arrival. A step feeds the newest token of every sequence whose other tokens
+are in the cache, and, within a budget, chunks of those that are not: a long prompt takes several steps, in each of
+which everybody else gets a token too. Of sequences with the same tokens (a group) the first is computed; the others
+take their first token from the same logits, and its blocks for their own. When blocks run out, the youngest sequence
+gives its own back and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from rl_rollout.backends.embedded.blocks import BlockPool
+    from rl_rollout.backends.embedded.images import SeenPrompt
+    from rl_rollout.backends.embedded.in_flight import InFlight
+    from rl_rollout.backends.embedded.table import BatchTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens [start, start + count) of a sequence that are computed together."""
+
+    sequence: InFlight
+    start: int
+    count: int
+    is_last: bool
+    """Whether nothing is left after it, so that its last logits give the next token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A sequence that takes over what a chunk's sequence has computed."""
+
+    sequence: InFlight
+    chunk: int
+    """Index among the step's chunks."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step."""
+
+    rows: np.ndarray
+    """int64, rows whose newest token is fed; ascending."""
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    images: list[tuple[Chunk, SeenPrompt]] = field(default_factory=list["tuple[Chunk, SeenPrompt]"])
+    """Prompts with images: all of their tokens but the last."""
+    splits: list[Split] = field(default_factory=list[Split])
+    copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Blocks to copy when the chunks are computed: a split's last one, which it will write to."""
+
+
+class Scheduler:
+    """Sequences in the batch are rows 0..n-1 of the table, in no order."""
+
+    def __init__(self, pool: BlockPool, table: BatchTable, *, max_num_seqs: int, chunk_tokens: int) -> None:
+        self.pool = pool
+        self.table = table
+        self.max_num_seqs = max_num_seqs
+        self.chunk_tokens = chunk_tokens
+        self.running: list[InFlight] = []
+        self.waiting: deque[InFlight] = deque()
+        self.num_preemptions = 0
+        """Times that a sequence gave its blocks back to an older one."""
+
+    def admit(self) -> list[InFlight]:
+        """Take waiting sequences into the batch, in their order, while there are rows, and blocks for their tokens."""
+        admitted: list[InFlight] = []
+        # Who is in the batch already and not computed yet comes first.
+        promised = sum(self._num_missing(s, int(self.table.lengths_host[s.row])) for s in self._pending())
+        seen: set[Hashable] = set()
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            key = (sequence.root, sequence.prompt)
+            promised += 1 if key in seen else self._num_missing(sequence, len(sequence.prompt))
+            if promised > self.pool.num_free:
+                break
+            seen.add(key)
+            sequence.row = len(self.running)
+            self.running.append(self.waiting.popleft())
+            admitted.append(sequence)
+        return admitted
+
+    def plan(self, tokens_of: Callable[[InFlight], Sequence[int]]) -> Plan:
+        """Decide what the next step computes, and take the blocks for it.
+
+        Args:
+            tokens_of: The tokens of a sequence that has some beside its prompt. Called rarely.
+        """
+        table, count, size = self.table, len(self.running), self.pool.block_size
+        lengths, computed, held = table.lengths_host[:count], table.computed[:count], table.num_blocks[:count]
+        is_next = lengths - computed == 1
+        for sequence in self._by_age(np.flatnonzero(is_next & (lengths > held * size))):
+            if table.computed[sequence.row] == table.lengths_host[sequence.row] - 1:  # not preempted meanwhile
+                self._make_room(sequence, 1)
+                if self.pool.num_free:
+                    self._hold(sequence, self.pool.take(1))
+        plan = Plan(rows=np.empty(0, dtype=np.int64))
+        if not is_next.all():
+            self._plan_chunks(plan, tokens_of, self.chunk_tokens)
+        is_fed = (lengths - computed == 1) & (lengths <= held * size)
+        for chunk in plan.chunks:
+            is_fed[chunk.sequence.row] = False
+        plan.rows = np.flatnonzero(is_fed)
+        return plan
+
+    def _plan_chunks(self, plan: Plan, tokens_of: Callable[[InFlight], Sequence[int]], budget: int) -> None:
+        leaders: dict[Hashable, int] = {}
+        being_seen: set[Hashable] = set()
+        size = self.pool.block_size
+        for sequence in self._pending():
+            length = int(self.table.lengths_host[sequence.row])
+            key: Hashable = None
+            if not sequence.blocks and not sequence.reads_prompt:
+                tokens = sequence.prompt if length == len(sequence.prompt) else tuple(tokens_of(sequence))
+                key = (sequence.root, tokens)
+                if key in leaders:
+                    self._split(plan, sequence, leaders[key], length)
+                    continue
+                if key in being_seen:  # the next step finds what this one computes
+                    continue
+                self._find_prefix(sequence, tokens)
+                self.table.computed[sequence.row] = len(sequence.blocks) * size
+            start = int(self.table.computed[sequence.row])
+            seen = sequence.seen if sequence.seen is not None and start < sequence.seen.num_seen else None
+            # An image cannot be cut: all at once, and the newest token in the next step.
+            count = length - 1 if seen is not None else min(length - start, budget)
+            needed = -(-(start + count) // size) - len(sequence.blocks)
+            self._make_room(sequence, needed)
+            if needed > self.pool.num_free:
+                if seen is not None:
+                    return
+                needed = self.pool.num_free
+                count = min(count, (len(sequence.blocks) + needed) * size - start)
+            if count <= 0:
+                return
+            self._hold(sequence, self.pool.take(needed))
+            if seen is not None:
+                being_seen.add(key)
+                plan.images.append((Chunk(sequence=sequence, start=0, count=count, is_last=False), seen))
+                budget = max(budget - count, 0)
+                if not budget:
+                    return
+                continue
+            is_last = start + count == length
+            if is_last and key is not None:
+                leaders[key] = len(plan.chunks)
+            plan.chunks.append(Chunk(sequence=sequence, start=start, count=count, is_last=is_last))
+            budget -= count
+
+    def _find_prefix(self, sequence: InFlight, tokens: Sequence[int]) -> None:
+        """Hold the blocks of a known prefix; of a prompt with images, only if it reaches beyond them."""
+        found = self.pool.find(sequence.root, tokens[:-1])
+        if sequence.seen is not None and len(found) * self.pool.block_size < sequence.seen.num_seen:
+            self.pool.give_back(found)
+            return
+        self._hold(sequence, found)
+
+    def _split(self, plan: Plan, sequence: InFlight, leader: int, length: int) -> None:
+        num_full = length // self.pool.block_size
+        blocks = plan.chunks[leader].sequence.blocks
+        if length > num_full * self.pool.block_size:
+            if not self.pool.num_free:
+                return
+            own = self.pool.take(1)
+            plan.copies.append((blocks[num_full], own[0]))
+        else:
+            own = []
+        self.pool.share(blocks[:num_full])
+        self._hold(sequence, [*blocks[:num_full], *own])
+        plan.splits.append(Split(sequence=sequence, chunk=leader))
+
+    def drop_blocks(self, sequence: InFlight, *, is_spoiled: bool = False) -> list[int]:
+        """Give back what a sequence holds; it must be computed again. Returns the blocks that nobody holds now."""
+        released = self.pool.give_back(sequence.blocks, is_spoiled=is_spoiled)
+        sequence.blocks = []
+        self.table.computed[sequence.row] = self.table.num_blocks[sequence.row] = 0
+        return released
+
+    def _make_room(self, sequence: InFlight, needed: int) -> None:
+        """See that so many blocks are free, as far as those younger than this sequence hold some."""
+        while needed > self.pool.num_free:
+            victim = max((s for s in self.running if s.blocks), key=lambda s: s.arrival, default=sequence)
+            if victim.arrival < sequence.arrival or victim is sequence:
+                return
+            self.drop_blocks(victim)
+            self.num_preemptions += 1
+
+    def _hold(self, sequence: InFlight, blocks: Sequence[int]) -> None:
+        self.table.append_blocks(sequence.row, blocks)
+        sequence.blocks.extend(blocks)
+
+    def _pending(self) -> list[InFlight]:
+        """Sequences with tokens to compute before their newest one, or without a block for it, the oldest first."""
+        count, table = len(self.running), self.table
+        lengths, computed, held = table.lengths_host[:count], table.computed[:count], table.num_blocks[:count]
+        is_pending = (lengths - computed > 1) | (lengths > held * self.pool.block_size)
+        return self._by_age(np.flatnonzero(is_pending))
+
+    def _by_age(self, rows: np.ndarray) -> list[InFlight]:
+        return sorted((self.running[row] for row in rows.tolist()), key=lambda s: s.arrival)
+
+    def _num_missing(self, sequence: InFlight, length: int) -> int:
+        return -(-length // self.pool.block_size) - len(sequence.blocks)
