@@ -66,6 +66,7 @@ def main(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         write_tiny_model(Path(folder), **MODEL)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        floor = Floor(model, count)
         num_parameters = sum(p.numel() for p in model.parameters())
         run.parameters(
             num_requests=count,
@@ -101,7 +102,18 @@ def main(run: Run) -> None:
         run.compare(
             f"{count} requests x {new_tokens} tokens",
             {name: ours(server) for name, server in servers.items()},
-            peers={"transformers generate": transformers_generate},
+            peers={
+                "transformers generate": transformers_generate,
+                "bare loop of forward passes, static cache": lambda: bare_loop(
+                    model,
+                    torch.tensor([r.prompt_token_ids for r in turns.requests(count, new_tokens)]),
+                    new_tokens,
+                ),
+            },
+            limit={
+                "the model's products alone": lambda: floor.products(new_tokens),
+                "the same, weights packed": lambda: floor.packed_products(new_tokens),
+            },
             unit="tokens/s",
             amount=count * new_tokens,
             goal=">= 5 of best peer",
@@ -162,19 +174,57 @@ def vllm_config(environment: str, config: ServerConfig) -> ServerConfig:
     return replace(config, dtype="float32", max_num_seqs=64, timeout_s=600, options=options)
 
 
+class Floor:
+    """The least that a step of this model can take: nothing but its float32 products, over weights packed or not."""
+
+    def __init__(self, model, batch: int) -> None:
+        layers = [layer.weight.detach() for layer in model.modules() if type(layer) is torch.nn.Linear]
+        self._work = [(torch.randn(batch, weight.shape[1]), weight) for weight in layers]
+        self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, batch) for weight in layers]
+
+    @torch.inference_mode()
+    def products(self, steps: int) -> None:
+        """With the weights as they are."""
+        for _ in range(steps):
+            for x, weight in self._work:
+                torch.nn.functional.linear(x, weight)
+
+    @torch.inference_mode()
+    def packed_products(self, steps: int) -> None:
+        """With weights packed by oneDNN."""
+        for _ in range(steps):
+            for (x, _weight), packed in zip(self._work, self._packed, strict=True):
+                torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+@torch.inference_mode()
+def bare_loop(model, prompts: torch.Tensor, new_tokens: int) -> None:
+    """What `generate` does and no more: forward passes over a static cache, and the most likely token."""
+    from transformers import StaticCache
+
+    length = prompts.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
+    ids = prompts
+    for step in range(new_tokens):
+        start = 0 if step == 0 else length + step - 1
+        positions = torch.arange(start, start + ids.shape[1])[None]
+        logits = model(ids, past_key_values=cache, use_cache=True, position_ids=positions, logits_to_keep=1).logits
+        ids = logits[:, -1].argmax(-1, keepdim=True)
+
+
 def _utilisation(run: Run, runner: asyncio.Runner, config: ServerConfig, slots: int) -> None:
-    """Share of the batch's slots that hold a request, while there are more requests than slots."""
+    """Share of the batch's slots that get a token in a step, while there are more requests than slots."""
     server = create_server("embedded", replace(config, max_num_seqs=slots))
     runner.run(server.start())
     engine, counts = server._engine, []
-    real = engine._decode
+    real = engine._draw
 
-    def decode():
+    def draw(drawn, rows, logits):
         if engine.num_waiting:
-            counts.append(engine.num_running)
-        real()
+            counts.append(len(drawn))
+        real(drawn, rows, logits)
 
-    engine._decode = decode
+    engine._draw = draw
 
     async def once(turn):
         lengths = torch.empty(6 * slots).log_normal_(3.0, 0.8, generator=torch.Generator().manual_seed(turn))

@@ -18,6 +18,7 @@ import torch
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.blocks import BlockPool
 from rl_rollout.backends.embedded.cache import KVCache
+from rl_rollout.backends.embedded.graphs import DecodeGraphs
 from rl_rollout.backends.embedded.in_flight import InFlight, finish_reason
 from rl_rollout.backends.embedded.sampler import sample, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
@@ -56,9 +57,14 @@ class Engine:
         )
         self.table = BatchTable(model.device)
         self._max_blocks = _max_blocks(config, self.cache)
+        self._is_reserved = False
         self.scheduler = Scheduler(
             self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=options["chunk_tokens"]
         )
+        self.graphs: DecodeGraphs | None = None
+        """Of decode steps; on a GPU alone."""
+        if model.device.type == "cuda" and not model.experts.num_routers:
+            self.graphs = DecodeGraphs(model, self.cache, self.reserve_cache())
         self.is_frozen = False
         self.is_asleep = False
         self.has_weights = True
@@ -166,8 +172,7 @@ class Engine:
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
         self._held.clear()
-        self.cache.release()
-        self._forget_cache()
+        self.drop_cache()
 
     # ---- control
 
@@ -189,6 +194,8 @@ class Engine:
         self.weight_version = version
         self.has_weights = True
         self._num_updates += 1
+        if self.graphs is not None:
+            self.graphs.clear()
         for sequence in self._by_id.values():
             sequence.root = self._root_of(sequence.request)
             if sequence.row < 0 or self._length(sequence) == len(sequence.prompt):
@@ -197,6 +204,8 @@ class Engine:
 
     def drop_cache(self) -> None:
         """Give the cache's memory back. What is in flight is computed anew by the next steps."""
+        if self.graphs is not None:
+            self.graphs.clear()
         self.cache.release()
         self._forget_cache()
 
@@ -205,10 +214,16 @@ class Engine:
             self.scheduler.drop_blocks(sequence)
         self.scheduler.pool = self._new_pool()
 
+    def reserve_cache(self) -> int:
+        """Let the cache have all its memory from now on, so that it stays where it is. Returns a block for nobody."""
+        self._is_reserved = True
+        self._max_blocks -= 1
+        self.scheduler.pool = self._new_pool()
+        return self._max_blocks
+
     def _new_pool(self) -> BlockPool:
-        # On a GPU the cache stays where it is: graphs are captured over its memory.
-        size, capacity = self.cache.block_size, self._max_blocks if self.model.device.type == "cuda" else 0
-        return BlockPool(self._max_blocks, size, max(capacity, self.cache.num_blocks))
+        capacity = self._max_blocks if self._is_reserved else self.cache.num_blocks
+        return BlockPool(self._max_blocks, self.cache.block_size, capacity)
 
     # ---- one step
 
@@ -248,7 +263,7 @@ class Engine:
         """Run the model over what is planned, and draw the tokens whose turn it is."""
         table, chunks = self.table, plan.chunks
         table.flush_blocks()
-        self.cache.resize(self.scheduler.pool.capacity)
+        self.cache.resize(self.scheduler.pool.capacity + self._is_reserved)
         self._compute_images(plan)
         if not len(plan.rows) and not chunks:
             if not plan.images:
@@ -261,7 +276,12 @@ class Engine:
         asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
         self._choose_adapters(batch.rows)
         self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._reading)
-        logits = self.model.logits(ids, batch.positions + self.table.shifts[batch.rows], batch, _kept(plan, asked))
+        shifts = table.shifts[batch.rows]
+        if self.graphs is not None and not (chunks or self._adapted or self.model.experts.is_on):
+            tables = table.block_tables[batch.rows, : batch.num_blocks]
+            logits = self.graphs.logits(ids, batch.positions, shifts, tables)
+        else:
+            logits = self.model.logits(ids, batch.positions + shifts, batch, _kept(plan, asked))
         self.cache.copy(plan.copies)
         self._note_tokens(plan, logits[len(drawn) :], asked)
         table.computed[plan.rows] += 1

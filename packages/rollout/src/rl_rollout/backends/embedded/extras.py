@@ -76,7 +76,7 @@ class ExpertRecorder:
         routers = [each for each in module.modules() if "Router" in type(each).__name__]
         for router in routers:
             router.register_forward_hook(self._record)
-        self._num_routers = len(routers)
+        self.num_routers = len(routers)
 
     def _record(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
         del module, arguments
@@ -87,4 +87,4 @@ class ExpertRecorder:
     def take(self) -> Tensor | None:
         """[T, N, K] of the forward pass since the last call; None if it was off, or a router did not tell."""
         found, self._found = self._found, []
-        return torch.stack(found, dim=1) if found and len(found) == self._num_routers else None
+        return torch.stack(found, dim=1) if found and len(found) == self.num_routers else None
