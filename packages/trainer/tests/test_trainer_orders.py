@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rl_tq.types import BatchMeta
 from rl_trainer.config import DataConfig, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.data.order import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder
@@ -17,8 +18,10 @@ from rl_trainer.data.records import Record, Source
 from rl_trainer.data.stream import StreamedRows
 from rl_trainer.errors import DataError, InputError, PlanError
 from rl_trainer.job import run
+from rl_trainer.pipelines.parts import RolloutManager
 from rl_trainer.plan import make_plan
 from rl_trainer.samples import read_samples
+from rl_trainer.testing import FakeAgents
 
 LENGTHS = (3, 1, 9, 2, 4, 9, 9, 1, 2, 9, 3)
 
@@ -271,3 +274,26 @@ def test_a_run_on_a_stream_counts_what_it_passed_over(model, tmp_path):
     summary = run(load_config(str(recipe)), Console(quiet=True))
     assert summary["rows_too_long"] == 3  # of the first 11, in the order of the file
     assert len(set(read_samples(tmp_path / "out")["prompt"].to_pylist())) == 8
+
+
+def test_a_resumed_curriculum_draws_what_it_would_have_drawn():
+    config = load_config("quickstart", ["batch.batch_size=3", "batch.group_size=2"])
+    rows = [row(n) for n in range(6)]
+
+    def manager():
+        order = CurriculumOrder(num_rows=6, seed=0, low=0.0, high=1.0, revisit=0.2)
+        return RolloutManager(FakeAgents(config), rows, order, config)
+
+    def step(manager):
+        jobs = manager.draw(3)
+        tags = tuple({"group_id": job.group_id, "reward": float(job.row_index % 2)} for job in jobs for _ in range(2))
+        ids = tuple(map(str, range(6)))
+        manager.observe(BatchMeta(partition="train", sample_ids=ids, columns=(), tags=tags))
+        return [job.row_index for job in jobs]
+
+    first = manager()
+    for _ in range(3):
+        step(first)
+    second = manager()
+    second.order.load_state_dict(json.loads(json.dumps(first.order.state_dict())))
+    assert [step(second) for _ in range(6)] == [step(first) for _ in range(6)]

@@ -83,7 +83,7 @@ class RolloutManager:
     @property
     def num_too_long(self) -> int:
         """Rows of a stream that were passed over so far because their prompts are too long."""
-        return self._order.num_too_long
+        return self.order.num_too_long
 
     def generate_sequences(self, partition: str, step: int) -> Generated:
         """Roll out `batch_size` fresh prompts; groups that failed, or have no signal, are replaced by other prompts.
