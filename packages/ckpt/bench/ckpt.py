@@ -6,6 +6,7 @@ of their own: the same tensors through one bare socket, read into the receiver's
 processes have half of the cores each.
 """
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -22,9 +23,13 @@ import torch
 
 import rl_ckpt
 from rl_bench import missing
+from rl_ckpt.relay import Relay
 
 TIMEOUT = timedelta(seconds=60)
 TOKEN = "of the benchmark"
+PACE = "RL_BENCH_PACE"
+"""Variable for the processes of a benchmark: see `pace`."""
+SO_MAX_PACING_RATE = 47
 CHANGED = 0.01
 """Part of the elements that differ, for differences."""
 
@@ -134,10 +139,17 @@ def child(system, num_layers, vocab_size, where, *cores):
     """Take a sync for every `go` on stdin, into tensors of this process."""
     os.sched_setaffinity(0, map(int, cores))
     torch.set_num_threads(1)
+    if PACE in os.environ:
+        pace(int(os.environ[PACE]))
     mine = tensors((int(num_layers), int(vocab_size)), torch.zeros)
     if system.startswith("ckpt"):
         token = TOKEN if where.startswith("tcp") else None
         engine = rl_ckpt.connect(where, role="receive", token=token)
+    elif system == "relay":
+        relay = Relay(*where.split(), token=TOKEN)
+        runner = asyncio.Runner()
+        runner.run(relay.prepare())
+        print(relay.address, flush=True)
     elif system == "gloo":
         dist = join_group(1, where)
     elif system == "socket":
@@ -149,6 +161,8 @@ def child(system, num_layers, vocab_size, where, *cores):
             continue
         if system == "ckpt-into":
             engine.recv_into(mine)
+        elif system == "relay":
+            runner.run(relay.receive_into(mine))
         elif system == "ckpt-iterate":
             copy_into(mine, engine.recv())
         elif system == "gloo":
@@ -181,8 +195,6 @@ class Sending:
     def __init__(self, stack, system, size, url, cores, **options):
         token = TOKEN if url.startswith("tcp") else None
         self.engine = stack.enter_context(rl_ckpt.connect(url, role="send", token=token, **options))
-        import asyncio
-
         asyncio.run(self.engine.prepare())
         self.child = Child(system, size, self.engine.address, cores)
         stack.callback(self.child.close)
@@ -226,6 +238,11 @@ def measure(run, cores):
             sockets(run, stack, scheme, size, cores, weights, num_bytes)
     with ExitStack() as stack:
         differences(run, stack, size, cores, weights)
+    with ExitStack() as stack:
+        from packages.ckpt.bench import _chain
+
+        stack.callback(pace(300_000_000))
+        _chain.measure(run, stack)
     with ExitStack() as stack:
         beside_nixl(run, stack, size, cores, weights, num_bytes)
     if torch.cuda.is_available():
@@ -340,6 +357,20 @@ def verification(run, weights):
         unit="ms",
         goal=">= 0.9 of limit",
     )
+
+
+def pace(bytes_per_s):
+    """Let the kernel send no faster on any connection that is accepted from now on in this process, or in `child`s."""
+    os.environ[PACE] = str(bytes_per_s)
+    listen = socket.socket.listen
+
+    def paced(self, backlog=0):
+        if self.family == socket.AF_INET:
+            self.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_s)
+        listen(self, backlog)
+
+    socket.socket.listen = paced
+    return lambda: (os.environ.pop(PACE), setattr(socket.socket, "listen", listen))
 
 
 def growth_of(sending, weights, count):

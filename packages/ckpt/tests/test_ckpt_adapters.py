@@ -230,6 +230,9 @@ def test_an_installed_version_is_undone_if_the_sync_fails(pair, url):
     (error,) = pair.sync(some, 3, installer.take, fails="4 of the 5 tensors that the engine holds did not come")
     assert isinstance(error, rl_ckpt.TensorError)
     assert same(model, weights_of(1))
+    shorter = {**weights_of(3), "k": torch.ones(2, 6)}
+    (error,) = pair.sync(shorter, 3, installer.take, fails=r"'k' came as \[2, 6\]; the engine's is \[4, 6\]")
+    assert same(model, weights_of(1))
     pair.sync(some, 3, lambda: installer.take(is_partial=True))
     merged = {**weights_of(1), "q": weights_of(3)["q"]}
     assert same(model, merged)

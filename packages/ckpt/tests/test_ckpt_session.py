@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+import rl_ckpt
 from rl_ckpt import (
     AddressError,
     DigestError,
@@ -289,3 +290,29 @@ def test_samples_are_what_they_say():
     assert not weights["transposed"].is_contiguous()
     assert weights["embed.weight"].data_ptr() == weights["lm_head.weight"].data_ptr()
     assert weights["complex"].is_conj()
+
+
+def test_a_trainer_can_refuse_samples_of_a_digest_that_it_never_committed():
+    """Of a server that fell out and kept the version before, and of one whose weights were changed behind its back."""
+
+    async def main():
+        url = f"inproc://{new_name()}"
+        async with (
+            rl_ckpt.connect(url, role="send", timeout_s=30) as sender,
+            rl_ckpt.connect(url, role="receive", timeout_s=30) as server,
+        ):
+            held = {"w": torch.zeros(4, 4)}
+            in_force = []
+            for version in (1, 2):
+                weights = {"w": torch.full((4, 4), float(version))}
+                stamp = server.digest
+                report, _ = await asyncio.gather(
+                    sender.send_weights(weights.items(), version=version), server.receive_into(held)
+                )
+                in_force = [report.digest]
+                assert stamp not in in_force  # sampled before: under nothing, then under version 1
+                assert server.digest in in_force
+            held["w"][0, 0] += 1
+            assert rl_ckpt.tree_digest(held) not in in_force
+
+    asyncio.run(main())

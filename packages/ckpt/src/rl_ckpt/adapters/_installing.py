@@ -99,6 +99,10 @@ class Installer:
 
     def _install(self) -> Mapping[str, Tensor] | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
+        for name, tensor in self._staging.landing.items():
+            held = self._staging.current.get(name, tensor)
+            if held.shape != tensor.shape:  # a loader may pad a shorter one with what was there before
+                raise TensorError(f"{name!r} came as {list(tensor.shape)}; the engine's is {list(held.shape)}")
         missing = self._staging.current.keys() - self._staging.landing.keys()
         if missing and not self._is_fresh and not self._is_partial:
             raise TensorError(

@@ -288,14 +288,18 @@ class ServedSuite:
             server.sync(sender, second.named_parameters(), 1)
             assert server.serves(second)
 
-    def test_a_loader_that_raises_in_the_middle_is_undone(self, served: tuple[ServedModel, bool]) -> None:
-        """A tensor of another shape, deep in a layer."""
+    def test_a_version_that_does_not_fit_the_model_is_undone(self, served: tuple[ServedModel, bool]) -> None:
+        """A tensor of another shape, or of a name that the model's loader does not know, deep in a layer."""
         server, is_tied = served
         first, second = tiny_model(7, is_tied=is_tied), tiny_model(8, is_tied=is_tied)
+        weights = second.state_dict()
+        misfit = {**weights, "model.layers.1.self_attn.k_proj.weight": torch.ones(3, 64)}
+        items = list(weights.items())
+        unknown = dict([*items[:9], ("model.layers.1.unknown.weight", torch.ones(64, 64)), *items[9:]])
         with session(server, f"uds://{new_name()}") as sender:
             server.sync(sender, first.named_parameters(), 1)
-            misfit = {**second.state_dict(), "model.layers.1.self_attn.k_proj.weight": torch.ones(3, 64)}
-            refusal(SyncAbortedError, lambda: server.sync(sender, misfit.items(), 2))
-            assert server.serves(first)
+            for wrong in (misfit, unknown):
+                refusal(SyncAbortedError, lambda wrong=wrong: server.sync(sender, wrong.items(), 2))
+                assert server.serves(first)
             server.sync(sender, second.named_parameters(), 2)
             assert server.serves(second)
