@@ -83,6 +83,17 @@ def test_context_too_short(capsys, model, data):
     assert "has a context of 100 tokens" in refused(capsys, "gsm8k", f"data.path={data}", f"model.path={model}")
 
 
+def test_context_too_short_for_several_turns(capsys, model, data):
+    (model / "config.json").write_text('{"text_config": {"max_position_embeddings": 3000}}')
+    words = ["agent.loop=tool", "agent.options.max_completion_tokens=2500", f"data.path={data}", f"model.path={model}"]
+    assert "agent.options.max_completion_tokens = " in refused(capsys, "gsm8k", *words)
+
+
+def test_router_loss_of_a_model_without_experts(capsys, model, data):
+    words = ["engine.router_aux_loss_coef=0.01", f"data.path={data}", f"model.path={model}"]
+    assert "is no mixture of experts" in refused(capsys, "gsm8k", *words)
+
+
 def test_plan_that_does_not_divide(capsys):
     assert "cannot be cut into mini-batches" in refused(capsys, "quickstart", "batch.mini_batch_size=7")
 

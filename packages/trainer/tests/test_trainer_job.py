@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from rl_trainer import checkpoints
+
 SMALL = [
     "data.num_rows=2000",
     "data.eval_size=16",
@@ -80,6 +82,16 @@ def test_fully_async_without_staleness_has_the_losses_of_sync(model, tmp_path):
     assert start(model, alone, *overrides).wait(200) == 0, Path(f"{alone}.log").read_text()[-3000:]
     assert len(losses(sync)) == 3
     assert losses(alone) == pytest.approx(losses(sync), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_optimal_token_baseline_gets_what_it_reads_and_checkpoints_are_written_beside_training(model, tmp_path):
+    output_dir = tmp_path / "out"
+    overrides = [*LEARNING, "algorithm.advantage=optimal_token_baseline", "engine.async_checkpoints=true"]
+    process = start(model, output_dir, *overrides, "steps=2", "save_every=1", "runtime=inline")
+    assert process.wait(300) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
+    assert len(losses(output_dir)) == 2
+    assert checkpoints.newest(output_dir) == output_dir / "checkpoint-2"
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@ import pytest
 
 from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.plan import make_plan
+from rl_trainer.plan import longest_sequence, make_plan
 
 
 def test_counts_by_hand():
@@ -66,3 +66,17 @@ def test_counts_by_hand():
 def test_what_cannot_work_is_refused_with_the_reason(overrides, error, words):
     with pytest.raises(error, match=words):
         make_plan(load_config("quickstart", overrides))
+
+
+def test_the_longest_sequence_is_the_loop_s_own():
+    assert longest_sequence(load_config("quickstart"))[0] == 16 + 5
+    tool = ["agent.loop=tool", "agent.options.max_completion_tokens=40"]
+    assert longest_sequence(load_config("quickstart", tool))[0] == 16 + 40
+    assert make_plan(load_config("quickstart", tool)).max_sequence_tokens == 56
+    assert longest_sequence(load_config("quickstart", tool[:1]))[0] == 64
+    assert make_plan(load_config("tool_calculator")).max_sequence_tokens == 16 + 128
+
+
+def test_optimal_token_baseline_is_accepted_with_the_engine_s_pass():
+    for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        make_plan(load_config("quickstart", [f"algorithm.advantage={name}", "algorithm.old_logprobs=recompute"]))

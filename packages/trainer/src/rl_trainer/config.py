@@ -181,6 +181,10 @@ class EngineSection:
     """Of matrix products inside float32; medium computes them in bfloat16 where the processor is faster so."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the loss that evens out the load of a mixture's experts."""
+    async_checkpoints: bool = False
+    """Training goes on while a checkpoint is written; until it is whole, --resume takes the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
 
 
+_ONE_GENERATION = ("single_turn", "reasoning_gym")
+"""Loops whose completions are one generation, at most `rollout.max_new_tokens` long."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """What one training step consists of."""
@@ -69,15 +73,16 @@ def make_plan(config: Config) -> BatchPlan:
             f"{per_optimizer_step} rows does not divide over "
             f"engine.world_size={engine.world_size} ranks"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest, sum_ = longest_sequence(config)
     if longest > batch.max_tokens_per_gpu:
         raise PlanError(
-            f"a sequence may have data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens, more than "
+            f"a sequence may have {sum_} = {longest} tokens, more than "
             f"batch.max_tokens_per_gpu={batch.max_tokens_per_gpu} of a micro-batch; raise it or lower the others"
         )
     if longest > config.rollout.max_model_len:
         raise PlanError(
-            f"a sequence may have {longest} tokens, more than rollout.max_model_len={config.rollout.max_model_len}"
+            f"a sequence may have {sum_} = {longest} tokens, more than rollout.max_model_len="
+            f"{config.rollout.max_model_len}"
         )
     _check_data(config.data)
     _check_algorithm(config)
@@ -90,6 +95,19 @@ def make_plan(config: Config) -> BatchPlan:
         max_sequence_tokens=longest,
         total_completions=config.steps * batch.batch_size * batch.group_size,
     )
+
+
+def longest_sequence(config: Config) -> tuple[int, str]:
+    """Tokens of the longest sequence that a run may make, and the keys that they come from.
+
+    A loop of several turns is bounded by its own `max_completion_tokens`, or else by what a server takes.
+    """
+    prompt, agent = config.data.max_prompt_tokens, config.agent
+    if agent.loop in _ONE_GENERATION:
+        return prompt + config.rollout.max_new_tokens, "data.max_prompt_tokens + rollout.max_new_tokens"
+    if (completion := agent.options.get("max_completion_tokens")) is not None:
+        return prompt + int(completion), "data.max_prompt_tokens + agent.options.max_completion_tokens"
+    return config.rollout.max_model_len, f"(agent.loop={agent.loop} sets no bound) rollout.max_model_len"
 
 
 def _check_algorithm(config: Config) -> None:
@@ -163,12 +181,12 @@ def _lacking(config: Config, need: Need) -> str | None:
     """What a run would have to have for an optional input of estimators; None if it has it."""
     if need in {"greedy_rewards", "logprobs"} or (need == "values" and config.critic is not None):
         return None
-    if need == "ratio" and config.algorithm.old_logprobs == "recompute":
+    if need in {"ratio", "sum_pi_squared"} and config.algorithm.old_logprobs == "recompute":
         return None
     return {
         "values": "a critic: set a key of critic, such as critic.lr",
         "ratio": "the engine's log-probs beside the sampler's: set algorithm.old_logprobs=recompute",
-        "sum_pi_squared": "an engine that gives the sum of squared probabilities; none does: compose your own trainer",
+        "sum_pi_squared": "the engine's pass over the old policy: set algorithm.old_logprobs=recompute",
         "components": "the parts of a reward, which no shipped rule gives: compose your own trainer",
         "process_rewards": "a process reward model, which the pipelines have not got: compose your own trainer",
     }[need]

@@ -6,12 +6,13 @@ import json
 import math
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
 from rl_trainer.checkpoints import RunState
 from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.plan import longest_sequence
 from rl_trainer.rewards import resolve_reward
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config, TrackingSection
     from rl_trainer.data import Row
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -119,9 +121,11 @@ def _is_installed(name: str) -> bool:
 
 
 def memory_estimate(config: Config) -> str:
-    """What the weights take, in words; activations, the servers' cache and buffers come on top.
+    """What the weights take, and the cache of a server that is full, in words; activations and buffers come on top.
 
     The engine's copy is float32 (4 bytes per parameter) with gradients (4) and AdamW's moments (8), cut over its ranks.
+    The cache is that of `rollout.max_num_seqs` sequences of the greatest length, in bfloat16; a server makes do with
+    less, and lets requests wait.
     """
     if config.model.path is None:
         return "a small model, made on the spot"
@@ -133,7 +137,20 @@ def memory_estimate(config: Config) -> str:
     parts = [f"engine {per_rank:.1f} GB per rank"]
     parts += [f"reference {4 * gb / ranks:.1f} GB"] if config.algorithm.kl_coef > 0 else []
     parts += [f"critic {16 * gb / ranks:.1f} GB"] if config.critic is not None else []
-    return f"{count / 1e6:,.1f} M parameters: {', '.join(parts)}, weights and optimizer alone"
+    return (
+        f"{count / 1e6:,.1f} M parameters: {', '.join(parts)}, weights and optimizer alone; {_cache_estimate(config)}"
+    )
+
+
+def _cache_estimate(config: Config) -> str:
+    model, longest = _model_config(Path(str(config.model.path))), longest_sequence(config)[0]
+    try:
+        heads = model.get("num_key_value_heads", model["num_attention_heads"])
+        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        size = 4 * model["num_hidden_layers"] * heads * width * longest * config.rollout.max_num_seqs
+    except KeyError as missing:
+        return f"keys and values unknown: config.json has no {missing}"
+    return f"keys and values {1e-9 * size:.1f} GB for {config.rollout.max_num_seqs} sequences of {longest} tokens"
 
 
 def num_parameters(folder: Path) -> int | None:
@@ -162,10 +179,20 @@ def check_model(config: Config) -> None:
             f"model.path={folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer "
             "files into it"
         )
-    longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    model = _model_config(folder)
+    longest, (wanted, keys) = model.get("max_position_embeddings"), longest_sequence(config)
     if longest is not None and wanted > longest:
         raise InputError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {wanted}, but the model in {folder} has a context of "
-            f"{longest} tokens"
+            f"a sequence may have {keys} = {wanted} tokens, but the model in {folder} has a context of {longest} tokens"
         )
+    if config.engine.router_aux_loss_coef > 0 and not any(model.get(key) for key in _EXPERTS):
+        raise InputError(
+            f"engine.router_aux_loss_coef={config.engine.router_aux_loss_coef:g} evens out the load of experts, but "
+            f"the model in {folder} is no mixture of experts; leave it out"
+        )
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    """Of the language model, which a model for more than language keeps in a part of its own."""
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values | values.get("text_config", {})

@@ -366,6 +366,8 @@ def create_engine(
         engine_config_of(config, model_path, config.engine.lr),
         lora=LoraConfig(**asdict(lora)) if is_trained and lora is not None else None,
         entropy=is_trained and algorithm.entropy_coef > 0,
+        sum_pi_squared=is_trained and "sum_pi_squared" in ADVANTAGES[algorithm.advantage].needs,
+        router_aux_loss_coef=config.engine.router_aux_loss_coef if is_trained else 0.0,
     )
     return runtime.create_group(
         EngineWorker,
@@ -415,6 +417,7 @@ def engine_config_of(config: Config, model_path: Path, lr: float) -> EngineConfi
         max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
         temperature=config.rollout.temperature,
         activation_checkpointing=section.activation_checkpointing,
+        async_checkpoints=section.async_checkpoints,
         seed=config.seed,
         timeout_s=config.timeout_s,
     )

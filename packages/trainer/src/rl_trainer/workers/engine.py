@@ -66,11 +66,12 @@ class _EngineRank:
         self._engine.initialize()
         self._lr = config.optimizer.lr if config.optimizer else 0.0
 
-    def _forward(self, batch: BatchMeta, output: str, column: str) -> BatchMeta:
+    def _forward(self, batch: BatchMeta, columns: Mapping[str, str]) -> BatchMeta:
+        """Write outputs of the engine as columns of the queue, named by output."""
         data = self._queue.get(batch, _POLICY_COLUMNS)
         with self._engine.eval_mode(), span("forward"):
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
-        return self._put(batch, {column: outputs.columns[output]})
+        return self._put(batch, {column: outputs.columns[output] for output, column in columns.items()})
 
     def _update(self, data: TensorDict, loss: PolicyLossFunction | ValueLossFunction) -> UpdateReport:
         with self._engine.train_mode():
@@ -139,7 +140,7 @@ class CriticWorker(_EngineRank):
     @register(Dispatch.SPLIT)
     def compute_values(self, batch: BatchMeta) -> BatchMeta:
         """Write the value of the state before every completion token as `values`."""
-        return self._forward(batch, "values", "values")
+        return self._forward(batch, {"values": "values"})
 
     @register(Dispatch.SPLIT_REDUCED)
     def update_critic(self, batch: BatchMeta) -> UpdateReport:
@@ -172,8 +173,14 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.SPLIT)
     def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:
-        """Write the log-probs of every completion token under the engine's weights as `column`."""
-        return self._forward(batch, "logprobs", column)
+        """Write the log-probs of every completion token under the engine's weights as `column`.
+
+        Where the estimator reads it, also `sum_pi_squared` of the policy before the update.
+        """
+        columns = {"logprobs": column}
+        if column == "old_logprobs" and "sum_pi_squared" in ADVANTAGES[self._algorithm.advantage].needs:
+            columns["sum_pi_squared"] = "sum_pi_squared"
+        return self._forward(batch, columns)
 
     @register(Dispatch.RANK_ZERO)
     def compute_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
@@ -191,7 +198,7 @@ class EngineWorker(_EngineRank):
         columns += [_OLD[config.old_logprobs]] if has_policy else []
         columns += ["rollout_logprobs"] if "ratio" in needs else []
         columns += ["ref_logprobs"] if has_kl else []
-        columns += [name for name in ("values", "greedy_rewards") if name in needs]
+        columns += [name for name in ("values", "greedy_rewards", "sum_pi_squared") if name in needs]
         data = self._queue.get(batch, columns)
         offsets, mask, rewards = data["rewards"].offsets(), data["loss_mask"].values(), data["rewards"].values()
         old = data[_OLD[config.old_logprobs]].values() if has_policy else None
@@ -210,6 +217,7 @@ class EngineWorker(_EngineRank):
             lam=config.lam,
             logprobs=old,
             values=data["values"].values() if "values" in needs else None,
+            sum_pi_squared=data["sum_pi_squared"].values() if "sum_pi_squared" in needs else None,
             greedy_rewards=data["greedy_rewards"] if "greedy_rewards" in needs else None,
             ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
         )
