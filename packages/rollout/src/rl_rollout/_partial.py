@@ -62,9 +62,10 @@ def joined(done: TokenOutput, rest: TokenOutput, *, num_prompt_tokens: int) -> T
 
 
 def extended(done: TokenOutput, chunk: TokenChunk) -> TokenOutput:
-    """An output and what came after it."""
+    """An output and what came after it, with its reason if it tells one."""
     return replace(
         done,
+        finish_reason=done.finish_reason if chunk.finish_reason is None else chunk.finish_reason,
         token_ids=done.token_ids + chunk.token_ids,
         logprobs=done.logprobs + chunk.logprobs,
         weight_versions=done.weight_versions + chunk.weight_versions,

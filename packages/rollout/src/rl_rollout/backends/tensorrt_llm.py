@@ -1,0 +1,235 @@
+"""TensorRT-LLM's `trtllm-serve`, started as a process in its own environment. Never run: written from its sources.
+
+Token ids go in and come out of `/v1/completions` (`detokenize: false`), streamed, so that an aborted request has what
+came until then. Its log-probs are of the raw logits: a request whose temperature, top-k or top-p would make them
+those of another distribution is refused. It tells no weight versions and cannot pause; weights are taken as CUDA
+handles, for which rl-ckpt has no adapter: it serves the version on disk. `sleep(1)` and `wake` are
+`/release_memory` and `/resume_memory`, which only its asynchronous engine answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from rl_rollout._external import EXIT_TIMEOUT_S, ExternalServer, error_text, words
+from rl_rollout._partial import empty_output, extended
+from rl_rollout._process import ServerProcess
+from rl_rollout._registry import check_options
+from rl_rollout.errors import ConfigError, GenerationError, RequestError, ServerLostError, UnsupportedError
+from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.types import GenerateRequest, ServerConfig
+
+OPTIONS = {
+    "command": "what starts the server, a list or a line; default: trtllm-serve",
+    "args": "further arguments of trtllm-serve, a list or a line",
+    "env": "environment variables of the server beside those of this process",
+    "sleeps": "whether its engine is the asynchronous one, which gives memory back; false",
+}
+
+
+def create_server(config: ServerConfig) -> RolloutServer:
+    """A server whose trtllm-serve is a process that ends when this one does."""
+    return TensorrtLlmServer(config)
+
+
+class TensorrtLlmServer(ExternalServer):
+    """One `trtllm-serve`. Pausing holds what is asked meanwhile on this side; `keep` is refused."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        check_options(config.options, OPTIONS, "tensorrt_llm")
+        for name, default in (("device", "auto"), ("dtype", "auto"), ("kv_cache_bytes", 0), ("seed", 0)):
+            if getattr(config, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(config, name)!r}: trtllm-serve takes this from a file; leave it at {default!r}, "
+                    "and name the file in the option args='--extra_llm_api_options FILE'"
+                )
+        if not isinstance(config.options.get("sleeps", False), bool):
+            raise ConfigError(f"option sleeps={config.options['sleeps']!r} must be true or false")
+        super().__init__(config, engine_name="trtllm-serve")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        self.process = ServerProcess(
+            [sys.executable, "-m", "rl_rollout._guard", *self._command()], self.environment(), name="trtllm-serve"
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Plain generation."""
+        return Capabilities(
+            updates_weights=False,
+            sleep_levels=(1,) if self.config.options.get("sleeps") else (),
+            gives_top_logprobs=False,
+            gives_prompt_logprobs=False,
+        )
+
+    def _command(self) -> list[str]:
+        config = self.config
+        return [
+            *words(config.options.get("command", ["trtllm-serve"]), "command"),
+            *(config.model_path, "--backend", "pytorch", "--host", "127.0.0.1", "--port", str(self._port)),
+            *("--max_seq_len", str(self.max_model_len), "--max_batch_size", str(config.max_num_seqs)),
+            *words(config.options.get("args", []), "args"),
+        ]
+
+    def base_url(self) -> str:
+        """On loopback."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def connector(self) -> aiohttp.BaseConnector:
+        """A connection per request: by closing it, a request is aborted."""
+        return aiohttp.TCPConnector(limit=0, force_close=True)
+
+    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `ExternalServer`."""
+        check_distribution(request)
+        chunks: list[TokenChunk] = []
+        reading = self._reading[request.request_id] = asyncio.ensure_future(self._read(request, chunks))
+        try:
+            await asyncio.wait([reading])
+            if not reading.cancelled():
+                reading.result()
+        finally:
+            reading.cancel()
+            del self._reading[request.request_id]
+        return put_together(request, chunks, is_aborted=reading.cancelled())
+
+    async def _read(self, request: GenerateRequest, chunks: list[TokenChunk]) -> None:
+        params = request.sampling_params
+        body = {
+            "model": self.model_name,
+            "prompt": request.prompt_token_ids,
+            "max_tokens": self.max_new_tokens(request),
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "stop_token_ids": params.stop_token_ids,
+            "ignore_eos": params.ignore_eos,
+            "include_stop_str_in_output": True,
+            "add_special_tokens": False,
+            "detokenize": False,
+            "logprobs": 1,
+            "stream": True,
+        }
+        try:
+            async with self._open().post(f"{self.base_url()}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    kind = RequestError if 400 <= response.status < 500 else GenerationError
+                    raise kind(f"trtllm-serve answered {response.status}: {error_text(await response.text())}")
+                async for line in response.content:
+                    event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+                    if event:
+                        chunks.append(read_event(event, self.weight_version))
+        except aiohttp.ClientError as error:
+            lost = ServerLostError(f"{self._where()} closed the connection: {error or type(error).__name__}")
+            if await self.process.has_ended(EXIT_TIMEOUT_S):
+                lost = ServerLostError(self.process.told_end())
+            lost.partial = _joined(request, chunks)
+            raise lost from error
+
+    async def post_abort(self, request_ids: Sequence[str]) -> None:
+        """See `ExternalServer`."""
+        for request_id in request_ids:
+            if request_id in self._reading:
+                self._reading[request_id].cancel()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutServer.pause`.
+
+        Raises:
+            UnsupportedError: `keep`.
+        """
+        if mode == "keep":
+            raise UnsupportedError("trtllm-serve cannot freeze what is in flight; pause with abort or wait")
+        await super().pause(mode)
+
+    async def post_pause(self, mode: PauseMode) -> None:
+        """See `ExternalServer`. Nothing is in flight, and nothing is sent."""
+
+    async def post_resume(self) -> None:
+        """See `ExternalServer`."""
+
+    async def post_update(self, address: str, version: int) -> None:
+        """See `ExternalServer`. `capabilities` has refused."""
+        raise UnsupportedError(f"trtllm-serve takes no weights from {address!r} (version {version})")
+
+    async def post_sleep(self, level: int) -> None:
+        """See `ExternalServer`. What is in flight is finished first."""
+        del level
+        await self._drain([flight for flight in self._flights.values() if flight.is_sent])
+        await self.command("/release_memory", {"tags": ["kv_cache"]})
+
+    async def post_wake(self, tags: Sequence[str]) -> None:
+        """See `ExternalServer`."""
+        if "kv_cache" in tags:
+            await self.command("/resume_memory", {"tags": ["kv_cache"]})
+
+
+def check_distribution(request: GenerateRequest) -> None:
+    """Refuse what is drawn from another distribution than the one whose log-probs are told.
+
+    Raises:
+        UnsupportedError: says which fields may be what.
+    """
+    params = request.sampling_params
+    if params.temperature not in (0, 1) or params.top_p < 1 or params.top_k > 0:
+        raise UnsupportedError(
+            f"request {request.request_id!r}: trtllm-serve tells log-probs of the raw logits, so that temperature="
+            f"{params.temperature}, top_p={params.top_p}, top_k={params.top_k} must be 0 or 1, 1, and 0"
+        )
+
+
+def read_event(event: Mapping[str, Any], version: int) -> TokenChunk:
+    """One event of the stream.
+
+    Raises:
+        GenerationError: it is an error, or tells text in place of ids, or tokens without log-probs.
+    """
+    if "choices" not in event:
+        raise GenerationError(f"trtllm-serve: {error_text(json.dumps(event))}")
+    nothing: dict[str, Any] = {"token_ids": []}
+    choice: Mapping[str, Any] = event["choices"][0] if event["choices"] else nothing
+    ids = choice.get("token_ids")
+    if ids is None:
+        raise GenerationError("trtllm-serve told no token ids; its version does not honour detokenize=false")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+    if len(logprobs) != len(ids):
+        raise GenerationError(f"trtllm-serve told {len(ids)} tokens and {len(logprobs)} log-probs")
+    reason = choice.get("finish_reason")
+    return TokenChunk(
+        token_ids=tuple(ids),
+        logprobs=tuple(logprobs),
+        weight_versions=(version,) * len(ids),
+        finish_reason=None if reason is None else FinishReason(reason),
+    )
+
+
+def put_together(request: GenerateRequest, chunks: Sequence[TokenChunk], *, is_aborted: bool) -> TokenOutput:
+    """What came of a request.
+
+    Raises:
+        ServerLostError: the stream ended without a reason; with what had come.
+    """
+    output = _joined(request, chunks)
+    if is_aborted or output.finish_reason is not FinishReason.ABORT:
+        return output
+    lost = ServerLostError(f"trtllm-serve ended the stream of {request.request_id!r} without a reason")
+    lost.partial = output
+    raise lost
+
+
+def _joined(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> TokenOutput:
+    output = empty_output(request)
+    for chunk in chunks:
+        output = extended(output, chunk)
+    return output
