@@ -66,7 +66,7 @@ def main(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         write_tiny_model(Path(folder), **MODEL)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        floor = Floor(model, count)
+        products = Products(model, count)
         num_parameters = sum(p.numel() for p in model.parameters())
         run.parameters(
             num_requests=count,
@@ -110,10 +110,7 @@ def main(run: Run) -> None:
                     new_tokens,
                 ),
             },
-            limit={
-                "the model's products alone": lambda: floor.products(new_tokens),
-                "the same, weights packed": lambda: floor.packed_products(new_tokens),
-            },
+            limit={"the model's matrix products alone": lambda: products.run(new_tokens)},
             unit="tokens/s",
             amount=count * new_tokens,
             goal=">= 5 of best peer",
@@ -174,26 +171,18 @@ def vllm_config(environment: str, config: ServerConfig) -> ServerConfig:
     return replace(config, dtype="float32", max_num_seqs=64, timeout_s=600, options=options)
 
 
-class Floor:
-    """The least that a step of this model can take: nothing but its float32 products, over weights packed or not."""
+class Products:
+    """The least that a step of this model can take: its float32 products alone, over weights that oneDNN packed."""
 
     def __init__(self, model, batch: int) -> None:
-        layers = [layer.weight.detach() for layer in model.modules() if type(layer) is torch.nn.Linear]
-        self._work = [(torch.randn(batch, weight.shape[1]), weight) for weight in layers]
-        self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, batch) for weight in layers]
+        weights = [layer.weight.detach() for layer in model.modules() if type(layer) is torch.nn.Linear]
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        self._work = [(torch.randn(batch, weight.shape[1]), pack(weight, batch)) for weight in weights]
 
     @torch.inference_mode()
-    def products(self, steps: int) -> None:
-        """With the weights as they are."""
+    def run(self, steps: int) -> None:
         for _ in range(steps):
-            for x, weight in self._work:
-                torch.nn.functional.linear(x, weight)
-
-    @torch.inference_mode()
-    def packed_products(self, steps: int) -> None:
-        """With weights packed by oneDNN."""
-        for _ in range(steps):
-            for (x, _weight), packed in zip(self._work, self._packed, strict=True):
+            for x, packed in self._work:
                 torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 

@@ -348,25 +348,26 @@ class Engine:
 
     def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> None:
         """The next token of these rows (here and on the device), from logits [B, V]."""
-        table = self.table
+        table, count = self.table, len(drawn)
         table.reserve(0, int(table.lengths_host[drawn].max()) + 1, 1)
-        lengths = table.lengths[rows]
+        # Nearly always the rows are 0..n-1, and a slice is a view where an index makes a copy.
+        which = slice(count) if np.array_equal(drawn, np.arange(count)) else rows
+        lengths = table.lengths[which]
         ids, logprobs, distribution = sample(
             logits,
-            temperature=table.temperature[rows],
-            seeds=table.seeds[rows],
+            temperature=table.temperature[which],
+            seeds=table.seeds[which],
             positions=lengths,
-            top_k=table.top_k[rows] if self._truncating else None,
-            top_p=table.top_p[rows] if self._truncating else None,
+            top_k=table.top_k[which] if self._truncating else None,
+            top_p=table.top_p[which] if self._truncating else None,
         )
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs
         table.versions[rows, lengths] = self.weight_version
-        lengths += 1
-        table.lengths[rows] = lengths
+        table.lengths[which] += 1
         table.lengths_host[drawn] += 1
-        is_stopped = (ids[:, None] == table.stop_ids[rows]).any(dim=1)
-        is_full = lengths >= table.limits[rows]
+        is_stopped = (ids[:, None] == table.stop_ids[which]).any(dim=1)
+        is_full = table.lengths[which] >= table.limits[which]
         verdict = (is_stopped + 2 * is_full + 4 * ~logprobs.isfinite()).cpu().numpy()  # the one transfer of a step
         place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True)) if self._streaming or self._reading else {}
         self._stream(verdict, place)

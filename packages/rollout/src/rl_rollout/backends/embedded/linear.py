@@ -16,10 +16,10 @@ from torch.nn.functional import linear
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-MIN_PACKED_NUMBERS = 2**14
-"""Smaller weights are multiplied as quickly as they are."""
-MIN_PACKED_ROWS = 4
-"""Fewer rows are no matrix product."""
+MIN_PACKED_PRODUCTS = 2**19
+"""Rows times numbers of the weight; below, what the call of oneDNN costs is more than it saves."""
+MOST_ROWS = 256
+"""Weights that are too small for packing at this many rows are not packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,13 @@ class ServedLinear:
         """The weight has changed."""
         weight = self._module.weight
         self._packed = None
-        if self._is_packed and weight.numel() >= MIN_PACKED_NUMBERS:
+        if self._is_packed and weight.numel() * MOST_ROWS >= MIN_PACKED_PRODUCTS:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 64)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         bias = self._module.bias
-        if self._packed is None or x.numel() < MIN_PACKED_ROWS * x.shape[-1]:
+        if self._packed is None or x.numel() * self._module.out_features < MIN_PACKED_PRODUCTS:
             out = linear(x, self._module.weight, bias)
         else:
             out = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
