@@ -12,6 +12,7 @@ from rl_tq.types import BatchMeta
 from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, join, register, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
+from rl_trainer.runtime.ray import _init_patiently
 from rl_trainer.testing import RuntimeConformance
 
 
@@ -223,6 +224,22 @@ def test_ray_fleet_members_die_are_replaced_join_and_leave(ray_runtime):
     for told in ("member 1 of Member", "out of luck", "member 2 of", "its server is gone", "member 5 of", "has left"):
         assert told in news
     assert fleet.take_news() == []
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
+    import ray
+
+    tries = []
+
+    def init(**options):
+        tries.append(options)
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(PlacementError, match="Ray did not start, 3 times: Exception: The current node timed out"):
+        _init_patiently({"address": "local"})
+    assert tries == [{"address": "local"}] * 3
 
 
 def test_ray_says_at_once_what_the_cluster_could_never_hold(ray_runtime):

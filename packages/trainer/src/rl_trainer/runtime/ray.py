@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 W = TypeVar("W")
 
 _PLACEMENT_TIMEOUT_S = 20.0
+_INIT_ATTEMPTS = 3
 _START_TIMEOUT_S = 120.0
 """Of a host process, which has nothing to load yet."""
 _CLOSE_TIMEOUT_S = 20.0
@@ -105,7 +106,7 @@ class RayRuntime(Runtime):
             self._has_started_ray = True
             # For the same reason each may compute on all cores; Ray would give torch one thread per reserved CPU.
             os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-        ray.init(**options)
+        _init_patiently(options)
 
     def _reserve(self, pool: ResourcePool) -> PlacementGroup:
         bundle = _bundle(pool)
@@ -236,6 +237,24 @@ class RayRuntime(Runtime):
         if self._has_started_ray:
             ray.shutdown()
             self._has_started_ray = False
+
+
+def _init_patiently(options: dict[str, Any]) -> None:
+    """Start or join Ray. It gives its own processes 30 s to answer, which a busy machine may not keep: try again."""
+    reasons: list[str] = []
+    while True:
+        try:
+            ray.init(**options)
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+            ray.shutdown()
+            if len(reasons) == _INIT_ATTEMPTS:
+                raise PlacementError(
+                    f"Ray did not start, {_INIT_ATTEMPTS} times: {reasons[-1]} Look at the load of the machine, and at "
+                    "RAY_ADDRESS if it is set"
+                ) from error
+        else:
+            return
 
 
 def _bundle(pool: ResourcePool) -> dict[str, float]:
