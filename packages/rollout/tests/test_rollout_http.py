@@ -106,7 +106,9 @@ def test_a_bad_request_in_a_batch_spoils_no_other(site):
         ("/v1/completions", {"prompt": "1+1", "presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
         ("/v1/completions", {"prompt": "1+1", "model": "other"}, "'other' is not served here"),
         ("/v1/completions", {"prompt": "1+1", "stop": [""]}, "must not be empty"),
+        ("/v1/completions", {"prompt": "1+1", "prompt_logprobs": 0, "stop": "1"}, "goes without stream and stop"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text or image_url"),
     ],
 )
 def test_bad_input_gets_400_and_a_sentence(site, path, body, told):

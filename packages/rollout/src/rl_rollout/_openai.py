@@ -173,8 +173,8 @@ class OpenAIRoutes:
         num_choices = message.get("n", 1)
         if num_choices < 1:
             raise RequestError(f"n={num_choices} must be at least 1")
-        if message.get("prompt_logprobs", 0) != 0 or ("prompt_logprobs" in message and message.get("stream")):
-            raise RequestError("prompt_logprobs must be 0 (the prompt's own tokens), and is not streamed")
+        if "prompt_logprobs" in message and (message["prompt_logprobs"] or message.get("stream") or stops):
+            raise RequestError("prompt_logprobs must be 0 (the prompt's own tokens), and goes without stream and stop")
         options = message.get("stream_options", {})
         _wire.check_fields(options, {"include_usage": (bool,)}, "stream_options")
         known = {
