@@ -6,7 +6,6 @@ One thread receives and tells, another sends and asks. Neither waits for the oth
 from __future__ import annotations
 
 import socket
-import threading
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -65,9 +64,10 @@ class Passage:
         """What those below have voted for."""
         self._error: BaseException | None = None
         self._landing = landing
-        self._lock = threading.Lock()
         self._begun: dict[TensorSpec, int] = {}
-        """Of each tensor the bytes that are in place, in the order in which they came."""
+        """Of each tensor the bytes that are in place."""
+        self._order: list[TensorSpec] = []
+        """In which they came."""
         self._num_whole = 0
         self._is_whole = False
         self._num_taken = 0
@@ -86,10 +86,13 @@ class Passage:
         count = len(landing.digests) - self._num_whole
         whole = list(islice(reversed(landing.digests), count))
         self._num_whole += count
-        with self._lock:
-            self._begun |= {spec: spec.num_bytes for spec in reversed(whole)}
-            if (begun := landing.begun()) is not None:
-                self._begun[begun[0]] = begun[1]
+        told = [(spec, spec.num_bytes) for spec in reversed(whole)]
+        if (begun := landing.begun()) is not None:
+            told.append(begun)
+        for spec, num_bytes in told:
+            if spec not in self._begun:
+                self._order.append(spec)
+            self._begun[spec] = num_bytes
         self.news.ring()
 
     def end(self) -> None:
@@ -116,14 +119,13 @@ class Passage:
 
     def has_next(self) -> bool:
         """Whether it is known which tensor is the next, or that there is none."""
-        return self._num_taken < len(self._begun) or self._is_whole
+        return self._num_taken < len(self._order) or self._is_whole
 
     def take(self) -> tuple[TensorSpec, Tensor] | None:
         """The next tensor, of which some bytes are in place, or None after the last."""
-        with self._lock:
-            if self._num_taken == len(self._begun):
-                return None
-            spec = next(islice(self._begun, self._num_taken, None))
+        if self._num_taken == len(self._order):
+            return None
+        spec = self._order[self._num_taken]
         self._num_taken += 1
         return spec, (self._landing.targets or {})[spec.name]
 
