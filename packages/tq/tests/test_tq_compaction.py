@@ -97,6 +97,7 @@ def test_readers_go_on_while_rows_move(queue):
             while not is_done:
                 assert peer.get(meta.reorder(kept), ["a"])["a"][:, 7].tolist() == kept
                 times += 1
+                time.sleep(0.001)  # two threads that never rest would keep the others of this process waiting
             return times
 
         readers = [pool.submit(read) for _ in range(2)]

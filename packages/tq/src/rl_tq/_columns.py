@@ -12,7 +12,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from rl_tq._schema import ColumnKind, ColumnSchema
+from rl_tq._schema import ColumnKind, ColumnSchema, schema_of
 from rl_tq.errors import SchemaError
 from rl_tq.types import PerGroup
 
@@ -130,8 +130,8 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
             "a dense column is strided, of shape (B, ...)"
         )
     return Column(
-        schema=ColumnSchema(kind=ColumnKind.DENSE, dtype=_dtype_name(tensor.dtype), shape=tuple(tensor.shape[1:])),
-        num_rows=len(tensor),
+        schema=schema_of(ColumnKind.DENSE, _dtype_name(tensor.dtype), tuple(tensor.shape[1:])),
+        num_rows=tensor.size(0),
         pieces=[tensor.detach()],
     )
 
@@ -152,7 +152,7 @@ def _list_column(name: str, rows: list[torch.Tensor]) -> Column:
 
 def _ragged(dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[torch.Tensor], offsets: torch.Tensor) -> Column:
     return Column(
-        schema=ColumnSchema(kind=ColumnKind.RAGGED, dtype=_dtype_name(dtype), shape=tuple(shape)),
+        schema=schema_of(ColumnKind.RAGGED, _dtype_name(dtype), tuple(shape)),
         num_rows=len(offsets) - 1,
         pieces=pieces,
         offsets=offsets,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ from rl_tq._columns import INDEX
 from rl_tq._device import Mover
 from rl_tq._extent import copied, lay, read_extent
 from rl_tq._schema import ColumnKind, ColumnSchema
+from rl_tq._segments import new_memory
 
 if TYPE_CHECKING:
     from rl_tq._extent import Views
@@ -99,7 +101,7 @@ class OpenExtent:
     def num_rows(self, name: str) -> int:
         """Rows it was written with."""
         column = self.views[name + INDEX] if name + INDEX in self.views else self.views[name]
-        return len(column.offsets) - 1 if isinstance(column, frames.Ragged) else len(column)
+        return len(column.offsets) - 1 if isinstance(column, frames.Ragged) else column.size(0)
 
 
 Opened: TypeAlias = Mapping[int, OpenExtent]
@@ -196,18 +198,21 @@ def gather(
     """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON."""
     if not landing.is_given:
         opened = _privately(columns, opened)
-    collected = collect(columns, opened)
+    collected = collect(columns, opened, is_joined=not landing.is_given)
     is_known: dict[int, bool] = {}
     is_own: dict[str, bool] = {}
     for name, (_, runs) in columns.items():
         if id(runs) not in is_known:  # columns of one extent share their runs
             is_known[id(runs)] = _may_view(runs, opened, name)
-        is_own[name] = is_known[id(runs)]
+        is_joined = len(runs) >= _MANY_RUNS and len(collected.parts[name]) == 1
+        is_own[name] = is_known[id(runs)] or is_joined
     return assemble({name: schema for name, (schema, _) in columns.items()}, collected, is_own, num_rows, landing)
 
 
-def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> Collected:
-    """Where the values of rows lie: views of the extents, nothing copied."""
+def collect(
+    columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened, *, is_joined: bool = False
+) -> Collected:
+    """Where the values of rows lie: views of the extents; with `is_joined`, ragged rows in many pieces are copied."""
     parts: dict[str, Sequence[torch.Tensor]] = {}
     offsets: dict[str, torch.Tensor] = {}
     turns: dict[str, Sequence[Sequence[int]]] = {}
@@ -218,7 +223,7 @@ def collect(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: O
         elif schema.kind is ColumnKind.TURNS:
             parts[name], turns[name] = _turns(name, runs, opened)
         else:
-            parts[name], offsets[name] = _ragged(name, runs, opened)
+            parts[name], offsets[name] = _ragged(name, runs, opened, is_joined=is_joined and len(runs) >= _MANY_RUNS)
     return Collected(parts, offsets, turns)
 
 
@@ -283,11 +288,12 @@ def _dense(
     """The values of all rows, in pieces; `indexes` keeps what columns of the same runs have in common."""
     if len(runs) >= _MANY_RUNS and (picked := _picked(name, runs, opened, indexes)) is not None:
         return [picked]
-    return [
-        _rows(opened[extent].views[name], first, number)
-        for extent, start, count in runs
-        for first, number in opened[extent].stretches(name, start, count)
-    ]
+    parts: list[torch.Tensor] = []
+    for extent, start, count in runs:
+        held = opened[extent]
+        values = held.views[name]
+        parts += [_rows(values, first, number) for first, number in held.stretches(name, start, count)]
+    return parts
 
 
 def _picked(
@@ -310,11 +316,13 @@ def _picked(
 
 
 def _rows(values: Any, start: int, count: int) -> torch.Tensor:
-    return values if count == len(values) else values[start : start + count]
+    return values if count == values.size(0) else values[start : start + count]
 
 
-def _ragged(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The values of all rows, in pieces, and where the rows begin and end in them."""
+def _ragged(
+    name: str, runs: Sequence[Run], opened: Opened, *, is_joined: bool
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The values of all rows, in pieces or copied together, and where the rows begin and end in them."""
     if len(runs) == 1:
         [(extent, start, count)] = runs
         if len(stretches := opened[extent].stretches(name, start, count)) == 1:
@@ -323,16 +331,29 @@ def _ragged(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.
             edges = offsets[first : first + number + 1]
             begin = int(edges[0])
             return [_rows(values, begin, int(edges[-1]) - begin)], edges - begin
-    parts: list[torch.Tensor] = []
+    pieces: list[tuple[int, int, int]] = []
     lengths: list[int] = []
     for extent, start, count in runs:
-        values, _ = opened[extent].ragged(name)
         bounds = opened[extent].bounds(name)
         for first, number in opened[extent].stretches(name, start, count):
             edges = bounds[first : first + number + 1]
-            parts.append(_rows(values, edges[0], edges[-1] - edges[0]))
+            pieces.append((extent, edges[0], edges[-1]))
             lengths += [b - a for a, b in pairwise(edges)]
-    return parts, cumulated(lengths)
+    sources = {extent: opened[extent].ragged(name)[0] for extent in {piece[0] for piece in pieces}}
+    if is_joined:
+        return [_picked_values(pieces, sources)], cumulated(lengths)
+    return [_rows(sources[extent], start, stop - start) for extent, start, stop in pieces], cumulated(lengths)
+
+
+def _picked_values(pieces: Sequence[tuple[int, int, int]], sources: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """A copy of pieces (extent, start, stop) of values: a slice of an array takes a tenth of what a tensor's does."""
+    first = sources[pieces[0][0]]
+    shape = (sum(stop - start for _, start, stop in pieces), *first.shape[1:])
+    width = first.element_size() * prod(shape[1:])
+    flat = {extent: values.view(-1).view(torch.uint8).numpy() for extent, values in sources.items()}
+    copy = new_memory(shape[0] * width)
+    np.concatenate([flat[extent][start * width : stop * width] for extent, start, stop in pieces], out=copy.numpy())
+    return copy.view(first.dtype).view(shape)
 
 
 def _turns(name: str, runs: Sequence[Run], opened: Opened) -> tuple[list[torch.Tensor], list[list[int]]]:
@@ -356,7 +377,10 @@ def _may_view(runs: Sequence[Run], opened: Opened, name: str) -> bool:
 
 def _joined(parts: Sequence[torch.Tensor], *, is_view: bool) -> torch.Tensor:
     if len(parts) > 1:
-        return torch.cat(list(parts))
+        joined = new_memory(sum(part.nbytes for part in parts)).view(parts[0].dtype)
+        joined = joined.view(sum(part.size(0) for part in parts), *parts[0].shape[1:])
+        lay(parts, joined)
+        return joined
     return parts[0] if is_view else copied(parts[0])
 
 

@@ -98,7 +98,7 @@ class Hub:
             self.extents[extent] = OpenExtent(memory=memory, is_private=False)
             self.answer({**request, "extent": extent}, future, owner)
             if future.done() and "error" in future.result():
-                del self.extents[extent]
+                self.extents.pop(extent, None)  # unless it was parked, its time was up at once, and it was freed
         return future
 
     def leave(self, owner: object, *, has_died: bool = False) -> None:

@@ -47,7 +47,7 @@ class ColumnSchema:
     def from_json(cls, value: list[Any]) -> ColumnSchema:
         """The inverse of `to_json`."""
         kind, dtype, shape = value
-        return _schema(kind, dtype, tuple(shape))
+        return schema_of(kind, dtype, tuple(shape))
 
     def __str__(self) -> str:
         if self.kind in (ColumnKind.JSON, ColumnKind.BYTES):
@@ -58,5 +58,6 @@ class ColumnSchema:
 
 
 @lru_cache(maxsize=4096)
-def _schema(kind: str, dtype: str, shape: tuple[int, ...]) -> ColumnSchema:
+def schema_of(kind: str, dtype: str, shape: tuple[int, ...]) -> ColumnSchema:
+    """A schema; the same again costs a look-up."""
     return ColumnSchema(kind=ColumnKind(kind), dtype=dtype, shape=shape)

@@ -149,8 +149,9 @@ class LeasesContract(Served):
             credit = client.admit(partition="p", num_rows=3)
             with pytest.raises(WaitTimeoutError, match="promised 3 rows, 0 bytes to"):
                 peer.admit(partition="p", num_rows=2, timeout_s=0.05)
-            with pytest.raises(WaitTimeoutError):
-                peer.put({"a": torch.zeros(2)}, partition="p", timeout_s=0.05)
+            for timeout_s in (0.0, 0.05):
+                with pytest.raises(WaitTimeoutError):
+                    peer.put({"a": torch.zeros(2)}, partition="p", timeout_s=timeout_s)
             client.put({"a": torch.zeros(2)}, partition="p", credit=credit)
             assert queue.stats()["partitions"]["p"]["promised_rows"] == 1
         other = peer.admit(partition="p", num_rows=2)
