@@ -2,16 +2,20 @@
 
 import asyncio
 import base64
+import io
 import json
+import random
 
 import pytest
 
 from rl_agent import (
     AgentRunner,
     Failure,
+    ParsedTurn,
     RowError,
     TemplateError,
     Tool,
+    ToolCall,
     ToolResult,
     create_loop,
     load_tokenizer,
@@ -21,7 +25,7 @@ from rl_agent._images import data_url, take_images
 from rl_agent._template import TurnTemplate
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_rollout import ServerConfig, create_server
-from rl_rollout.testing import write_tiny_model
+from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 
 TOKENIZER = FakeTokenizer()
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))  # nothing here decodes it
@@ -135,6 +139,65 @@ def test_a_real_template_shows_its_places_and_one_that_cannot_is_refused(make_to
         TurnTemplate(blind, tools).prompt([user({"type": "image"}, "a")])
     with pytest.raises(TemplateError, match="leaves out the images"):
         TurnTemplate(blind, tools).continuation(answer, last_token_id=end, is_stopped=True)
+
+
+class Recorded:
+    """Passes requests on to a server and keeps them."""
+
+    def __init__(self, server):
+        self.server, self.requests = server, []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        return await self.server.generate(request)
+
+
+def photo(seed):
+    """The bytes of a small PNG of noise."""
+    pillow = pytest.importorskip("PIL.Image", reason="needs the extra rl-rollout[images]")
+    file = io.BytesIO()
+    pillow.frombytes("RGB", (16, 16), random.Random(seed).randbytes(3 * 16 * 16)).save(file, "png")
+    return file.getvalue()
+
+
+def test_a_vision_language_model_sees_images_of_the_prompt_and_of_tools_as_they_were_given(tmp_path):
+    """End to end on the embedded server: a random model, so the parser makes every turn call the camera."""
+    before, shown, other = photo(0), photo(1), photo(2)
+    path = str(write_tiny_vl_model(tmp_path))
+    tokenizer = load_tokenizer(path)
+
+    def parse(text):
+        return ParsedTurn(content=text, calls=(ToolCall(name="look"),))
+
+    async def run(server, image):
+        recorded = Recorded(server)
+        stops = tuple(range(2, 50))  # a random model stops soon
+        loop = create_loop("tool", recorded, tokenizer, tools=[Camera(image)], parser=parse, max_turns=3)
+        params = {"max_new_tokens": 32, "temperature": 0.0, "stop_token_ids": stops}
+        output = await loop.run(params, prompt=[user({"type": "image"}, "1")], images=[before])
+        validate_output(output)
+        return output, recorded.requests
+
+    async def main():
+        server = create_server("embedded", ServerConfig(model_path=path, num_threads=1))
+        await server.start()
+        try:
+            assert server.capabilities.takes_images
+            return await run(server, shown), await run(server, other)
+        finally:
+            await server.stop()
+
+    (output, requests), (another, _) = asyncio.run(main())
+    assert [base64.b64decode(url.partition(",")[2]) for url in output.images] == [before, shown, shown]
+    assert [request.images for request in requests] == [output.images[:n] for n in (1, 2, 3)]
+    place = tokenizer.convert_tokens_to_ids("<image>")
+    ids = (*output.prompt_token_ids, *output.completion_token_ids)
+    assert ids.count(place) == 3, "one place each: the server alone writes them out"
+    masks = [m for i, m in zip(output.completion_token_ids, output.loss_mask, strict=True) if i == place]
+    assert masks == [0, 0]
+    assert output.num_turns == 3
+    turns = [o.rollout_logprobs for o in (output, another)]
+    assert turns[0] != turns[1], "another picture, other probabilities: it was seen"
 
 
 def test_a_server_that_takes_no_images_refuses_them(tmp_path):

@@ -6,9 +6,22 @@ import threading
 
 import pytest
 
+import rl_agent
 from rl_agent.types import AgentLoopOutput
 from rl_tq.types import BatchMeta
-from rl_trainer.workers.agent import GenerateReport, _GroupWriter, _Ledger, overlong_penalty, to_columns
+from rl_trainer.errors import TrainerError
+from rl_trainer.rewards import Score
+from rl_trainer.workers.agent import (
+    GenerateReport,
+    _GroupWriter,
+    _Ledger,
+    grading,
+    overlong_penalty,
+    scored,
+    to_columns,
+)
+
+NOTHING, HALF, ONE = (Score(reward=reward) for reward in (0.0, 0.5, 1.0))
 
 
 def output(ids, version=1):
@@ -25,7 +38,7 @@ def output(ids, version=1):
 
 def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token():
     columns, tags = to_columns(
-        [(7, [(output([3, 4]), 1.0), (output([5]), 0.0)], None), (9, [(output([6, 6, 6]), 0.5)], None)]
+        [(7, [(output([3, 4]), ONE), (output([5]), NOTHING)], None), (9, [(output([6, 6, 6]), HALF)], None)]
     )
     assert columns.batch_size == (3,)
     assert columns["group_id"].tolist() == [7, 7, 9]
@@ -37,10 +50,10 @@ def test_turn_rewards_stand_at_the_end_of_their_turns_and_add_up_to_the_reward()
     tool = dataclasses.replace(
         output([3, 4, 5, 6, 7]), loss_mask=(1, 1, 0, 1, 1), num_turns=2, turn_rewards=(0.25, 0.5)
     )
-    columns, _ = to_columns([(1, [(tool, 1.0)], None)])
+    columns, _ = to_columns([(1, [(tool, ONE)], None)])
     assert columns["rewards"].values().tolist() == [0.0, 0.25, 0.0, 0.0, 0.75]
     with pytest.raises(ValueError, match="3 turn rewards for 2 runs of model tokens"):
-        to_columns([(1, [(dataclasses.replace(tool, turn_rewards=(1.0, 1.0, 1.0)), 1.0)], None)])
+        to_columns([(1, [(dataclasses.replace(tool, turn_rewards=(1.0, 1.0, 1.0)), ONE)], None)])
 
 
 def test_a_completion_is_punished_over_its_last_tokens():
@@ -49,8 +62,60 @@ def test_a_completion_is_punished_over_its_last_tokens():
 
 
 def test_a_group_s_greedy_reward_is_a_column_of_its_rows():
-    columns, _ = to_columns([(7, [(output([3]), 1.0), (output([5]), 0.0)], 0.5), (9, [(output([6]), 0.5)], 1.0)])
+    columns, _ = to_columns([(7, [(output([3]), ONE), (output([5]), NOTHING)], 0.5), (9, [(output([6]), HALF)], 1.0)])
     assert columns["greedy_rewards"].tolist() == [0.5, 0.5, 1.0]
+
+
+def parts(**components):
+    return Score(reward=sum(components.values()), components=components, weights=dict.fromkeys(components, 0.5))
+
+
+def test_the_parts_of_rewards_are_columns_and_have_to_be_the_same_ones():
+    columns, _ = to_columns([(7, [(output([3]), parts(a=1.0, b=2.0)), (output([5]), parts(a=0.0, b=4.0))], None)])
+    assert columns["components"].tolist() == [[1.0, 2.0], [0.0, 4.0]]
+    assert columns["component_weights"].tolist() == [[0.5, 0.5]] * 2
+    assert "components" not in to_columns([(7, [(output([3]), ONE)], None)])[0]
+    with pytest.raises(TrainerError, match=r"has the parts \['a'\], another's \['a', 'b'\]"):
+        to_columns([(7, [(output([3]), parts(a=1.0, b=2.0)), (output([5]), parts(a=0.0))], None)])
+
+
+class Slow:
+    """Scores the length of a text, all at the same time, and fails on one."""
+
+    def __init__(self):
+        self.num_running = self.max_running = 0
+
+    async def score(self, text, row, loop_reward):
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        await asyncio.sleep(0.05)
+        self.num_running -= 1
+        if text == "bad":
+            raise TimeoutError("too slow")
+        return Score(reward=len(text) + (loop_reward or 0.0))
+
+
+def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_is_a_failed_rollout():
+    class Loop(rl_agent.AgentLoop):
+        async def run(self, sampling_params, **row):
+            return dataclasses.replace(output([3, 4]), text=row["text"], reward=row["own"])
+
+    rows = [{"text": text, "own": own, "data_source": "mine"} for text, own in (("a", None), ("bad", None), ("bb", 1))]
+    scorer = Slow()
+
+    async def main():
+        runner = rl_agent.AgentRunner(lambda _: Loop(None, None))
+        grade = grading(rows, scorer, penalty=lambda num_tokens: num_tokens / 8)
+        return {g.row_index: g async for g in runner.run_groups(rows, {}, group_size=4, grade=grade)}
+
+    groups = asyncio.run(main())
+    assert [[s.reward for _, s in scored(rollout)] for rollout in groups[0].rollouts] == [[0.75]] * 4
+    assert [[s.reward for _, s in scored(rollout)] for rollout in groups[2].rollouts] == [[2.75]] * 4
+    assert scorer.max_running == 12, "one after the other would take as many times as long"
+    assert groups[1].is_dropped
+    (failure, *_) = groups[1].failures
+    assert (failure.kind, failure.stage) == ("grader", "reward")
+    assert failure.message == "the reward of 'mine' raised TimeoutError: too slow"
 
 
 def test_groups_that_finish_during_a_write_share_the_next_one():

@@ -198,3 +198,34 @@ def read(path):
         return path.read_bytes()
     except OSError:
         return b""
+
+
+REWARDS = """
+async def parts(text, row):
+    return {"length": len(text) / 10, "digits": sum(c.isdigit() for c in text) / max(len(text), 1)}
+"""
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_reward_reach_the_estimator_that_reads_them(model, tmp_path):
+    """A coroutine function of a file beside the rule, in processes of their own; gdpo normalises each part alone."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    parts = [f"reward.parts.form.{key}" for key in ("kind=function", f"path={tmp_path}/rewards.py:parts", "weight=0.5")]
+    overrides = ["runtime=inline", "algorithm.advantage=gdpo", "reward.parts.right.kind=rule", *parts, "eval_every=0"]
+    overrides += ["reward.overlong_buffer=2", "steps=2"]
+    output_dir = tmp_path / "out"
+    assert start(model, output_dir, *overrides).wait(200) == 0, Path(f"{output_dir}.log").read_text()[-3000:]
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(r["metrics"]["grad_norm"] > 0 for r in records if r["metrics"]), "the parts differ, so there is a signal"
+    assert not any(r["failures"] for r in records)
+
+
+@pytest.mark.slow
+def test_a_reward_function_that_cannot_be_loaded_ends_the_run_with_its_reason(model, tmp_path):
+    (tmp_path / "rewards.py").write_text("import no_such_module\ndef f(text, row): ...\n")
+    output_dir = tmp_path / "out"
+    path = f"reward.path={tmp_path}/rewards.py:f"
+    assert start(model, output_dir, "runtime=inline", path, "steps=1").wait(200) != 0
+    assert "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'" in " ".join(
+        Path(f"{output_dir}.log").read_text().split()
+    )

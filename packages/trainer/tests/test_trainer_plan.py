@@ -20,6 +20,13 @@ def test_counts_by_hand():
     assert plan.max_sequence_tokens == 512 + 1024
 
 
+GDPO = ["algorithm.advantage=gdpo", "reward.path=rewards.py:f"]
+JUDGE = [
+    f"reward.parts.a.{setting}"
+    for setting in ("kind=judge", "url=http://localhost:1/v1", "model=m", "prompt='good? {completion}'")
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "words"),
     [
@@ -59,6 +66,19 @@ def test_counts_by_hand():
         (["algorithm.rejection_low=0.1"], PlanError, "unless algorithm.rejection is chosen"),
         (["algorithm.lam=0.9"], PlanError, "unless algorithm.advantage is gae or vtrace"),
         (["algorithm.norm_constant=9"], PlanError, "goes with algorithm.aggregation=seq-mean-token-sum-norm"),
+        (["algorithm.advantage=gdpo"], PlanError, "reads components, which takes a reward of parts: set reward.parts"),
+        ([*GDPO, "algorithm.kl_coef=1", "algorithm.kl_in_reward=true"], PlanError, "kl_in_reward leaves as they are"),
+        (["reward.path=a.py:f", "reward.parts.a.kind=rule"], PlanError, "set one of them"),
+        (["reward.parts.a.kind=function"], PlanError, "which needs reward.parts.a.path"),
+        ([*JUDGE, "reward.parts.a.url=x"], PlanError, "reward.parts.a.url='x' is no URL"),
+        ([*JUDGE, "reward.parts.a.score_at=x"], PlanError, "score_at does nothing with kind=judge, only with classif"),
+        ([*JUDGE, "reward.parts.a.prompt=how good?"], PlanError, "prompt has no {completion} in it"),
+        ([*JUDGE, "reward.parts.a.pattern=x"], PlanError, "pattern='x' has 0 groups; one is needed"),
+        ([*JUDGE, "reward.parts.a.pattern=("], PlanError, "is no regular expression: missing"),
+        ([*JUDGE, "reward.num_processes=2"], PlanError, "num_processes does nothing without a part of kind=function"),
+        (["reward.parts.a.kind=loop", "reward.parts.a.max_attempts=9"], PlanError, "max_attempts does nothing with ki"),
+        (["reward.parts.a.kind=rule", "reward.parts.a.wait=1"], ConfigError, "key reward.parts.a.wait; the nearest"),
+        (["reward.parts.a.kind=guess"], ConfigError, "reward.parts.a.kind: Input should be 'rule', 'loop'"),
         (["reward.overlong_penalty=2"], PlanError, "does nothing without reward.overlong_buffer"),
         (["reward.overlong_buffer=6"], PlanError, "longer than the longest completion, rollout.max_new_tokens=5"),
     ],
@@ -80,3 +100,8 @@ def test_the_longest_sequence_is_the_loop_s_own():
 def test_optimal_token_baseline_is_accepted_with_the_engine_s_pass():
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         make_plan(load_config("quickstart", [f"algorithm.advantage={name}", "algorithm.old_logprobs=recompute"]))
+
+
+@pytest.mark.parametrize("overrides", [GDPO, JUDGE, [*JUDGE, "algorithm.advantage=gdpo", "reward.parts.b.kind=rule"]])
+def test_rewards_that_can_work_are_planned(overrides):
+    make_plan(load_config("quickstart", overrides))

@@ -1,14 +1,81 @@
+"""Rewards: rules, functions in processes, and how they are put together. Served models have a file of their own."""
+
 import asyncio
-import importlib
+import os
+import time
+from pathlib import Path
 
 import pytest
 
-from rl_trainer.rewards import Scorer, resolve_reward, rules
+from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.errors import ConfigError, RewardError
+from rl_trainer.rewards import Score, Scorer, check_function, resolve_reward, rules
+from rl_trainer.rewards.pool import FunctionPool
 from rl_trainer.rewards.rules import exact_match, gsm8k_answer, math_equal
 
+FUNCTIONS = """
+import asyncio, os, subprocess, time
+import beside
 
-def row(truth, source="mine"):
-    return {"data_source": source, "reward_model": {"ground_truth": truth}}
+def length(text, row):
+    print("a function may print")
+    return len(text) * row["extra_info"]["factor"]
+
+async def later(text, row):
+    if text == "block":
+        time.sleep(600)
+    await asyncio.sleep(600 if text == "hang" else 0.01)
+    return {"length": len(text), "even": len(text) % 2 == 0}
+
+def odd(text, row):
+    match text:
+        case "hang":
+            subprocess.Popen(["sleep", "601"])
+            time.sleep(600)
+        case "die":
+            os._exit(3)
+        case "exit":
+            raise SystemExit(3)
+        case "raise":
+            raise KeyError("no such thing")
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "empty":
+            return {}
+        case "parts":
+            return {"a": 1, "b": 2}
+    return os.getpid()
+"""
+
+
+def row(truth="4", source="mine", **fields):
+    return {"data_source": source, "reward_model": {"ground_truth": truth}, **fields}
+
+
+@pytest.fixture
+def functions(tmp_path):
+    """Path of a file with reward functions; it imports what lies beside it."""
+    (tmp_path / "beside.py").write_text("")
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    return str(file)
+
+
+def score(section, *texts, source="mine", truth="4", **fields):
+    """What a scorer gives for each text: a score, or the error."""
+
+    async def main():
+        scorer = Scorer(section)
+        try:
+            async with asyncio.timeout(120):
+                works = (scorer.score(text, row(truth, source, **fields)) for text in texts)
+                return await asyncio.gather(*works, return_exceptions=True)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(main())
 
 
 def test_exact_match_ignores_only_outer_space():
@@ -42,27 +109,239 @@ def test_rules_by_data_source():
     assert resolve_reward("anything/else") is math_equal
 
 
-def test_a_stuck_rule_is_killed_and_the_next_score_works(monkeypatch, tmp_path):
-    (tmp_path / "stuck_rule.py").write_text("import time\n\ndef stuck(text, row):\n    time.sleep(60)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    stuck = importlib.import_module("stuck_rule").stuck
+def test_every_isolated_rule_is_importable_by_name():
+    assert all(getattr(rules, rule.__name__) is rule for rule in rules.ISOLATED)
+
+
+def test_by_default_the_loops_reward_counts_or_else_the_rule():
+    async def main():
+        scorer = Scorer()
+        found = [
+            await scorer.score("\\boxed{4}", row("4")),
+            await scorer.score("\\boxed{4}", row("4"), 0.25),
+            await scorer.score("7", row("7", "reasoning_gym/chain_sum")),
+        ]
+        await scorer.close()
+        return found
+
+    assert asyncio.run(main()) == [Score(reward=1.0), Score(reward=0.25), Score(reward=1.0)]
+
+
+def test_a_function_of_a_file_gets_the_text_and_the_row(functions):
+    section = RewardSection(path=f"{functions}:length")
+    found = score(section, "abc", "", extra_info={"factor": 2.5})
+    assert [each.reward for each in found] == [7.5, 0.0]
+
+
+def test_a_coroutine_function_runs_many_calls_at_a_time_in_one_process(functions):
+    async def main():
+        pool = FunctionPool(f"{functions}:later", timeout_s=60)
+        await pool.start()
+        found = await asyncio.gather(*(pool.call("x" * i, row()) for i in range(100)))
+        (process,) = pool._processes
+        await pool.close()
+        return found, process.load
+
+    found, load = asyncio.run(main())
+    assert found == [{"length": float(i), "even": float(i % 2 == 0)} for i in range(100)]
+    assert load == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("raise", "raised KeyError: 'no such thing'"),
+        ("exit", "raised SystemExit: 3"),
+        ("nan", "raised ValueError: it gave nan; a finite number is needed"),
+        ("none", "raised ValueError: it gave None; a number, or numbers by name, are needed"),
+        ("empty", "raised ValueError: it gave no part of a reward"),
+        ("die", "ended by itself"),
+    ],
+)
+def test_a_function_that_fails_gives_no_score_and_the_next_one_does(functions, text, sentence):
+    async def main():
+        pool = FunctionPool(f"{functions}:odd", timeout_s=60)
+        with pytest.raises(RewardError, match=sentence):
+            await pool.call(text, row())
+        pid = await pool.call("fine", row())
+        await pool.close()
+        return pid
+
+    assert asyncio.run(main()) > 0
+
+
+def processes_with(text):
+    """Numbers of the running processes whose command line holds a text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def test_a_stuck_function_is_killed_with_what_it_started_and_the_next_score_works(functions):
+    async def main():
+        pool = FunctionPool(f"{functions}:odd", timeout_s=60)
+        first = await pool.call("fine", row())
+        assert await pool.call("fine", row()) == first, "the process stays warm"
+        pool._timeout_s = 0.5
+        with pytest.raises(TimeoutError, match="did not score a text of 4 characters within 0.5 s"):
+            await pool.call("hang", row())
+        pool._timeout_s = 60
+        second = await pool.call("fine", row())
+        await pool.close()
+        return int(first), int(second)
+
+    first, second = asyncio.run(main())
+    assert first != second
+    assert not [pid for pid in processes_with(functions) if pid in (first, second)]
+    deadline = time.monotonic() + 20
+    while processes_with("sleep\0601") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_with("sleep\0601")
+
+
+@pytest.mark.parametrize("text", ["hang", "block"])
+def test_a_stuck_coroutine_does_not_take_the_others_with_it(functions, monkeypatch, text):
+    """One that waits is cancelled; one that blocks its process is killed, and what ran beside it starts again."""
+    monkeypatch.setattr("rl_trainer.rewards.pool._GRACE_S", 0.5)
 
     async def main():
-        scorer = Scorer(timeout_s=20.0)
-        assert await scorer.score("\\boxed{4}", row("4")) == 1.0
-        scorer._timeout_s = 0.5
-        with monkeypatch.context() as patch:
-            patch.setattr("rl_trainer.rewards.scorer.resolve_reward", lambda source: stuck)
-            patch.setattr("rl_trainer.rewards.scorer.ISOLATED", (stuck,))
-            with pytest.raises(TimeoutError, match="stuck did not score a text of 1 characters within 0.5 s"):
-                await scorer.score("x", row("4"))
-        assert scorer._pool is None
-        scorer._timeout_s = 20.0
-        assert await scorer.score("\\boxed{5}", row("4")) == 0.0
-        scorer.close()
+        pool = FunctionPool(f"{functions}:later", timeout_s=2.0)
+        await pool.start()
+        texts = ["a", "bb", text, "ccc"] if text == "hang" else [text, "a", "bb", "ccc"]
+        found = await asyncio.gather(*(pool.call(each, row()) for each in texts), return_exceptions=True)
+        await pool.close()
+        return dict(zip(texts, found, strict=True))
+
+    found = asyncio.run(main())
+    assert isinstance(found.pop(text), TimeoutError)
+    assert {name: value["length"] for name, value in found.items()} == {"a": 1.0, "bb": 2.0, "ccc": 3.0}
+
+
+def test_as_many_processes_as_asked_for_score_at_a_time(functions):
+    async def main():
+        pool = FunctionPool(f"{functions}:odd", num_processes=2, timeout_s=60)
+        await asyncio.gather(pool.start(), pool.start())
+        found = await asyncio.gather(*(pool.call("fine", row()) for _ in range(20)))
+        await pool.close()
+        return set(found)
+
+    assert len(asyncio.run(main())) == 2
+
+
+def test_no_process_outlives_its_parent(functions, tmp_path):
+    """A scorer that is killed leaves none behind, stuck ones included."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, os, sys\n"
+        "from rl_trainer.rewards.pool import FunctionPool\n"
+        "async def main():\n"
+        "    pool = FunctionPool(sys.argv[1] + ':odd', timeout_s=600)\n"
+        "    await pool.start()\n"
+        "    asyncio.create_task(pool.call('hang', {}))\n"
+        "    await asyncio.sleep(0.5)\n"
+        "    print(pool._processes[0]._process.pid, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def main():
+        import sys
+
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), functions, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        pid = int(await asyncio.wait_for(process.stdout.readline(), 120))
+        await process.wait()
+        return pid
+
+    pid = asyncio.run(main())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    for stray in processes_with("sleep\0601"):
+        os.kill(stray, 9)
+
+
+def test_parts_are_weighted_and_kept_by_name(functions):
+    section = RewardSection(
+        parts={
+            "right": RewardPart(kind="rule", weight=2.0),
+            "size": RewardPart(kind="function", path=f"{functions}:later", weight=0.5),
+        }
+    )
+    (found,) = score(section, "\\boxed{4}")
+    assert found.components == {"right": 1.0, "size/even": 0.0, "size/length": 9.0}
+    assert found.weights == {"right": 2.0, "size/even": 0.5, "size/length": 0.5}
+    assert found.reward == 2.0 + 0.5 * 9
+
+
+def test_a_part_that_fails_fails_the_score(functions):
+    section = RewardSection(
+        parts={"right": RewardPart(kind="rule"), "odd": RewardPart(kind="function", path=f"{functions}:odd")}
+    )
+    found = score(section, "raise", "\\boxed{4}")
+    assert isinstance(found[0], RewardError)
+    assert found[1].components["right"] == 1.0
+    (found,) = score(RewardSection(parts={"own": RewardPart(kind="loop")}), "x")
+    assert "reward.parts.own is the agent loop's own reward, and the loop gave none" in str(found)
+
+
+def test_a_function_has_to_give_the_same_parts_every_time(functions):
+    async def main():
+        scorer = Scorer(RewardSection(path=f"{functions}:odd"))
+        assert (await scorer.score("parts", row())).components == {"a": 1.0, "b": 2.0}
+        with pytest.raises(RewardError, match=r"gave parts \[''\] and before \['a', 'b'\]"):
+            await scorer.score("fine", row())
+        await scorer.close()
 
     asyncio.run(main())
 
 
-def test_every_isolated_rule_is_importable_by_name():
-    assert all(getattr(rules, rule.__name__) is rule for rule in rules.ISOLATED)
+def test_a_penalty_is_a_part_where_there_are_parts():
+    assert Score(reward=1.0).less(0.25) == Score(reward=0.75)
+    found = Score(reward=1.0, components={"a": 0.5}, weights={"a": 2.0}).less(0.25)
+    assert found.reward == sum(found.weights[name] * value for name, value in found.components.items()) == 0.75
+
+
+def test_what_is_no_function_is_told_before_anything_starts(functions, tmp_path):
+    check_function(f"{functions}:later")
+    check_function("rl_trainer.rewards.rules:exact_match")
+    for path, sentence in (
+        (f"{tmp_path}/none.py:f", "none.py is no file"),
+        (f"{functions}:lenght", "functions.py defines no 'lenght' at its top level"),
+        ("no_such_module:f", "no module 'no_such_module' is installed"),
+        ("mine", "no reward 'mine' is installed as an entry point of rl_trainer.rewards; there are: none"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            check_function(path)
+
+    async def start(path):
+        scorer = Scorer(RewardSection(path=path))
+        try:
+            await scorer.start()
+        finally:
+            await scorer.close()
+
+    (tmp_path / "broken.py").write_text("import no_such_module\ndef f(text, row): ...\n")
+    with pytest.raises(RewardError, match="broken.py:f' cannot be loaded: ModuleNotFoundError: .*no_such_module"):
+        asyncio.run(start(f"{tmp_path}/broken.py:f"))
+
+
+def test_a_function_is_found_by_entry_point(monkeypatch, tmp_path):
+    """As a distribution gives it; the process finds it by itself."""
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rl_trainer.rewards]\nshout = mine_rewards:shout\n")
+    (tmp_path / "mine_rewards.py").write_text("def shout(text, row):\n    return float(text.isupper())\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check_function("shout")
+    assert [each.reward for each in score(RewardSection(path="shout"), "LOUD", "quiet")] == [1.0, 0.0]

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import rl_agent
 import rl_rollout
-from rl_agent.types import Failure
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipelines.parts import hash_seed, server_config
 from rl_trainer.rewards import Scorer, answer_of
-from rl_trainer.workers.agent import score
+from rl_trainer.workers.agent import grading, scored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,7 +115,8 @@ async def sample(
         server = rl_rollout.launch_server(rollout.backend, server_config(config, model_path))
     else:
         server = rl_rollout.connect_server(url, timeout_s=config.timeout_s)
-    router, tokenizer, scorer = rl_rollout.Router([server]), rl_agent.load_tokenizer(str(model_path)), Scorer()
+    router, tokenizer = rl_rollout.Router([server]), rl_agent.load_tokenizer(str(model_path))
+    scorer = Scorer(config.reward)
     await router.start()
     try:
         runner = rl_agent.AgentRunner(
@@ -136,17 +136,18 @@ async def sample(
         }
         samples: list[list[tuple[str, str, float]]] = [[] for _ in rows]
         failed = [0] * len(rows)
-        async for result in runner.run(rows, dict(sampling), group_size=num_samples):
-            scored = await score(result.outputs, rows[result.row_index], scorer)
-            if isinstance(scored, Failure):
-                failed[result.row_index] += 1
-            else:
-                samples[result.row_index] += [
-                    (output.text, answer_of(output.text), reward) for output, reward in scored
+        groups = runner.run_groups(
+            rows, sampling, group_size=num_samples, on_failure="mask", min_group_size=1, grade=grading(rows, scorer)
+        )
+        async for group in groups:
+            failed[group.row_index] = len(group.failures)
+            for rollout in group.rollouts:
+                samples[group.row_index] += [
+                    (output.text, answer_of(output.text), score.reward) for output, score in scored(rollout)
                 ]
         await runner.close()
     finally:
-        scorer.close()
+        await scorer.close()
         await router.stop()
     return [
         Problem(

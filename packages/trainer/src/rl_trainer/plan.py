@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from rl_trainer.algorithms.selection import COV_LOSSES
-from rl_trainer.config import AlgorithmConfig, DataConfig, RewardSection, StalenessSection
+from rl_trainer.config import AlgorithmConfig, DataConfig, StalenessSection
 from rl_trainer.data.records import HUB, is_saved_dataset
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipelines.staleness import create_policy
+from rl_trainer.rewards.checks import check_reward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -181,13 +182,15 @@ def _lacking(config: Config, need: Need) -> str | None:
     """What a run would have to have for an optional input of estimators; None if it has it."""
     if need in {"greedy_rewards", "logprobs"} or (need == "values" and config.critic is not None):
         return None
+    if need == "components" and (config.reward.parts or config.reward.path):
+        return None
     if need in {"ratio", "sum_pi_squared"} and config.algorithm.old_logprobs == "recompute":
         return None
     return {
         "values": "a critic: set a key of critic, such as critic.lr",
         "ratio": "the engine's log-probs beside the sampler's: set algorithm.old_logprobs=recompute",
         "sum_pi_squared": "the engine's pass over the old policy: set algorithm.old_logprobs=recompute",
-        "components": "the parts of a reward, which no shipped rule gives: compose your own trainer",
+        "components": "a reward of parts: set reward.parts, or reward.path to a function that gives numbers by name",
         "process_rewards": "a process reward model, which the pipelines have not got: compose your own trainer",
     }[need]
 
@@ -256,8 +259,12 @@ def _check_keys_that_depend(config: Config) -> None:
             f"algorithm.norm_constant={algorithm.norm_constant} goes with "
             f"algorithm.aggregation=seq-mean-token-sum-norm and with no other, but aggregation={algorithm.aggregation}"
         )
-    if config.reward.overlong_buffer == 0 and config.reward != RewardSection():
-        raise PlanError("reward.overlong_penalty does nothing without reward.overlong_buffer; set it, or leave it out")
+    if config.algorithm.kl_in_reward and "components" in ADVANTAGES[algorithm.advantage].needs:
+        raise PlanError(
+            f"algorithm.advantage={algorithm.advantage} reads the parts of a reward, which algorithm.kl_in_reward "
+            "leaves as they are; add the penalty to the loss instead (kl_in_reward=false)"
+        )
+    check_reward(config.reward)
     if config.reward.overlong_buffer > config.rollout.max_new_tokens:
         raise PlanError(
             f"reward.overlong_buffer={config.reward.overlong_buffer} is longer than the longest completion, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from packaging.requirements import Requirement
 from rl_trainer.checkpoints import RunState
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.plan import longest_sequence
-from rl_trainer.rewards import resolve_reward
+from rl_trainer.rewards import check_function, resolve_reward
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ def check(config: Config, rows: list[Row]) -> None:
         check_installed(group, name, key)
     check_tracking(config.tracking)
     check_model(config)
-    for source in {row["data_source"] for row in rows}:
-        resolve_reward(source)
+    _check_rewards(config, rows)
     output_dir = Path(config.output_dir) if config.output_dir is not None else None
     is_own = config.resume_from is not None and Path(config.resume_from).parent == output_dir
     if output_dir is not None and not is_own and (output_dir / "summary.json").exists():
@@ -62,6 +62,20 @@ def check_tracking(tracking: TrackingSection) -> None:
             )
     if tracking.keep_samples and not _is_installed("pyarrow"):
         raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
+
+
+def _check_rewards(config: Config, rows: list[Row]) -> None:
+    reward = config.reward
+    for path in (reward.path, *(part.path for part in reward.parts.values())):
+        if path is not None:
+            check_function(path)
+    for name, part in reward.parts.items():
+        if part.api_key_env is not None and not os.environ.get(part.api_key_env):
+            raise ConfigError(f"reward.parts.{name}.api_key_env={part.api_key_env} is not set in the environment")
+    is_by_rule = any(part.kind == "rule" for part in reward.parts.values()) or not (reward.path or reward.parts)
+    if is_by_rule:
+        for source in {row["data_source"] for row in rows}:
+            resolve_reward(source)
 
 
 def check_resume(config: Config, num_rows: int) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 from rl_trainer.errors import DataError
 
-RewardFunction = Callable[[str, Mapping[str, Any]], float]
-"""`(completion text, dataset row) -> reward`. Raising means the score failed; it is counted, and never read as zero."""
+RewardFunction = Callable[[str, Mapping[str, Any]], Any]
+"""`(completion text, dataset row) -> reward`, a number or numbers by name; a coroutine function may be one as well.
+Raising means that the score failed; it is counted, and never read as zero."""
+Rule = Callable[[str, Mapping[str, Any]], float]
+"""A reward function of ours."""
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -54,7 +57,7 @@ ISOLATED = (math_equal, gsm8k_answer)
 """Rules that run a symbolic parser on whatever the policy wrote, and so belong into a process that can be killed."""
 
 
-def resolve_reward(data_source: str) -> RewardFunction:
+def resolve_reward(data_source: str) -> Rule:
     """The rule for rows of a data source.
 
     Raises:

@@ -1,56 +1,157 @@
-"""Applies reward rules, the risky ones in a process of their own that is killed when it gets stuck."""
+"""Gives completions their rewards: by the data source's rule, or as the configuration says."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.errors import RewardError
+from rl_trainer.rewards.models import ServedReward
+from rl_trainer.rewards.pool import FunctionPool
 from rl_trainer.rewards.rules import ISOLATED, resolve_reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a completion is worth."""
+
+    reward: float
+    """The parts, weighted and added."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """The parts by name, not weighted; empty where the reward has none."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of each part."""
+
+    def less(self, penalty: float) -> Score:
+        """The same less a penalty, which is a part of its own where there are parts."""
+        if not self.components:
+            return Score(reward=self.reward - penalty)
+        return Score(
+            reward=self.reward - penalty,
+            components={**self.components, "overlong": -penalty},
+            weights={**self.weights, "overlong": 1.0},
+        )
+
+
+class _Source(Protocol):
+    async def call(self, text: str, row: Mapping[str, Any]) -> float | dict[str, float]: ...
+    async def close(self) -> None: ...
+
+
 class Scorer:
-    """Scores texts; several at a time are fine on one event loop.
+    """Scores texts, many at a time, on one event loop.
+
+    Without `path` and `parts` a completion has its agent loop's reward, and where that gives none, the one by its data
+    source's rule. Rules that parse what the policy wrote, and functions, run in processes of their own, which are
+    killed when they get stuck.
 
     Args:
-        timeout_s: Deadline of one score in the separate process, seconds, its first start included.
+        section: Where rewards come from.
+        num_sharing: Processes that share the rate limits of served models.
     """
 
-    def __init__(self, timeout_s: float = 30.0) -> None:
-        self._timeout_s = timeout_s
-        self._pool: ProcessPoolExecutor | None = None
+    def __init__(self, section: RewardSection | None = None, *, num_sharing: int = 1) -> None:
+        self._section = section or RewardSection()
+        self._num_sharing = num_sharing
+        self._rules: dict[str, FunctionPool] = {}
+        parts = self._section.parts
+        self._parts = {"": RewardPart(kind="function", path=self._section.path)} if self._section.path else dict(parts)
+        self._sources = {name: self._source(name, part) for name, part in self._parts.items()}
+        self._names: dict[str, frozenset[str]] = {}
 
-    async def score(self, text: str, row: Mapping[str, Any]) -> float:
-        """Reward of a completion.
+    def _source(self, name: str, part: RewardPart) -> _Source | None:
+        if part.kind in ("judge", "classifier"):
+            return ServedReward(name, part, num_sharing=self._num_sharing, timeout_s=self._section.timeout_s)
+        if part.kind != "function":
+            return None
+        assert part.path is not None, "the plan has checked it"
+        place, mark, function = part.path.rpartition(":")
+        path = f"{Path(place).resolve()}:{function}" if mark and place.endswith(".py") else part.path
+        return self._pool(path)
+
+    def _pool(self, path: str) -> FunctionPool:
+        return FunctionPool(path, num_processes=self._section.num_processes, timeout_s=self._section.timeout_s)
+
+    async def start(self) -> None:
+        """Load the functions, so that one that cannot be is told before anything is generated.
 
         Raises:
-            TimeoutError: the rule did not end before the deadline; its process was killed.
+            RewardError: one cannot be loaded.
         """
+        await asyncio.gather(*(s.start() for s in self._sources.values() if isinstance(s, FunctionPool)))
+
+    async def score(self, text: str, row: Mapping[str, Any], loop_reward: float | None = None) -> Score:
+        """What a completion is worth.
+
+        Args:
+            text: The completion.
+            row: Its dataset row.
+            loop_reward: What its agent loop gave.
+
+        Raises:
+            RewardError, TimeoutError: there is no score, which is not a score of zero.
+        """
+        if not self._parts:
+            return Score(reward=await self._rule(text, row) if loop_reward is None else loop_reward)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {n: group.create_task(self._value(n, text, row, loop_reward)) for n in self._parts}
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        components: dict[str, float] = {}
+        weights: dict[str, float] = {}
+        for name, task in tasks.items():
+            named = self._named(name, task.result())
+            components.update(named)
+            weights.update(dict.fromkeys(named, self._parts[name].weight))
+        return Score(
+            reward=sum(weights[name] * value for name, value in components.items()),
+            components=components,
+            weights=weights,
+        )
+
+    async def _value(
+        self, name: str, text: str, row: Mapping[str, Any], loop_reward: float | None
+    ) -> float | dict[str, float]:
+        source = self._sources[name]
+        if source is not None:
+            return await source.call(text, row)
+        if self._parts[name].kind == "rule":
+            return await self._rule(text, row)
+        if loop_reward is None:
+            raise RewardError(f"reward.parts.{name} is the agent loop's own reward, and the loop gave none")
+        return loop_reward
+
+    async def _rule(self, text: str, row: Mapping[str, Any]) -> float:
         rule = resolve_reward(row["data_source"])
         if rule not in ISOLATED:
             return rule(text, row)
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool = self._pool
-        answer = asyncio.get_running_loop().run_in_executor(pool, rule, text, {"reward_model": row["reward_model"]})
-        try:
-            return await asyncio.wait_for(answer, self._timeout_s)
-        except TimeoutError:
-            if self._pool is pool:
-                self.close()
-            raise TimeoutError(
-                f"{rule.__name__} did not score a text of {len(text)} characters within {self._timeout_s:g} s"
-            ) from None
+        path = f"{rule.__module__}:{rule.__name__}"
+        if path not in self._rules:
+            self._rules[path] = self._pool(path)
+        value = await self._rules[path].call(text, {"reward_model": row["reward_model"]})
+        assert isinstance(value, float), "our rules give numbers"
+        return value
 
-    def close(self) -> None:
-        """Kill the process. Idempotent."""
-        if self._pool is None:
-            return
-        for process in list((self._pool._processes or {}).values()):  # pyright: ignore[reportPrivateUsage] - no public way to kill before Python 3.14
-            process.kill()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = None
+    def _named(self, part: str, value: float | dict[str, float]) -> dict[str, float]:
+        """A part's components; a function has to give the same ones every time."""
+        value = value if isinstance(value, dict) else {"": value}
+        names = frozenset(value)
+        if (before := self._names.setdefault(part, names)) != names:
+            raise RewardError(
+                f"the reward function gave parts {sorted(names)} and before {sorted(before)}; it has to give the "
+                "same ones for every completion"
+            )
+        return {"/".join(filter(None, (part, name))) or "reward": value[name] for name in sorted(value)}
+
+    async def close(self) -> None:
+        """End the processes and connections. Idempotent."""
+        for source in (*self._sources.values(), *self._rules.values()):
+            if source is not None:
+                await source.close()

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +21,21 @@ from rl_rollout.errors import ServerLostError
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import TrainerError
 from rl_trainer.profiling import trace_requests
-from rl_trainer.rewards import Scorer
+from rl_trainer.rewards import Score, Scorer
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from rl_agent.types import Message
+    from rl_agent.types import Message, RolloutResult
     from rl_rollout.types import ServerAddress
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection
     from rl_trainer.data import Row
 
-Sample = tuple[AgentLoopOutput, float]
-"""A trajectory and its reward."""
+Sample = tuple[AgentLoopOutput, Score]
+"""A trajectory and what it is worth."""
 Group = tuple[int, list[Sample], float | None]
 """A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
 
@@ -162,7 +162,6 @@ class AgentWorker:
         queue_address: str,
         timeout_s: float,
     ) -> None:
-        del context
         self._timeout_s = timeout_s
         self._reward, self._max_new_tokens, self._has_baseline = reward, max_new_tokens, has_baseline
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
@@ -170,11 +169,12 @@ class AgentWorker:
         self._streams: list[Future[None]] = []
         self._streamed = _Ledger()
         self._attempts: dict[int, int] = {}
-        self._scorer = Scorer()
+        self._scorer = Scorer(reward, num_sharing=context.world_size)
         self._tokenizer = rl_agent.load_tokenizer(model_path)
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
+        await self._scorer.start()
         self._servers = {address.url: rl_rollout.connect_server(address) for address in servers}
         self._router = rl_rollout.Router([*self._servers.values()])
         trace_requests(self._router)
@@ -245,42 +245,34 @@ class AgentWorker:
     async def _roll_out(
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int, ledger: _Ledger
     ) -> None:
-        results: dict[int, dict[int, list[Sample] | Failure]] = {}  # by group and rollout
         self._attempts.update({job.group_id: job.attempt for job in jobs})
         rows, places = [job.row for job in jobs], [job.place for job in jobs]
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
         writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
-        async for result in self._runner.run(rows, sampling_params, group_size=group_size, places=places):
-            job = jobs[result.row_index]
-            rollouts = results.setdefault(job.group_id, {})
-            rollouts[result.rollout_index] = await self._score(result.outputs, job.row)
-            if len(rollouts) < group_size:
-                continue
-            in_order = [rollouts[index] for index in range(group_size)]
-            del results[job.group_id]
-            greedy = None if baselines is None else (await baselines)[job.group_id]
-            if failures := [rollout for rollout in (*in_order, greedy) if isinstance(rollout, Failure)]:
-                ledger.failed(job.group_id, failures)
+        async for group in self._runner.run_groups(
+            rows, sampling_params, group_size=group_size, places=places, grade=self._grading(rows)
+        ):
+            group_id = jobs[group.row_index].group_id
+            greedy = None if baselines is None else (await baselines)[group_id]
+            failures = [*group.failures, *([greedy] if isinstance(greedy, Failure) else [])]
+            if failures:
+                ledger.failed(group_id, failures)
             else:
-                samples = [s for rollout in in_order if not isinstance(rollout, Failure) for s in rollout]
-                writer.add((job.group_id, samples, None if isinstance(greedy, Failure) else greedy))
+                samples = [sample for rollout in group.rollouts for sample in scored(rollout)]
+                writer.add((group_id, samples, None if isinstance(greedy, Failure) else greedy))
         await writer.finish()
 
-    async def _score(self, outputs: tuple[AgentLoopOutput, ...] | Failure, row: Row) -> list[Sample] | Failure:
-        scored = await score(outputs, row, self._scorer)
-        if isinstance(scored, Failure) or not self._reward.overlong_buffer:
-            return scored
+    def _grading(self, rows: Sequence[Row]) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
         section, longest = self._reward, self._max_new_tokens
-        buffer, penalty = section.overlong_buffer, section.overlong_penalty
-        return [(o, r - overlong_penalty(len(o.completion_token_ids), longest, buffer, penalty)) for o, r in scored]
+        return grading(rows, self._scorer, lambda num_tokens: overlong(num_tokens, longest, section))
 
     async def _baselines(self, jobs: list[Job], sampling_params: dict[str, Any]) -> dict[int, float | Failure]:
         """Reward of one greedy completion per job, by group."""
         found: dict[int, float | Failure] = {}
-        async for result in self._runner.run([job.row for job in jobs], sampling_params | {"temperature": 0.0}):
-            job = jobs[result.row_index]
-            scored = await self._score(result.outputs, job.row)
-            found[job.group_id] = scored if isinstance(scored, Failure) else fmean(reward for _, reward in scored)
+        rows, params = [job.row for job in jobs], sampling_params | {"temperature": 0.0}
+        async for group in self._runner.run_groups(rows, params, group_size=1, grade=self._grading(rows)):
+            rewards = [score.reward for rollout in group.rollouts for _, score in scored(rollout)]
+            found[jobs[group.row_index].group_id] = fmean(rewards) if rewards else group.failures[-1]
         return found
 
     def _put(self, groups: list[Group], partition: str) -> BatchMeta:
@@ -297,12 +289,11 @@ class AgentWorker:
     async def _evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> EvalReport:
         rewards: list[float] = []
         num_failed = 0
-        async for result in self._runner.run(rows, sampling_params):
-            scored = await score(result.outputs, rows[result.row_index], self._scorer)
-            if isinstance(scored, Failure):
-                num_failed += 1
-            else:
-                rewards += [reward for _, reward in scored]
+        async for group in self._runner.run_groups(
+            rows, sampling_params, group_size=1, grade=grading(rows, self._scorer)
+        ):
+            rewards += [score.reward for rollout in group.rollouts for _, score in scored(rollout)]
+            num_failed += len(group.failures)
         return EvalReport(rewards=tuple(rewards), num_failed=num_failed)
 
     def close(self) -> None:
@@ -311,8 +302,8 @@ class AgentWorker:
             stream.cancel()
         self._loop.run(self._runner.close(), 30.0)
         self._loop.run(self._router.stop(), 30.0)
+        self._loop.run(self._scorer.close(), 30.0)
         self._loop.close()
-        self._scorer.close()
         self._queue.close()
 
 
@@ -324,15 +315,47 @@ def overlong_penalty(num_tokens: int, longest: int, buffer: int, penalty: float)
     return penalty * min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0)
 
 
-async def score(outputs: tuple[AgentLoopOutput, ...] | Failure, row: Row, scorer: Scorer) -> list[Sample] | Failure:
-    """The reward of each trajectory: the loop's own, or the data source's rule. A scorer that raises is a failure."""
-    if isinstance(outputs, Failure):
-        return outputs
-    try:
-        return [(o, await scorer.score(o.text, row) if o.reward is None else o.reward) for o in outputs]
-    except Exception as error:  # noqa: BLE001 - a scorer is a plug-in: whatever it raises is a counted failure
-        message = f"the reward of {row['data_source']!r} raised {type(error).__name__}: {error}"
-        return Failure(kind=FailureKind.GRADER, stage="reward", message=message, is_retryable=False)
+def overlong(num_tokens: int, longest: int, section: RewardSection) -> float:
+    """What a completion of so many tokens loses, as `reward.overlong_buffer` says."""
+    if not section.overlong_buffer:
+        return 0.0
+    return overlong_penalty(num_tokens, longest, section.overlong_buffer, section.overlong_penalty)
+
+
+def grading(
+    rows: Sequence[Row], scorer: Scorer, penalty: Callable[[int], float] | None = None
+) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
+    """Scores rollouts for `AgentRunner.run_groups`; `scored` takes the scores out. A scorer that raises is a failure.
+
+    Args:
+        rows: That the results are of.
+        scorer: Gives the scores.
+        penalty: What a completion of a number of tokens loses.
+    """
+
+    async def grade(result: RolloutResult) -> RolloutResult:
+        outputs, row = result.outputs, rows[result.row_index]
+        assert not isinstance(outputs, Failure), "those are not graded"
+        try:
+            scores = await asyncio.gather(*(scorer.score(o.text, row, o.reward) for o in outputs))
+        except Exception as error:  # noqa: BLE001 - a scorer is a plug-in: whatever it raises is a counted failure
+            message = f"the reward of {row['data_source']!r} raised {type(error).__name__}: {error}"
+            failed = Failure(kind=FailureKind.GRADER, stage="reward", message=message, is_retryable=False)
+            return replace(result, outputs=failed)
+        if penalty is not None:
+            scores = [s.less(penalty(len(o.completion_token_ids))) for s, o in zip(scores, outputs, strict=True)]
+        pairs = zip(outputs, scores, strict=True)
+        return replace(result, outputs=tuple(replace(o, extra_fields={**o.extra_fields, _SCORE: s}) for o, s in pairs))
+
+    return grade
+
+
+def scored(outputs: Sequence[AgentLoopOutput]) -> list[Sample]:
+    """Trajectories that `grading` has scored, with their scores."""
+    return [(output, output.extra_fields[_SCORE]) for output in outputs]
+
+
+_SCORE = "score"
 
 
 def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]]]:
@@ -340,7 +363,7 @@ def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]
     samples = [sample for _, group, _ in groups for sample in group]
     group_ids = [group_id for group_id, group, _ in groups for _ in group]
     greedy = [reward for _, group, reward in groups for _ in group if reward is not None]
-    outputs = [output for output, _ in samples]
+    outputs, scores = [output for output, _ in samples], [score for _, score in samples]
     if any(output.images for output in outputs):
         raise TrainerError("a trajectory has images, and no engine takes them yet; they would be left out in silence")
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
@@ -351,27 +374,42 @@ def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]
             "completion_token_ids": completion,
             "loss_mask": _jagged([o.loss_mask for o in outputs], torch.int64),
             "rollout_logprobs": _jagged([o.rollout_logprobs for o in outputs], torch.float32),
-            "rewards": _jagged([_place_reward(o, reward) for o, reward in samples], torch.float32),
+            "rewards": _jagged([_place_reward(o, score.reward) for o, score in samples], torch.float32),
             "weight_version_min": torch.tensor([min(v) for v in versions]),
             "weight_version_max": torch.tensor([max(v) for v in versions]),
             "group_id": torch.tensor(group_ids),
             "num_turns": torch.tensor([o.num_turns for o in outputs]),
             **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
+            **_components(scores),
         },
         batch_size=[len(samples)],
     )
     tags = [
         {
             "group_id": group_id,
-            "reward": reward,
+            "reward": score.reward,
             "num_tokens": len(o.completion_token_ids),
             "weight_version_min": min(v),
             "weight_version_max": max(v),
             "finish_reason": str(o.finish_reason),
         }
-        for group_id, (o, reward), v in zip(group_ids, samples, versions, strict=True)
+        for group_id, (o, score), v in zip(group_ids, samples, versions, strict=True)
     ]
     return columns, tags
+
+
+def _components(scores: Sequence[Score]) -> dict[str, torch.Tensor]:
+    """`components` and `component_weights`, (B, K) each, where rewards have parts."""
+    if not any(score.components for score in scores):
+        return {}
+    names = list(scores[0].components)
+    other = next((list(score.components) for score in scores if list(score.components) != names), None)
+    if other is not None:
+        raise TrainerError(f"a completion's reward has the parts {other}, another's {names}; they have to be the same")
+    return {
+        "components": torch.tensor([[score.components[n] for n in names] for score in scores], dtype=torch.float32),
+        "component_weights": torch.tensor([[score.weights[n] for n in names] for score in scores], dtype=torch.float32),
+    }
 
 
 def _place_reward(output: AgentLoopOutput, reward: float) -> list[float]:

@@ -198,7 +198,8 @@ class EngineWorker(_EngineRank):
         columns += [_OLD[config.old_logprobs]] if has_policy else []
         columns += ["rollout_logprobs"] if "ratio" in needs else []
         columns += ["ref_logprobs"] if has_kl else []
-        columns += [name for name in ("values", "greedy_rewards", "sum_pi_squared") if name in needs]
+        columns += [name for name in ("values", "greedy_rewards", "sum_pi_squared", "components") if name in needs]
+        columns += ["component_weights"] if "components" in needs else []
         data = self._queue.get(batch, columns)
         offsets, mask, rewards = data["rewards"].offsets(), data["loss_mask"].values(), data["rewards"].values()
         old = data[_OLD[config.old_logprobs]].values() if has_policy else None
@@ -219,6 +220,8 @@ class EngineWorker(_EngineRank):
             values=data["values"].values() if "values" in needs else None,
             sum_pi_squared=data["sum_pi_squared"].values() if "sum_pi_squared" in needs else None,
             greedy_rewards=data["greedy_rewards"] if "greedy_rewards" in needs else None,
+            components=data["components"] if "components" in needs else None,
+            component_weights=data["component_weights"][0] if "components" in needs else None,
             ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
         )
         written = {"advantages": compute_advantages(config.advantage, inputs)}

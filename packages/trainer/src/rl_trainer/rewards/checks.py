@@ -1,0 +1,69 @@
+"""What the keys of `reward` need beside them, checked before anything starts."""
+
+from __future__ import annotations
+
+import re
+
+from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.errors import PlanError
+
+_KEYS_OF_KINDS = {
+    "path": ("function",),
+    "url": ("classifier", "judge"),
+    "model": ("classifier", "judge"),
+    "prompt": ("classifier", "judge"),
+    "max_attempts": ("classifier", "judge"),
+    "max_concurrent": ("classifier", "judge"),
+    "requests_per_minute": ("classifier", "judge"),
+    "tokens_per_minute": ("classifier", "judge"),
+    "api_key_env": ("classifier", "judge"),
+    "pattern": ("judge",),
+    "max_tokens": ("judge",),
+    "score_at": ("classifier",),
+}
+_NEEDED_KEYS = {"function": ("path",), "classifier": ("url",), "judge": ("url", "model", "prompt")}
+
+
+def check_reward(reward: RewardSection) -> None:
+    """Check that every key of the section does something.
+
+    Raises:
+        PlanError: one does nothing, or one is missing.
+    """
+    default = RewardSection()
+    if reward.path is not None and reward.parts:
+        raise PlanError(
+            "reward.path gives the whole reward, and reward.parts its parts; set one of them (a part of kind=function "
+            "has a path of its own)"
+        )
+    if reward.overlong_buffer == 0 and reward.overlong_penalty != default.overlong_penalty:
+        raise PlanError("reward.overlong_penalty does nothing without reward.overlong_buffer; set it, or leave it out")
+    kinds = {part.kind for part in reward.parts.values()}
+    if kinds and not kinds & {"function", "rule"} and reward.num_processes != default.num_processes:
+        raise PlanError("reward.num_processes does nothing without a part of kind=function or rule; leave it out")
+    for name, part in reward.parts.items():
+        _check_part(f"reward.parts.{name}", part)
+
+
+def _check_part(key: str, part: RewardPart) -> None:
+    default = RewardPart(kind=part.kind)
+    for name in _NEEDED_KEYS.get(part.kind, ()):
+        if getattr(part, name) is None:
+            raise PlanError(f"{key} is of kind={part.kind}, which needs {key}.{name}")
+    for name, kinds in _KEYS_OF_KINDS.items():
+        if part.kind not in kinds and getattr(part, name) != getattr(default, name):
+            raise PlanError(
+                f"{key}.{name} does nothing with kind={part.kind}, only with {' or '.join(kinds)}; leave it out"
+            )
+    if part.prompt is not None and "{completion}" not in part.prompt:
+        raise PlanError(
+            f"{key}.prompt has no {{completion}} in it, so that every completion would be asked about alike"
+        )
+    try:
+        num_groups = re.compile(part.pattern).groups
+    except re.error as error:
+        raise PlanError(f"{key}.pattern={part.pattern!r} is no regular expression: {error}") from error
+    if num_groups != 1:
+        raise PlanError(f"{key}.pattern={part.pattern!r} has {num_groups} groups; one is needed, around the score")
+    if part.url is not None and not part.url.startswith(("http://", "https://")):
+        raise PlanError(f"{key}.url={part.url!r} is no URL; it starts with http:// or https://")

@@ -1,0 +1,178 @@
+"""Rewards by models that are served somewhere: judges that write, and classifiers that give a number."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+import aiohttp
+
+from rl_trainer.errors import RewardError
+from rl_trainer.rewards.limits import RateLimit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_trainer.config import RewardPart
+
+_CHARACTERS_PER_TOKEN = 4
+"""A guess, until the server's answer tells how many there were."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
+_PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
+
+
+class _NoScoreError(Exception):
+    """An answer without a score: the request may be tried again."""
+
+
+class ServedReward:
+    """Asks a served model for the score of a completion.
+
+    `kind=judge` asks an OpenAI-compatible server in words (`POST url/chat/completions`) and reads the number that
+    `pattern` finds last in what it writes. `kind=classifier` gives the conversation, or the filled `prompt`, to
+    `POST url` as vLLM's `/classify` and `/pooling` take it, and reads the number at `score_at` of the JSON answer.
+
+    Args:
+        name: For messages.
+        part: What to ask, and how often.
+        num_sharing: Processes that share the limits; each keeps its part of them.
+        timeout_s: Deadline of one request, seconds.
+    """
+
+    def __init__(self, name: str, part: RewardPart, *, num_sharing: int = 1, timeout_s: float = 60.0) -> None:
+        assert part.url is not None, "the plan has checked it"
+        self._name, self._part, self._timeout_s = name, part, timeout_s
+        is_judge = part.kind == "judge"
+        self._url = part.url.rstrip("/") + "/chat/completions" if is_judge else part.url
+        self._pattern = re.compile(part.pattern)
+        self._running = asyncio.Semaphore(max(part.max_concurrent // num_sharing, 1))
+        self._limit = RateLimit(
+            requests_per_minute=part.requests_per_minute / num_sharing,
+            tokens_per_minute=part.tokens_per_minute / num_sharing,
+        )
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(self, text: str, row: Mapping[str, Any]) -> float:
+        """The score.
+
+        Raises:
+            RewardError: none came in `max_attempts` attempts, or the server refuses the request.
+        """
+        body = self._body(text, row)
+        num_tokens = len(str(body)) / _CHARACTERS_PER_TOKEN + (
+            self._part.max_tokens if self._part.kind == "judge" else 0
+        )
+        async with self._running:
+            pause, last = _FIRST_PAUSE_S, ""
+            for attempt in range(self._part.max_attempts):
+                if attempt:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LAST_PAUSE_S)
+                await self._limit.wait(num_tokens)
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        answer = await self._post(body)
+                    self._count(answer, num_tokens)
+                    return self._read(answer)
+                except TimeoutError:
+                    last = f"no answer within {self._timeout_s:g} s"
+                except (aiohttp.ClientError, _NoScoreError) as error:
+                    last = str(error) or type(error).__name__
+        raise RewardError(
+            f"reward {self._name!r} got no score from {self._url} in {self._part.max_attempts} attempts; the last: "
+            f"{last}"
+        )
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        if self._session is None:
+            key = os.environ.get(self._part.api_key_env, "") if self._part.api_key_env else ""
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        async with self._session.post(self._url, json=body) as response:
+            said = await response.text()
+            if response.status == 429 or response.status >= 500:
+                raise _NoScoreError(f"HTTP {response.status}: {said[:300]}")
+            if response.status >= 400:
+                raise RewardError(
+                    f"reward {self._name!r}: {self._url} refuses the request, HTTP {response.status}: {said[:300]}"
+                )
+            try:
+                return await response.json(content_type=None)
+            except ValueError:
+                raise _NoScoreError(f"the answer is not JSON: {said[:300]}") from None
+
+    def _body(self, text: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        part = self._part
+        model = {"model": part.model} if part.model is not None else {}
+        if part.prompt is None:
+            return {**model, "messages": [*row["prompt"], {"role": "assistant", "content": text}]}
+        filled = self._filled(part.prompt, text, row)
+        if part.kind == "classifier":
+            return {**model, "input": filled}
+        messages = [{"role": "user", "content": filled}]
+        return {**model, "messages": messages, "temperature": 0.0, "max_tokens": part.max_tokens}
+
+    def _filled(self, template: str, text: str, row: Mapping[str, Any]) -> str:
+        def fill(place: re.Match[str]) -> str:
+            if place[1] == "completion":
+                return text
+            if place[1] == "prompt":
+                return conversation(row["prompt"])
+            truth = (row.get("reward_model") or {}).get("ground_truth")
+            if truth is None:
+                raise RewardError(f"the prompt of reward {self._name!r} has {{ground_truth}}, which the row has not")
+            return str(truth)
+
+        return _PLACE.sub(fill, template)  # once: what a completion spells out is not filled in
+
+    def _count(self, answer: Any, num_guessed: float) -> None:
+        usage: Any = answer.get("usage") if isinstance(answer, dict) else None
+        total: Any = usage.get("total_tokens") if isinstance(usage, dict) else None
+        if isinstance(total, int):
+            self._limit.correct(total - num_guessed)
+
+    def _read(self, answer: Any) -> float:
+        path = "choices.0.message.content" if self._part.kind == "judge" else self._part.score_at
+        value = at(answer, path)
+        if value is None:
+            raise _NoScoreError(f"the answer has no {path}: {str(answer)[:300]}")
+        if self._part.kind == "judge":
+            found: list[Any] = self._pattern.findall(str(value))
+            if not found:
+                raise _NoScoreError(f"{self._part.pattern!r} finds no score in {str(value)[-300:]!r}")
+            value = found[-1]
+        try:
+            score = float(value)
+        except (TypeError, ValueError):
+            raise _NoScoreError(f"{value!r:.100} is no number") from None
+        if not math.isfinite(score):
+            raise _NoScoreError(f"the score is {score}")
+        return score
+
+
+def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Chat messages as text: the only message alone, several with their roles."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def at(value: Any, path: str) -> Any:
+    """What stands at a dotted path of a JSON value, numbers being places in lists; None if nothing does."""
+    for step in path.split("."):
+        if isinstance(value, list):
+            items = cast("list[Any]", value)
+            index = int(step) if step.removeprefix("-").isdigit() else len(items)
+            value = items[index] if -len(items) <= index < len(items) else None
+        else:
+            value = cast("dict[str, Any]", value).get(step) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,132 @@
+"""The process that runs a reward function, which its first argument names; `FunctionPool` starts it.
+
+Requests and answers are pickles behind their length on the descriptors that it was started with as standard input and
+output. A plain function runs in the main thread, one call at a time; calls of a coroutine function run side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import pickle
+import queue
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import IO, Any, cast
+
+from rl_trainer.rewards.functions import load_function
+
+HEADER = struct.Struct("<Q")
+"""Bytes of the pickle that follows."""
+Request = tuple[int, str, Mapping[str, Any], float]
+"""Number, completion text, row, and deadline in seconds, which a coroutine function is held to here."""
+Answer = tuple[int, str, Any]
+"""Number, `ok`, `error` or `timeout`, and the value or the sentence. The first has number -1: `ok` with whether the
+function is a coroutine function, or `error`."""
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the function prints is no answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        function = load_function(sys.argv[1])
+    except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything
+        _write(answers, (-1, "error", f"{type(error).__name__}: {error}"))
+        return
+    is_async = inspect.iscoroutinefunction(function)
+    _write(answers, (-1, "ok", is_async))
+    if is_async:
+        asyncio.run(_serve_together(function, requests, answers))
+        return
+    inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    _read_aside(requests, inbox.put)
+    while True:
+        number, text, row, _ = inbox.get()
+        kind, told = _call(function, text, row)
+        _write(answers, (number, kind, told))
+
+
+def _read_aside(requests: IO[bytes], deliver: Callable[[Request], object]) -> None:
+    """Read in a thread, so that the end of the parent is the end of this process, whatever the function does then."""
+
+    def read() -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                deliver(pickle.loads(_exactly(requests, HEADER.unpack(_exactly(requests, HEADER.size))[0])))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+async def _serve_together(function: Callable[..., Any], requests: IO[bytes], answers: IO[bytes]) -> None:
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(request: Request) -> None:
+        number, text, row, timeout_s = request
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                kind, told = "ok", checked(await function(text, row))
+        except Exception as error:  # noqa: BLE001 - it is told
+            kind, told = "timeout" if deadline.expired() else "error", f"{type(error).__name__}: {error}"
+        _write(answers, (number, kind, told))
+
+    def begin(request: Request) -> None:
+        task = asyncio.create_task(answer(request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    _read_aside(requests, lambda request: loop.call_soon_threadsafe(begin, request))
+    await asyncio.Event().wait()
+
+
+def _call(function: Callable[..., Any], text: str, row: Mapping[str, Any]) -> tuple[str, Any]:
+    try:
+        return "ok", checked(function(text, row))
+    except BaseException as error:  # noqa: BLE001 - it is told; SystemExit as well
+        return "error", f"{type(error).__name__}: {error}"
+
+
+def checked(value: Any) -> float | dict[str, float]:
+    """What a function gave, if it is a finite number or such numbers by name.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, Mapping):
+        named = cast("Mapping[Any, Any]", value)
+        if not named:
+            raise ValueError("it gave no part of a reward; a number, or numbers by name, are needed")
+        return {str(name): _number(part) for name, part in named.items()}
+    return _number(value)
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"it gave {value!r:.80}; a number, or numbers by name, are needed") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it gave {number}; a finite number is needed")
+    return number
+
+
+def _write(answers: IO[bytes], answer: Answer) -> None:
+    data = pickle.dumps(answer)
+    answers.write(HEADER.pack(len(data)) + data)
+    answers.flush()
+
+
+def _exactly(stream: IO[bytes], count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) < count:
+        raise EOFError
+    return data
