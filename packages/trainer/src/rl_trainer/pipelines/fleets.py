@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -97,8 +98,11 @@ class AgentFleet:
         """Give each to the member with the fewest groups in hand."""
         members = self._members()
         dealt: dict[tuple[int, int], list[_Submission]] = {}
+        loads = [(len(self._running.setdefault(member, {})), member) for member in members]
+        heapq.heapify(loads)
         for submission in submissions:
-            member = min(members, key=lambda one: len(self._running.setdefault(one, {})))
+            load, member = loads[0]
+            heapq.heapreplace(loads, (load + 1, member))
             self._running[member][submission.job.group_id] = submission
             dealt.setdefault((member, id(submission.sampling_params)), []).append(submission)
         for (member, _), some in dealt.items():

@@ -1,0 +1,93 @@
+"""What a fully asynchronous step costs the controller per sample, with 8 to 512 agent workers that answer at once.
+
+Every worker has the same share of a batch, so that the batch grows with the workers: dealing jobs, asking every worker,
+choosing groups, references and mini-batches are all there; generation, training and transport are not.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+
+from rl_bench import Run
+from rl_tq.types import BatchMeta
+from rl_trainer.config import load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.pipelines.fleets import AgentFleet
+from rl_trainer.pipelines.fully_async import run_fully_async
+from rl_trainer.pipelines.parts import RolloutManager
+from rl_trainer.testing import FakeJob
+from rl_trainer.workers.agent import GenerateReport
+
+GROUPS_PER_WORKER, GROUP = 2, 8
+SIZES = (8, 64, 512)
+
+
+class AnsweringFleet:
+    """Agent workers whose groups are finished when they are asked for."""
+
+    def __init__(self, num_members):
+        self.members, self.version = tuple(range(num_members)), 0
+        self._jobs = {member: [] for member in self.members}
+
+    def wait(self):
+        return self.members
+
+    def call(self, method, arguments):
+        if method.__name__ == "evaluate":
+            return {member: [] for member in arguments}
+        if method.__name__ == "submit":
+            for member, (jobs, *_) in arguments.items():
+                self._jobs[member] += jobs
+            return {member: [] for member in arguments}
+        return {member: [self._report(member)] for member in arguments}
+
+    def _report(self, member):
+        jobs, self._jobs[member] = self._jobs[member], []
+        about = {"num_tokens": 1, "finish_reason": "stop", "attempt": 0}
+        about |= {"weight_version_min": self.version, "weight_version_max": self.version}
+        tags = tuple({**about, "group_id": job.group_id, "reward": i % 2} for job in jobs for i in range(GROUP))
+        ids = tuple(f"{job.group_id}-{i}" for job in jobs for i in range(GROUP))
+        batch = BatchMeta(partition="train", sample_ids=ids, columns=(), tags=tags) if jobs else None
+        return GenerateReport(batch=batch, complete_groups=tuple(job.group_id for job in jobs))
+
+
+class ScaledJob(FakeJob):
+    def __init__(self, config, num_workers):
+        super().__init__(config)
+        self.fleet = AnsweringFleet(num_workers)
+        self.agents = AgentFleet(self.fleet, [])
+        order = PromptOrder(num_rows=100_000, seed=0)
+        self.manager = RolloutManager(self.agents, [{}] * 100_000, order, config)
+        self.manager.evaluate = lambda rows: 0.0
+
+    def parts(self):
+        return replace(super().parts(), agents=self.agents, rollout_manager=self.manager)
+
+    def sync(self, version):
+        self.fleet.version = version
+        return super().sync(version)
+
+
+def main(run: Run) -> None:
+    steps = 4 if run.quick else 10
+    run.parameters(steps=steps, groups_per_worker=GROUPS_PER_WORKER, group_size=GROUP)
+    smallest = 0.0
+    for num_workers in SIZES:
+        batch = num_workers * GROUPS_PER_WORKER
+        sizes = [f"batch.batch_size={batch}", f"batch.mini_batch_size={batch}", f"batch.group_size={GROUP}"]
+        how = ["pipeline=fully_async", "staleness.max_staleness=1", f"steps={steps}", "eval_every=0"]
+        config = load_config("quickstart", [*how, *sizes])
+        times = []
+        for _ in range(3 if run.quick else 7):
+            start = time.perf_counter()
+            for _ in run_fully_async(ScaledJob(config, num_workers).parts(), config, []):
+                pass
+            times.append((time.perf_counter() - start) / steps / (batch * GROUP) * 1e6)
+        smallest = smallest or statistics.median(times)
+        run.record(
+            f"controller, {num_workers} workers, {batch * GROUP} samples a step",
+            "ours",
+            times,
+            unit="us/sample",
+            note=f"{statistics.median(times) / smallest:.2f} of the cost per sample with {SIZES[0]} workers",
+        )
