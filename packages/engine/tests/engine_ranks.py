@@ -17,6 +17,7 @@ from rl_engine import (
     EngineConfig,
     LoraConfig,
     ModelFolderError,
+    NonFiniteError,
     OptimizerConfig,
     ParallelConfig,
     Precision,
@@ -211,6 +212,26 @@ def refusal_of(call):
     return None
 
 
+def nan_on_rank_1(engine, mine, rank):
+    """What every rank says of a NaN that one of them computes, and whether the weights stayed."""
+
+    def loss(output, rows):
+        share, metrics = sft_loss(output, rows)
+        return share * (float("nan") if rank == 1 else 1.0), metrics
+
+    before = weights(engine)
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(mine, loss)
+    try:
+        engine.optimizer_step()
+        said = None
+    except NonFiniteError as error:
+        said = str(error)
+    after = weights(engine)
+    unchanged = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    return engine._world.exchange((said, unchanged))
+
+
 def main(folder):
     torch.set_num_threads(1)
     model = folder / "model"
@@ -245,6 +266,7 @@ def main(folder):
 
     rows = draw_rows(7)
     mine = batch_of(rows[rank::size])
+    seen["nan"] = nan_on_rank_1(first, mine, rank)
     seen["first"] = one_step(first, mine)
     first.save_checkpoint(folder / "written_by_many", 3)
     first.save_model(folder / "model_by_many")

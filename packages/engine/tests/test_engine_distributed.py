@@ -190,6 +190,12 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
     assert two["refusal"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
 
 
+def test_a_nan_on_one_rank_is_an_error_on_all_and_changes_nothing(two):
+    for said, unchanged in two["nan"]:
+        assert "The gradient norm is nan; the step was not taken" in said
+        assert unchanged
+
+
 def test_bfloat16_trains_on_two_ranks(two):
     assert two["bfloat16"] == pytest.approx(two["first"], rel=0.03)
     assert two["bfloat16_dtypes"] == {"torch.bfloat16"}

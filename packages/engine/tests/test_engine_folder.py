@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_engine import CheckpointError, ConfigError, EngineConfig, ModelFolderError, create_engine
 from rl_engine._folder import previous_folder, replace_folder
@@ -16,8 +17,8 @@ def folder(tmp_path):
     return write_tiny_model(tmp_path / "model")
 
 
-def load(folder, **changes):
-    engine = create_engine("fsdp", EngineConfig(model_path=str(folder), **changes))
+def load(folder, backend="fsdp", **changes):
+    engine = create_engine(backend, EngineConfig(model_path=str(folder), **changes))
     engine.initialize()
     return engine
 
@@ -72,6 +73,42 @@ def test_a_tensor_of_another_shape_is_named(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_damaged_file_is_named(folder, backend):
+    (folder / "model.safetensors").write_bytes(b"no tensors here")
+    with pytest.raises(ModelFolderError, match=r"(cannot be read|cannot build).*[Hh]eader"):
+        load(folder, backend)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_damaged_index_is_named(folder, backend):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": [')
+    with pytest.raises(ModelFolderError, match=r"index\.json is damaged .*Download the folder again"):
+        load(folder, backend)
+
+
+def test_a_damaged_config_is_named(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=r"transformers cannot read .*config\.json"):
+        load(folder)
+
+
+def test_layers_for_multi_token_prediction_are_not_lost_in_silence(tmp_path):
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        first_k_dense_replace=1, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    load(tmp_path).close()
+    ignored = next(iter(AutoModelForCausalLM.from_config(config)._keys_to_ignore_on_load_unexpected))
+    layer = "".join(filter(str.isdigit, ignored))  # behind the last of the model that was published
+    name = f"model.layers.{layer}.eh_proj.weight"
+    edit(tmp_path, lambda tensors: tensors.update({name: torch.ones(2, 2)}))
+    with pytest.raises(ModelFolderError, match=r"1 tensor\(s\) for multi-token prediction, such as .*eh_proj"):
+        load(tmp_path)
+
+
 def test_rows_longer_than_the_context_are_refused(folder):
     engine = load(folder)
     with pytest.raises(ValueError, match="A row has 513 tokens; the model's context is 512"):
@@ -86,6 +123,22 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, 
     with pytest.raises(ValueError, match="has no tensor model.model.layers.1"):
         engine.load_checkpoint(tmp_path / "checkpoint")
     torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), before, rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, folder):
+    larger = load(write_tiny_model(tmp_path / "larger", num_hidden_layers=3))
+    larger.save_checkpoint(tmp_path / "checkpoint", 1)
+    with pytest.raises(CheckpointError, match=r"it has model\.model\.layers\.2.*, which this model has not"):
+        load(folder).load_checkpoint(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "rl-engine-checkpoint/1"}', '{"format": "older"}'])
+def test_a_damaged_manifest_is_named(tmp_path, folder, text):
+    engine = load(folder)
+    engine.save_checkpoint(tmp_path / "checkpoint", 1)
+    (tmp_path / "checkpoint" / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is (damaged|not of format)"):
+        engine.load_checkpoint(tmp_path / "checkpoint")
 
 
 def test_a_damaged_checkpoint_changes_nothing(tmp_path, folder):

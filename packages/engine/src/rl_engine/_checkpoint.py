@@ -104,10 +104,13 @@ def read_manifest(path: str | Path) -> Manifest:
         raise CheckpointError(
             f"{target} holds no complete checkpoint (no {_MANIFEST}). Give the folder of an earlier step."
         )
-    fields: dict[str, Any] = json.loads(file.read_text())
-    if fields.pop("format", None) != _FORMAT:
-        raise CheckpointError(f"{file} is not of format {_FORMAT}; this version of rl-engine cannot read it.")
-    return Manifest(**fields)
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text())
+        if fields.pop("format", None) != _FORMAT:
+            raise CheckpointError(f"{file} is not of format {_FORMAT}; this version of rl-engine cannot read it.")
+        return Manifest(**fields)
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}). Give the folder of an earlier step.") from error
 
 
 def load(path: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:

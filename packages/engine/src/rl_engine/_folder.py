@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ def load_model(
     refuse_tensors(folder, "lacks", missing)
     refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
     refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
+    _refuse_further_layers(folder, config.get_text_config().num_hidden_layers)
     return _at_any_width(model)
 
 
@@ -198,13 +200,14 @@ def _factory(config: Any, head: Head) -> Any:
 
 
 def _build(folder: Path, build: Any) -> Any:
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     had_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         return build()
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
         raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {_first_line(error)}") from error
     finally:
         if had_bar:
@@ -237,10 +240,50 @@ def check_shards(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    named = set(json.loads(index.read_text())["weight_map"].values())
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFolderError(f"{index} is damaged ({error!r}). Download the folder again.") from error
     absent = sorted(name for name in named if not (folder / name).is_file())
     if absent:
         raise ModelFolderError(f"{index} names {', '.join(absent)}, which is not there. Download the folder again.")
+
+
+def open_shard(file: Path) -> Any:
+    """A safetensors file, of which nothing but the header is read.
+
+    Raises:
+        ModelFolderError: it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(f"{file} cannot be read ({error}). Download the folder again.") from error
+
+
+def _refuse_further_layers(folder: Path, num_layers: int) -> None:
+    """Refuse layers that predict tokens further ahead: transformers leaves them out without a word.
+
+    Raises:
+        ModelFolderError: the folder has some.
+    """
+    found: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with open_shard(file) as tensors:
+            found += [name for name in tensors.keys() if _is_further(name, num_layers)]  # noqa: SIM118
+    if found:
+        raise ModelFolderError(
+            f"Model folder {folder} has {len(found)} tensor(s) for multi-token prediction, such as {found[0]}. No "
+            "backend trains them, and a model saved from here would lack them; take them out of the folder to go on."
+        )
+
+
+def _is_further(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to a module `mtp` or, as DeepSeek-V3 names them, to a layer behind the last."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\..*", name)
+    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers)
 
 
 def refuse_tensors(folder: Path, what: str, keys: Iterable[str]) -> None:

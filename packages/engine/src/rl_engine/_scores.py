@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from rl_csrc import linear_logprobs, logprobs
-from rl_engine.errors import ConfigError
-from rl_engine.types import Head
 
 if TYPE_CHECKING:
     from rl_engine.types import EngineConfig
@@ -74,29 +72,6 @@ class Wanted:
             sum_pi_squared=config.sum_pi_squared,
             num_candidates=config.num_candidates,
         )
-
-
-def check_wanted(config: EngineConfig) -> None:
-    """Refuse what is wanted of a language-model head where there is none.
-
-    Raises:
-        ConfigError: says which setting.
-    """
-    if config.num_candidates < 0:
-        raise ConfigError(f"num_candidates is {config.num_candidates}; it is 0 (none) or more.")
-    for name in ("entropy", "sum_pi_squared", "num_candidates"):
-        if getattr(config, name) and config.head != Head.LM:
-            raise ConfigError(f"{name} is {getattr(config, name)}; it needs head=lm, and head is {config.head}.")
-
-
-def check_candidates(count: int, vocab_size: int) -> None:
-    """Refuse more candidates than there are tokens.
-
-    Raises:
-        ConfigError: there are not that many.
-    """
-    if count > vocab_size:
-        raise ConfigError(f"num_candidates is {count}; the model's vocabulary has {vocab_size} entries.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

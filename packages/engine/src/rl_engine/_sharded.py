@@ -22,7 +22,7 @@ from rl_engine._folder import DTYPES
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, PIXELS, RowBatch, one_token_row
-from rl_engine._scores import check_candidates
+from rl_engine._settings import check_candidates, check_settings
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
 from rl_engine._writer import CheckpointWriter
@@ -46,7 +46,6 @@ class ShardedEngine(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._dtype = DTYPES[config.precision]
         self._world: World | None = None
         self._scorer: Scorer | None = None
         self._optimizer: torch.optim.AdamW | None = None
@@ -82,6 +81,7 @@ class ShardedEngine(Engine):
         if self._scorer is not None:
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
+        check_settings(config)
         world = join_world(timeout_s=config.timeout_s, needs_group=self._check())
         try:
             scorer = self._build(world)
@@ -308,7 +308,7 @@ class ShardedEngine(Engine):
             yield spec, self._as_exported(part)
 
     def _as_exported(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(DTYPES[self._config.precision]) if tensor.is_floating_point() else tensor
 
     def save_model(self, path: str | Path) -> None:
         """Rank 0 writes; the others take part in gathering."""
@@ -320,7 +320,7 @@ class ShardedEngine(Engine):
 
     def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
         source = self._config.model_path
-        model = _folder.empty_model(source, dtype=self._dtype, head=self._config.head)
+        model = _folder.empty_model(source, dtype=DTYPES[self._config.precision], head=self._config.head)
         _folder.write_model(path, model, weights, source)
 
     def save_checkpoint(self, path: str | Path, step: int) -> None:

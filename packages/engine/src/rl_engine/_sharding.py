@@ -20,7 +20,7 @@ from rl_engine import _folder, _lora
 from rl_engine._folder import DTYPES, parameter_dtype, trains_narrow
 from rl_engine._model import HuggingFaceScorer, PolicyScorer, ValueScorer, find_linear_head
 from rl_engine._routing import check_aux
-from rl_engine._scores import Wanted, check_wanted
+from rl_engine._scores import Wanted
 from rl_engine._ulysses import SequenceGroup, check_heads
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
 from rl_engine.types import EngineConfig, Head, ParallelConfig, PeftConfig
@@ -41,7 +41,6 @@ def check_config(config: EngineConfig) -> None:
         ConfigError: says which setting.
     """
     _check_parallel(config.parallel)
-    check_wanted(config)
     if config.num_candidates and config.parallel.sp > 1:
         raise ConfigError(
             f"num_candidates is {config.num_candidates} with parallel.sp={config.parallel.sp}; it needs 1."

@@ -23,7 +23,8 @@ from rl_engine._folder import replace_folder
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
 from rl_engine._plan import check_budget, plan_rows
 from rl_engine._rows import RowBatch
-from rl_engine._scores import Wanted, check_wanted, score_logits
+from rl_engine._scores import Wanted, score_logits
+from rl_engine._settings import check_settings
 from rl_engine._shards import local_shards
 from rl_engine._step import Tally, apply_loss
 from rl_engine._tiny import write_tiny_model
@@ -69,7 +70,7 @@ class FakeEngine(Engine):
 
     def initialize(self) -> None:
         """Draw the table."""
-        check_wanted(self._config)
+        check_settings(self._config)
         generator = torch.Generator().manual_seed(self._config.seed)
         dtype = getattr(torch, self._config.precision)
         table = torch.randn(self._vocab_size, self._vocab_size, generator=generator, dtype=dtype)

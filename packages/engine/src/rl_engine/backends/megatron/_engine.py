@@ -15,7 +15,7 @@ from rl_engine._distributed import join_world
 from rl_engine._optimizer import learning_rate
 from rl_engine._routing import ExpertLoad, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, PIXELS, RowBatch
-from rl_engine._scores import check_candidates, check_wanted
+from rl_engine._settings import check_candidates, check_settings
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, add_up, agree, columns_of
 from rl_engine.backends.megatron._config import check_divides, read_architecture
@@ -57,7 +57,7 @@ class MegatronEngine(Engine):
         if self._state is not None:
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
-        check_wanted(config)
+        check_settings(config)
         if config.lora is not None:
             raise ConfigError("The megatron backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
         source = _folder.read_config(Path(config.model_path))

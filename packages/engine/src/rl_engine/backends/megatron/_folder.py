@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from safetensors import safe_open
 
 from rl_engine import _folder
 from rl_engine.backends.megatron._weights import SCORE
@@ -38,7 +37,7 @@ class SliceReader:
             )
         _folder.check_shards(self._folder)
         for file in files:
-            opened = self._stack.enter_context(safe_open(file, framework="pt"))
+            opened = self._stack.enter_context(_folder.open_shard(file))
             self._file_of |= dict.fromkeys(opened.keys(), opened)
         missing = set(wanted) - set(self._file_of)
         self._zeros = {SCORE: wanted[SCORE]} if missing == {SCORE} else {}  # a causal LM gets a new scalar head

@@ -15,7 +15,7 @@ from torchtitan.protocols.module import Module
 from rl_engine import _folder
 from rl_engine._folder import DTYPES
 from rl_engine._routing import check_aux
-from rl_engine._scores import Wanted, check_wanted
+from rl_engine._scores import Wanted
 from rl_engine._sharded import ShardedEngine
 from rl_engine._sharding import check_replicas, hand_out, load_on_rank_0, sum_gradients
 from rl_engine.backends.torchtitan._model import TorchtitanScorer
@@ -34,7 +34,6 @@ class TorchtitanEngine(ShardedEngine):
 
     def _check(self) -> bool:
         config = self._config
-        check_wanted(config)
         check_aux(config.router_aux_loss_coef, None)
         if config.parallel.dp_replicate < 1 or replace(config.parallel, dp_replicate=1) != ParallelConfig():
             raise ConfigError(
