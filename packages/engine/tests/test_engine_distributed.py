@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_engine import LoraConfig
 from rl_engine.testing import write_tiny_model
 
+pytestmark = pytest.mark.timeout(600)  # many engines in one start of two processes, on a machine that may be busy
 SCRIPT = Path(__file__).with_name("engine_ranks.py")
 _spec = spec_from_file_location("engine_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
@@ -47,7 +48,7 @@ def run_ranks(folder, size):
         for rank in range(size)
     ]
     try:
-        errors = [process.communicate(timeout=200)[1] for process in started]
+        errors = [process.communicate(timeout=500)[1] for process in started]
     finally:
         for process in started:
             process.kill()

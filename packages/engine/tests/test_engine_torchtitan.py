@@ -16,6 +16,7 @@ from rl_engine.losses import token_mean, token_values
 from rl_engine.testing import EngineConformance, ragged, ragged_batch, write_tiny_model
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: pip install 'rl-engine[torchtitan]'")
+pytestmark = pytest.mark.timeout(600)  # two processes that import a compiler each, on a machine that may be busy
 SCRIPT = Path(__file__).with_name("torchtitan_ranks.py")
 _spec = spec_from_file_location("torchtitan_ranks", SCRIPT)
 titan = module_from_spec(_spec)
@@ -72,7 +73,7 @@ def two(tmp_path_factory):
         for rank in range(2)
     ]
     try:
-        errors = [process.communicate(timeout=250)[1] for process in started]
+        errors = [process.communicate(timeout=500)[1] for process in started]
     finally:
         for process in started:
             process.kill()
