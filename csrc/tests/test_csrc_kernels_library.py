@@ -137,8 +137,8 @@ def test_every_output_is_written(monkeypatch):
         out = torch.zeros(shape, **options)
         return out.fill_(float("nan")) if out.is_floating_point() else out.fill_(7)
 
-    monkeypatch.setattr(_impl_cpu.torch, "empty", poisoned)
-    monkeypatch.setattr(_impl_cpu.torch, "empty_like", lambda x, **_: poisoned(tuple(x.shape), dtype=x.dtype))
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: poisoned(tuple(x.shape), dtype=x.dtype))
     x = torch.randn(9, 21)
     grad = poisoned((9, 21), dtype=torch.float32)
     rows, labels = torch.tensor([0, 3, 8]), torch.tensor([1, -100, 2])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import rl_csrc
-from rl_csrc import _cpu, _impl_cpu, reference
+from rl_csrc import _cpu, reference
+from rl_csrc._impl_cpu import head
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
 
@@ -54,7 +55,7 @@ def test_matches_the_oracle(isa, dtype, num, vocab, width, extras):
 def test_chunks_of_any_size_agree(isa, monkeypatch):
     hidden, weight, labels = case(37, 3000, 64, torch.float32)
     whole = rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True)
-    monkeypatch.setattr(_impl_cpu, "CHUNK_BYTES", 37 * 4 * 100)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 37 * 4 * 100)
     leaf = weight.clone().requires_grad_()
     found = rl_csrc.linear_logprobs(hidden, leaf, labels, entropy=True, chunk_rows=10)
     torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_csrc
-from rl_csrc import _cpu, _impl_cpu
+from rl_csrc import _cpu
+from rl_csrc._impl_cpu import head
 from rl_csrc._types import AGGREGATIONS, KLS, LOSSES, TOKEN_LOCAL_LOSSES
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
@@ -215,7 +216,7 @@ def test_from_logits_equals_the_two_ops(loss, inplace):
 def test_from_hidden_equals_the_two_ops(monkeypatch, dtype, options, kept_rows):
     _, old, adv, mask, cu, *_ = batch(5)
     vocab = 4140
-    monkeypatch.setattr(_impl_cpu, "KEPT_BYTES", kept_rows * vocab * 2)
+    monkeypatch.setattr(head, "KEPT_BYTES", kept_rows * vocab * 2)
     hidden, weight = (torch.randn(NUM_TOKENS, 64) / 4).to(dtype), torch.randn(vocab, 64).to(dtype)
     hidden[~mask] = float("nan")
     labels = torch.randint(vocab, (NUM_TOKENS,))

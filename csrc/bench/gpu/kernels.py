@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from timing import measure, measure_graph
 
+from rl_csrc import _cuda
 from rl_csrc import _impl_cuda as ours
+from rl_csrc._impl_cuda.head import GRADIENT_ROWS
 from rl_csrc._types import LossSpec
 
 if TYPE_CHECKING:
@@ -275,7 +277,7 @@ def linear_at(table: Table, width: int) -> None:
 
 def own_products(table: Table, hidden: torch.Tensor, weight: torch.Tensor) -> None:
     """The products that the gradient ops make, in the shapes and types they make them, without what is between."""
-    rows, held = ours.GRADIENT_ROWS, 1792
+    rows, held = GRADIENT_ROWS, 1792
     logits = torch.empty(rows, VOCAB, device=DEVICE)
     gradient = torch.empty(held, VOCAB, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)
     total = torch.zeros(weight.shape, device=DEVICE)
@@ -387,7 +389,7 @@ def copies(table: Table) -> None:
         shift = 3 if "odd" in name else 0
         targets = [target[shift + i * size : shift + (i + 1) * size] for i in range(num)]
         addresses = [[x.data_ptr() for x in sources], [x.data_ptr() for x in targets], [size] * num]
-        plan = ours._cuda.CopyPlan(*addresses)
+        plan = _cuda.CopyPlan(*addresses)
 
         def run(plan: Any = plan) -> None:
             plan.run(torch.cuda.current_stream().cuda_stream)
@@ -406,13 +408,13 @@ def copies(table: Table) -> None:
     starts = torch.zeros_like(lengths)
 
     def packed() -> None:
-        ours._cuda.pack(
+        _cuda.pack(
             padded.data_ptr(), boundaries.data_ptr(), starts.data_ptr(), rows, length, tokens, width * 2,
             values.data_ptr(), torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
     def unpacked() -> None:
-        ours._cuda.unpack(
+        _cuda.unpack(
             values.data_ptr(), boundaries.data_ptr(), rows, length, tokens, width * 2, False, padded.data_ptr(),
             torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip

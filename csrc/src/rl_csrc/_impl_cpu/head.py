@@ -1,142 +1,35 @@
-"""The CPU kernels behind the signature that all implementations share: tensors in, tensors out, torch allocates.
-
-Arguments arrive checked: float32 and contiguous but for logits, hidden and weight; cu_seqlens int64; masks bool.
-"""
+"""The LM head: log-probs and policy losses of hidden states, in tiles or in chunks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rl_csrc import _cpu, reference
-from rl_csrc._types import (
-    AGGREGATIONS,
-    GROUP_MODES,
-    KLS,
-    LOSSES,
-    MASK_MODES,
-    METRIC_NAMES,
-    NUM_STATS,
-    SCAN_KINDS,
-    LossSpec,
-)
+from rl_csrc import reference
+from rl_csrc._impl_cpu._common import native, new_floats, with_adjacent_columns
+from rl_csrc._impl_cpu.policy import policy_loss
+from rl_csrc._impl_cpu.softmax import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
+from rl_csrc._types import LossSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-_native: Any = _cpu
-
-
-def _floats(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32)
-
-
-def _rows(logits: Tensor) -> Tensor:
-    """Logits whose columns are adjacent, as the kernels want them."""
-    return logits if logits.stride(1) == 1 or logits.shape[1] < 2 else logits.contiguous()
-
-
-def logprobs_forward(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    row_index: Tensor | None,
-    entropy: bool,
-    sum_pi_squared: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Log-probs, entropy, sum of squares, and the log-sum-exp that backward wants; each `[T]`."""
-    num = labels.shape[0]
-    scored, lse = _floats(num), _floats(num)
-    entropies = _floats(num) if entropy else None
-    squares = _floats(num) if sum_pi_squared else None
-    _native.logprobs(
-        _rows(logits),
-        labels,
-        temperature,
-        softcap or 0.0,
-        ignore_index,
-        row_index,
-        scored,
-        entropies,
-        squares,
-        lse,
-        torch.get_num_threads(),
-    )
-    return scored, entropies, squares, lse
-
-
-def logprobs_backward(
-    logits: Tensor,
-    labels: Tensor,
-    logprobs: Tensor,
-    lse: Tensor,
-    grad_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    row_index: Tensor | None,
-    vocab_start: int,
-    out: Tensor,
-) -> None:
-    """Write the gradient of the logits to `out`, which may be the logits."""
-    _native.logprobs_backward(
-        _rows(logits),
-        labels,
-        temperature,
-        softcap or 0.0,
-        ignore_index,
-        row_index,
-        vocab_start,
-        logprobs,
-        lse,
-        entropy,
-        grad_logprobs,
-        grad_entropy,
-        out,
-        torch.get_num_threads(),
-    )
-
-
-def logprob_stats(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    row_index: Tensor | None,
-    vocab_start: int,
-) -> Tensor:
-    """Statistics of a vocabulary shard, `[T, 5]`."""
-    stats = _floats(labels.shape[0], NUM_STATS)
-    threads = torch.get_num_threads()
-    options = (temperature, softcap or 0.0, ignore_index, row_index, vocab_start)
-    _native.logprob_stats(_rows(logits), labels, *options, stats, threads)
-    return stats
-
-
-def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merged log-probs, entropy, sum of squares and log-sum-exp; each `[T]`."""
-    outs = tuple(_floats(stats.shape[1]) for _ in range(4))
-    _native.stats_merge(stats.contiguous(), *outs, torch.get_num_threads())
-    return outs  # pyright: ignore[reportReturnType]  # four by construction
-
+    from collections.abc import Callable, Iterator
 
 CHUNK_BYTES = 64 << 20
 """Room for the logits, or their gradient, of one run of vocabulary rows."""
+
+
 KEPT_BYTES = 512 << 20
 """Room for what a chunk of tokens keeps of its logits until their loss is known."""
+
+
 INVARIANT_ROWS = 64
 """Rows of every matrix product where the bits may not depend on the batch."""
 
 
 def _has_tiles(hidden: Tensor) -> bool:
-    return hidden.dtype == torch.bfloat16 and hidden.shape[1] % 32 == 0 and bool(_native.has_tiles())
+    return hidden.dtype == torch.bfloat16 and hidden.shape[1] % 32 == 0 and bool(native.has_tiles())
 
 
 def _float_bias(bias: Tensor | None) -> Tensor | None:
@@ -180,12 +73,16 @@ def linear_logprobs_forward(
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Log-probs, entropy and log-sum-exp: on tiles, or merged from the statistics of runs of the vocabulary."""
-    hidden, weight, bias = _rows(hidden.detach()), _rows(weight.detach()), _float_bias(bias)
+    hidden, weight, bias = (
+        with_adjacent_columns(hidden.detach()),
+        with_adjacent_columns(weight.detach()),
+        _float_bias(bias),
+    )
     num = labels.shape[0]
-    scored, lse, entropies = _floats(num), _floats(num), _floats(num) if entropy else None
+    scored, lse, entropies = new_floats(num), new_floats(num), new_floats(num) if entropy else None
     if _has_tiles(hidden):
         options = (temperature, softcap or 0.0, ignore_index, scored, entropies, lse)
-        _native.linear_logprobs(hidden, weight, bias, labels, *options, None, None, torch.get_num_threads())
+        native.linear_logprobs(hidden, weight, bias, labels, *options, None, None, torch.get_num_threads())
         return scored, entropies, lse
     reference.check_labels(labels, ignore_index, weight.shape[0])
     for rows in _row_chunks(num, chunk_rows, batch_invariant):
@@ -224,7 +121,7 @@ def linear_logprobs_backward(
 
     A run's gradient meets all tokens in one product, so that of the weight is summed in float32 without an accumulator.
     """
-    hidden, weight, wide_bias = _rows(hidden), _rows(weight), _float_bias(bias)
+    hidden, weight, wide_bias = with_adjacent_columns(hidden), with_adjacent_columns(weight), _float_bias(bias)
     tiles = _has_tiles(hidden)
     num, num_vocab = hidden.shape[0], weight.shape[0]
     ignored = None if ignore_index is None else labels == ignore_index
@@ -239,7 +136,7 @@ def linear_logprobs_backward(
             grad = torch.empty(columns.stop - columns.start, (num + 31) // 32 * 32, dtype=torch.bfloat16)
             scoring = (labels, temperature, softcap or 0.0, ignore_index)
             threads = torch.get_num_threads()
-            _native.linear_gradient(hidden, weight, wide_bias, *scoring, *options, columns.start, grad, threads)
+            native.linear_gradient(hidden, weight, wide_bias, *scoring, *options, columns.start, grad, threads)
             grad = grad[:, :num]
         else:
             logits = _chunk_logits(operand, weight, wide_bias, columns, False)
@@ -282,7 +179,7 @@ def policy_loss_from_hidden(
 
     Three matrix products where the logits of a chunk of tokens can wait for their loss: float32, or bfloat16 on tiles.
     """
-    hidden, weight = _rows(hidden), _rows(weight)
+    hidden, weight = with_adjacent_columns(hidden), with_adjacent_columns(weight)
     arguments = (old_logprobs, advantages, loss_mask, cu_seqlens, spec, denominator)
     tiled = _has_tiles(hidden) and softcap is None and spec.entropy_coef == 0
     if not any(need) or not (tiled or hidden.dtype == torch.float32):
@@ -328,6 +225,8 @@ def policy_loss_from_hidden(
 
 
 _Scoring = tuple[Tensor, float | Tensor, float | None]
+
+
 _LossArguments = tuple[Tensor, Tensor, Tensor, Tensor, LossSpec, float | Tensor]
 
 
@@ -356,15 +255,15 @@ def _tiled_chunk(
     """As `_plain_chunk`, keeping exponentials in bfloat16; the log-probs still come from the float32 products."""
     labels, temperature, _ = scoring
     num, padded, num_vocab = hidden.shape[0], (hidden.shape[0] + 31) // 32 * 32, weight.shape[0]
-    kept, lse = torch.empty(num_vocab, padded, dtype=torch.bfloat16), _floats(num)
-    kept_top = _floats((num_vocab + 31) // 32, padded)
+    kept, lse = torch.empty(num_vocab, padded, dtype=torch.bfloat16), new_floats(num)
+    kept_top = new_floats((num_vocab + 31) // 32, padded)
     threads = torch.get_num_threads()
-    _native.linear_logprobs(
+    native.linear_logprobs(
         hidden, weight, None, labels, temperature, 0.0, -100, scored, entropies, lse, kept, kept_top, threads
     )
 
     def finish(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
-        _native.linear_rescale(kept, kept_top, labels, temperature, -100, scored, lse, grad, threads)
+        native.linear_rescale(kept, kept_top, labels, temperature, -100, scored, lse, grad, threads)
         return kept[:, :num]
 
     return finish
@@ -391,212 +290,3 @@ def _loss_then_recompute(
         how = (chunk_rows, False, (*need, False))
         d_hidden, d_weight, _ = linear_logprobs_backward(hidden, weight, labels, None, *given, *options, *how)
     return loss, metrics, scored, entropies, d_hidden, d_weight
-
-
-def _spec_codes(spec: LossSpec) -> tuple[float, ...]:
-    """The fields of rl_loss_spec, in its order."""
-    return (
-        LOSSES.index(spec.loss),
-        KLS.index(spec.kl),
-        AGGREGATIONS.index(spec.aggregation),
-        int(spec.clip_dual is not None),
-        spec.clip_low,
-        spec.clip_high,
-        spec.clip_dual or 0.0,
-        spec.ratio_max,
-        spec.tau_pos,
-        spec.tau_neg,
-        spec.dro_beta,
-        spec.kl_coef,
-        spec.entropy_coef,
-    )
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    entropy: Tensor | None,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss `[]`, metrics `[M]`, and the gradients of logprobs and entropy `[T]`."""
-    num = logprobs.shape[0]
-    loss, metrics, grad = _floats(), _floats(len(METRIC_NAMES)), _floats(num)
-    grad_entropy = None if entropy is None else _floats(num)
-    _native.policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        loss_mask,
-        cu_seqlens,
-        ref_logprobs,
-        weights,
-        entropy,
-        float(denominator),
-        _spec_codes(spec),
-        loss,
-        metrics,
-        grad,
-        grad_entropy,
-        torch.get_num_threads(),
-    )
-    return loss, metrics, grad, grad_entropy
-
-
-def policy_loss_from_logits(
-    logits: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    row_index: Tensor | None,
-    entropy: bool,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss, metrics, log-probs and entropy; the gradient of the logits goes to `out` (which may be the logits)."""
-    num = labels.shape[0]
-    loss, metrics, scored = _floats(), _floats(len(METRIC_NAMES)), _floats(num)
-    entropies = _floats(num) if entropy else None
-    _native.policy_loss_from_logits(
-        _rows(logits),
-        labels,
-        temperature,
-        softcap or 0.0,
-        row_index,
-        old_logprobs,
-        advantages,
-        loss_mask,
-        cu_seqlens,
-        ref_logprobs,
-        weights,
-        float(denominator),
-        _spec_codes(spec),
-        scored,
-        entropies,
-        out,
-        loss,
-        metrics,
-        torch.get_num_threads(),
-    )
-    return loss, metrics, scored, entropies
-
-
-def scan_reverse(
-    rewards: Tensor,
-    values: Tensor | None,
-    cu_seqlens: Tensor,
-    loss_mask: Tensor | None,
-    kind: str,
-    gamma: float,
-    lam: float | Tensor,
-    bootstrap_values: Tensor | None,
-    mask_mode: str,
-    rho: Tensor | None,
-    rho_clip: float,
-    c_clip: float,
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, `[T]`."""
-    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
-    _native.scan_reverse(
-        rewards,
-        values,
-        cu_seqlens,
-        loss_mask,
-        rho,
-        lam,
-        bootstrap_values,
-        SCAN_KINDS.index(kind),  # pyright: ignore[reportArgumentType]
-        MASK_MODES.index(mask_mode),  # pyright: ignore[reportArgumentType]
-        gamma,
-        rho_clip,
-        c_clip,
-        advantages,
-        returns,
-        torch.get_num_threads(),
-    )
-    return advantages, returns
-
-
-def group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | None, mode: str, eps: float) -> Tensor:
-    """Advantages, `[B]`."""
-    out = torch.empty_like(rewards)
-    _native.group_norm(rewards, group_ids, cu_groups, GROUP_MODES.index(mode), eps, out)  # pyright: ignore[reportArgumentType]
-    return out
-
-
-def masked_moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and centred second moment, `[]` float64."""
-    out = torch.empty(3, dtype=torch.float64)
-    _native.masked_moments(x, mask, out, torch.get_num_threads())
-    num, mean, m2 = out.unbind()
-    return num, mean, m2
-
-
-def whiten(
-    x: Tensor,
-    mask: Tensor | None,
-    shift_mean: bool,
-    eps: float,
-    moments: tuple[Tensor, Tensor, Tensor] | None,
-) -> Tensor:
-    """Whitened x, its shape."""
-    num, mean, m2 = (float(m) for m in (masked_moments(x, mask) if moments is None else moments))
-    out = torch.empty_like(x)
-    scale = (m2 / max(num - 1, 1) + eps) ** -0.5
-    _native.whiten(x, mask, mean, scale, 0.0 if shift_mean else mean, out, torch.get_num_threads())
-    return out
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    cu_seqlens = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=cu_seqlens[1:])
-    return cu_seqlens
-
-
-def pack(padded: Tensor, lengths: Tensor, starts: Tensor | None, total: int | None) -> tuple[Tensor, Tensor]:
-    """Values `[T, ...]` and cu_seqlens."""
-    cu_seqlens = _offsets(lengths)
-    values = padded.new_empty((int(cu_seqlens[-1]), *padded.shape[2:]))
-    _native.pack(padded.contiguous(), values, cu_seqlens, starts, False, torch.get_num_threads())
-    return values, cu_seqlens
-
-
-def unpack(values: Tensor, cu_seqlens: Tensor, length: int, padding_value: float, left: bool) -> Tensor:
-    """Padded rows `[B, length, ...]`."""
-    lengths = cu_seqlens.diff()
-    padded = values.new_full((lengths.shape[0], length, *values.shape[1:]), padding_value)
-    starts = length - lengths if left else None
-    _native.pack(padded, values.contiguous(), cu_seqlens, starts, True, torch.get_num_threads())
-    return padded
-
-
-def bucket_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-    """Copy many tensors in one call; what is strided or changes type goes through torch."""
-    for i in _native.bucket_copy(list(sources), list(destinations), torch.get_num_threads()):
-        destinations[i].detach().copy_(sources[i].detach())
-
-
-def roll_labels(token_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
-    """Next-token labels, `[T]`."""
-    labels = torch.empty_like(token_ids)
-    _native.roll_labels(token_ids, cu_seqlens, loss_mask, ignore_index, labels)
-    return labels
-
-
-def cp_slice(x: Tensor, cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """This rank's tokens and their cu_seqlens."""
-    out = x.new_empty((x.shape[0] // cp_size, *x.shape[1:]))
-    _native.cp_slice(x.contiguous(), cu_seqlens, cp_rank, cp_size, out, torch.get_num_threads())
-    return out, torch.div(cu_seqlens, cp_size, rounding_mode="floor")

@@ -1,0 +1,308 @@
+"""The LM head in chunks of rows: log-probs and policy losses of hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
+from rl_csrc._impl_cuda._common import new_floats, stream_of
+from rl_csrc._impl_cuda.policy import fused_rows, given_rows, policy_loss, token_arguments, token_scale
+from rl_csrc._impl_cuda.softmax import logits_arguments, logprobs_backward, logprobs_forward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_csrc._types import LossSpec
+
+CHUNK_BYTES = 670 << 20
+"""Room for the logits and gradients that the LM-head ops hold at once."""
+
+
+GRADIENT_ROWS = 256
+"""Rows of float32 logits at a time where gradients are made; the rest of the room collects gradients in the operands'
+type, because every product for the gradient of the weight reads and writes its whole float32 total."""
+
+
+INVARIANT_ROWS = 256
+"""Rows of every matrix product where the bits may not depend on the batch."""
+
+
+def _chunk_rows(vocab: int, rows: int, chunk_rows: int | None, batch_invariant: bool) -> int:
+    if batch_invariant:
+        return INVARIANT_ROWS
+    if chunk_rows is None:
+        fitting = max(16, CHUNK_BYTES // (4 * vocab))
+        chunk_rows = -(-rows // max(1, -(-rows // fitting)))  # chunks of one size
+        chunk_rows = min(fitting, chunk_rows + -chunk_rows % 128)
+    return max(1, min(chunk_rows, rows))
+
+
+def _mm_f32(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """`out = a @ b` with the accumulators stored as they are, in float32."""
+    if a.dtype == torch.float32:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def _addmm_f32(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`, accumulated in float32."""
+    if a.dtype == torch.float32:
+        torch.addmm(total, a, b, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+class _Head:
+    """The LM head in chunks of rows: one buffer of float32 logits, used again for every chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, pad: bool) -> None:
+        self._hidden, self._weight_t, self._bias = hidden, weight.t(), bias
+        self._chunk, self._pad = chunk, pad
+        self._buffer = new_floats(hidden, chunk, weight.shape[0])
+
+    def chunks(self) -> list[slice]:
+        """The rows of each chunk."""
+        num = self._hidden.shape[0]
+        return [slice(first, min(first + self._chunk, num)) for first in range(0, num, self._chunk)]
+
+    def logits(self, rows: slice) -> Tensor:
+        """`[rows, V]` float32 logits, valid until the next call."""
+        hidden = self._hidden[rows]
+        num = hidden.shape[0]
+        if (
+            self._pad and num < self._chunk
+        ):  # the same product, so the same kernel and order of sums, for any number of rows
+            hidden = torch.cat([hidden, hidden.new_zeros(self._chunk - num, hidden.shape[1])])
+        logits = self._buffer[: hidden.shape[0]]
+        _mm_f32(hidden, self._weight_t, logits)
+        if self._bias is not None:
+            logits.add_(self._bias)
+        return logits[:num]
+
+
+def _rows_of(x: float | Tensor, rows: slice) -> float | Tensor:
+    return x[rows] if isinstance(x, torch.Tensor) else x
+
+
+def linear_logprobs_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    entropy: bool,
+    chunk_rows: int | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs, entropies and log-sum-exps `[T]` of the LM head, chunk by chunk of float32 logits."""
+    num = labels.shape[0]
+    scored, lse = new_floats(hidden, num), new_floats(hidden, num)
+    entropies = new_floats(hidden, num) if entropy else None
+    chunk = _chunk_rows(weight.shape[0], num, chunk_rows, batch_invariant)
+    head = _Head(hidden, weight, bias, chunk, batch_invariant)
+    for rows in head.chunks():
+        logits = head.logits(rows)
+        arguments = logits_arguments(logits, labels[rows], _rows_of(temperature, rows), softcap, ignore_index, None)
+        _cuda.logprobs(
+            arguments,
+            scored[rows].data_ptr(),
+            0 if entropies is None else entropies[rows].data_ptr(),
+            0,
+            lse[rows].data_ptr(),
+            stream_of(hidden),
+        )
+    return scored, entropies, lse
+
+
+def _without_ignored(hidden: Tensor, valid: Tensor) -> Tensor:
+    """`hidden` with the rows of ignored labels zeroed: a NaN there must not reach the gradient of the weight."""
+    return hidden.masked_fill(~valid[:, None], 0)
+
+
+def linear_logprobs_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    chunk_rows: int | None,
+    batch_invariant: bool,
+    need: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias; the logits are computed again, their gradient overwrites them."""
+    num = labels.shape[0]
+    if ignore_index is not None:
+        hidden = _without_ignored(hidden, labels != ignore_index)
+    chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant)
+    gradients = _HeadGradients(hidden, weight, need, chunk)
+    head = _Head(hidden, weight, bias, chunk, batch_invariant)
+    for rows in head.chunks():
+        logits = head.logits(rows)
+        out = gradients.room(rows, logits)
+        upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
+        row_temperature = _rows_of(temperature, rows)
+        if not given_rows(logits, labels[rows], *upstream, row_temperature, softcap, ignore_index, out):
+            row_entropy = None if entropy is None else entropy[rows]
+            logprobs_backward(
+                logits, labels[rows], logprobs[rows], lse[rows], upstream[0], row_entropy, upstream[1],
+                row_temperature, softcap, ignore_index, None, 0, logits,
+            )  # fmt: skip
+            if out is not logits:
+                out.copy_(logits)
+        gradients.add(rows)
+    head = logits = out = None  # room for the converted gradients
+    return gradients.finish()
+
+
+class _HeadGradients:
+    """Gradients of the LM head's operands, summed over chunks; the weight's in float32."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, need: tuple[bool, bool, bool], chunk: int) -> None:
+        self._operand, self._weight = hidden, weight
+        self._hidden = torch.empty_like(hidden) if need[0] else None
+        self._total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need[1] else None
+        self._bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if need[2] else None
+        vocab = weight.shape[0]
+        fitting = (CHUNK_BYTES - 4 * chunk * vocab) // (hidden.element_size() * vocab)
+        held = max(chunk, min(fitting // chunk * chunk, -(-hidden.shape[0] // chunk) * chunk))
+        self._held = None if hidden.dtype == torch.float32 else hidden.new_empty(held, vocab)
+        self._held_now: Tensor | None = None
+        self._first = 0  # the row whose gradient stands first in `_held`
+
+    def room(self, rows: slice, logits: Tensor) -> Tensor:
+        """`[rows, V]` where the chunk's gradient goes: over float32 logits, or beside others collected."""
+        if self._held is None:
+            self._held_now = logits
+            return logits
+        self._held_now = self._held[: rows.stop - self._first]
+        return self._held[rows.start - self._first : rows.stop - self._first]
+
+    def add(self, rows: slice) -> None:
+        """The chunk's gradient is there; multiply what was collected when there is no room for another chunk."""
+        if self._held is not None and rows.stop < self._operand.shape[0]:
+            chunk = rows.stop - rows.start
+            if rows.stop - self._first + chunk <= self._held.shape[0]:
+                return
+        done, gradient = slice(self._first, rows.stop), self._held_now
+        assert gradient is not None
+        self._first = rows.stop
+        if self._hidden is not None:
+            torch.mm(gradient, self._weight, out=self._hidden[done])
+        if self._total is not None:
+            _addmm_f32(self._total, gradient.t(), self._operand[done])
+        if self._bias is not None:
+            self._bias += gradient.sum(0, dtype=torch.float32)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients in the operands' types."""
+        self._held = self._held_now = None
+        dtype = self._weight.dtype
+        weight = None if self._total is None else self._total.to(dtype)
+        return self._hidden, weight, None if self._bias is None else self._bias.to(dtype)
+
+
+def policy_loss_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec,
+    denominator: float | Tensor,
+    ref: Tensor | None,
+    weights: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    entropy: bool,
+    chunk_rows: int | None,
+    need: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, metrics, log-probs, entropies and the gradients of hidden and weight: three products per chunk."""
+    ref = ref if spec.kl != "none" else None
+    num = labels.shape[0]
+    with_entropy = entropy or spec.entropy_coef != 0.0
+    scored = new_floats(hidden, num)
+    entropies = torch.empty_like(scored) if with_entropy else None
+    scale = token_scale(spec, mask, cu_seqlens)
+    hidden = _without_ignored(hidden, mask)
+    chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant=False)
+    gradients = _HeadGradients(hidden, weight, (*need, False), chunk)
+    head = _Head(hidden, weight, None, chunk, pad=False)
+    for rows in head.chunks():
+        logits = head.logits(rows)
+        out = gradients.room(rows, logits)
+
+        def part(x: Tensor | None, rows: slice = rows) -> Tensor | None:
+            return None if x is None else x[rows]
+
+        tokens, _scalar = token_arguments(
+            old[rows], advantages[rows], mask[rows], part(ref), part(weights), denominator
+        )
+        row_temperature = _rows_of(temperature, rows)
+        fused = fused_rows(
+            logits, labels[rows], spec, tokens, row_temperature, softcap, None, part(scale), scored[rows],
+            part(entropies), out,
+        )  # fmt: skip
+        if not fused:
+            _unfused_rows(
+                logits, labels[rows], old[rows], advantages[rows], mask[rows], spec, denominator, part(ref),
+                part(weights), row_temperature, softcap, part(scale), scored[rows], part(entropies), out,
+            )  # fmt: skip
+        gradients.add(rows)
+    head = logits = out = None  # room for the converted gradients
+    loss, metrics, _, _ = policy_loss(
+        scored, old, advantages, mask, cu_seqlens, spec, denominator, entropies, ref, weights
+    )
+    return (loss, metrics, scored, entropies, *gradients.finish()[:2])
+
+
+def _unfused_rows(
+    logits: Tensor,
+    labels: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    spec: LossSpec,
+    denominator: float | Tensor,
+    ref: Tensor | None,
+    weights: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    token_scale: Tensor | None,
+    scored: Tensor,
+    entropies: Tensor | None,
+    out: Tensor,
+) -> None:
+    """What `fused_rows` does, in three passes, for rows that do not fit on the chip."""
+    found, found_entropy, _, lse = logprobs_forward(
+        logits, labels, temperature, softcap, -100, None, entropies is not None, False
+    )
+    scored.copy_(found)
+    if entropies is not None and found_entropy is not None:
+        entropies.copy_(found_entropy)
+    rows_each = torch.arange(labels.shape[0] + 1, device=labels.device)  # every token a sequence: no token weight
+    _, _, grad, grad_entropy = policy_loss(
+        scored, old, advantages, mask, rows_each, spec, denominator, entropies, ref, weights
+    )
+    if token_scale is not None:
+        grad *= token_scale
+        grad_entropy = None if grad_entropy is None else grad_entropy * token_scale
+    logprobs_backward(
+        logits, labels, scored, lse, grad, entropies, grad_entropy, temperature, softcap, -100, None, 0, logits
+    )
+    if out is not logits:
+        out.copy_(logits)

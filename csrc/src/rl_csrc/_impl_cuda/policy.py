@@ -1,0 +1,215 @@
+"""Policy losses, alone and with the logits' gradient in the same pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
+from rl_csrc._impl_cuda._common import DTYPES, address_of, counter_on, new_floats, row_stride_of, stream_of
+from rl_csrc._impl_cuda.softmax import logits_arguments, logprobs_backward, logprobs_forward, zero_unscored
+from rl_csrc._types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, LossSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _spec(spec: LossSpec) -> Any:
+    return _cuda.LossSpec(
+        loss=LOSSES.index(spec.loss),
+        kl=KLS.index(spec.kl),
+        aggregation=AGGREGATIONS.index(spec.aggregation),
+        clip_low=spec.clip_low,
+        clip_high=spec.clip_high,
+        clip_dual=spec.clip_dual,
+        ratio_max=spec.ratio_max,
+        tau_pos=spec.tau_pos,
+        tau_neg=spec.tau_neg,
+        dro_beta=spec.dro_beta,
+        kl_coef=spec.kl_coef,
+        entropy_coef=spec.entropy_coef,
+    )
+
+
+def token_arguments(
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref: Tensor | None,
+    weights: Tensor | None,
+    denominator: float | Tensor,
+) -> tuple[Any, Tensor | None]:
+    """The per-token inputs, and the device scalar they point to, which must outlive the launch call."""
+    scalar = denominator.float().reshape(1) if isinstance(denominator, torch.Tensor) else None
+    tokens = _cuda.LossTokens(
+        old_logprobs=old.data_ptr(),
+        advantages=advantages.data_ptr(),
+        loss_mask=mask.data_ptr(),
+        ref_logprobs=address_of(ref),
+        weights=address_of(weights),
+        denominator=address_of(scalar),
+        scalar_denominator=1.0 if isinstance(denominator, torch.Tensor) else float(denominator),
+    )
+    return tokens, scalar
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec,
+    denominator: float | Tensor,
+    entropy: Tensor | None,
+    ref: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loss `[]`, metrics `[M]`, and the gradients of the log-probs and the entropies, `[T]`; one launch."""
+    num, num_sequences = logprobs.shape[0], cu_seqlens.shape[0] - 1
+    ref = ref if spec.kl != "none" else None
+    native = _spec(spec)
+    tokens, _scalar = token_arguments(old, advantages, mask, ref, weights, denominator)
+    loss, metrics, grad = new_floats(logprobs), new_floats(logprobs, len(METRIC_NAMES)), new_floats(logprobs, num)
+    grad_entropy = None if entropy is None else new_floats(logprobs, num)
+    partials = new_floats(logprobs, _cuda.policy_loss_partials(native, num, num_sequences))
+    _cuda.policy_loss(
+        native,
+        tokens,
+        logprobs.data_ptr(),
+        address_of(entropy),
+        cu_seqlens.data_ptr(),
+        num,
+        num_sequences,
+        loss.data_ptr(),
+        metrics.data_ptr(),
+        grad.data_ptr(),
+        address_of(grad_entropy),
+        partials.data_ptr(),
+        counter_on(logprobs.device).data_ptr(),
+        stream_of(logprobs),
+    )
+    return loss, metrics, grad, grad_entropy
+
+
+def token_scale(spec: LossSpec, mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
+    """`[T]` weight of a token within its sequence, for the aggregation that has one."""
+    if spec.aggregation != "seq-mean-token-mean":
+        return None
+    running = torch.zeros(mask.shape[0] + 1, dtype=torch.int64, device=mask.device)
+    torch.cumsum(mask, 0, out=running[1:])
+    counts = running[cu_seqlens].diff().clamp(min=1)
+    sequence = torch.repeat_interleave(cu_seqlens.diff(), output_size=mask.shape[0])
+    return 1.0 / counts[sequence].float()
+
+
+def fused_rows(
+    logits: Tensor,
+    labels: Tensor,
+    spec: LossSpec,
+    tokens: Any,
+    temperature: float | Tensor,
+    softcap: float | None,
+    row_index: Tensor | None,
+    token_scale: Tensor | None,
+    scored: Tensor,
+    entropies: Tensor | None,
+    out: Tensor,
+) -> bool:
+    """Fill `scored`, `entropies` and `out`; False, and nothing done, where a row does not fit on the chip."""
+    return _cuda.policy_loss_from_logits(
+        logits_arguments(logits, labels, temperature, softcap, -100, row_index),
+        _spec(spec),
+        tokens,
+        scored.data_ptr(),
+        address_of(entropies),
+        out.data_ptr(),
+        row_stride_of(out),
+        DTYPES[out.dtype],
+        address_of(token_scale),
+        0,
+        0,
+        stream_of(logits),
+    )
+
+
+def given_rows(
+    logits: Tensor,
+    labels: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    out: Tensor,
+) -> bool:
+    """Gradient of the logits from that of the log-probs, in one read; False where a row does not fit on the chip."""
+    no_loss = _cuda.LossTokens(
+        old_logprobs=0,
+        advantages=0,
+        loss_mask=0,
+        ref_logprobs=0,
+        weights=0,
+        denominator=0,
+        scalar_denominator=1.0,
+    )
+    return _cuda.policy_loss_from_logits(
+        logits_arguments(logits, labels, temperature, softcap, ignore_index, None),
+        _spec(LossSpec()),
+        no_loss,
+        0,
+        0,
+        out.data_ptr(),
+        row_stride_of(out),
+        DTYPES[out.dtype],
+        0,
+        grad_logprobs.data_ptr(),
+        address_of(grad_entropy),
+        stream_of(logits),
+    )
+
+
+def policy_loss_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec,
+    denominator: float | Tensor,
+    ref: Tensor | None,
+    weights: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    row_index: Tensor | None,
+    entropy: bool,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loss, metrics, log-probs and entropies; `out` receives the gradient of the logits. Two launches, one pass."""
+    ref = ref if spec.kl != "none" else None
+    with_entropy = entropy or spec.entropy_coef != 0.0
+    if out is not None and row_index is not None:
+        zero_unscored(out, row_index)
+    if out is not None:
+        scored = new_floats(logits, labels.shape[0])
+        entropies = torch.empty_like(scored) if with_entropy else None
+        tokens, _scalar = token_arguments(old, advantages, mask, ref, weights, denominator)
+        scale = token_scale(spec, mask, cu_seqlens)
+        if fused_rows(logits, labels, spec, tokens, temperature, softcap, row_index, scale, scored, entropies, out):
+            loss, metrics, _, _ = policy_loss(
+                scored, old, advantages, mask, cu_seqlens, spec, denominator, entropies, ref, weights
+            )
+            return loss, metrics, scored, entropies
+    scored, entropies, _, lse = logprobs_forward(
+        logits, labels, temperature, softcap, -100, row_index, with_entropy, False
+    )
+    loss, metrics, grad, grad_entropy = policy_loss(
+        scored, old, advantages, mask, cu_seqlens, spec, denominator, entropies, ref, weights
+    )
+    if out is not None:
+        logprobs_backward(
+            logits, labels, scored, lse, grad, entropies, grad_entropy, temperature, softcap, -100, row_index, 0, out
+        )
+    return loss, metrics, scored, entropies

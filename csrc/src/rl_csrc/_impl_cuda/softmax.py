@@ -1,0 +1,134 @@
+"""Log-probs of logits and of vocabulary shards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
+from rl_csrc._impl_cuda._common import DTYPES, address_of, new_floats, row_stride_of, stream_of
+from rl_csrc._types import NUM_STATS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def logits_arguments(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
+    vocab_start: int = 0,
+) -> Any:
+    per_row = isinstance(temperature, torch.Tensor)
+    return _cuda.Logits(
+        data=logits.data_ptr(),
+        row_stride=logits.stride(0) if logits.shape[0] > 1 else logits.shape[1],
+        vocab=logits.shape[1],
+        rows=labels.shape[0],
+        dtype=DTYPES[logits.dtype],
+        labels=labels.data_ptr(),
+        row_index=address_of(row_index),
+        temperature=temperature.data_ptr() if per_row else 0,
+        scalar_temperature=1.0 if per_row else float(temperature),
+        softcap=softcap or 0.0,
+        ignore_index=ignore_index,
+        vocab_start=vocab_start,
+    )
+
+
+def logprobs_forward(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
+    entropy: bool,
+    sum_pi_squared: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Log-probs, entropy, sum of squared probabilities and log-sum-exp, `[T]` each, in one read of the logits."""
+    num = labels.shape[0]
+    scored, lse = new_floats(logits, num), new_floats(logits, num)
+    entropies = new_floats(logits, num) if entropy else None
+    squares = new_floats(logits, num) if sum_pi_squared else None
+    arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index)
+    _cuda.logprobs(
+        arguments, scored.data_ptr(), address_of(entropies), address_of(squares), lse.data_ptr(), stream_of(logits)
+    )
+    return scored, entropies, squares, lse
+
+
+def logprobs_backward(
+    logits: Tensor,
+    labels: Tensor,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
+    vocab_start: int,
+    out: Tensor,
+) -> None:
+    """Write the gradient of the logits to `out` (the logits themselves, or a tensor like them)."""
+    arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
+    if row_index is not None:
+        zero_unscored(out, row_index)
+    _cuda.logprobs_backward(
+        arguments,
+        logprobs.data_ptr(),
+        lse.data_ptr(),
+        address_of(entropy),
+        grad_logprobs.data_ptr(),
+        address_of(grad_entropy),
+        out.data_ptr(),
+        row_stride_of(out),
+        stream_of(logits),
+    )
+
+
+def zero_unscored(out: Tensor, row_index: Tensor) -> None:
+    is_scored = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
+    is_scored[row_index] = True
+    _cuda.zero_rows(
+        out.data_ptr(), DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored.data_ptr(), stream_of(out)
+    )
+
+
+def logprob_stats(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
+    vocab_start: int,
+) -> Tensor:
+    """Statistics of a vocabulary shard, `[T, 5]`."""
+    stats = new_floats(logits, labels.shape[0], NUM_STATS)
+    arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
+    _cuda.logprob_stats(arguments, stats.data_ptr(), stream_of(logits))
+    return stats
+
+
+def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, entropy, sum of squared probabilities and log-sum-exp of `[W, T, 5]`, merged in rank order."""
+    stats = stats.contiguous()
+    scored, entropies, squares, lse = (new_floats(stats, stats.shape[1]) for _ in range(4))
+    _cuda.stats_merge(
+        stats.data_ptr(),
+        *stats.shape[:2],
+        scored.data_ptr(),
+        entropies.data_ptr(),
+        squares.data_ptr(),
+        lse.data_ptr(),
+        stream_of(stats),
+    )
+    return scored, entropies, squares, lse
