@@ -23,7 +23,6 @@ from aiohttp import web
 
 from rl_rollout import _wire
 from rl_rollout._openai import OpenAIRoutes
-from rl_rollout._validation import has_extras
 from rl_rollout.errors import RequestError, RolloutError, ServerStartError
 from rl_rollout.receiver import CkptReceiver
 
@@ -209,7 +208,7 @@ class Endpoint:
         request: GenerateRequest | None = None
         try:
             request = _wire.request_from_json(message, uuid.uuid4().hex)
-            if tells and self._teller is not None and not has_extras(request):
+            if tells and self._teller is not None and not request.has_extras:
                 output = await self._teller.generate(request, progress_line(request.request_id, done))
             else:
                 output = await self._server.generate(request)

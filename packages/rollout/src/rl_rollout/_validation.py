@@ -62,24 +62,6 @@ def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
             raise UnsupportedError(f"request {request.request_id!r}: this server has no {name}; leave it out")
 
 
-def has_extras(request: GenerateRequest) -> bool:
-    """Whether it asks for something beside the tokens, which chunks of a stream do not tell."""
-    return bool(request.num_top_logprobs or request.returns_prompt_logprobs or request.returns_routed_experts)
-
-
-def check_stream(request: GenerateRequest) -> None:
-    """Refuse to stream what chunks do not tell.
-
-    Raises:
-        RequestError: names the fields.
-    """
-    if has_extras(request):
-        raise RequestError(
-            f"request {request.request_id!r}: a stream tells tokens, log-probs and versions alone; leave out "
-            "num_top_logprobs, returns_prompt_logprobs and returns_routed_experts, or use generate"
-        )
-
-
 def check_sampling(request_id: str, params: SamplingParams) -> None:
     """Refuse sampling parameters out of range.
 

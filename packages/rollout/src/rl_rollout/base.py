@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rl_rollout._validation import check_stream
 from rl_rollout.types import Capabilities, TokenChunk
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class RolloutServer(ABC):
         Raises:
             RequestError: it asks for something beside the tokens; chunks have no room for that.
         """
-        check_stream(request)
+        request.check_streamable()
         output = await self.generate(request)
         yield TokenChunk(
             token_ids=output.token_ids,

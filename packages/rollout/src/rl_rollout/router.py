@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rl_rollout._partial import empty_output, extended, joined, rest_of
 from rl_rollout._placement import Placement
-from rl_rollout._validation import check_stream
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import ConfigError, OverloadedError, RequestError, ServerLostError, WeightUpdateError
 from rl_rollout.receiver import CkptReceiver
@@ -202,7 +201,7 @@ class Router(RolloutServer):
         Raises:
             ServerLostError, OverloadedError: like `generate`.
         """
-        check_stream(request)
+        request.check_streamable()
         with self._entered(request):
             left: GenerateRequest | None = request
             done = empty_output(request)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from rl_rollout.errors import RequestError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -66,6 +68,23 @@ class GenerateRequest:
     """Name of the LoRA adapter that generates; None is the base model."""
     images: tuple[str, ...] = ()
     """Data URLs of encoded images, in the order of their places in the prompt; see `Capabilities.takes_images`."""
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether it asks for something beside the tokens, which chunks of a stream do not tell."""
+        return bool(self.num_top_logprobs or self.returns_prompt_logprobs or self.returns_routed_experts)
+
+    def check_streamable(self) -> None:
+        """Refuse to stream what chunks do not tell.
+
+        Raises:
+            RequestError: names the fields.
+        """
+        if self.has_extras:
+            raise RequestError(
+                f"request {self.request_id!r}: a stream tells tokens, log-probs and versions alone; leave out "
+                "num_top_logprobs, returns_prompt_logprobs and returns_routed_experts, or use generate"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

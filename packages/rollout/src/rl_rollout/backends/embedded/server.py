@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout._http import Endpoint
-from rl_rollout._validation import check_extras, check_request, check_stream
+from rl_rollout._validation import check_extras, check_request
 from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.linear import repack
@@ -141,7 +141,7 @@ class EmbeddedServer(RolloutServer):
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `RolloutServer.generate_stream`: token by token."""
-        check_stream(request)
+        request.check_streamable()
         request, seen = await self._see(request)
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._streams[request.request_id] = queue
