@@ -24,7 +24,7 @@ def live_bytes(device):
     gc.collect()
     plain = (torch.Tensor, torch.nn.Parameter)  # a subclass may have no memory of its own
     tensors = [thing for thing in gc.get_objects() if type(thing) in plain]
-    alive = [tensor for tensor in tensors if tensor.device.type == device]
+    alive = [tensor for tensor in tensors if tensor.device.type == device and tensor.layout == torch.strided]
     return sum({part.data_ptr(): part.nbytes() for part in (tensor.untyped_storage() for tensor in alive)}.values())
 
 
