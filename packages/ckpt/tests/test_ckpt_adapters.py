@@ -12,7 +12,7 @@ from torch import nn
 
 import rl_ckpt
 from rl_ckpt.adapters import sglang
-from rl_ckpt.adapters._bindings import Held, LoadRecorder
+from rl_ckpt.adapters._bindings import Held, LoadRecorder, filled_by
 from rl_ckpt.adapters._installing import Installer
 from rl_ckpt.adapters._staging import Staging
 from rl_ckpt.testing import assert_same, new_name
@@ -80,6 +80,26 @@ def test_a_rank_vouches_for_its_part_and_no_other():
     model.qk.data[0, 0] += 1
     wrong = held["q"] != weights["q"]
     assert wrong.nonzero().tolist() == [[2, 0]]
+
+
+def test_a_tensor_of_the_model_is_filled_when_all_of_it_was_written():
+    model, weights = Fused(), weights_of(0)
+
+    def filled(**given):
+        recorder = LoadRecorder(model, given)
+        with recorder:
+            model.load_weights(given.items())
+        return filled_by(recorder.bindings)
+
+    assert filled(**weights) == {"qk", "embed.weight", "norm"}
+    assert filled(q=weights["q"]) == filled(k=weights["k"]) == set()  # one half of qk each
+    model.load_weights = lambda items: [model.qk.data.t().copy_(tensor) for _, tensor in items]
+    assert filled(turned=torch.ones(6, 8)) == {"qk"}
+    model.load_weights = lambda items: [model.qk.data[:, :5].copy_(tensor) for _, tensor in items]
+    assert filled(narrow=torch.ones(8, 5)) == set()
+    model.load_weights = lambda items: [model.qk.data[row].copy_(tensor) for row, (_, tensor) in enumerate(items)]
+    assert filled(**{f"row{row}": torch.ones(6) for row in range(8)}) == {"qk"}
+    assert filled(**{f"row{row}": torch.ones(6) for row in range(7)}) == set()
 
 
 def test_what_the_loader_leaves_out_or_rounds_is_seen():
@@ -306,8 +326,29 @@ def test_sglang_keeps_what_it_was_started_with_until_the_first_commit(pair, url)
     errors = pair.sync(weights_of(2), 2, update(2, load_format="another"), pair.veto, fails="vetoed")
     assert isinstance(errors[0], rl_ckpt.SyncAbortedError)
     assert same(model, weights_of(1))
-    with pytest.raises(rl_ckpt.UsageError, match="until the first version"):
-        sglang._engines[id(model)]._restore()
+    sglang._engines.pop(id(model)).installer.detach()
+
+
+def test_sglang_goes_back_from_names_that_the_version_before_did_not_have(pair, url):
+    """One that the loader does not know, and one that it has put somewhere."""
+
+    def take(version):
+        return lambda: sglang.load_weights(model, sglang.session_tensors(url, version))
+
+    model = Fused()
+    model.load_weights(weights_of(9).items())
+    without = {name: tensor for name, tensor in weights_of(1).items() if name not in {"k", "norm"}}
+    pair.sync(without, 1, take(1))
+    for name in ("unknown", "norm"):
+        wrong = {**weights_of(2), name: torch.full((6,), 0.1)}  # float32, which norm would round
+        errors = pair.sync(wrong, 2, take(2), fails="lost or changed")
+        assert not hasattr(errors[0], "__notes__")
+        assert same(model, {**without, "k": weights_of(9)["k"]})
+        assert torch.equal(model.norm, weights_of(9)["norm"])
+    pair.sync(weights_of(2), 2, take(2))
+    assert same(model, weights_of(2))
+    pair.sync({**weights_of(3), "unknown": torch.ones(6)}, 3, take(3), fails="lost or changed")
+    assert same(model, weights_of(2))
     sglang._engines.pop(id(model)).installer.detach()
 
 

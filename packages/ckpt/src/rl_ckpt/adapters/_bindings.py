@@ -6,6 +6,8 @@ that, we watch the copies that its loader makes, and read the same places back.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,15 @@ class Layout:
     def view(self, whole: Tensor) -> Tensor:
         """The same elements of another tensor, which lies in its memory as the first did."""
         return whole.as_strided(self.size, self.stride, self.offset)
+
+    def span(self) -> tuple[int, int] | None:
+        """First element and the one after the last, if it is all between them, in whatever order."""
+        length = 1
+        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            if size != 1 and stride != length:
+                return None
+            length *= size
+        return self.offset, self.offset + length
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,28 @@ class LoadRecorder(TorchDispatchMode):
                 self._paths[pointer] = name
                 return name
         return None
+
+
+def filled_by(bindings: Mapping[str, Sequence[Binding]]) -> set[str]:
+    """Names of the model's tensors that nothing of what was there before is left of. In doubt, one is not among them.
+
+    Args:
+        bindings: What the recorder saw of a load.
+    """
+    spans: dict[tuple[str, Layout], list[tuple[int, int]]] = {}
+    for binding in itertools.chain.from_iterable(bindings.values()):
+        span = binding.part.span()
+        if span is not None and binding.part.dtype == binding.whole.dtype:
+            spans.setdefault((binding.path, binding.whole), []).append(span)
+    filled: set[str] = set()
+    for (path, whole), parts in spans.items():
+        start, end = whole.span() or (0, math.inf)
+        for first, last in sorted(parts):
+            if first <= start:
+                start = max(start, last)
+        if start >= end:
+            filled.add(path)
+    return filled
 
 
 def copies_in(model: nn.Module, path: str, whole: Layout) -> list[Tensor]:

@@ -28,7 +28,8 @@ class Installer:
             parameters are NaN for those that replay a CUDA graph instead, until a later sync succeeds.
         load: Installs all of these weights, CPU tensors by name, and returns what the engine then holds of them, or
             None where that cannot be told.
-        restore: Installs what the engine had before the first sync.
+        restore: Undoes what the last load did where loading the version before writes nothing. Called before that is
+            loaded again, if names came that it does not have; all that there is to do while there is none before.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
 import rl_ckpt
-from rl_ckpt.adapters._bindings import Held, LoadRecorder
+from rl_ckpt.adapters._bindings import Held, LoadRecorder, filled_by
 from rl_ckpt.adapters._installing import Installer
 from rl_ckpt.errors import UsageError
 
@@ -102,35 +102,47 @@ def _answer(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) 
 class _Engine:
     """One model and the session that it is in.
 
-    What the model holds before the first sync is kept in host memory until that is committed.
+    During a sync, host memory holds what loading the version before would not write again: the whole model in the
+    first one, hardly anything later.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.installer = Installer(model, load=self._load, restore=self._restore)
         self._model = model
         self._url = ""
-        self._started = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()}
+        self._loaded: set[str] = set()
+        """The model's tensors that the last load filled."""
+        self._in_force: set[str] = set()
+        """Those that loading the version in force fills."""
+        self._kept: dict[str, Tensor] = {}
+        """The others, as they were before a load."""
 
     def take(self, url: str, version: int) -> None:
         """Take this version over that session."""
         if self._url != url:
             self.installer.attach(rl_ckpt.connect(url, role="receive", timeout_s=TIMEOUT_S))
             self._url = url
-        self.installer.take(version)
-        self._started = {}
+        try:
+            self.installer.take(version)
+            self._in_force = self._loaded
+        finally:
+            self._kept = {}
 
     def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         loader: Any = self._model
+        self._kept = {
+            name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items() if name not in self._in_force
+        }
         recorder = LoadRecorder(self._model, weights)
         with recorder, torch.no_grad():
             loader.load_weights(iter(weights.items()))
+        self._loaded = filled_by(recorder.bindings)
         return Held(self._model, weights, recorder.bindings)
 
     def _restore(self) -> None:
-        if not self._started:
-            raise UsageError("what the model was started with is kept until the first version is committed")
-        for name, tensor in self._tensors().items():
-            tensor.copy_(self._started[name])
+        tensors = self._tensors()
+        for name, tensor in self._kept.items():
+            tensors[name].copy_(tensor)
 
     def _tensors(self) -> dict[str, Tensor]:
         named = (*self._model.named_parameters(), *self._model.named_buffers())
