@@ -1,5 +1,7 @@
 """Each family's calls, well formed and not."""
 
+from importlib.metadata import entry_points
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,3 +143,9 @@ def test_whatever_a_model_writes_is_read_without_an_exception(family, pieces):
 def test_an_unknown_parser_lists_what_is_installed():
     with pytest.raises(PluginError, match="no 'hermez' is installed among the rl_agent.parsers; there are: .*hermes"):
         load_plugin("parsers", "hermez")
+
+
+def test_a_server_finds_the_same_parsers():
+    ours = {point.name: point.value for point in entry_points(group="rl_agent.parsers")}
+    assert {point.name: point.value for point in entry_points(group="rl_rollout.tool_parsers")} == ours
+    assert set(FAMILIES) <= ours.keys()

@@ -1,8 +1,10 @@
 """The OpenAI-compatible endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, whole or streamed.
 
-Beyond OpenAI's fields: `top_k`, `stop_token_ids`, `ignore_eos`; `return_token_ids`, which adds `token_ids` to every
-choice and `prompt_token_ids`; and, for completions, `prompt_logprobs` (0), in the format of vLLM. With `n` above 1
-and a seed, choice i is drawn with seed + i. A field that is not honoured is refused. Format: https://platform.openai.com/docs/api-reference
+Tools need a parser (see `_tools.py`); a turn that may call them is told whole, in a stream too. Beyond OpenAI's fields:
+`top_k`, `stop_token_ids`, `ignore_eos`; `return_token_ids`, which adds `token_ids` to every choice and
+`prompt_token_ids`; and, for completions, `prompt_logprobs` (0), in the format of vLLM. With `n` above 1 and a seed,
+choice i is drawn with seed + i. A field that is not honoured is refused.
+Format: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from aiohttp import web
 
 from rl_rollout import _wire
 from rl_rollout._text import LazyTokenizer, TextStream, plain_messages
+from rl_rollout._tools import check_tools, load_parser, read_calls
 from rl_rollout.errors import RequestError, UnsupportedError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from rl_rollout.base import RolloutServer
-    from rl_rollout.types import ServerConfig
+    from rl_rollout.types import ServerConfig, TokenOutput
 
 _NUMBER = (int, float)
 _COMMON: dict[str, tuple[type, ...]] = {
@@ -47,7 +50,16 @@ _COMMON: dict[str, tuple[type, ...]] = {
     "metadata": (dict,),
 }
 COMPLETION_TYPES = {**_COMMON, "prompt": (str, list), "logprobs": (int,), "prompt_logprobs": (int,)}
-CHAT_TYPES = {**_COMMON, "messages": (list,), "max_completion_tokens": (int,), "logprobs": (bool,)}
+CHAT_TYPES = {
+    **_COMMON,
+    "messages": (list,),
+    "max_completion_tokens": (int,),
+    "logprobs": (bool,),
+    "top_logprobs": (int,),
+    "tools": (list,),
+    "tool_choice": (str, dict),
+    "parallel_tool_calls": (bool,),
+}
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -56,9 +68,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
 }
 """Fields of OpenAI's that are accepted at the value that changes nothing."""
@@ -79,10 +88,13 @@ class Call:
     """A last event of the stream tells token counts."""
     stops: tuple[str, ...]
     has_logprobs: bool
+    num_top_logprobs: int
+    """Alternatives beside every token."""
     returns_token_ids: bool
     returns_prompt_logprobs: bool
     images: tuple[str, ...] = ()
     """Data URLs, of the only prompt."""
+    may_call_tools: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -96,6 +108,8 @@ class Piece:
     logprobs: tuple[float, ...] = ()
     finish_reason: str | None = None
     prompt_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 class OpenAIRoutes:
@@ -108,6 +122,8 @@ class OpenAIRoutes:
         self._max_model_len = config.max_model_len
         self._tokenizer = LazyTokenizer(config.model_path)
         self._created = int(time.time())
+        parser = config.options.get("tool_parser")
+        self._parse_calls = None if parser is None else load_parser(parser)
 
     def routes(self) -> list[web.RouteDef]:
         """What to add to the application."""
@@ -142,10 +158,27 @@ class OpenAIRoutes:
         messages, images = plain_messages(message.get("messages"))
         if images and not self._server.capabilities.takes_images:
             raise UnsupportedError("the model that is served here takes no images; leave the image_url parts out")
-        call = self._call(
-            message, (self._tokenizer.encode_chat(messages),), is_chat=True, default_tokens=self._max_model_len
-        )
-        return await self._answer(request, replace(call, images=images))
+        tools = self._tools(message)
+        prompts = (self._tokenizer.encode_chat(messages, tools),)
+        call = self._call(message, prompts, is_chat=True, default_tokens=self._max_model_len)
+        return await self._answer(request, replace(call, images=images, may_call_tools=bool(tools)))
+
+    def _tools(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the model is offered."""
+        choice = message.get("tool_choice", "auto")
+        if choice not in ("auto", "none"):
+            raise RequestError(f"tool_choice={choice!r} is not supported by this server; it must be 'auto' or 'none'")
+        tools = [] if choice == "none" else check_tools(message.get("tools", []))
+        if tools and not message.get("parallel_tool_calls", True):
+            raise RequestError("parallel_tool_calls=false is not supported by this server; leave it out")
+        if tools and message.get("stop"):
+            raise RequestError("tools go without stop strings; leave one of them out")
+        if tools and self._parse_calls is None:
+            raise UnsupportedError(
+                "this server has no parser for the calls that its model writes; start it with the option "
+                "tool_parser=NAME (rl-agent brings hermes, llama, mistral and others)"
+            )
+        return tools
 
     # ---- reading
 
@@ -175,6 +208,12 @@ class OpenAIRoutes:
             raise RequestError(f"n={num_choices} must be at least 1")
         if "prompt_logprobs" in message and (message["prompt_logprobs"] or message.get("stream") or stops):
             raise RequestError("prompt_logprobs must be 0 (the prompt's own tokens), and goes without stream and stop")
+        asked = message.get("logprobs", False)
+        num_top_logprobs = message.get("top_logprobs", 0) if is_chat else int(asked)
+        if num_top_logprobs and (message.get("stream") or stops):
+            raise RequestError("alternatives (top_logprobs, or logprobs above 0) go without stream and stop")
+        if num_top_logprobs and asked is False:
+            raise RequestError("top_logprobs needs logprobs=true")
         options = message.get("stream_options", {})
         _wire.check_fields(options, {"include_usage": (bool,)}, "stream_options")
         known = {
@@ -192,7 +231,8 @@ class OpenAIRoutes:
             is_streaming=message.get("stream", False),
             includes_usage=options.get("include_usage", False),
             stops=stops,
-            has_logprobs=message.get("logprobs", False) is not False,
+            has_logprobs=asked is not False,
+            num_top_logprobs=num_top_logprobs,
             returns_token_ids=message.get("return_token_ids", False),
             returns_prompt_logprobs="prompt_logprobs" in message,
         )
@@ -216,24 +256,16 @@ class OpenAIRoutes:
             logprobs=tuple(x for piece in pieces for x in piece.logprobs),
             finish_reason=pieces[-1].finish_reason,
             prompt_logprobs=pieces[-1].prompt_logprobs,
+            top_logprobs=pieces[-1].top_logprobs,
+            tool_calls=pieces[-1].tool_calls,
         )
 
     async def _pieces(self, call: Call, index: int) -> AsyncIterator[Piece]:
         """One choice: in one piece if nobody looks in between, else token by token."""
         request = self._request(call, index)
         text = TextStream(self._tokenizer.get(), call.stops)
-        if not (call.is_streaming or call.stops):
-            output = await self._server.generate(request)
-            told = text.push(output.token_ids)
-            told += text.finish(drop_last=output.finish_reason is FinishReason.STOP)
-            reason = "stop" if text.is_stopped else str(output.finish_reason)
-            yield Piece(
-                text=told,
-                token_ids=output.token_ids,
-                logprobs=output.logprobs,
-                finish_reason=reason,
-                prompt_logprobs=output.prompt_logprobs,
-            )
+        if call.may_call_tools or not (call.is_streaming or call.stops):
+            yield self._whole(call, text, await self._server.generate(request))
             return
         async with aclosing(self._server.generate_stream(request)) as chunks:
             async for chunk in chunks:
@@ -248,6 +280,26 @@ class OpenAIRoutes:
                 if text.is_stopped:
                     return
 
+    def _whole(self, call: Call, text: TextStream, output: TokenOutput) -> Piece:
+        is_stop = output.finish_reason is FinishReason.STOP
+        told = text.push(output.token_ids) + text.finish(drop_last=is_stop)
+        reason, calls = str(output.finish_reason), ()
+        if call.may_call_tools and self._parse_calls is not None:
+            written = output.token_ids[:-1] if is_stop else output.token_ids
+            content, calls = read_calls(self._parse_calls, self._tokenizer.get().decode(written))
+            if calls:
+                told = content
+                reason = "tool_calls" if is_stop else reason
+        return Piece(
+            text=told,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            finish_reason=reason,
+            prompt_logprobs=output.prompt_logprobs,
+            top_logprobs=output.top_logprobs,
+            tool_calls=calls,
+        )
+
     def _request(self, call: Call, index: int) -> GenerateRequest:
         prompt_index, choice_index = divmod(index, call.num_choices)
         params = call.params
@@ -257,6 +309,7 @@ class OpenAIRoutes:
             request_id=f"{call.id}-{index}",
             prompt_token_ids=call.prompts[prompt_index],
             sampling_params=params,
+            num_top_logprobs=call.num_top_logprobs,
             returns_prompt_logprobs=call.returns_prompt_logprobs,
             images=call.images,
         )
@@ -313,7 +366,12 @@ class OpenAIRoutes:
     def _choice(self, call: Call, index: int, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
         if call.is_chat:
-            choice["delta" if call.is_streaming else "message"] = {"role": "assistant", "content": piece.text}
+            said: dict[str, Any] = {"role": "assistant", "content": piece.text}
+            if piece.tool_calls:
+                said["content"] = piece.text or None
+                numbered = ({"index": index, **each} for index, each in enumerate(piece.tool_calls))
+                said["tool_calls"] = list(numbered if call.is_streaming else piece.tool_calls)
+            choice["delta" if call.is_streaming else "message"] = said
         else:
             choice["text"] = piece.text
         if call.has_logprobs:
@@ -327,16 +385,22 @@ class OpenAIRoutes:
         return choice
 
     def _logprobs(self, call: Call, piece: Piece) -> dict[str, Any]:
-        """Log-probs of the tokens that were drawn; there are no alternatives beside them."""
-        tokenizer = self._tokenizer.get()
-        tokens = [tokenizer.decode([i]) for i in piece.token_ids]
+        """Log-probs of the tokens that were drawn, with the alternatives that were asked for."""
+        decode = self._tokenizer.get().decode
+        tokens = [decode([i]) for i in piece.token_ids]
+        tops = [[(decode([i]), logprob) for i, logprob in top] for top in piece.top_logprobs]
         if not call.is_chat:
-            return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": []}
+            told = [dict(top) for top in tops] if call.num_top_logprobs else None
+            return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": told, "text_offset": []}
         content = [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(tokens, piece.logprobs, strict=True)
+            {**_token(token, logprob), "top_logprobs": [_token(*each) for each in top]}
+            for token, logprob, top in zip(tokens, piece.logprobs, tops or [[]] * len(tokens), strict=True)
         ]
         return {"content": content}
+
+
+def _token(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 def _usage(call: Call, num_completion_tokens: int) -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rl_rollout._tools import with_objects
 from rl_rollout.errors import RequestError
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ def plain_messages(messages: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]
             parts = [_plain_part(part, images) for part in content]
             is_text = all(part["type"] == "text" for part in parts)
             content = "".join(part["text"] for part in parts) if is_text else parts
-        plain.append({**message, "content": content})
+        plain.append(with_objects({**message, "content": content}))
     return plain, tuple(images)
 
 
@@ -138,17 +140,22 @@ class LazyTokenizer:
         """Token ids of a plain prompt."""
         return tuple(self.get().encode(text))
 
-    def encode_chat(self, messages: Sequence[Any]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant writes.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or the template refuses the messages.
+            RequestError: the tokenizer has no chat template, or the template refuses the messages or leaves the tools
+                out.
         """
         tokenizer = self.get()
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError("the tokenizer has no chat template; use /v1/completions")
+        render = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True)
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = render(tools=list(tools) or None)
+            is_told = not tools or text != render()
         except Exception as error:  # jinja2's errors, and whatever a template raises
             raise RequestError(f"the chat template refused the messages: {error}") from error
+        if not is_told:
+            raise RequestError("the model's chat template has no place for tools; it would never hear of them")
         return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout._registry import check_options
+from rl_rollout._tools import check_parser
 from rl_rollout.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def check_model_folder(model_path: str) -> None:
 OPTIONS = {
     "block_size": "positions per block of the cache; 16",
     "chunk_tokens": "prompt tokens computed per step, so that a long prompt holds nobody up; 512",
+    "tool_parser": "how the model writes tool calls, for /v1/chat/completions: hermes, llama, ...",
     "adapters": "LoRA adapters that requests may ask for: name to folder in peft's format",
 }
 
@@ -45,6 +47,8 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
         if name == "adapters":
             if not isinstance(value, Mapping) or not all(n and "." not in n for n in value):
                 raise ConfigError(f"option adapters={value!r} must map names (without dots) to folders")
+        elif name == "tool_parser":
+            check_parser(value)
         elif not isinstance(value, int) or value < 1:
             raise ConfigError(f"option {name}={value!r} must be a whole number, at least 1")
 
