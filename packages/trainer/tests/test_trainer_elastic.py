@@ -1,6 +1,7 @@
 """Replicas and agent workers die, join and leave while a run goes on: real processes on Ray, and every part real."""
 
 import os
+import re
 import signal
 import time
 
@@ -62,6 +63,9 @@ def test_a_run_goes_on_without_the_dead_and_with_the_new(model):
     assert versions == list(range(num_steps + 1))
     assert sorted(rows) == list(range(num_steps * batch_size)), "a prompt was lost, or used twice"
     assert failures == 0
-    assert news.count("died") == 3
-    assert "the rollout server is gone" in news
-    assert news.count("has left") == 2
+    # The keeper of a server that is gone may notice by itself and end, or be ended after the next sync's check.
+    lost = re.findall(r"^member \d+ of (\w+)-\d+ (?:died|is given up)", news, re.MULTILINE)
+    assert sorted(lost) == ["AgentWorker", "RolloutWorker", "RolloutWorker"], news
+    assert re.search(r"the rollout server is gone|is given up: http\S+ is not there", news), news
+    assert news.count("has joined") >= 4, news  # two replacements and two that were asked for; the third may come late
+    assert news.count("has left") == 2, news

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,14 @@ import torch
 from tensordict import TensorDict
 
 import rl_agent
-import rl_rollout
 import rl_tq
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
-from rl_rollout.errors import ServerLostError
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import TrainerError
 from rl_trainer.profiling import trace_requests
 from rl_trainer.rewards import Score, Scorer
 from rl_trainer.workers._loop_thread import LoopThread
+from rl_trainer.workers.replicas import Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -175,12 +173,11 @@ class AgentWorker:
 
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
         await self._scorer.start()
-        self._servers = {address.url: rl_rollout.connect_server(address) for address in servers}
-        self._router = rl_rollout.Router([*self._servers.values()])
-        trace_requests(self._router)
+        self._replicas = Replicas(servers)
+        trace_requests(self._replicas.router)
         return rl_agent.AgentRunner(
             lambda name: rl_agent.create_loop(
-                name, self._router, self._tokenizer, **(config.options if name == config.loop else {})
+                name, self._replicas.router, self._tokenizer, **(config.options if name == config.loop else {})
             ),
             default_loop=config.loop,
             max_concurrent=config.max_concurrent,
@@ -189,20 +186,8 @@ class AgentWorker:
         )
 
     def use_servers(self, servers: list[ServerAddress]) -> None:
-        """Generate on these replicas, and on no others; what runs on one that is left out goes on elsewhere."""
-        self._loop.run(self._use_servers(servers), self._timeout_s)
-
-    async def _use_servers(self, servers: Sequence[ServerAddress]) -> None:
-        wanted = {address.url: address for address in servers}
-        for url in wanted.keys() - self._servers.keys():
-            server = rl_rollout.connect_server(wanted[url])
-            await self._router.add(server)
-            self._servers[url] = server
-        for url in self._servers.keys() - wanted.keys():
-            server = self._servers.pop(url)
-            if server in self._router.servers:
-                with suppress(ServerLostError):  # it is left out because it is lost
-                    await self._router.remove(server)
+        """See `Replicas.use`."""
+        self._loop.run(self._replicas.use(servers), self._timeout_s)
 
     @register(Dispatch.SPLIT)
     def prompt_lengths(self, prompts: list[list[Message]]) -> list[int]:
@@ -301,7 +286,7 @@ class AgentWorker:
         for stream in self._streams:
             stream.cancel()
         self._loop.run(self._runner.close(), 30.0)
-        self._loop.run(self._router.stop(), 30.0)
+        self._loop.run(self._replicas.router.stop(), 30.0)
         self._loop.run(self._scorer.close(), 30.0)
         self._loop.close()
         self._queue.close()

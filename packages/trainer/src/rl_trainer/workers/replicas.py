@@ -1,0 +1,43 @@
+"""The rollout servers that an agent worker generates on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import rl_rollout
+from rl_rollout.errors import ServerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_rollout.types import ServerAddress
+
+
+class Replicas:
+    """Connections to replicas behind one router, by address: a port that is used again is another server's."""
+
+    def __init__(self, addresses: Sequence[ServerAddress]) -> None:
+        self._servers = {address: rl_rollout.connect_server(address) for address in addresses}
+        self.router = rl_rollout.Router([*self._servers.values()])
+
+    async def use(self, addresses: Sequence[ServerAddress]) -> None:
+        """Generate on these, and on no others; what runs on one that is left out goes on elsewhere.
+
+        One that is gone already is passed over: the next sync of weights finds it too, and names those that are left.
+        Should all be gone, the last replica that was in use stays, and its loss is what the next request is told.
+        """
+        for address in addresses:
+            if address not in self._servers:
+                server = rl_rollout.connect_server(address)
+                with suppress(ServerLostError):
+                    await self.router.add(server)
+                    self._servers[address] = server
+        for address in [address for address in self._servers if address not in addresses]:
+            server = self._servers[address]
+            if self.router.servers == (server,):
+                continue
+            del self._servers[address]
+            if server in self.router.servers:
+                with suppress(ServerLostError):  # it is left out because it is lost
+                    await self.router.remove(server)
