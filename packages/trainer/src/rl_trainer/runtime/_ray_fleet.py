@@ -154,7 +154,8 @@ class RayFleet(Fleet[W]):
             host = self._hosts.pop(member, None)
             if host is not None:
                 ray.kill(host.actor)
-                self._replace(host, WorkerDiedError(f"member {member} of {self._name} is given up: {error}"))
+                reason = error.cause if isinstance(error, RayTaskError) else error  # whose text is a traceback
+                self._replace(host, WorkerDiedError(f"member {member} of {self._name} is given up: {reason}"))
 
     def resize(self, num_members: int) -> None:
         """See `Fleet.resize`."""
