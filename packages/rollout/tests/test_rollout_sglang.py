@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_rollout import ConfigError, GenerationError, ServerConfig, create_server
+from rl_rollout import ConfigError, GenerationError, ServerConfig, UnsupportedError, create_server
 from rl_rollout.backends.sglang import read_answer, session_payload
 from rl_rollout.testing import Served, ServerConformance, write_tiny_model
 
@@ -61,6 +61,12 @@ class TestProtocol(ServerConformance):
         output = served.generate(temperature=0.7, top_k=5)
         assert all(x <= 0 for x in output.logprobs)  # the fake tells 99 elsewhere
 
+    @pytest.mark.parametrize("top_k", [0, 5])
+    def test_a_nucleus_is_refused(self, served, top_k):
+        with pytest.raises(UnsupportedError, match="leave top_p at 1"):
+            served.generate(temperature=0.7, top_k=top_k, top_p=0.9)
+        assert len(served.generate(top_k=top_k, top_p=0.9).token_ids) == 8  # greedy: nothing is cut off
+
     test_stop_ends_it = ServerConformance.test_stop_ends_it
 
 
@@ -77,18 +83,19 @@ class TestRealSglang(ServerConformance):
         yield from serve(real_config(folder), new_trainer(60), max_model_len=1022, num_long=600)
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
-        """Temperature, top-k and top-p, recomputed by transformers: as our own sampler defines them."""
+        """Temperature and top-k, recomputed by transformers: as our own sampler defines them."""
         from transformers import AutoModelForCausalLM
 
         from rl_rollout.backends.embedded.sampler import truncate
 
         prompt = (5, 6, 7)
-        output = served.generate(prompt, temperature=0.7, top_k=20, top_p=0.9, max_new_tokens=60)
+        output = served.generate(prompt, temperature=0.7, top_k=20, max_new_tokens=60)
         model = AutoModelForCausalLM.from_pretrained(served.model_path).eval()
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *output.token_ids]])).logits[0, len(prompt) - 1 : -1]
         rows = logits.shape[0]
-        kept = truncate(logits / 0.7, torch.full((rows,), 20), torch.full((rows,), 0.9))
+        kept = truncate(logits / 0.7, torch.full((rows,), 20), torch.ones(rows))
+        assert kept.isinf().any(-1).all()
         want = kept.log_softmax(-1).gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(output.logprobs), want, atol=1e-4, rtol=0)
 

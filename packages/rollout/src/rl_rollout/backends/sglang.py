@@ -1,7 +1,7 @@
 """SGLang, started as a process in its own environment and spoken to over HTTP. Written for SGLang 0.5.23.
 
 Token ids go in and come out of `/generate`. Log-probs are those of the distribution that was sampled from: SGLang's are
-of logits / temperature, and where top-k or top-p cut something off, its "behaviour log-probs" are asked for instead.
+of logits / temperature, and where top-k cuts something off, its "behaviour log-probs" are asked for instead.
 Which weights a token was sampled from is told by SGLang's spans. Weights come through rl-ckpt's loader, which must be
 installed beside SGLang.
 """
@@ -118,6 +118,11 @@ class SglangServer(ExternalServer):
                 f"request {request.request_id!r}: SGLang looks at no stop_token_ids where ignore_eos is set; "
                 "leave one of them out"
             )
+        if params.temperature > 0 and params.top_p < 1:
+            raise UnsupportedError(
+                f"request {request.request_id!r}: top_p={params.top_p}: SGLang tells no behaviour log-probs of a "
+                "nucleus alone, and beside top_k takes that of what there is before top-k; leave top_p at 1"
+            )
         sampling: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens(request),
             "temperature": params.temperature,
@@ -188,9 +193,9 @@ class SglangServer(ExternalServer):
 
 
 def is_cut(request: GenerateRequest) -> bool:
-    """Whether top-k or top-p leave something out of what is sampled from."""
+    """Whether top-k leaves something out of what is sampled from."""
     params = request.sampling_params
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+    return params.temperature > 0 and params.top_k > 0
 
 
 def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
