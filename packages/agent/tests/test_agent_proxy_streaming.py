@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_agent import load_tokenizer, validate_output
@@ -185,6 +185,7 @@ PIECES = ["a", " ", "\n", "word", "<", "<tool", "<tool_call>", CALL, "<think>", 
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(["hermes", "llama", "mistral", "gpt_oss"]))
+@example(["<think>", "<", "</think>"], "hermes")
 def test_what_is_shown_is_never_taken_back(pieces, parser):
     parse, text = load_plugin("parsers", parser), "".join(pieces)
     live, reasoning, content = LiveText(TOKENIZER, parse.opened_by, is_thinking=False), "", ""

@@ -43,7 +43,8 @@ class LiveText:
         if self._marks is None:
             return "", ""
         thought, rest = self._split(self._text)
-        reasoning, content = _certain(thought, self._marks), _certain(rest, self._marks)
+        is_closed = bool(thought) and _CLOSE in self._text
+        reasoning, content = _certain(thought, self._marks, is_whole=is_closed), _certain(rest, self._marks)
         new = reasoning[len(self.reasoning) :], content[len(self.content) :]
         self.reasoning, self.content = reasoning, content
         return new
@@ -74,12 +75,13 @@ def opens_thinking(prompt_end: str) -> bool:
     return prompt_end.rfind(_OPEN) > prompt_end.rfind(_CLOSE)
 
 
-def _certain(text: str, marks: Sequence[str]) -> str:
-    """`text` up to where a mark starts, or may start at its end; without the space before it."""
+def _certain(text: str, marks: Sequence[str], *, is_whole: bool = False) -> str:
+    """`text` up to where a mark starts, or may start at its end if more may follow; without the space before it."""
     ends = [len(text)]
     for mark in marks:
         found = text.find(mark)
         if found >= 0:
             ends.append(found)
-        ends += [len(text) - n for n in range(1, len(mark)) if text.endswith(mark[:n])]
+        if not is_whole:
+            ends += [len(text) - n for n in range(1, len(mark)) if text.endswith(mark[:n])]
     return text[: min(ends)].rstrip()
