@@ -73,9 +73,9 @@ def test_the_wrong_thing_earns_nothing():
 
 def test_what_cannot_be_done_is_told():
     turns = [call("click", element=9), call("fill", element="x", text="y"), call("press", key="No"), call("look", at=1)]
-    output = run(*turns, "well", action_timeout_s=1.0)
+    output = run(*turns, "well", action_timeout_s=5.0)
     said = context(output)
-    assert "error: Locator.click: Timeout 1000ms exceeded." in said
+    assert "error: Locator.click: Timeout 5000ms exceeded." in said
     assert "error: element is 'x'; it has to be int" in said
     assert 'error: Keyboard.press: Unknown key: "No"' in said
     assert "error: there is no argument 'at'" in said

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from rl_agent import FailureError, PluginError, RowError, validate_output
+from rl_agent.loops import gym
 from rl_agent.loops.gym import GymLoop
 from rl_agent.testing import AgentLoopConformance, FakeGenerator, FakeTokenizer
 
@@ -115,10 +116,16 @@ def test_what_ends_an_episode_is_told():
         ("type", "3", "step", "its observation is a int; text is needed"),
     ],
 )
-def test_an_environment_that_fails_is_a_failure_and_no_reward(fail, turn, stage, sentence):
-    timeout_s = 0.1 if fail == "hang" else 60
+def test_an_environment_that_fails_is_a_failure_and_no_reward(fail, turn, stage, sentence, monkeypatch):
+    call = gym.call_environment
+
+    def call_with_deadline(method, *args, timeout_s, **kwargs):  # a short one for the step that hangs alone
+        is_hanging = fail == "hang" and method.__name__ == "step"
+        return call(method, *args, timeout_s=0.1 if is_hanging else timeout_s, **kwargs)
+
+    monkeypatch.setattr(gym, "call_environment", call_with_deadline)
     with pytest.raises(FailureError, match=re.escape(sentence)) as caught:
-        play(turn, row={"environment_args": {"fail": fail}}, step_timeout_s=timeout_s)
+        play(turn, row={"environment_args": {"fail": fail}}, step_timeout_s=60)
     assert (caught.value.failure.kind, caught.value.failure.stage) == ("environment", stage)
     assert made[-1].is_closed
 

@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from rl_agent import AgentRunner, Failure, RowError, create_loop
+from rl_agent import AgentRunner, Failure, RowError, _sandbox, create_loop
 from rl_agent.testing import AgentLoopConformance, FakeGenerator, FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
@@ -88,9 +88,16 @@ def test_a_model_that_touches_the_tests_gains_nothing(trick):
     assert run(f"$ {trick}", "$ sed -i s/-/+/ adder.py").reward == 1.0
 
 
-def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last():
+def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last(monkeypatch):
+    run_code = _sandbox.Worker.run
+
+    async def run_with_deadline(worker, code, stdin, timeout_s, *, is_fresh):  # a short one for what hangs alone
+        limit = 2.0 if "sleep 100" in code else timeout_s
+        return await run_code(worker, code, stdin, limit, is_fresh=is_fresh)
+
+    monkeypatch.setattr(_sandbox.Worker, "run", run_with_deadline)
     turns = ["$ echo mine > note; exit 3", "$ sleep 100", "$ cat note", "$ yes"]
-    output = run(*turns, command_timeout_s=2.0, max_tool_tokens=100)
+    output = run(*turns, command_timeout_s=60.0, max_tool_tokens=100)
     failed, hung, note, flooded = answers(output)
     assert failed == "[exit status 3]"
     assert hung == "error: no end within 2 s"

@@ -27,11 +27,12 @@ def no_pauses(monkeypatch):
 
 
 class Server:
-    """Answers by a script, and keeps what it was asked."""
+    """Answers by a script, not before `holds` requests have run together, and keeps what it was asked."""
 
-    def __init__(self, *script):
+    def __init__(self, *script, holds=1):
         self.script, self.asked, self.headers = list(script), [], []
         self.num_running = self.max_running = 0
+        self.holds, self.is_full = holds, asyncio.Event()
 
     async def answer(self, request):
         self.asked.append(await request.json())
@@ -42,7 +43,9 @@ class Server:
             said = self.script.pop(0) if len(self.script) > 1 else self.script[0]
             if said == "hang":
                 await asyncio.sleep(3600)
-            await asyncio.sleep(0.01)
+            if self.num_running == self.holds:
+                self.is_full.set()
+            await self.is_full.wait()
             return said if isinstance(said, web.Response) else web.json_response(said)
         finally:
             self.num_running -= 1
@@ -128,7 +131,8 @@ def test_an_answer_without_a_score_is_asked_for_again(first):
     ("script", "settings", "num_asked", "sentence"),
     [
         ([judged("hm")], {"max_attempts": 2}, 2, "got no score from http.* in 2 attempts; .*finds no score in 'hm'"),
-        (["hang"], {"timeout_s": 0.2, "max_attempts": 2}, 2, "in 2 attempts; the last: no answer within 0.2 s"),
+        # On a slow machine the deadline passes before the server hears of the request.
+        (["hang"], {"timeout_s": 0.2, "max_attempts": 2}, None, "in 2 attempts; the last: no answer within 0.2 s"),
         ([web.Response(status=400, text="no such model")], {}, 1, "refuses the request, HTTP 400: no such model"),
     ],
 )  # fmt: skip
@@ -138,7 +142,7 @@ def test_no_score_is_an_error_and_never_zero(script, settings, num_asked, senten
     assert isinstance(error, RewardError)
     with pytest.raises(RewardError, match=sentence):
         raise error
-    assert len(server.asked) == num_asked
+    assert num_asked is None or len(server.asked) == num_asked
 
 
 def test_a_server_that_is_not_there_is_an_error():
@@ -160,7 +164,7 @@ def test_a_classifier_is_given_the_conversation_or_the_filled_prompt():
 
 
 def test_no_more_requests_run_at_a_time_than_allowed():
-    server = Server(judged("score: 1"))
+    server = Server(judged("score: 1"), holds=3)
     assert ask(server, *"abcdefghij", max_concurrent=3) == [1.0] * 10
     assert server.max_running == 3
 

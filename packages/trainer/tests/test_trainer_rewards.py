@@ -10,7 +10,7 @@ import pytest
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import ConfigError, RewardError
 from rl_trainer.rewards import Score, Scorer, check_function, resolve_reward, rules
-from rl_trainer.rewards.pool import FunctionPool
+from rl_trainer.rewards.pool import FunctionPool, _Process
 from rl_trainer.rewards.rules import exact_match, gsm8k_answer, math_equal
 
 FUNCTIONS = """
@@ -208,9 +208,15 @@ def test_a_stuck_function_is_killed_with_what_it_started_and_the_next_score_work
 def test_a_stuck_coroutine_does_not_take_the_others_with_it(functions, monkeypatch, text):
     """One that waits is cancelled; one that blocks its process is killed, and what ran beside it starts again."""
     monkeypatch.setattr("rl_trainer.rewards.pool._GRACE_S", 0.5)
+    call = _Process.call
+
+    async def call_with_deadline(process, called, row, timeout_s):  # a short one for the stuck call alone
+        return await call(process, called, row, 0.5 if called == text else timeout_s)
+
+    monkeypatch.setattr(_Process, "call", call_with_deadline)
 
     async def main():
-        pool = FunctionPool(f"{functions}:later", timeout_s=2.0)
+        pool = FunctionPool(f"{functions}:later", timeout_s=120)
         await pool.start()
         texts = ["a", "bb", text, "ccc"] if text == "hang" else [text, "a", "bb", "ccc"]
         found = await asyncio.gather(*(pool.call(each, row()) for each in texts), return_exceptions=True)
