@@ -18,8 +18,8 @@ from rl_trainer.workers.agent import (
     grading,
     overlong_penalty,
     scored,
-    to_columns,
 )
+from rl_trainer.workers.columns import to_columns
 
 NOTHING, HALF, ONE = (Score(reward=reward) for reward in (0.0, 0.5, 1.0))
 

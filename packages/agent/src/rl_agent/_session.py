@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from rl_agent._experts import add_experts, finished
 from rl_agent.errors import FailureError
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from rl_agent._template import TurnTemplate
     from rl_agent.base import Generator
-    from rl_agent.types import Message, Tokenizer
+    from rl_agent.types import Message, RoutedToken, Tokenizer
     from rl_rollout.types import TokenOutput
 
 
@@ -56,6 +57,7 @@ class Session:
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._experts: list[RoutedToken] = []
         self._num_shown = 0
         self._generate_s = 0.0
         self._last: TokenOutput | None = None
@@ -67,6 +69,7 @@ class Session:
 
         Raises:
             FailureError: the generation was aborted before its first token.
+            OutputError: the server told the experts of another number of tokens than there are.
         """
         params = self._params
         if self._max_tokens is not None:
@@ -89,6 +92,7 @@ class Session:
             raise FailureError(
                 Failure(kind=FailureKind.GENERATION, stage="generate", message=reason, is_retryable=True)
             )
+        add_experts(self._experts, len(request.prompt_token_ids), output)
         self._token_ids += output.token_ids
         self._mask += [1] * len(output.token_ids)
         self._logprobs += output.logprobs
@@ -149,6 +153,7 @@ class Session:
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             num_turns=self.num_turns,
+            routed_experts=finished(self._experts, len(self._prompt_token_ids) + end),
             images=tuple(self._images[: self._num_shown]),
             metrics={"generate_s": self._generate_s, **(metrics or {})},
             extra_fields=dict(extra_fields or {}),

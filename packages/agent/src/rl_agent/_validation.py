@@ -22,7 +22,7 @@ def validate_output(output: AgentLoopOutput) -> None:
 
     One entry per completion token in every column; flags 0 or 1 with at least one 1; where the model wrote, a finite
     log-prob that is not positive and a weight version from 0; elsewhere exactly 0.0 and -1; rewards finite, one per
-    turn where there are per-turn ones.
+    turn where there are per-turn ones; routed experts, where there are such, of every token but the last and all alike.
 
     Raises:
         OutputError: names the field, the position and the value.
@@ -34,6 +34,7 @@ def validate_output(output: AgentLoopOutput) -> None:
             num_tokens = len(output.completion_token_ids)
             raise OutputError(f"{name} has {len(getattr(output, name))} entries for {num_tokens} completion tokens")
     _check_mask(output)
+    _check_experts(output)
     _check_summary(output)
 
 
@@ -62,6 +63,19 @@ def _check_mask(output: AgentLoopOutput) -> None:
             raise _error("weight_versions", i, versions, "the model did not write this token, so it is -1")
     if 1 not in mask:
         raise OutputError("loss_mask has no 1: the model wrote none of the completion, so there is nothing to train on")
+
+
+def _check_experts(output: AgentLoopOutput) -> None:
+    experts = output.routed_experts
+    num_fed = len(output.prompt_token_ids) + len(output.completion_token_ids) - 1
+    if len(experts) not in (0, num_fed):
+        raise OutputError(f"routed_experts has {len(experts)} entries for {num_fed} tokens, the last one left out")
+    shapes = {tuple(map(len, token)) for token in experts if token}
+    if len(shapes) > 1 or any(len(set(shape)) > 1 for shape in shapes):
+        raise OutputError(
+            f"routed_experts has entries of {sorted(shapes)} experts by layer; all tokens have the same layers, and "
+            "all layers as many experts"
+        )
 
 
 def _check_summary(output: AgentLoopOutput) -> None:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 Message = Mapping[str, Any]
 """A chat message: `role` and `content`."""
+RoutedToken = tuple[tuple[int, ...], ...]
+"""[MoE layers][experts per token] ids of the experts that one token was routed to; empty where no server told."""
 
 
 class Tokenizer(Protocol):
@@ -112,6 +114,9 @@ class AgentLoopOutput:
     """Generations by the model."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Durations (`_s`) and counts."""
+    routed_experts: tuple[RoutedToken, ...] = ()
+    """P + C - 1 entries, of every token but the last; each as the first generation that was fed it told. Empty unless
+    the requests asked (`GenerateRequest.returns_routed_experts`)."""
     images: tuple[str, ...] = ()
     """Data URLs of the images in prompt and context, as they were given, in the order of their places in the ids."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)

@@ -183,6 +183,8 @@ class EngineSection:
     """Recompute activations in the backward pass."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the loss that evens out the load of a mixture's experts."""
+    router_replay: bool = False
+    """A mixture takes the experts that the server chose for each token (arXiv 2510.11370, R3)."""
     async_checkpoints: bool = False
     """Training goes on while a checkpoint is written; until it is whole, --resume takes the one before."""
 

@@ -193,17 +193,20 @@ def check_model(config: Config) -> None:
             f"model.path={folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer "
             "files into it"
         )
-    model = _model_config(folder)
+    model, engine = _model_config(folder), config.engine
     longest, (wanted, keys) = model.get("max_position_embeddings"), longest_sequence(config)
     if longest is not None and wanted > longest:
         raise InputError(
             f"a sequence may have {keys} = {wanted} tokens, but the model in {folder} has a context of {longest} tokens"
         )
-    if config.engine.router_aux_loss_coef > 0 and not any(model.get(key) for key in _EXPERTS):
-        raise InputError(
-            f"engine.router_aux_loss_coef={config.engine.router_aux_loss_coef:g} evens out the load of experts, but "
-            f"the model in {folder} is no mixture of experts; leave it out"
-        )
+    for is_set, does in (
+        (engine.router_aux_loss_coef > 0, f"router_aux_loss_coef={engine.router_aux_loss_coef:g} evens out the load"),
+        (engine.router_replay, "router_replay=true replays the servers' choice"),
+    ):
+        if is_set and not any(model.get(key) for key in _EXPERTS):
+            raise InputError(
+                f"engine.{does} of experts, but the model in {folder} is no mixture of experts; leave it out"
+            )
 
 
 def _model_config(folder: Path) -> dict[str, Any]:

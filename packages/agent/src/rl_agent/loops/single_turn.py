@@ -7,10 +7,11 @@ from typing import Any
 from uuid import uuid4
 
 from rl_agent._chat import messages_of, render_prompt
+from rl_agent._experts import add_experts
 from rl_agent._images import take_images
 from rl_agent.base import AgentLoop
 from rl_agent.errors import FailureError
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RoutedToken
 from rl_rollout.types import GenerateRequest, SamplingParams
 
 
@@ -28,6 +29,7 @@ class SingleTurnLoop(AgentLoop):
             RowError: the row has no `prompt`, or it cannot be rendered.
             TemplateError: the tokenizer has no chat template.
             FailureError: the generation was aborted before its first token.
+            OutputError: the server told the experts of another number of tokens than there are.
         """
         messages, images = take_images(messages_of(kwargs), kwargs.get("images") or ())
         prompt_token_ids = render_prompt(self.tokenizer, messages)
@@ -47,6 +49,8 @@ class SingleTurnLoop(AgentLoop):
             raise FailureError(
                 Failure(kind=FailureKind.GENERATION, stage="generate", message=reason, is_retryable=True)
             )
+        experts: list[RoutedToken] = []
+        add_experts(experts, len(prompt_token_ids), output)
         return AgentLoopOutput(
             prompt_token_ids=prompt_token_ids,
             completion_token_ids=output.token_ids,
@@ -55,6 +59,7 @@ class SingleTurnLoop(AgentLoop):
             weight_versions=output.weight_versions,
             finish_reason=output.finish_reason.value,
             text=self.tokenizer.decode(output.token_ids, skip_special_tokens=True),
+            routed_experts=tuple(experts),
             images=images,
             metrics={"generate_s": generate_s},
         )

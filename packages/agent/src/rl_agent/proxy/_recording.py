@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_agent._experts import add_experts, finished
 from rl_agent.errors import RowError
 from rl_agent.proxy._call import parsed_arguments
-from rl_agent.types import AgentLoopOutput
+from rl_agent.types import AgentLoopOutput, RoutedToken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,9 +107,11 @@ def trajectories(exchanges: Sequence[Exchange], reward: float | None) -> list[Ag
 def _trajectory(path: Sequence[Exchange], is_new: Sequence[bool], reward: float | None) -> AgentLoopOutput:
     prompt = path[0].prompt_token_ids
     ids, mask, logprobs, versions = list[int](), list[int](), list[float](), list[int]()
+    experts = list[RoutedToken]()
     for exchange, is_trained in zip(path, is_new, strict=True):
         context = exchange.prompt_token_ids[len(prompt) + len(ids) :]
         output, count = exchange.output, len(exchange.output.token_ids)
+        add_experts(experts, len(exchange.prompt_token_ids), output)
         ids += [*context, *output.token_ids]
         mask += [0] * len(context) + [int(is_trained)] * count
         logprobs += [0.0] * len(context) + (list(output.logprobs) if is_trained else [0.0] * count)
@@ -123,4 +126,5 @@ def _trajectory(path: Sequence[Exchange], is_new: Sequence[bool], reward: float 
         text=path[-1].text,
         reward=reward,
         num_turns=len(path),
+        routed_experts=finished(experts, len(prompt) + len(ids)),
     )

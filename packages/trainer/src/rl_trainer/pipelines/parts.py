@@ -22,6 +22,7 @@ from rl_trainer.errors import RolloutFailedError
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
 from rl_trainer.workers.agent import AgentWorker, Job
+from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.engine import CriticWorker, EngineWorker
 from rl_trainer.workers.samples import SampleWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
@@ -299,6 +300,7 @@ def place(
         config=config.agent,
         reward=config.reward,
         max_new_tokens=config.rollout.max_new_tokens,
+        asks_experts=config.engine.router_replay,
         has_baseline="greedy_rewards" in ADVANTAGES[config.algorithm.advantage].needs,
         model_path=str(model_path),
         servers=addresses,
@@ -375,6 +377,7 @@ def create_engine(
         backend=config.engine.backend,
         config=engine_config if is_trained else replace(engine_config, optimizer=None),
         algorithm=algorithm,
+        inputs=EXPERTS if is_trained and config.engine.router_replay else (),  # a reference chooses its own
         queue_address=queue_address,
         weights_address=weights_address,
         timeout_s=config.timeout_s,

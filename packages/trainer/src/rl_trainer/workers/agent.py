@@ -9,33 +9,26 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
-from tensordict import TensorDict
-
 import rl_agent
 import rl_tq
-from rl_agent.types import AgentLoopOutput, Failure, FailureKind
+from rl_agent.types import Failure, FailureKind
 from rl_trainer.base import Dispatch, WorkerContext, register
-from rl_trainer.errors import TrainerError
 from rl_trainer.profiling import trace_requests
-from rl_trainer.rewards import Score, Scorer
+from rl_trainer.rewards import Scorer
 from rl_trainer.workers._loop_thread import LoopThread
-from rl_trainer.workers.replicas import Replicas
+from rl_trainer.workers.columns import to_columns
+from rl_trainer.workers.replicas import ExpertAsking, Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from rl_agent.types import Message, RolloutResult
+    from rl_agent.types import AgentLoopOutput, Message, RolloutResult
     from rl_rollout.types import ServerAddress
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection
     from rl_trainer.data import Row
-
-Sample = tuple[AgentLoopOutput, Score]
-"""A trajectory and what it is worth."""
-Group = tuple[int, list[Sample], float | None]
-"""A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
+    from rl_trainer.workers.columns import Group, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +147,7 @@ class AgentWorker:
         config: AgentSection,
         reward: RewardSection,
         max_new_tokens: int,
+        asks_experts: bool,
         has_baseline: bool,
         model_path: str,
         servers: Sequence[ServerAddress],
@@ -162,6 +156,7 @@ class AgentWorker:
     ) -> None:
         self._timeout_s = timeout_s
         self._reward, self._max_new_tokens, self._has_baseline = reward, max_new_tokens, has_baseline
+        self._asks_experts = asks_experts
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
@@ -175,9 +170,10 @@ class AgentWorker:
         await self._scorer.start()
         self._replicas = Replicas(servers)
         trace_requests(self._replicas.router)
+        server = ExpertAsking(self._replicas.router) if self._asks_experts else self._replicas.router
         return rl_agent.AgentRunner(
             lambda name: rl_agent.create_loop(
-                name, self._replicas.router, self._tokenizer, **(config.options if name == config.loop else {})
+                name, server, self._tokenizer, **(config.options if name == config.loop else {})
             ),
             default_loop=config.loop,
             max_concurrent=config.max_concurrent,
@@ -261,7 +257,7 @@ class AgentWorker:
         return found
 
     def _put(self, groups: list[Group], partition: str) -> BatchMeta:
-        columns, tags = to_columns(groups)
+        columns, tags = to_columns(groups, has_experts=self._asks_experts)
         for tag in tags:
             tag["attempt"] = self._attempts[tag["group_id"]]
         return self._queue.put(columns, partition=partition, tags=tags)
@@ -341,77 +337,3 @@ def scored(outputs: Sequence[AgentLoopOutput]) -> list[Sample]:
 
 
 _SCORE = "score"
-
-
-def to_columns(groups: Sequence[Group]) -> tuple[TensorDict, list[dict[str, Any]]]:
-    """Queue columns and tags of groups. Ragged ones are jagged tensors; per token means per completion token."""
-    samples = [sample for _, group, _ in groups for sample in group]
-    group_ids = [group_id for group_id, group, _ in groups for _ in group]
-    greedy = [reward for _, group, reward in groups for _ in group if reward is not None]
-    outputs, scores = [output for output, _ in samples], [score for _, score in samples]
-    if any(output.images for output in outputs):
-        raise TrainerError("a trajectory has images, and no engine takes them yet; they would be left out in silence")
-    versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
-    completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
-    columns = TensorDict(
-        {
-            "prompt_token_ids": _jagged([o.prompt_token_ids for o in outputs], torch.int64),
-            "completion_token_ids": completion,
-            "loss_mask": _jagged([o.loss_mask for o in outputs], torch.int64),
-            "rollout_logprobs": _jagged([o.rollout_logprobs for o in outputs], torch.float32),
-            "rewards": _jagged([_place_reward(o, score.reward) for o, score in samples], torch.float32),
-            "weight_version_min": torch.tensor([min(v) for v in versions]),
-            "weight_version_max": torch.tensor([max(v) for v in versions]),
-            "group_id": torch.tensor(group_ids),
-            "num_turns": torch.tensor([o.num_turns for o in outputs]),
-            **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
-            **_components(scores),
-        },
-        batch_size=[len(samples)],
-    )
-    tags = [
-        {
-            "group_id": group_id,
-            "reward": score.reward,
-            "num_tokens": len(o.completion_token_ids),
-            "weight_version_min": min(v),
-            "weight_version_max": max(v),
-            "finish_reason": str(o.finish_reason),
-        }
-        for group_id, (o, score), v in zip(group_ids, samples, versions, strict=True)
-    ]
-    return columns, tags
-
-
-def _components(scores: Sequence[Score]) -> dict[str, torch.Tensor]:
-    """`components` and `component_weights`, (B, K) each, where rewards have parts."""
-    if not any(score.components for score in scores):
-        return {}
-    names = list(scores[0].components)
-    other = next((list(score.components) for score in scores if list(score.components) != names), None)
-    if other is not None:
-        raise TrainerError(f"a completion's reward has the parts {other}, another's {names}; they have to be the same")
-    return {
-        "components": torch.tensor([[score.components[n] for n in names] for score in scores], dtype=torch.float32),
-        "component_weights": torch.tensor([[score.weights[n] for n in names] for score in scores], dtype=torch.float32),
-    }
-
-
-def _place_reward(output: AgentLoopOutput, reward: float) -> list[float]:
-    """Turn rewards on the last token of their turns; what they leave of the reward on the last the model wrote."""
-    mask = output.loss_mask
-    placed = [0.0] * len(mask)
-    ends = [i for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])]
-    if output.turn_rewards:
-        if len(ends) != len(output.turn_rewards):
-            raise ValueError(f"{len(output.turn_rewards)} turn rewards for {len(ends)} runs of model tokens")
-        for end, turn_reward in zip(ends, output.turn_rewards, strict=True):
-            placed[end] = turn_reward
-    placed[ends[-1]] += reward - sum(output.turn_rewards)
-    return placed
-
-
-def _jagged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-    values = torch.tensor([value for row in rows for value in row], dtype=dtype)
-    offsets = torch.tensor([0, *[len(row) for row in rows]]).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(values, offsets)

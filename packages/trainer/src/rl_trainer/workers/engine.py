@@ -22,14 +22,14 @@ from rl_trainer.profiling import span
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rl_ckpt.types import SyncReport
     from rl_engine.types import EngineConfig
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AlgorithmConfig
 
-_POLICY_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
+_TOKENS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
 _OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
 """By `algorithm.old_logprobs`, the column of the policy before the update."""
 
@@ -57,10 +57,15 @@ class AdvantageReport:
 
 
 class _EngineRank:
-    """Wraps an `rl_engine.Engine`: reads columns from the queue, computes, writes columns back. Ranks call in step."""
+    """Wraps an `rl_engine.Engine`: reads columns from the queue, computes, writes columns back. Ranks call in step.
 
-    def __init__(self, *, backend: str, config: EngineConfig, queue_address: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    `inputs` names what the model is fed beside the tokens.
+    """
+
+    def __init__(
+        self, *, backend: str, config: EngineConfig, inputs: Sequence[str], queue_address: str, timeout_s: float
+    ) -> None:
+        self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.create_engine(backend, config)
         self._engine.initialize()
@@ -68,7 +73,7 @@ class _EngineRank:
 
     def _forward(self, batch: BatchMeta, columns: Mapping[str, str]) -> BatchMeta:
         """Write outputs of the engine as columns of the queue, named by output."""
-        data = self._queue.get(batch, _POLICY_COLUMNS)
+        data = self._queue.get(batch, self._inputs)
         with self._engine.eval_mode(), span("forward"):
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
         return self._put(batch, {column: outputs.columns[output] for output, column in columns.items()})
@@ -131,10 +136,13 @@ class CriticWorker(_EngineRank):
         config: EngineConfig,
         clip: float,
         queue_address: str,
+        inputs: Sequence[str] = (),
         timeout_s: float = 600.0,
     ) -> None:
         del context
-        super().__init__(backend=backend, config=config, queue_address=queue_address, timeout_s=timeout_s)
+        super().__init__(
+            backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
+        )
         self._loss = ValueLossFunction(clip=clip)
 
     @register(Dispatch.SPLIT)
@@ -145,7 +153,7 @@ class CriticWorker(_EngineRank):
     @register(Dispatch.SPLIT_REDUCED)
     def update_critic(self, batch: BatchMeta) -> UpdateReport:
         """One optimizer step on one mini-batch."""
-        return self._update(self._queue.get(batch, (*_POLICY_COLUMNS, "values", "returns")), self._loss)
+        return self._update(self._queue.get(batch, (*self._inputs, "values", "returns")), self._loss)
 
 
 class EngineWorker(_EngineRank):
@@ -159,10 +167,13 @@ class EngineWorker(_EngineRank):
         config: EngineConfig,
         algorithm: AlgorithmConfig,
         queue_address: str,
+        inputs: Sequence[str] = (),
         weights_address: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(backend=backend, config=config, queue_address=queue_address, timeout_s=timeout_s)
+        super().__init__(
+            backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
+        )
         self._algorithm = algorithm
         self._loss = PolicyLossFunction(config=algorithm)
         self._loop = LoopThread("weights")
@@ -241,7 +252,7 @@ class EngineWorker(_EngineRank):
     def update_actor(self, batch: BatchMeta) -> UpdateReport:
         """One optimizer step on one mini-batch."""
         config = self._algorithm
-        columns = [*_POLICY_COLUMNS, "advantages", "rollout_logprobs"]
+        columns = [*self._inputs, "advantages", "rollout_logprobs"]
         columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
         columns += ["old_logprobs"] if config.old_logprobs == "recompute" else []
         columns += ["selected"] if config.loss in COV_LOSSES else []

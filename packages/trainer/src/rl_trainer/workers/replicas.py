@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rl_rollout
@@ -11,7 +12,19 @@ from rl_rollout.errors import ServerLostError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_rollout.types import ServerAddress
+    from rl_agent.base import Generator
+    from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
+
+
+class ExpertAsking:
+    """Has a server tell the experts that every token was routed to, whatever loop asks."""
+
+    def __init__(self, server: Generator) -> None:
+        self._server = server
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """As the server's."""
+        return await self._server.generate(replace(request, returns_routed_experts=True))
 
 
 class Replicas:

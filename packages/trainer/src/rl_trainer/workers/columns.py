@@ -1,0 +1,117 @@
+"""Trajectories as columns of the queue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+
+from rl_agent.types import AgentLoopOutput
+from rl_trainer.errors import TrainerError
+from rl_trainer.rewards import Score
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Sample = tuple[AgentLoopOutput, Score]
+"""A trajectory and what it is worth."""
+Group = tuple[int, list[Sample], float | None]
+"""A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
+EXPERTS = ("routed_experts",)
+"""Ragged int16 [tokens but the last, MoE layers, experts per token]: what the servers chose."""
+
+
+def to_columns(groups: Sequence[Group], *, has_experts: bool = False) -> tuple[TensorDict, list[dict[str, Any]]]:
+    """Queue columns and tags of groups. Ragged ones are jagged tensors; per token means per completion token.
+
+    Args:
+        groups: Complete ones.
+        has_experts: Write `EXPERTS`.
+
+    Raises:
+        TrainerError: rewards have different parts, or a server did not tell the experts of every token.
+    """
+    samples = [sample for _, group, _ in groups for sample in group]
+    group_ids = [group_id for group_id, group, _ in groups for _ in group]
+    greedy = [reward for _, group, reward in groups for _ in group if reward is not None]
+    outputs, scores = [output for output, _ in samples], [score for _, score in samples]
+    if any(output.images for output in outputs):
+        raise TrainerError("a trajectory has images, and no engine takes them yet; they would be left out in silence")
+    versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
+    completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
+    columns = TensorDict(
+        {
+            "prompt_token_ids": _jagged([o.prompt_token_ids for o in outputs], torch.int64),
+            "completion_token_ids": completion,
+            "loss_mask": _jagged([o.loss_mask for o in outputs], torch.int64),
+            "rollout_logprobs": _jagged([o.rollout_logprobs for o in outputs], torch.float32),
+            "rewards": _jagged([_place_reward(o, score.reward) for o, score in samples], torch.float32),
+            "weight_version_min": torch.tensor([min(v) for v in versions]),
+            "weight_version_max": torch.tensor([max(v) for v in versions]),
+            "group_id": torch.tensor(group_ids),
+            "num_turns": torch.tensor([o.num_turns for o in outputs]),
+            **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
+            **(_experts(outputs) if has_experts else {}),
+            **_components(scores),
+        },
+        batch_size=[len(samples)],
+    )
+    tags = [
+        {
+            "group_id": group_id,
+            "reward": score.reward,
+            "num_tokens": len(o.completion_token_ids),
+            "weight_version_min": min(v),
+            "weight_version_max": max(v),
+            "finish_reason": str(o.finish_reason),
+        }
+        for group_id, (o, score), v in zip(group_ids, samples, versions, strict=True)
+    ]
+    return columns, tags
+
+
+def _experts(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
+    for output in outputs:
+        num_told = sum(map(bool, output.routed_experts))
+        num_fed = len(output.prompt_token_ids) + len(output.completion_token_ids) - 1
+        if num_told < num_fed:
+            raise TrainerError(
+                f"of a trajectory of {num_fed} tokens the server told the experts of {num_told}, and "
+                "engine.router_replay needs them all; leave it out, or use a server that tells them"
+            )
+    return {EXPERTS[0]: _jagged([output.routed_experts for output in outputs], torch.int16)}
+
+
+def _components(scores: Sequence[Score]) -> dict[str, torch.Tensor]:
+    """`components` and `component_weights`, (B, K) each, where rewards have parts."""
+    if not any(score.components for score in scores):
+        return {}
+    names = list(scores[0].components)
+    other = next((list(score.components) for score in scores if list(score.components) != names), None)
+    if other is not None:
+        raise TrainerError(f"a completion's reward has the parts {other}, another's {names}; they have to be the same")
+    return {
+        "components": torch.tensor([[score.components[n] for n in names] for score in scores], dtype=torch.float32),
+        "component_weights": torch.tensor([[score.weights[n] for n in names] for score in scores], dtype=torch.float32),
+    }
+
+
+def _place_reward(output: AgentLoopOutput, reward: float) -> list[float]:
+    """Turn rewards on the last token of their turns; what they leave of the reward on the last the model wrote."""
+    mask = output.loss_mask
+    placed = [0.0] * len(mask)
+    ends = [i for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])]
+    if output.turn_rewards:
+        if len(ends) != len(output.turn_rewards):
+            raise ValueError(f"{len(output.turn_rewards)} turn rewards for {len(ends)} runs of model tokens")
+        for end, turn_reward in zip(ends, output.turn_rewards, strict=True):
+            placed[end] = turn_reward
+    placed[ends[-1]] += reward - sum(output.turn_rewards)
+    return placed
+
+
+def _jagged(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.tensor([value for row in rows for value in row], dtype=dtype)
+    offsets = torch.tensor([0, *[len(row) for row in rows]]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
