@@ -25,7 +25,8 @@ def test_a_recipe_takes_a_step(recipe, model, tmp_path):
     overlong = ["reward.overlong_buffer=8"] if recipe == "dapo" else []
     settings = [*SMALL, *group, *overlong, "data.max_prompt_tokens=128", f"data.path={data}", f"model.path={model}"]
     critic = ["critic.warmup_steps=1"] if recipe == "ppo" else []
-    config = load_config(recipe, [*settings, *critic, f"output_dir={tmp_path / 'out'}"])
+    teacher = [f"teacher.path={model}"] if recipe == "distill" else []
+    config = load_config(recipe, [*settings, *critic, *teacher, f"output_dir={tmp_path / 'out'}"])
     summary = run(config, Console(quiet=True))
     assert summary["steps"] == 2
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

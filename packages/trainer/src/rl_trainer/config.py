@@ -312,6 +312,23 @@ class CriticSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSection:
+    """A larger model that the policy is pulled towards on its own completions: on-policy distillation."""
+
+    path: str
+    """A Hugging Face folder, with the same tokenizer."""
+    divergence: Literal["reverse", "forward", "mixed"] = "reverse"
+    """`reverse`: KL(policy, teacher) from the tokens that were sampled; `forward`: KL(teacher, policy) over the
+    teacher's likeliest tokens and the rest of the vocabulary as one; `mixed`: both."""
+    coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the divergence beside the policy loss."""
+    forward_weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of the forward part; mixed only."""
+    num_candidates: Positive = 16
+    """Of the teacher's likeliest tokens that the forward part compares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
     """One part of a completion's reward."""
 
@@ -426,6 +443,8 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticSection | None = None
     """Train a value function, for the estimators that read it."""
+    teacher: TeacherSection | None = None
+    """Distill another model into the policy: beside the policy loss, or alone with `algorithm.loss=distill`."""
     reward: RewardSection = field(default_factory=RewardSection)
     staleness: StalenessSection = field(default_factory=StalenessSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)

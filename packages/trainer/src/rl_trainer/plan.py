@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
+from rl_trainer.algorithms.distillation import ALONE
 from rl_trainer.algorithms.selection import COV_LOSSES
-from rl_trainer.config import AlgorithmConfig, DataConfig, StalenessSection
+from rl_trainer.config import AlgorithmConfig, DataConfig, StalenessSection, TeacherSection
 from rl_trainer.data.records import HUB, is_saved_dataset
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipelines.staleness import create_policy
@@ -129,8 +130,9 @@ def _check_algorithm(config: Config) -> None:
             f"the keys of critic do nothing with algorithm.advantage={algorithm.advantage}; leave them out, or choose "
             f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if 'values' in e.needs)}"
         )
+    _check_teacher(config)
     _check_keys_that_depend(config)
-    if ADVANTAGES[algorithm.advantage].compares_group and config.batch.group_size < 2:
+    if algorithm.loss != ALONE and ADVANTAGES[algorithm.advantage].compares_group and config.batch.group_size < 2:
         raise PlanError(
             f"algorithm.advantage={algorithm.advantage} compares completions of one prompt: batch.group_size must be "
             "at least 2"
@@ -270,6 +272,30 @@ def _check_keys_that_depend(config: Config) -> None:
             f"reward.overlong_buffer={config.reward.overlong_buffer} is longer than the longest completion, "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
         )
+
+
+def _check_teacher(config: Config) -> None:
+    """What goes with a teacher, and what learning from it alone leaves without a meaning."""
+    algorithm, teacher = config.algorithm, config.teacher
+    if teacher is None:
+        if algorithm.loss == ALONE:
+            raise PlanError(f"algorithm.loss={ALONE} learns from a teacher alone: set teacher.path")
+        return
+    for name, kinds in (("forward_weight", ("mixed",)), ("num_candidates", ("forward", "mixed"))):
+        is_set = getattr(teacher, name) != getattr(TeacherSection(path=""), name)
+        if is_set and teacher.divergence not in kinds:
+            raise PlanError(
+                f"teacher.{name}={getattr(teacher, name)} does nothing unless teacher.divergence is "
+                f"{' or '.join(kinds)}; leave it out"
+            )
+    if algorithm.loss == ALONE:
+        default = AlgorithmConfig()
+        for name in ("advantage", "clip_low", "clip_high", "clip_dual", "correction", "rejection"):
+            if getattr(algorithm, name) != getattr(default, name):
+                raise PlanError(
+                    f"algorithm.{name}={getattr(algorithm, name)} does nothing with algorithm.loss={ALONE}, which "
+                    "looks at no reward; leave it out"
+                )
 
 
 def _check_off_policy(config: Config) -> None:

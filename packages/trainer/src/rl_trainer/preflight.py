@@ -18,7 +18,7 @@ from rl_trainer.rewards import check_function, resolve_reward
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
 if TYPE_CHECKING:
-    from rl_trainer.config import Config, TrackingSection
+    from rl_trainer.config import Config, TeacherSection, TrackingSection
     from rl_trainer.data import Row
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -42,6 +42,8 @@ def check(config: Config, rows: list[Row]) -> None:
         check_installed(group, name, key)
     check_tracking(config.tracking)
     check_model(config)
+    if config.teacher is not None:
+        check_teacher(config.teacher, config.model.path)
     _check_rewards(config, rows)
     output_dir = Path(config.output_dir) if config.output_dir is not None else None
     is_own = config.resume_from is not None and Path(config.resume_from).parent == output_dir
@@ -150,6 +152,9 @@ def memory_estimate(config: Config) -> str:
     per_rank = (16 * gb if config.engine.lora is None else 4 * gb) / ranks
     parts = [f"engine {per_rank:.1f} GB per rank"]
     parts += [f"reference {4 * gb / ranks:.1f} GB"] if config.algorithm.kl_coef > 0 else []
+    if config.teacher is not None:
+        size = num_parameters(Path(config.teacher.path))
+        parts += ["teacher unknown" if size is None else f"teacher {4e-9 * size / ranks:.1f} GB"]
     parts += [f"critic {16 * gb / ranks:.1f} GB"] if config.critic is not None else []
     return (
         f"{count / 1e6:,.1f} M parameters: {', '.join(parts)}, weights and optimizer alone; {_cache_estimate(config)}"
@@ -207,6 +212,37 @@ def check_model(config: Config) -> None:
             raise InputError(
                 f"engine.{does} of experts, but the model in {folder} is no mixture of experts; leave it out"
             )
+
+
+def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
+    """Check that the teacher is a folder whose token ids mean what the policy's do.
+
+    Raises:
+        InputError: it is not, or a tokenizer is in no `tokenizer.json`, which is what can be compared.
+    """
+    if model_path is None:
+        raise ConfigError(
+            "teacher.path needs model.path: a policy that learns a teacher's words has the same tokenizer"
+        )
+    if not (Path(teacher.path) / "config.json").is_file():
+        raise InputError(f"teacher.path={teacher.path} has no config.json, so it is not a Hugging Face model folder")
+    policy, other = (_vocabulary(Path(path)) for path in (model_path, teacher.path))
+    if policy != other:
+        raise InputError(
+            f"the tokenizers in {model_path} and teacher.path={teacher.path} differ ({len(policy)} and {len(other)} "
+            "tokens); a policy learns from a teacher with the same one"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise InputError(f"{folder} has no tokenizer.json, by which the tokenizers of policy and teacher are compared")
+    values = json.loads(file.read_text())
+    entries = values["model"]["vocab"]
+    if not isinstance(entries, dict):  # a unigram model has them in order
+        entries = {piece: index for index, (piece, *_) in enumerate(entries)}
+    return entries | {token["content"]: token["id"] for token in values.get("added_tokens", [])}
 
 
 def _model_config(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 import rl_csrc
 from rl_csrc import METRIC_NAMES
+from rl_trainer.algorithms import distillation
 from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics, rejection_mask
 from rl_trainer.algorithms.selection import COV_LOSSES
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.types import ModelOutput
-    from rl_trainer.config import AlgorithmConfig
+    from rl_trainer.config import AlgorithmConfig, TeacherSection
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce", *COV_LOSSES)
-"""Policy losses: formulas and papers are in `rl_csrc.policy_loss`, those of the last two in `selection`."""
+_FUSED = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce")
+POLICY_LOSSES = (*_FUSED, *COV_LOSSES, distillation.ALONE)
+"""Policy losses: formulas and papers are in `rl_csrc.policy_loss`, of the others in `selection` and `distillation`."""
 
 _NO_CLIP = 1e9
 """An upper bound of the importance ratio that nothing reaches."""
@@ -34,11 +36,13 @@ class PolicyLossFunction:
 
     Reads the columns `old_logprobs`, `advantages`, `loss_mask`; `rollout_logprobs` where `old_logprobs` are the
     engine's own; `ref_logprobs` where the KL coefficient of the loss is positive; `selected` where the loss treats
-    some tokens apart.
+    some tokens apart; `distillation.teacher_columns` where there is a teacher.
     """
 
     config: AlgorithmConfig
     """Loss, clipping, aggregation and coefficients."""
+    teacher: TeacherSection | None = None
+    """What is learned from a teacher."""
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
@@ -47,6 +51,7 @@ class PolicyLossFunction:
         weights, mismatch = self._correct(output, rows)
         old, mask = rows["old_logprobs"].values(), rows["loss_mask"].values()
         loss, clip_low, clip_high, clip_dual = config.loss, config.clip_low, config.clip_high, config.clip_dual
+        advantages = rows["advantages"].values()
         selected = rows["selected"].values().bool() if loss in COV_LOSSES else None
         if loss == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
             assert selected is not None
@@ -54,6 +59,8 @@ class PolicyLossFunction:
             loss, weights = "ppo", kept if weights is None else weights * kept
         elif loss == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy below
             loss, clip_low, clip_high, clip_dual = "ppo", 1.0, _NO_CLIP, 0.0
+        elif loss == distillation.ALONE:
+            loss, advantages = "reinforce", torch.zeros_like(advantages)
         counted = {
             "aggregation": config.aggregation,
             "num_tokens": output.counts.tokens,
@@ -63,7 +70,7 @@ class PolicyLossFunction:
         result = rl_csrc.policy_loss(
             output.logprobs,
             old,
-            rows["advantages"].values(),
+            advantages,
             mask,
             output.cu_seqlens,
             loss=loss,  # pyright: ignore[reportArgumentType] - checked against POLICY_LOSSES before anything starts
@@ -94,10 +101,14 @@ class PolicyLossFunction:
                 **counted,
             )
             total = total + penalty.loss
+        taught: dict[str, Tensor] = {}
+        if self.teacher is not None:
+            pull, taught = distillation.teacher_loss(output, rows, self.teacher, counted)
+            total = total + pull
         sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
         metrics = {"policy_loss": sums["policy_loss"], "kl": sums["kl_loss"], "entropy": sums["entropy"]}
         metrics |= {name: sums[name] / output.counts.tokens for name in _PER_TOKEN}
-        return total, metrics | mismatch
+        return total, metrics | mismatch | taught
 
     def _correct(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Weights for the sampler's difference, and how large it is; nothing where the sampler's log-probs are used."""

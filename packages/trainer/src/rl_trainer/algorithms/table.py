@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import ADVANTAGES
+from rl_trainer.algorithms.distillation import ALONE
 from rl_trainer.algorithms.policy_loss import POLICY_LOSSES
 from rl_trainer.algorithms.selection import COV_LOSSES
 
@@ -24,6 +25,7 @@ _SOURCES = {
     "reinforce": "Williams 1992; GPG 2504.02546",
     "clip_cov": "2505.22617",
     "kl_cov": "2505.22617",
+    "distill": "2306.13649; the teacher alone (`teacher`)",
 }
 
 
@@ -51,12 +53,9 @@ def _lines() -> Iterator[str]:
     yield "| name | source (arXiv) | computed by |"
     yield "|---|---|---|"
     for name in POLICY_LOSSES:
-        where = (
-            "`rl_trainer.algorithms.selection`, `rl_csrc.policy_loss`"
-            if name in COV_LOSSES
-            else "`rl_csrc.policy_loss`"
-        )
-        yield f"| `{name}` | {_SOURCES[name]} | {where} |"
+        own = {ALONE: "distillation", **dict.fromkeys(COV_LOSSES, "selection")}
+        where = f"`rl_trainer.algorithms.{own[name]}`, " if name in own else ""
+        yield f"| `{name}` | {_SOURCES[name]} | {where}`rl_csrc.policy_loss` |"
 
 
 def _first_paragraph(function: Any) -> str:

@@ -202,6 +202,8 @@ class Parts:
     """The policy being trained."""
     reference: EngineWorker | None
     """The frozen start policy; None without a KL penalty."""
+    teacher: EngineWorker | None = None
+    """A frozen model that the policy is pulled towards."""
     critic: CriticWorker | None = None
     """The value function; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0, horizon=1.0))
@@ -287,10 +289,11 @@ def place(
             if config.algorithm.kl_coef > 0
             else None
         )
+        teacher = create_teacher(config, runtime, queue_address) if config.teacher is not None else None
         critic = create_critic(config, runtime, model_path, queue_address) if config.critic is not None else None
         rollout = servers.result()
     if config.rollout.colocated:
-        for engine in (reference, critic):
+        for engine in (reference, teacher, critic):
             if engine is not None:
                 engine.offload()
     addresses = server_addresses(rollout)
@@ -320,6 +323,7 @@ def place(
     return Parts(
         actor=actor,
         reference=reference,
+        teacher=teacher,
         critic=critic,
         kl=AdaptiveKl(
             coef=config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef,
@@ -361,14 +365,16 @@ def create_engine(
     weights_address: str | None,
     *,
     is_trained: bool,
+    num_candidates: int = 0,
 ) -> EngineWorker:
-    """Place the actor or the reference on the engine pool."""
+    """Place the actor, the reference or the teacher on the engine pool."""
     algorithm, lora = config.algorithm, config.engine.lora
     engine_config = replace(
         engine_config_of(config, model_path, config.engine.lr),
         lora=LoraConfig(**asdict(lora)) if is_trained and lora is not None else None,
         entropy=is_trained and algorithm.entropy_coef > 0,
         sum_pi_squared=is_trained and "sum_pi_squared" in ADVANTAGES[algorithm.advantage].needs,
+        num_candidates=num_candidates,
         router_aux_loss_coef=config.engine.router_aux_loss_coef if is_trained else 0.0,
     )
     return runtime.create_group(
@@ -378,9 +384,25 @@ def create_engine(
         config=engine_config if is_trained else replace(engine_config, optimizer=None),
         algorithm=algorithm,
         inputs=EXPERTS if is_trained and config.engine.router_replay else (),  # a reference chooses its own
+        teacher=config.teacher,
         queue_address=queue_address,
         weights_address=weights_address,
         timeout_s=config.timeout_s,
+    )
+
+
+def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> EngineWorker:
+    """Place the teacher on the engine pool, laid out like the policy."""
+    assert config.teacher is not None, "the caller has checked it"
+    path, num_candidates = Path(config.teacher.path), config.teacher.num_candidates
+    return create_engine(
+        config,
+        runtime,
+        path,
+        queue_address,
+        None,
+        is_trained=False,
+        num_candidates=0 if config.teacher.divergence == "reverse" else num_candidates,
     )
 
 

@@ -30,6 +30,9 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
     if parts.reference is not None:
         with timer.phase("ref_logprobs"):
             batch = batch.union(parts.reference.compute_log_prob(batch, column="ref_logprobs"))
+    if parts.teacher is not None:
+        with timer.phase("teach"):
+            batch = batch.union(parts.teacher.teach(batch))
     if parts.critic is not None:
         with timer.phase("values"):
             batch = batch.union(parts.critic.compute_values(batch))

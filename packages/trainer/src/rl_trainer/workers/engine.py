@@ -14,6 +14,7 @@ import rl_ckpt
 import rl_engine
 import rl_tq
 from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, PolicyLossFunction, ValueLossFunction, compute_advantages
+from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl import estimate_kl
 from rl_trainer.algorithms.selection import COV_LOSSES, select_tokens
 from rl_trainer.algorithms.token_advantages import value_scan
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SyncReport
     from rl_engine.types import EngineConfig
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import AlgorithmConfig
+    from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 _TOKENS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
 _OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
@@ -166,6 +167,7 @@ class EngineWorker(_EngineRank):
         backend: str,
         config: EngineConfig,
         algorithm: AlgorithmConfig,
+        teacher: TeacherSection | None = None,
         queue_address: str,
         inputs: Sequence[str] = (),
         weights_address: str | None = None,
@@ -175,7 +177,8 @@ class EngineWorker(_EngineRank):
             backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
         )
         self._algorithm = algorithm
-        self._loss = PolicyLossFunction(config=algorithm)
+        self._teacher = teacher
+        self._loss = PolicyLossFunction(config=algorithm, teacher=teacher)
         self._loop = LoopThread("weights")
         self._sender = None
         if weights_address is not None and context.rank == 0:
@@ -192,6 +195,12 @@ class EngineWorker(_EngineRank):
         if column == "old_logprobs" and "sum_pi_squared" in ADVANTAGES[self._algorithm.advantage].needs:
             columns["sum_pi_squared"] = "sum_pi_squared"
         return self._forward(batch, columns)
+
+    @register(Dispatch.SPLIT)
+    def teach(self, batch: BatchMeta) -> BatchMeta:
+        """Write what the loss reads of a teacher, which this engine holds."""
+        assert self._teacher is not None, "it is asked of the teacher alone"
+        return self._forward(batch, teacher_columns(self._teacher))
 
     @register(Dispatch.RANK_ZERO)
     def compute_advantage(self, batch: BatchMeta, kl_coef: float, seed: int) -> AdvantageReport:
@@ -256,6 +265,7 @@ class EngineWorker(_EngineRank):
         columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
         columns += ["old_logprobs"] if config.old_logprobs == "recompute" else []
         columns += ["selected"] if config.loss in COV_LOSSES else []
+        columns += teacher_columns(self._teacher).values() if self._teacher is not None else []
         data = self._queue.get(batch, columns)
         if config.old_logprobs == "rollout":
             data.rename_key_("rollout_logprobs", "old_logprobs")

@@ -1,0 +1,86 @@
+"""What a policy learns from a teacher on its own completions. Legend: `T` tokens (packed), `K` candidates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import rl_csrc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from rl_engine.types import ModelOutput
+    from rl_trainer.config import TeacherSection
+
+ALONE = "distill"
+"""The `algorithm.loss` that learns from the teacher and from nothing else."""
+
+
+def teacher_columns(teacher: TeacherSection) -> dict[str, str]:
+    """By output of the teacher's engine, the column that the loss reads it from."""
+    if teacher.divergence == "reverse":
+        return {"logprobs": "teacher_logprobs"}
+    candidates = {"candidate_token_ids": "candidate_token_ids", "candidate_logprobs": "teacher_candidate_logprobs"}
+    return {"logprobs": "teacher_logprobs", **candidates}
+
+
+def teacher_loss(
+    output: ModelOutput, rows: TensorDict, teacher: TeacherSection, counted: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The divergence of policy and teacher (generalised knowledge distillation, arXiv 2306.13649), as a share.
+
+    Reverse is half the squared log-ratio of each sampled token, whose gradient is that of KL(policy || teacher) where
+    the policy sampled it. Forward is KL(teacher || policy) over the teacher's candidates and all other tokens as one.
+    Metrics: `teacher_kl`, the mean log-ratio policy / teacher of the sampled tokens, and `teacher_forward_kl`.
+
+    Args:
+        output: Of the policy, for one micro-batch.
+        rows: With the columns of `teacher_columns`, and `loss_mask`.
+        teacher: Which divergence, and how much of it.
+        counted: How `rl_csrc.policy_loss` adds tokens up.
+    """
+    mask, cu_seqlens = rows["loss_mask"].values(), output.cu_seqlens
+    sampled = rows["teacher_logprobs"].values().to(output.logprobs.dtype)
+    nothing = torch.zeros_like(sampled)
+    gap = torch.where(mask.bool(), output.logprobs.detach() - sampled, 0.0)
+    metrics = {"teacher_kl": gap.sum() / max(output.counts.tokens, 1.0)}
+    weight = {"reverse": 0.0, "forward": 1.0, "mixed": teacher.forward_weight}[teacher.divergence]
+    total = nothing.sum()
+    if weight < 1:
+        total = rl_csrc.policy_loss(
+            output.logprobs,
+            output.logprobs.detach(),
+            nothing,
+            mask,
+            cu_seqlens,
+            loss="reinforce",
+            kl="k2",
+            kl_coef=teacher.coef * (1 - weight),
+            ref_logprobs=sampled,
+            **counted,
+        ).loss
+    if weight > 0:
+        divergence = coarse_kl(rows["teacher_candidate_logprobs"].values(), output.candidate_logprobs)
+        metrics["teacher_forward_kl"] = (divergence.detach() * mask).sum() / max(output.counts.tokens, 1.0)
+        # REINFORCE is -advantage * what it is given, added up as configured.
+        share = rl_csrc.policy_loss(
+            divergence, divergence.detach(), nothing - 1, mask, cu_seqlens, loss="reinforce", **counted
+        )
+        total = total + teacher.coef * weight * share.loss
+    return total, metrics
+
+
+def coarse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
+    """(T,) KL(teacher || policy) of (T, K) log-probs, all other tokens taken together as one more outcome."""
+    outcomes = [torch.cat([logprobs.float(), _log_rest(logprobs.float())], -1) for logprobs in (teacher, policy)]
+    return (outcomes[0].exp() * (outcomes[0] - outcomes[1])).sum(-1)
+
+
+def _log_rest(logprobs: Tensor) -> Tensor:
+    """(T, 1) log of what (T, K) log-probs leave of 1; at least 1e-6, below which rounding is all there is."""
+    return (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
