@@ -24,7 +24,7 @@ from rl_trainer.workers.columns import to_columns
 NOTHING, HALF, ONE = (Score(reward=reward) for reward in (0.0, 0.5, 1.0))
 
 
-def output(ids, version=1):
+def output(ids, version=1, rollout=0):
     return AgentLoopOutput(
         prompt_token_ids=(1, 2),
         completion_token_ids=tuple(ids),
@@ -33,15 +33,17 @@ def output(ids, version=1):
         weight_versions=(version,) * len(ids),
         finish_reason="stop",
         text="",
+        extra_fields={"rollout_index": rollout},
     )
 
 
 def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token():
     columns, tags = to_columns(
-        [(7, [(output([3, 4]), ONE), (output([5]), NOTHING)], None), (9, [(output([6, 6, 6]), HALF)], None)]
+        [(7, [(output([3, 4]), ONE), (output([5], rollout=1), NOTHING)], None), (9, [(output([6, 6, 6]), HALF)], None)]
     )
     assert columns.batch_size == (3,)
     assert columns["group_id"].tolist() == [7, 7, 9]
+    assert columns["rollout_index"].tolist() == [0, 1, 0]
     assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 1.0], [0.0], [0.0, 0.0, 0.5]]
     assert [(t["group_id"], t["reward"], t["num_tokens"]) for t in tags] == [(7, 1.0, 2), (7, 0.0, 1), (9, 0.5, 3)]
 
@@ -110,6 +112,8 @@ def test_rollouts_are_scored_side_by_side_as_they_finish_and_a_score_that_fails_
 
     groups = asyncio.run(main())
     assert [[s.reward for _, s in scored(rollout)] for rollout in groups[0].rollouts] == [[0.75]] * 4
+    columns, _ = to_columns([(7, [sample for rollout in groups[0].rollouts for sample in scored(rollout)], None)])
+    assert columns["rollout_index"].tolist() == [0, 1, 2, 3]
     assert [[s.reward for _, s in scored(rollout)] for rollout in groups[2].rollouts] == [[2.75]] * 4
     assert scorer.max_running == 12, "one after the other would take as many times as long"
     assert groups[1].is_dropped

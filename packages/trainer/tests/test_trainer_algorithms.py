@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,17 @@ from rl_trainer.algorithms import (
     ADVANTAGES,
     POLICY_LOSSES,
     AdvantageInput,
+    Estimator,
+    PolicyLoss,
     PolicyLossFunction,
     compute_advantages,
+    loss_named,
     register_advantage,
     table,
 )
-from rl_trainer.config import AlgorithmConfig
-from rl_trainer.errors import ConfigError
+from rl_trainer.config import AlgorithmConfig, load_config
+from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.plan import make_plan
 
 
 def two_groups():
@@ -101,8 +106,137 @@ def test_an_estimator_from_outside(monkeypatch):
     monkeypatch.setattr("rl_trainer.algorithms.advantages.ADVANTAGES", dict(ADVANTAGES))
     register_advantage("ones", lambda data: data.loss_mask.float())
     assert compute_advantages("ones", two_groups()).sum() == 6
-    with pytest.raises(ConfigError, match=r"there is no advantage estimator 'twos'; there are .*ones"):
+    with pytest.raises(ConfigError, match=r"algorithm.advantage='twos' is not known; there are .*ones"):
         compute_advantages("twos", two_groups())
+
+
+GROUPED = [name for name, estimator in ADVANTAGES.items() if estimator.compares_group]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_rollout_of_several_trajectories_enters_its_group_once(name):
+    """Three rollouts; the second made two trajectories of the same reward. As if it had made one, for the others."""
+    torch.manual_seed(0)
+
+    def made(rows, rollouts):
+        lengths = [2 if row in {"b", "b'"} else 3 if row == "c" else 4 for row in rows]
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        rewards = torch.zeros(sum(lengths))
+        rewards[offsets[1:] - 1] = torch.tensor([{"a": 1.0, "b": 0.0, "b'": 0.0, "c": 0.5}[row] for row in rows])
+        halves = torch.full((sum(lengths),), 0.5)
+        return AdvantageInput(
+            rewards=rewards,
+            loss_mask=torch.ones(sum(lengths), dtype=torch.int64),
+            cu_seqlens=offsets,
+            group_ids=torch.zeros(len(rows), dtype=torch.int64),
+            rollout_ids=torch.tensor(rollouts),
+            logprobs=halves.log(),
+            sum_pi_squared=halves,
+            process_rewards=halves,
+            components=torch.stack([rewards[offsets[1:] - 1], torch.tensor([float(row == "c") for row in rows])], 1),
+        )
+
+    split, whole = made(["a", "b", "b'", "c"], [0, 1, 1, 2]), made(["a", "b", "c"], [0, 1, 2])
+    apart = made(["a", "b", "b'", "c"], [0, 1, 2, 3])
+    got, wanted, other = (compute_advantages(name, data) for data in (split, whole, apart))
+    if name in {"reinforce_pp_baseline", "gdpo"}:  # whitened over tokens, of which there are two more
+        signs = torch.cat([wanted[:4], wanted[4:6], wanted[4:6], wanted[6:]])
+        torch.testing.assert_close((got[0] - got[4]) / (got[8] - got[4]), (signs[0] - signs[4]) / (signs[8] - signs[4]))
+        return
+    if name == "opo":  # weighs lengths, and the rollout has twice as many tokens: baseline (4 * 1 + 3 * 0.5) / 11
+        torch.testing.assert_close(got[[0, 4, 8]], torch.tensor([1.0, 0.0, 0.5]) - 0.5)
+        return
+    torch.testing.assert_close(got, torch.cat([wanted[:4], wanted[4:6], wanted[4:6], wanted[6:]]))
+    if name != "grpo_passk":
+        assert not torch.allclose(other, got), "the test would not see it"
+
+
+def test_a_rollout_s_reward_is_the_mean_of_its_trajectories_by_hand():
+    data = AdvantageInput(
+        rewards=torch.tensor([1.0, 0.0, 0.2]),
+        loss_mask=torch.ones(3, dtype=torch.int64),
+        cu_seqlens=torch.arange(4),
+        group_ids=torch.tensor([5, 5, 5]),
+        rollout_ids=torch.tensor([3, 3, 0]),
+    )
+    torch.testing.assert_close(compute_advantages("rloo", data), torch.tensor([0.3, 0.3, -0.3]))
+
+
+class Point:
+    """An entry point."""
+
+    def __init__(self, name, value):
+        self.name, self.load = name, lambda: value
+
+
+def test_algorithms_of_other_distributions_are_found_by_entry_point(monkeypatch):
+    ones = Estimator(compute=lambda data: data.loss_mask.float())
+    double = PolicyLoss(source="none", keys=("clip_low",), compute=lambda data: -2 * data.advantages * data.logprobs)
+    points = {"rl_trainer.advantages": [Point("ones", ones)], "rl_trainer.policy_losses": [Point("double", double)]}
+    monkeypatch.setattr("rl_trainer.algorithms._plugins.entry_points", lambda group: points[group])
+    assert compute_advantages("ones", two_groups()).sum() == 6
+    assert loss_named("double") is double
+    make_plan(load_config("quickstart", [*PLAIN, "algorithm.advantage=ones", "algorithm.loss=double"]))
+    with pytest.raises(PlanError, match="clip_dual=2.0 does nothing unless"):
+        make_plan(load_config("quickstart", [*PLAIN, "algorithm.loss=double", "algorithm.clip_dual=2"]))
+    with pytest.raises(ConfigError, match="algorithm.loss='triple' is not known; there are cispo, .*, double"):
+        loss_named("triple")
+    points["rl_trainer.policy_losses"] = [Point("ones", ones)]
+    with pytest.raises(
+        ConfigError, match="'ones' of rl_trainer.policy_losses leads to a Estimator; it has to be a Poli"
+    ):
+        loss_named("ones")
+
+
+PLAIN = ["algorithm.clip_high=0.2"]
+
+
+def one_row_batch(mask, offsets, **columns):
+    data = {name: jagged(values, offsets) for name, values in {**columns, "loss_mask": mask}.items()}
+    return TensorDict(data, batch_size=[len(offsets) - 1])
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_a_loss_of_one_s_own_is_aggregated_corrected_and_penalised_as_the_others(monkeypatch, aggregation):
+    """-A logprob from outside has loss, gradient and metrics of `reinforce`."""
+    own = PolicyLoss(source="none", compute=lambda data: -data.advantages * data.logprobs)
+    monkeypatch.setitem(POLICY_LOSSES, "own", own)
+    torch.manual_seed(0)
+    offsets, mask = torch.tensor([0, 3, 4, 8]), torch.tensor([1, 1, 0, 1, 1, 0, 1, 1])
+    names = ("old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs")
+    rows = one_row_batch(mask, offsets, **{name: torch.randn(8) * 0.3 for name in names})
+    start = torch.randn(8) * 0.1
+    found = {}
+    for name in ("reinforce", "own"):
+        config = AlgorithmConfig(
+            loss=name, kl_coef=0.1, correction="tis", aggregation=aggregation,
+            norm_constant=7.0 if aggregation.endswith("norm") else None,
+        )  # fmt: skip
+        logprobs = start.clone().requires_grad_()
+        counts = BatchCounts(tokens=6.0, sequences=3.0)
+        output = ModelOutput(token_logprobs=logprobs, entropy=None, cu_seqlens=offsets, counts=counts)
+        loss, metrics = PolicyLossFunction(config=config)(output, rows)
+        loss.backward()
+        found[name] = (loss.detach(), logprobs.grad, metrics)
+    torch.testing.assert_close(found["own"], found["reinforce"])
+
+
+def test_options_of_a_loss_reach_it():
+    rows = one_row_batch(
+        torch.ones(2), torch.tensor([0, 2]),
+        old_logprobs=torch.tensor([-1.0, -1.0]), rollout_logprobs=torch.tensor([-1.0, -1.0]),
+        advantages=torch.tensor([1.0, -1.0]),
+    )  # fmt: skip
+    counts = BatchCounts(tokens=2.0, sequences=1.0)
+    logprobs = torch.tensor([-0.5, -0.5])
+    output = ModelOutput(token_logprobs=logprobs, entropy=None, cu_seqlens=torch.tensor([0, 2]), counts=counts)
+    config = AlgorithmConfig(loss="sapo", loss_options={"tau_neg": 2.0})
+    rho = math.exp(0.5)
+    positive, negative = (4 / tau / (1 + math.exp(-tau * (rho - 1))) for tau in (1.0, 2.0))
+    loss, _ = PolicyLossFunction(config=config)(output, rows)
+    assert loss.item() == pytest.approx((-positive + negative) / 2, rel=1e-5)
 
 
 def jagged(values, offsets):

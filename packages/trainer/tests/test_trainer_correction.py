@@ -2,8 +2,12 @@ import math
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics, rejection_mask
+from rl_engine.types import BatchCounts, ModelOutput
+from rl_trainer.algorithms import PolicyLossFunction
+from rl_trainer.algorithms.correction import correction_weights, derived_metrics, mismatch_metrics, rejection_mask
+from rl_trainer.config import AlgorithmConfig
 
 ROLLOUT = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5]))
 OLD = torch.log(torch.tensor([0.25, 0.9, 0.1, 0.5, 0.75]))  # ratios 0.5, 1.8, 0.2, 1, 1.5
@@ -55,6 +59,28 @@ def test_mismatch_by_hand_and_shares_add_up():
     halves = [mismatch_metrics(OLD[s], ROLLOUT[s], MASK[s], weights()[s], 4) for s in (slice(0, 3), slice(3, 5))]
     for name, value in whole.items():
         torch.testing.assert_close(halves[0][name] + halves[1][name], value)
+    derived = derived_metrics({name: float(value) for name, value in whole.items()})
+    perplexities = [math.exp(-sum(math.log(p) for p in some) / 4) for some in ([0.25, 0.9, 0.5, 0.75], [0.5] * 4)]
+    assert math.isclose(derived["mismatch_ppl_ratio"], perplexities[0] / perplexities[1], rel_tol=1e-5)
+    assert math.isclose(derived["mismatch_ess"], sum(ratios) ** 2 / sum(r * r for r in ratios) / 4, rel_tol=1e-5)
+
+
+def test_the_share_of_truncated_tokens_and_the_mismatch_in_bypass_are_told():
+    offsets = torch.tensor([0, 5])
+    columns = {"old_logprobs": OLD, "rollout_logprobs": ROLLOUT, "advantages": torch.ones(5), "loss_mask": MASK}
+    rows = TensorDict(
+        {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}, batch_size=[1]
+    )
+    counts = BatchCounts(tokens=4.0, sequences=1.0)
+    output = ModelOutput(token_logprobs=OLD, entropy=None, cu_seqlens=offsets, counts=counts)
+    shares = {}
+    for name, low in (("tis", 0.5), ("icepop", 0.6)):
+        config = AlgorithmConfig(correction=name, correction_low=low, correction_high=1.6)
+        shares[name] = float(PolicyLossFunction(config=config)(output, rows)[1]["correction_clipped"])
+    assert shares == {"tis": 0.25, "icepop": 0.5}  # 1.8; 0.5 and 1.8
+    rows["old_logprobs"] = rows["rollout_logprobs"]
+    _, metrics = PolicyLossFunction(config=AlgorithmConfig(old_logprobs="rollout"))(output, rows)
+    assert math.isclose(metrics["mismatch_k1"], mismatch_metrics(OLD, ROLLOUT, MASK, None, 4)["mismatch_k1"])
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def output(experts):
         loss_mask=(1, 1),
         rollout_logprobs=(-0.5, -0.5),
         weight_versions=(1, 1),
+        extra_fields={"rollout_index": 0},
         finish_reason="stop",
         routed_experts=experts,
     )

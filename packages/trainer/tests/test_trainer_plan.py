@@ -21,6 +21,10 @@ def test_counts_by_hand():
 
 
 GDPO = ["algorithm.advantage=gdpo", "reward.path=rewards.py:f"]
+SAPO = ["algorithm.loss=sapo", "algorithm.clip_high=0.2"]
+COV = ["algorithm.loss=kl_cov", "algorithm.clip_high=0.2"]
+TIS = ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
+KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in_reward=true"]
 JUDGE = [
     f"reward.parts.a.{setting}"
     for setting in ("kind=judge", "url=http://localhost:1/v1", "model=m", "prompt='good? {completion}'")
@@ -43,8 +47,8 @@ JUDGE = [
         (["batch.max_tokens_per_gpu=10"], PlanError, "more than batch.max_tokens_per_gpu=10"),
         (["rollout.max_model_len=10"], PlanError, "more than rollout.max_model_len=10"),
         (["batch.group_size=1"], PlanError, "batch.group_size must be at least 2"),
-        (["algorithm.advantage=gae2"], ConfigError, "there are .*grpo"),
-        (["algorithm.loss=pp0"], ConfigError, "there are ppo"),
+        (["algorithm.advantage=gae2"], ConfigError, "algorithm.advantage='gae2' is not known; there are .*grpo"),
+        (["algorithm.loss=pp0"], ConfigError, "algorithm.loss='pp0' is not known; there are .*ppo"),
         (["engine.world_size=2", "engine.parallel.tp=4"], PlanError, r"world_size=2 is no multiple of .* 4 x 1 x 1"),
         (["engine.lora.rank=0"], ConfigError, "engine.lora.rank: Input should be greater than 0"),
         (["runtime=inline", "engine.world_size=2"], PlanError, "use runtime=ray"),
@@ -60,11 +64,19 @@ JUDGE = [
         (["algorithm.advantage=vtrace", "critic.lr=1e-5"], PlanError, "reads ratio, .* set algorithm.old_logprobs=rec"),
         (["algorithm.advantage=prime"], PlanError, "a process reward model"),
         (["algorithm.rejection=token"], PlanError, "algorithm.old_logprobs=rollout never computes"),
-        (["algorithm.cov_share=0.1"], PlanError, "cov_share=0.1 does nothing unless algorithm.loss is clip_cov or"),
+        (["algorithm.loss_options.share=0.1"], ConfigError, "not read by algorithm.loss=ppo; its options are: none"),
+        ([*SAPO, "algorithm.loss_options={tau: 1}"], ConfigError, "tau is not read .* options are: tau_pos, tau_neg"),
+        ([*COV, "algorithm.loss_options.share=2"], PlanError, "share=2 is a share of the tokens; give 0 to 1"),
+        ([*SAPO, "algorithm.clip_low=0.1"], PlanError, "clip_low=0.1 does nothing unless algorithm.loss is one of ppo"),
+        (["algorithm.loss=sapo"], PlanError, "clip_high=0.28 does nothing .* leave it out, or set it back to 0.2"),
+        (["algorithm.gamma=0.9"], PlanError, "gamma=0.9 does nothing unless algorithm.advantage is one of gae, opt"),
+        (["algorithm.correction_high=3"], PlanError, "does nothing unless algorithm.correction is chosen"),
+        ([*TIS, "algorithm.correction_low=0.1"], PlanError, "does nothing unless algorithm.correction is icepop"),
+        ([*KL, "algorithm.kl_estimator=k3+"], PlanError, "penalty in the rewards has none; set kl_estimator=k3"),
         (["algorithm.kl_in_reward=true"], PlanError, "does nothing unless algorithm.kl_coef is positive"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_target=1"], PlanError, "unless algorithm.kl_in_reward is set"),
         (["algorithm.rejection_low=0.1"], PlanError, "unless algorithm.rejection is chosen"),
-        (["algorithm.lam=0.9"], PlanError, "unless algorithm.advantage is gae or vtrace"),
+        (["algorithm.lam=0.9"], PlanError, "unless algorithm.advantage is one of gae, vtrace"),
         (["algorithm.norm_constant=9"], PlanError, "goes with algorithm.aggregation=seq-mean-token-sum-norm"),
         (["algorithm.advantage=gdpo"], PlanError, "reads components, which takes a reward of parts: set reward.parts"),
         ([*GDPO, "algorithm.kl_coef=1", "algorithm.kl_in_reward=true"], PlanError, "kl_in_reward leaves as they are"),

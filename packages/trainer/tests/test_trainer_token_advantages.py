@@ -188,7 +188,7 @@ def test_chosen_tokens_are_treated_apart(loss):
         "loss_mask": jagged(torch.ones(3)),
         "selected": jagged(torch.tensor([0, 0, 1], dtype=torch.uint8)),
     }
-    config = AlgorithmConfig(loss=loss, clip_dual=0.0, cov_kl_coef=0.5)
+    config = AlgorithmConfig(loss=loss, clip_dual=0.0, loss_options={"kl_coef": 0.5} if loss == "kl_cov" else {})
     value, _ = PolicyLossFunction(config=config)(output_of(logprobs), TensorDict(columns, batch_size=[1]))
     value.backward()
     ratio = math.exp(0.5)

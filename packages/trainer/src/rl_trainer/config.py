@@ -248,12 +248,8 @@ class AlgorithmConfig:
     """Importance ratio is clipped at 1 + clip_high."""
     clip_dual: float = 3.0
     """Bound on the ratio for negative advantages; 0 turns it off."""
-    cov_share: Annotated[float, Field(gt=0, le=1)] = 0.0002
-    """Share of the tokens that loss=clip_cov or kl_cov treats apart."""
-    cov_bounds: tuple[float, float] = (1.0, 5.0)
-    """Covariances that loss=clip_cov chooses among."""
-    cov_kl_coef: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the KL of the tokens that loss=kl_cov chose."""
+    loss_options: Mapping[str, float] = field(default_factory=dict)
+    """What that loss alone reads, such as {tau_neg: 1.1} with loss=sapo; ALGORITHMS.md lists them."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per model token, of the estimators that look ahead."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -272,8 +268,8 @@ class AlgorithmConfig:
     """KL per token that the coefficient is steered to; only with kl_in_reward; 0 keeps the coefficient."""
     kl_horizon: Annotated[float, Field(gt=0)] = 10000.0
     """Completions in which the coefficient follows; only with kl_target."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator of that KL."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of that KL; in the loss `+` takes the gradient of k2."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"

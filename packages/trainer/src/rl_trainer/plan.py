@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
-from rl_trainer.algorithms.distillation import ALONE
-from rl_trainer.algorithms.selection import COV_LOSSES
-from rl_trainer.config import AlgorithmConfig, DataConfig, StalenessSection, TeacherSection
+from rl_trainer.algorithms.checks import check_algorithm
+from rl_trainer.config import DataConfig
 from rl_trainer.data.records import HUB, is_saved_dataset
-from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.pipelines.staleness import create_policy
+from rl_trainer.errors import PlanError
 from rl_trainer.rewards.checks import check_reward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rl_trainer.algorithms.advantages import Need
     from rl_trainer.config import Config
 
 
@@ -87,7 +83,14 @@ def make_plan(config: Config) -> BatchPlan:
             f"{config.rollout.max_model_len}"
         )
     _check_data(config.data)
-    _check_algorithm(config)
+    check_reward(config.reward)
+    if config.reward.overlong_buffer > config.rollout.max_new_tokens:
+        raise PlanError(
+            f"reward.overlong_buffer={config.reward.overlong_buffer} is longer than the longest completion, "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+        )
+    check_algorithm(config)
+    _check_layout(config)
     return BatchPlan(
         prompts=batch.batch_size,
         completions=batch.batch_size * batch.group_size,
@@ -112,49 +115,8 @@ def longest_sequence(config: Config) -> tuple[int, str]:
     return config.rollout.max_model_len, f"(agent.loop={agent.loop} sets no bound) rollout.max_model_len"
 
 
-def _check_algorithm(config: Config) -> None:
-    algorithm = config.algorithm
-    if algorithm.advantage not in ADVANTAGES:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage!r} is not registered; there are {', '.join(sorted(ADVANTAGES))}"
-        )
-    if algorithm.loss not in POLICY_LOSSES:
-        raise ConfigError(
-            f"algorithm.loss={algorithm.loss!r} is not a policy loss; there are {', '.join(POLICY_LOSSES)}"
-        )
-    for need in ADVANTAGES[algorithm.advantage].needs:
-        if (lacking := _lacking(config, need)) is not None:
-            raise PlanError(f"algorithm.advantage={algorithm.advantage} reads {need}, which takes {lacking}")
-    if config.critic is not None and "values" not in ADVANTAGES[algorithm.advantage].needs:
-        raise PlanError(
-            f"the keys of critic do nothing with algorithm.advantage={algorithm.advantage}; leave them out, or choose "
-            f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if 'values' in e.needs)}"
-        )
-    _check_teacher(config)
-    _check_keys_that_depend(config)
-    if algorithm.loss != ALONE and ADVANTAGES[algorithm.advantage].compares_group and config.batch.group_size < 2:
-        raise PlanError(
-            f"algorithm.advantage={algorithm.advantage} compares completions of one prompt: batch.group_size must be "
-            "at least 2"
-        )
-    if config.batch.dynamic_sampling and config.batch.group_size < 2:
-        raise PlanError(
-            "batch.dynamic_sampling compares completions of one prompt: batch.group_size must be at least 2"
-        )
-    if algorithm.rejection != "none" and algorithm.old_logprobs == "rollout":
-        raise PlanError(
-            f"algorithm.rejection={algorithm.rejection} compares the sampler's log-probs with the engine's, which "
-            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
-        )
-    if algorithm.correction != "none" and algorithm.old_logprobs == "rollout":
-        raise PlanError(
-            f"algorithm.correction={algorithm.correction} corrects from the sampler's log-probs to the engine's, which "
-            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
-        )
-    if config.pipeline != "sync":
-        _check_off_policy(config)
-    if config.pipeline != "fully_async" and config.staleness != StalenessSection():
-        raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
+def _check_layout(config: Config) -> None:
+    """Processes and who shares them."""
     if config.rollout.colocated and config.pipeline != "sync":
         raise PlanError(
             f"pipeline={config.pipeline} generates and trains at the same time, which rollout.colocated=true rules "
@@ -171,30 +133,10 @@ def _check_algorithm(config: Config) -> None:
             f"engine.world_size={world_size} is no multiple of engine.parallel tp x pp x cp = "
             f"{layout.tp} x {layout.pp} x {layout.cp}"
         )
-    if config.runtime == "inline" and config.engine.world_size > 1:
-        raise PlanError(f"engine.world_size={config.engine.world_size} needs processes of its own: use runtime=ray")
-    if config.rollout.top_p < 1.0 and algorithm.old_logprobs == "recompute":
-        raise PlanError(
-            "rollout.top_p < 1 makes the sampler's distribution differ from the one the engine scores; set top_p=1, "
-            "or algorithm.old_logprobs=rollout"
-        )
-
-
-def _lacking(config: Config, need: Need) -> str | None:
-    """What a run would have to have for an optional input of estimators; None if it has it."""
-    if need in {"greedy_rewards", "logprobs"} or (need == "values" and config.critic is not None):
-        return None
-    if need == "components" and (config.reward.parts or config.reward.path):
-        return None
-    if need in {"ratio", "sum_pi_squared"} and config.algorithm.old_logprobs == "recompute":
-        return None
-    return {
-        "values": "a critic: set a key of critic, such as critic.lr",
-        "ratio": "the engine's log-probs beside the sampler's: set algorithm.old_logprobs=recompute",
-        "sum_pi_squared": "the engine's pass over the old policy: set algorithm.old_logprobs=recompute",
-        "components": "a reward of parts: set reward.parts, or reward.path to a function that gives numbers by name",
-        "process_rewards": "a process reward model, which the pipelines have not got: compose your own trainer",
-    }[need]
+    if config.runtime == "inline" and world_size > 1:
+        raise PlanError(f"engine.world_size={world_size} needs processes of its own: use runtime=ray")
+    if config.runtime == "inline" and config.pipeline != "sync":
+        raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
 
 
 def _check_data(data: DataConfig) -> None:
@@ -229,85 +171,3 @@ def _check_data(data: DataConfig) -> None:
     )
     refuse(uses_datasets, "unless data.path is of the datasets package", "train_split", "eval_split", "load_options")
     refuse(not is_dataset, "with a dataset of the datasets package: set data.eval_split", "eval_path")
-
-
-def _check_keys_that_depend(config: Config) -> None:
-    """Keys that mean something only beside another one."""
-    algorithm, default = config.algorithm, AlgorithmConfig()
-
-    def refuse(unless: str, *names: str) -> None:
-        for name in names:
-            if getattr(algorithm, name) != getattr(default, name):
-                raise PlanError(
-                    f"algorithm.{name}={getattr(algorithm, name)} does nothing unless {unless}; leave it out"
-                )
-
-    if algorithm.loss not in COV_LOSSES:
-        refuse("algorithm.loss is clip_cov or kl_cov", "cov_share")
-    if algorithm.loss != "clip_cov":
-        refuse("algorithm.loss is clip_cov", "cov_bounds")
-    if algorithm.loss != "kl_cov":
-        refuse("algorithm.loss is kl_cov", "cov_kl_coef")
-    if algorithm.kl_coef == 0:
-        refuse("algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator")
-    if not algorithm.kl_in_reward:
-        refuse("algorithm.kl_in_reward is set", "kl_target", "kl_horizon")
-    if algorithm.rejection == "none":
-        refuse("algorithm.rejection is chosen", "rejection_divergence", "rejection_low", "rejection_high")
-    if algorithm.advantage not in {"gae", "vtrace"}:
-        refuse("algorithm.advantage is gae or vtrace", "lam")
-    if (algorithm.norm_constant is None) != (algorithm.aggregation != "seq-mean-token-sum-norm"):
-        raise PlanError(
-            f"algorithm.norm_constant={algorithm.norm_constant} goes with "
-            f"algorithm.aggregation=seq-mean-token-sum-norm and with no other, but aggregation={algorithm.aggregation}"
-        )
-    if config.algorithm.kl_in_reward and "components" in ADVANTAGES[algorithm.advantage].needs:
-        raise PlanError(
-            f"algorithm.advantage={algorithm.advantage} reads the parts of a reward, which algorithm.kl_in_reward "
-            "leaves as they are; add the penalty to the loss instead (kl_in_reward=false)"
-        )
-    check_reward(config.reward)
-    if config.reward.overlong_buffer > config.rollout.max_new_tokens:
-        raise PlanError(
-            f"reward.overlong_buffer={config.reward.overlong_buffer} is longer than the longest completion, "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
-        )
-
-
-def _check_teacher(config: Config) -> None:
-    """What goes with a teacher, and what learning from it alone leaves without a meaning."""
-    algorithm, teacher = config.algorithm, config.teacher
-    if teacher is None:
-        if algorithm.loss == ALONE:
-            raise PlanError(f"algorithm.loss={ALONE} learns from a teacher alone: set teacher.path")
-        return
-    for name, kinds in (("forward_weight", ("mixed",)), ("num_candidates", ("forward", "mixed"))):
-        is_set = getattr(teacher, name) != getattr(TeacherSection(path=""), name)
-        if is_set and teacher.divergence not in kinds:
-            raise PlanError(
-                f"teacher.{name}={getattr(teacher, name)} does nothing unless teacher.divergence is "
-                f"{' or '.join(kinds)}; leave it out"
-            )
-    if algorithm.loss == ALONE:
-        default = AlgorithmConfig()
-        for name in ("advantage", "clip_low", "clip_high", "clip_dual", "correction", "rejection"):
-            if getattr(algorithm, name) != getattr(default, name):
-                raise PlanError(
-                    f"algorithm.{name}={getattr(algorithm, name)} does nothing with algorithm.loss={ALONE}, which "
-                    "looks at no reward; leave it out"
-                )
-
-
-def _check_off_policy(config: Config) -> None:
-    if config.runtime == "inline":
-        raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
-    if config.pipeline == "fully_async":
-        create_policy(config)
-        if config.staleness.max_staleness == 0:
-            return
-    if config.algorithm.old_logprobs == "recompute" and config.algorithm.correction == "none":
-        raise PlanError(
-            f"pipeline={config.pipeline} learns from tokens of older weights, which algorithm.old_logprobs=recompute "
-            "would treat as the engine's own; set algorithm.correction=tis (or icepop), or "
-            "algorithm.old_logprobs=rollout"
-        )

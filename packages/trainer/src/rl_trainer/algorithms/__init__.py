@@ -6,9 +6,11 @@ from rl_trainer.algorithms.advantages import (
     AdvantageInput,
     Estimator,
     compute_advantages,
+    estimator_named,
     register_advantage,
 )
-from rl_trainer.algorithms.policy_loss import POLICY_LOSSES, PolicyLossFunction
+from rl_trainer.algorithms.losses import POLICY_LOSSES, PolicyLoss, PolicyLossInput, loss_named
+from rl_trainer.algorithms.policy_loss import PolicyLossFunction
 from rl_trainer.algorithms.value_loss import ValueLossFunction
 
 __all__ = [
@@ -16,10 +18,14 @@ __all__ = [
     "POLICY_LOSSES",
     "AdvantageInput",
     "Estimator",
+    "PolicyLoss",
     "PolicyLossFunction",
+    "PolicyLossInput",
     "ValueLossFunction",
     "compute_advantages",
+    "estimator_named",
     "group_advantages",
+    "loss_named",
     "register_advantage",
     "token_advantages",
 ]

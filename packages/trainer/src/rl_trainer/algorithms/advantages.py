@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from rl_trainer.algorithms._plugins import named
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+GROUP = "rl_trainer.advantages"
 
 Need = Literal["values", "components", "greedy_rewards", "logprobs", "sum_pi_squared", "ratio", "process_rewards"]
 """An optional field of `AdvantageInput` that an estimator cannot do without."""
@@ -33,6 +36,8 @@ class AdvantageInput:
     """(B + 1,) int64 row offsets into T."""
     group_ids: Tensor
     """(B,) int64, equal for the completions of one prompt."""
+    rollout_ids: Tensor | None = None
+    """(B,) int64, equal for the trajectories of one rollout within a group; None: a rollout is one trajectory."""
     gamma: float = 1.0
     """Discount of rewards per model token."""
     lam: float = 1.0
@@ -62,6 +67,16 @@ class AdvantageInput:
         """(B,) float32, the sum over each row's tokens."""
         return torch.segment_reduce(per_token.float(), "sum", offsets=self.cu_seqlens)
 
+    def rollouts(self) -> Rollouts:
+        """Which rows are of one rollout: it enters its group once, however many trajectories it has."""
+        if self.rollout_ids is None:
+            return Rollouts(
+                of_row=torch.arange(self.group_ids.numel(), device=self.group_ids.device), group_ids=self.group_ids
+            )
+        pairs = torch.stack([self.group_ids, self.rollout_ids], dim=1)
+        found, of_row = torch.unique(pairs, dim=0, return_inverse=True)
+        return Rollouts(of_row=of_row, group_ids=found[:, 0])
+
     def broadcast(self, per_row: Tensor) -> Tensor:
         """(T,) float32: a row's value at each of its model tokens, 0 elsewhere."""
         lengths = self.cu_seqlens.diff()
@@ -79,6 +94,28 @@ class AdvantageInput:
         return value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The rollouts of a batch. Legend: `S` rollouts."""
+
+    of_row: Tensor
+    """(B,) int64, the rollout of each row."""
+    group_ids: Tensor
+    """(S,) int64, equal for the rollouts of one prompt."""
+
+    def sum(self, per_row: Tensor) -> Tensor:
+        """(S,) float32 sum over the trajectories of each rollout."""
+        return per_row.new_zeros(self.group_ids.numel(), dtype=torch.float32).index_add(0, self.of_row, per_row.float())
+
+    def mean(self, per_row: Tensor) -> Tensor:
+        """(S,) float32 mean over the trajectories of each rollout."""
+        return self.sum(per_row) / self.sum(torch.ones_like(per_row))
+
+    def to_rows(self, per_rollout: Tensor) -> Tensor:
+        """(B,) a rollout's value for each of its trajectories."""
+        return per_rollout[self.of_row]
+
+
 AdvantageFunction = Callable[[AdvantageInput], "Tensor"]
 
 
@@ -92,27 +129,44 @@ class Estimator:
     """Optional fields that it reads."""
     compares_group: bool = False
     """Whether it compares completions of one prompt, so that groups of one teach nothing."""
+    keys: tuple[str, ...] = ()
+    """Keys of `algorithm` that it reads, of `gamma` and `lam`."""
 
 
 ADVANTAGES: dict[str, Estimator] = {}
 
 
 def register_advantage(
-    name: str, compute: AdvantageFunction, *, needs: tuple[Need, ...] = (), compares_group: bool = False
+    name: str,
+    compute: AdvantageFunction,
+    *,
+    needs: tuple[Need, ...] = (),
+    compares_group: bool = False,
+    keys: tuple[str, ...] = (),
 ) -> None:
-    """Add an estimator under a name that `algorithm.advantage` can then choose."""
-    ADVANTAGES[name] = Estimator(compute=compute, needs=needs, compares_group=compares_group)
+    """Add an estimator under a name that `algorithm.advantage` can then choose, in this process.
+
+    For every process of a job, install an `Estimator` in the entry point group `rl_trainer.advantages`.
+    """
+    ADVANTAGES[name] = Estimator(compute=compute, needs=needs, compares_group=compares_group, keys=keys)
+
+
+def estimator_named(name: str) -> Estimator:
+    """A registered or installed estimator.
+
+    Raises:
+        ConfigError: there is none of that name; lists what there is.
+    """
+    return named(name, ADVANTAGES, group=GROUP, kind=Estimator, key="algorithm.advantage")
 
 
 def compute_advantages(name: str, data: AdvantageInput) -> Tensor:
-    """(T,) float32 advantages by a registered estimator.
+    """(T,) float32 advantages by a registered or installed estimator.
 
     Raises:
         ConfigError: no such estimator (lists them), or a field that it needs is not there.
     """
-    if name not in ADVANTAGES:
-        raise ConfigError(f"there is no advantage estimator {name!r}; there are {', '.join(sorted(ADVANTAGES))}")
-    return ADVANTAGES[name].compute(data)
+    return estimator_named(name).compute(data)
 
 
 def members_of(group_ids: Tensor) -> list[Tensor]:

@@ -6,11 +6,14 @@ sampling as in AReaL (arXiv 2505.24298), IcePop's two-sided mask.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 Correction = Literal["none", "tis", "icepop"]
@@ -133,3 +136,16 @@ def mismatch_metrics(
     if weights is not None:
         sums |= {"correction_mean": weights.sum(), "correction_zero": ((weights == 0) & mask).sum().float()}
     return {name: value / max(num_tokens, 1.0) for name, value in sums.items()}
+
+
+def derived_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What follows from the sums of `mismatch_metrics` over a whole batch.
+
+    `mismatch_ppl_ratio` is the trainer's perplexity on what was sampled over the sampler's; `mismatch_ess` the
+    effective sample size of the tokens' ratios, (sum w)^2 / sum w^2, as a share of the tokens.
+    """
+    mean_ratio = 1 + metrics["mismatch_k3"] - metrics["mismatch_k1"]
+    return {
+        "mismatch_ppl_ratio": math.exp(min(metrics["mismatch_k1"], _LOG_MAX)),
+        "mismatch_ess": mean_ratio**2 / max(1 + metrics["mismatch_chi2"], 1e-12),
+    }

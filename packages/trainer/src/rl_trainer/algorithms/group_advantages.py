@@ -1,4 +1,8 @@
-"""Estimators that compare whole completions of one prompt; a completion's advantage stands at each of its tokens."""
+"""Estimators that compare whole completions of one prompt; a completion's advantage stands at each of its tokens.
+
+A rollout of several trajectories is one completion here: its reward is their mean, its length their sum, and each of
+them has its advantage.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +43,27 @@ def best_of_group(data: AdvantageInput) -> Tensor:
 
     0 for the others, where the best is shared, and in groups of one.
     """
-    rewards = data.sum_rewards()
-    normed = rl_csrc.group_norm(rewards, data.group_ids, mode="grpo")
+    rollouts = data.rollouts()
+    rewards = rollouts.mean(data.sum_rewards())
+    normed = rl_csrc.group_norm(rewards, rollouts.group_ids, mode="grpo")
     advantages = torch.zeros_like(normed)
-    for members in members_of(data.group_ids):
+    for members in members_of(rollouts.group_ids):
         if members.numel() > 1:
             best, second = rewards[members].topk(2).indices.tolist()
             advantages[members[best]] = normed[members[best]] - normed[members[second]]
-    return data.broadcast(advantages)
+    return data.broadcast(rollouts.to_rows(advantages))
 
 
 def length_weighted(data: AdvantageInput) -> Tensor:
     """Reward less the group's mean weighted by length in model tokens: OPO, arXiv 2505.23585. 0 in groups of one."""
-    rewards = data.sum_rewards()
-    lengths = torch.segment_reduce(data.loss_mask.float(), "sum", offsets=data.cu_seqlens)
+    rollouts = data.rollouts()
+    rewards = rollouts.mean(data.sum_rewards())
+    lengths = rollouts.sum(data.sum_rows(data.loss_mask))
     advantages = torch.zeros_like(rewards)
-    for members in members_of(data.group_ids):
+    for members in members_of(rollouts.group_ids):
         weight = lengths[members] / lengths[members].sum().clamp(min=1.0)
         advantages[members] = rewards[members] - (weight * rewards[members]).sum()
-    return data.broadcast(advantages)
+    return data.broadcast(rollouts.to_rows(advantages))
 
 
 def gpg(data: AdvantageInput) -> Tensor:
@@ -65,12 +71,14 @@ def gpg(data: AdvantageInput) -> Tensor:
 
     The scale is completions / completions of groups whose rewards differ; 0 everywhere if there are none.
     """
-    rewards = data.sum_rewards()
-    advantages = rl_csrc.group_norm(rewards, data.group_ids, mode="dr_grpo")
+    rollouts = data.rollouts()
+    rewards = rollouts.mean(data.sum_rewards())
+    advantages = rl_csrc.group_norm(rewards, rollouts.group_ids, mode="dr_grpo")
     has_signal = torch.zeros_like(rewards)
-    for members in members_of(data.group_ids):
+    for members in members_of(rollouts.group_ids):
         has_signal[members] = float(rewards[members].min() != rewards[members].max())
-    return data.broadcast(advantages * (rewards.numel() / has_signal.sum().clamp(min=1.0)))
+    scale = rewards.numel() / has_signal.sum().clamp(min=1.0)
+    return data.broadcast(rollouts.to_rows(advantages * scale))
 
 
 def group_reward_decoupled(data: AdvantageInput) -> Tensor:
@@ -80,14 +88,18 @@ def group_reward_decoupled(data: AdvantageInput) -> Tensor:
     """
     components = data.needed("components")
     weights = data.component_weights if data.component_weights is not None else components.new_ones(components.shape[1])
+    rollouts = data.rollouts()
     total = torch.zeros(components.shape[0], dtype=torch.float32, device=components.device)
     for rewards, weight in zip(components.float().unbind(1), weights.tolist(), strict=True):
-        total += weight * rl_csrc.group_norm(rewards, data.group_ids, mode="grpo")
+        normed = rl_csrc.group_norm(rollouts.mean(rewards), rollouts.group_ids, mode="grpo")
+        total += weight * rollouts.to_rows(normed)
     return rl_csrc.whiten(data.broadcast(total), data.loss_mask) * data.loss_mask
 
 
 def _against_group(data: AdvantageInput, mode: Literal["grpo", "dr_grpo", "rloo"]) -> Tensor:
-    return data.broadcast(rl_csrc.group_norm(data.sum_rewards(), data.group_ids, mode=mode))
+    rollouts = data.rollouts()
+    normed = rl_csrc.group_norm(rollouts.mean(data.sum_rewards()), rollouts.group_ids, mode=mode)
+    return data.broadcast(rollouts.to_rows(normed))
 
 
 register_advantage("grpo", grpo, compares_group=True)

@@ -10,7 +10,8 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-KlEstimator = Literal["k1", "abs", "k2", "k3"]
+KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+"""`+`: that value, with the gradient of k2 where it is in the loss."""
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
@@ -19,11 +20,12 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) 
     k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
     """
     d = logprobs.float() - ref_logprobs.float()
-    if estimator == "k1":
+    name = estimator.removesuffix("+")
+    if name == "k1":
         return d
-    if estimator == "abs":
+    if name == "abs":
         return d.abs()
-    if estimator == "k2":
+    if name == "k2":
         return d.square() / 2
     return torch.expm1(-d) + d
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +11,7 @@ import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
 from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics, rejection_mask
-from rl_trainer.algorithms.selection import COV_LOSSES
+from rl_trainer.algorithms.losses import PolicyLossInput, loss_named
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
     from rl_engine.types import ModelOutput
     from rl_trainer.config import AlgorithmConfig, TeacherSection
-
-_FUSED = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro", "reinforce")
-POLICY_LOSSES = (*_FUSED, *COV_LOSSES, distillation.ALONE)
-"""Policy losses: formulas and papers are in `rl_csrc.policy_loss`, of the others in `selection` and `distillation`."""
 
 _NO_CLIP = 1e9
 """An upper bound of the importance ratio that nothing reaches."""
@@ -46,78 +42,84 @@ class PolicyLossFunction:
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
-        config = self.config
-        has_reference = config.kl_coef > 0 and not config.kl_in_reward
+        config, spec = self.config, loss_named(self.config.loss)
+        options = {**spec.options, **config.loss_options}
         weights, mismatch = self._correct(output, rows)
-        old, mask = rows["old_logprobs"].values(), rows["loss_mask"].values()
-        loss, clip_low, clip_high, clip_dual = config.loss, config.clip_low, config.clip_high, config.clip_dual
-        advantages = rows["advantages"].values()
-        selected = rows["selected"].values().bool() if loss in COV_LOSSES else None
-        if loss == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
-            assert selected is not None
-            kept = (~selected).float()
-            loss, weights = "ppo", kept if weights is None else weights * kept
-        elif loss == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy below
-            loss, clip_low, clip_high, clip_dual = "ppo", 1.0, _NO_CLIP, 0.0
-        elif loss == distillation.ALONE:
-            loss, advantages = "reinforce", torch.zeros_like(advantages)
-        counted = {
+        old, advantages = rows["old_logprobs"].values(), rows["advantages"].values()
+        mask = rows["loss_mask"].values()
+        counted: dict[str, Any] = {
             "aggregation": config.aggregation,
             "num_tokens": output.counts.tokens,
             "num_sequences": output.counts.sequences,
             "norm_constant": config.norm_constant,
         }
+        bounds: dict[str, Any] = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+        bounds["clip_dual"] = config.clip_dual or None
+        name, extra = config.loss, torch.zeros((), device=old.device)
+        if spec.compute is not None:
+            per_token = spec.compute(
+                PolicyLossInput(
+                    logprobs=output.logprobs,
+                    old_logprobs=old,
+                    advantages=advantages,
+                    loss_mask=mask.bool(),
+                    cu_seqlens=output.cu_seqlens,
+                    clip_low=config.clip_low,
+                    clip_high=config.clip_high,
+                    clip_dual=config.clip_dual,
+                    options=options,
+                )
+            )
+            extra = aggregate(per_token if weights is None else per_token * weights, mask, output, config)
+            name, advantages = "reinforce", torch.zeros_like(old)  # KL, entropy and the metrics are left to it
+        elif name == distillation.ALONE:
+            name, advantages = "reinforce", torch.zeros_like(old)
+        elif name == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
+            kept = (~rows["selected"].values().bool()).float()
+            name, weights = "ppo", kept if weights is None else weights * kept
+        elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
+            name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
+            extra = _penalty(output, rows, options["kl_coef"], counted)
+        else:
+            bounds |= options
+        has_reference = config.kl_coef > 0 and not config.kl_in_reward
         result = rl_csrc.policy_loss(
             output.logprobs,
             old,
             advantages,
             mask,
             output.cu_seqlens,
-            loss=loss,  # pyright: ignore[reportArgumentType] - checked against POLICY_LOSSES before anything starts
-            clip_low=clip_low,
-            clip_high=clip_high,
-            clip_dual=clip_dual or None,
+            loss=name,  # pyright: ignore[reportArgumentType] - registered, and without a function of its own
             kl=config.kl_estimator if has_reference else "none",
             kl_coef=config.kl_coef,
             ref_logprobs=rows["ref_logprobs"].values() if has_reference else None,
             entropy=output.entropy,
             entropy_coef=config.entropy_coef,
             weights=weights,
+            **bounds,
             **counted,
         )
-        total = result.loss
-        if config.loss == "kl_cov":
-            assert selected is not None
-            penalty = rl_csrc.policy_loss(
-                output.logprobs,
-                old,
-                torch.zeros_like(old),
-                mask,
-                output.cu_seqlens,
-                loss="reinforce",
-                kl="abs",
-                kl_coef=config.cov_kl_coef,
-                ref_logprobs=torch.where(selected, old, output.logprobs.detach()),  # no distance, no penalty
-                **counted,
-            )
-            total = total + penalty.loss
-        taught: dict[str, Tensor] = {}
+        sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
+        policy_loss = sums["policy_loss"] if spec.compute is None else extra.detach()
+        metrics = {"policy_loss": policy_loss, "kl": sums["kl_loss"], "entropy": sums["entropy"]}
+        metrics |= {name: sums[name] / output.counts.tokens for name in _PER_TOKEN}
         if self.teacher is not None:
             pull, taught = distillation.teacher_loss(output, rows, self.teacher, counted)
-            total = total + pull
-        sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
-        metrics = {"policy_loss": sums["policy_loss"], "kl": sums["kl_loss"], "entropy": sums["entropy"]}
-        metrics |= {name: sums[name] / output.counts.tokens for name in _PER_TOKEN}
-        return total, metrics | mismatch | taught
+            extra, metrics = extra + pull, metrics | taught
+        return result.loss + extra, metrics | mismatch
 
     def _correct(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Weights for the sampler's difference, and how large it is; nothing where the sampler's log-probs are used."""
+        """Weights for the sampler's difference, and how large it is.
+
+        Where the sampler's log-probs are the old ones, the difference is that to the policy under update.
+        """
         config = self.config
-        if config.old_logprobs == "rollout":
-            return None, {}
-        old, rollout = rows["old_logprobs"].values(), rows["rollout_logprobs"].values()
         mask = rows["loss_mask"].values()
-        weights = None
+        if config.old_logprobs == "rollout":
+            found = output.logprobs.detach(), rows["old_logprobs"].values()
+            return None, mismatch_metrics(*found, mask, None, output.counts.tokens)
+        old, rollout = rows["old_logprobs"].values(), rows["rollout_logprobs"].values()
+        weights = clipped = None
         if config.correction != "none":
             weights = correction_weights(
                 old,
@@ -129,6 +131,7 @@ class PolicyLossFunction:
                 low=config.correction_low,
                 high=config.correction_high,
             )
+            clipped = (weights >= config.correction_high) if config.correction == "tis" else (weights == 0)
         if config.rejection != "none":
             accepted = rejection_mask(
                 old,
@@ -141,4 +144,42 @@ class PolicyLossFunction:
                 high=config.rejection_high,
             ).float()
             weights = accepted if weights is None else weights * accepted
-        return weights, mismatch_metrics(old, rollout, mask, weights, output.counts.tokens)
+        metrics = mismatch_metrics(old, rollout, mask, weights, output.counts.tokens)
+        if clipped is not None:
+            metrics["correction_clipped"] = (clipped & mask.bool()).sum().float() / max(output.counts.tokens, 1.0)
+        return weights, metrics
+
+
+def aggregate(per_token: Tensor, loss_mask: Tensor, output: ModelOutput, config: AlgorithmConfig) -> Tensor:
+    """This micro-batch's share of the loss that the global batch's (T,) token losses make, by `algorithm.aggregation`.
+
+    As `rl_csrc.policy_loss` does it.
+    """
+    masked = torch.where(loss_mask.bool(), per_token, 0.0)
+    if config.aggregation == "seq-mean-token-mean":
+        counts = torch.segment_reduce(loss_mask.float(), "sum", offsets=output.cu_seqlens).clamp(min=1.0)
+        masked = masked / counts.repeat_interleave(output.cu_seqlens.diff())
+    total, counts = masked.sum(), output.counts
+    if config.aggregation == "token-sum":
+        return total
+    if config.aggregation == "token-mean":
+        return total / max(counts.tokens, 1.0)
+    return total / (max(counts.sequences, 1.0) * (config.norm_constant or 1.0))
+
+
+def _penalty(output: ModelOutput, rows: TensorDict, coef: float, counted: dict[str, Any]) -> Tensor:
+    """What the chosen tokens pay for their distance from the old policy."""
+    old, mask = rows["old_logprobs"].values(), rows["loss_mask"].values()
+    free = output.logprobs.detach()  # no distance, no penalty
+    return rl_csrc.policy_loss(
+        output.logprobs,
+        old,
+        torch.zeros_like(old),
+        mask,
+        output.cu_seqlens,
+        loss="reinforce",
+        kl="abs",
+        kl_coef=coef,
+        ref_logprobs=torch.where(rows["selected"].values().bool(), old, free),
+        **counted,
+    ).loss

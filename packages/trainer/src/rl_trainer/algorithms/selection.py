@@ -12,16 +12,13 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-CovLoss = Literal["clip_cov", "kl_cov"]
-COV_LOSSES: tuple[CovLoss, ...] = ("clip_cov", "kl_cov")
-
 
 def select_tokens(
     logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    loss: CovLoss,
+    loss: Literal["clip_cov", "kl_cov"],
     share: float,
     low: float = 1.0,
     high: float = 5.0,

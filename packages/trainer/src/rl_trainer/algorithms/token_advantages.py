@@ -80,7 +80,9 @@ def _less_baseline(data: AdvantageInput, position: Tensor) -> Tensor:
     energy = 1 - 2 * data.needed("logprobs").double().exp() + data.needed("sum_pi_squared").double()
     if data.ratio is not None:
         energy = energy * data.ratio.double() ** 2
-    energy = torch.where(mask, energy, 0.0)
+    rollouts = data.rollouts()  # of several trajectories of one, each has its share of a weight
+    share = rollouts.to_rows(1 / rollouts.sum(torch.ones_like(data.group_ids)))
+    energy = torch.where(mask, energy, 0.0) * share.repeat_interleave(data.cu_seqlens.diff())
     starts = data.cu_seqlens[:-1]
     lengths = data.cu_seqlens.diff()
     weight = _running(energy, starts, lengths)
@@ -104,14 +106,16 @@ def prime(data: AdvantageInput) -> Tensor:
     """
     mask = data.loss_mask.bool()
     process = torch.where(mask, data.needed("process_rewards").float(), 0.0)
+    rollouts = data.rollouts()
     counts = data.sum_rows(data.loss_mask).clamp(min=1.0)
-    baseline = data.broadcast(_mean_of_others(data.sum_rows(process) / counts, data.group_ids))
-    outcome = data.broadcast(rl_csrc.group_norm(data.sum_rewards(), data.group_ids, mode="rloo"))
-    return (reward_to_go(data, process - baseline) + outcome) * mask
+    means = rollouts.mean(data.sum_rows(process) / counts)
+    baseline = data.broadcast(rollouts.to_rows(_mean_of_others(means, rollouts.group_ids)))
+    outcomes = rl_csrc.group_norm(rollouts.mean(data.sum_rewards()), rollouts.group_ids, mode="rloo")
+    return (reward_to_go(data, process - baseline) + data.broadcast(rollouts.to_rows(outcomes))) * mask
 
 
 def _mean_of_others(values: Tensor, group_ids: Tensor) -> Tensor:
-    """(B,) mean over the other rows of each one's group; its own value where there is none."""
+    """(S,) mean over the other rollouts of each one's group; its own value where there is none."""
     means = values.clone()
     for members in members_of(group_ids):
         if (n := members.numel()) > 1:
@@ -135,11 +139,12 @@ def _turns(data: AdvantageInput) -> Tensor:
     return _running(begins.double(), data.cu_seqlens[:-1], data.cu_seqlens.diff()).long() - 1
 
 
-register_advantage("gae", gae, needs=("values",))
-register_advantage("vtrace", vtrace, needs=("values", "ratio"))
-register_advantage("reinforce_pp", reinforce_plus_plus)
-register_advantage("remax", remax, needs=("greedy_rewards",))
+_AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
+register_advantage("gae", gae, needs=("values",), keys=_LAMBDA)
+register_advantage("vtrace", vtrace, needs=("values", "ratio"), keys=_LAMBDA)
+register_advantage("reinforce_pp", reinforce_plus_plus, keys=_AHEAD)
+register_advantage("remax", remax, needs=("greedy_rewards",), keys=_AHEAD)
 _OTB = ("logprobs", "sum_pi_squared")
-register_advantage("optimal_token_baseline", optimal_token_baseline, needs=_OTB, compares_group=True)
-register_advantage("tir_optimal_token_baseline", optimal_turn_baseline, needs=_OTB, compares_group=True)
-register_advantage("prime", prime, needs=("process_rewards",), compares_group=True)
+register_advantage("optimal_token_baseline", optimal_token_baseline, needs=_OTB, compares_group=True, keys=_AHEAD)
+register_advantage("tir_optimal_token_baseline", optimal_turn_baseline, needs=_OTB, compares_group=True, keys=_AHEAD)
+register_advantage("prime", prime, needs=("process_rewards",), compares_group=True, keys=_AHEAD)

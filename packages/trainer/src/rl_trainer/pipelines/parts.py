@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import rl_tq
 from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
 from rl_rollout.types import ServerConfig
-from rl_trainer.algorithms import ADVANTAGES
+from rl_trainer.algorithms import estimator_named
 from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
 from rl_trainer.checkpoints import queue_snapshot
@@ -304,7 +304,7 @@ def place(
         reward=config.reward,
         max_new_tokens=config.rollout.max_new_tokens,
         asks_experts=config.engine.router_replay,
-        has_baseline="greedy_rewards" in ADVANTAGES[config.algorithm.advantage].needs,
+        has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).needs,
         model_path=str(model_path),
         servers=addresses,
         queue_address=queue_address,
@@ -373,7 +373,7 @@ def create_engine(
         engine_config_of(config, model_path, config.engine.lr),
         lora=LoraConfig(**asdict(lora)) if is_trained and lora is not None else None,
         entropy=is_trained and algorithm.entropy_coef > 0,
-        sum_pi_squared=is_trained and "sum_pi_squared" in ADVANTAGES[algorithm.advantage].needs,
+        sum_pi_squared=is_trained and "sum_pi_squared" in estimator_named(algorithm.advantage).needs,
         num_candidates=num_candidates,
         router_aux_loss_coef=config.engine.router_aux_loss_coef if is_trained else 0.0,
     )

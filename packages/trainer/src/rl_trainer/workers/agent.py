@@ -16,7 +16,7 @@ from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.profiling import trace_requests
 from rl_trainer.rewards import Scorer
 from rl_trainer.workers._loop_thread import LoopThread
-from rl_trainer.workers.columns import to_columns
+from rl_trainer.workers.columns import ROLLOUT, to_columns
 from rl_trainer.workers.replicas import ExpertAsking, Replicas
 
 if TYPE_CHECKING:
@@ -326,7 +326,9 @@ def grading(
         if penalty is not None:
             scores = [s.less(penalty(len(o.completion_token_ids))) for s, o in zip(scores, outputs, strict=True)]
         pairs = zip(outputs, scores, strict=True)
-        return replace(result, outputs=tuple(replace(o, extra_fields={**o.extra_fields, _SCORE: s}) for o, s in pairs))
+        marks = {ROLLOUT: result.rollout_index}
+        marked = (replace(o, extra_fields={**o.extra_fields, **marks, _SCORE: score}) for o, score in pairs)
+        return replace(result, outputs=tuple(marked))
 
     return grade
 

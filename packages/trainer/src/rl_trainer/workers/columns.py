@@ -18,6 +18,8 @@ Sample = tuple[AgentLoopOutput, Score]
 """A trajectory and what it is worth."""
 Group = tuple[int, list[Sample], float | None]
 """A group's id, its samples in the order of its rollouts, and the reward of its greedy completion, if wanted."""
+ROLLOUT = "rollout_index"
+"""Which rollout of its group a trajectory is of: a name among its extra fields, and a column."""
 EXPERTS = ("routed_experts",)
 """Ragged int16 [tokens but the last, MoE layers, experts per token]: what the servers chose."""
 
@@ -50,6 +52,7 @@ def to_columns(groups: Sequence[Group], *, has_experts: bool = False) -> tuple[T
             "weight_version_min": torch.tensor([min(v) for v in versions]),
             "weight_version_max": torch.tensor([max(v) for v in versions]),
             "group_id": torch.tensor(group_ids),
+            ROLLOUT: torch.tensor([o.extra_fields[ROLLOUT] for o in outputs]),
             "num_turns": torch.tensor([o.num_turns for o in outputs]),
             **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
             **(_experts(outputs) if has_experts else {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,18 @@ from tensordict import TensorDict
 import rl_ckpt
 import rl_engine
 import rl_tq
-from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, PolicyLossFunction, ValueLossFunction, compute_advantages
+from rl_trainer.algorithms import (
+    AdvantageInput,
+    PolicyLossFunction,
+    ValueLossFunction,
+    compute_advantages,
+    estimator_named,
+    loss_named,
+)
+from rl_trainer.algorithms.correction import derived_metrics
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl import estimate_kl
-from rl_trainer.algorithms.selection import COV_LOSSES, select_tokens
+from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.algorithms.token_advantages import value_scan
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.profiling import span
@@ -192,7 +200,7 @@ class EngineWorker(_EngineRank):
         Where the estimator reads it, also `sum_pi_squared` of the policy before the update.
         """
         columns = {"logprobs": column}
-        if column == "old_logprobs" and "sum_pi_squared" in ADVANTAGES[self._algorithm.advantage].needs:
+        if column == "old_logprobs" and "sum_pi_squared" in estimator_named(self._algorithm.advantage).needs:
             columns["sum_pi_squared"] = "sum_pi_squared"
         return self._forward(batch, columns)
 
@@ -211,10 +219,11 @@ class EngineWorker(_EngineRank):
             kl_coef: Weight of the KL to the reference in the rewards; only with `algorithm.kl_in_reward`.
             seed: Of the choice of tokens that some losses treat apart.
         """
-        config, needs = self._algorithm, ADVANTAGES[self._algorithm.advantage].needs
+        config, needs = self._algorithm, estimator_named(self._algorithm.advantage).needs
         has_kl = config.kl_in_reward and config.kl_coef > 0
-        has_policy = has_kl or "ratio" in needs or "logprobs" in needs or config.loss in COV_LOSSES
-        columns = ["rewards", "loss_mask", "group_id"]
+        loss = loss_named(config.loss)
+        has_policy = has_kl or "ratio" in needs or "logprobs" in needs or loss.selects_tokens
+        columns = ["rewards", "loss_mask", "group_id", "rollout_index"]
         columns += [_OLD[config.old_logprobs]] if has_policy else []
         columns += ["rollout_logprobs"] if "ratio" in needs else []
         columns += ["ref_logprobs"] if has_kl else []
@@ -234,6 +243,7 @@ class EngineWorker(_EngineRank):
             loss_mask=mask,
             cu_seqlens=offsets.to(torch.int64),
             group_ids=data["group_id"],
+            rollout_ids=data["rollout_index"],
             gamma=config.gamma,
             lam=config.lam,
             logprobs=old,
@@ -247,13 +257,12 @@ class EngineWorker(_EngineRank):
         written = {"advantages": compute_advantages(config.advantage, inputs)}
         if "values" in needs:
             written["returns"] = value_scan(inputs, "vtrace" if "ratio" in needs else "gae").returns
-        if config.loss in COV_LOSSES:
+        if loss.selects_tokens:
             assert old is not None
-            low, high = config.cov_bounds
-            kind, share = config.loss, config.cov_share
-            written["selected"] = select_tokens(
-                old, written["advantages"], mask, loss=kind, share=share, low=low, high=high, seed=seed
-            )
+            options = {**loss.options, **config.loss_options}
+            bounds = {name: options[name] for name in ("share", "low", "high") if name in options}
+            kind: Any = config.loss
+            written["selected"] = select_tokens(old, written["advantages"], mask, loss=kind, seed=seed, **bounds)
         jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in written.items()}
         return AdvantageReport(batch=self._put(batch, jagged), reward_kl=reward_kl)
 
@@ -264,12 +273,13 @@ class EngineWorker(_EngineRank):
         columns = [*self._inputs, "advantages", "rollout_logprobs"]
         columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
         columns += ["old_logprobs"] if config.old_logprobs == "recompute" else []
-        columns += ["selected"] if config.loss in COV_LOSSES else []
+        columns += ["selected"] if loss_named(config.loss).selects_tokens else []
         columns += teacher_columns(self._teacher).values() if self._teacher is not None else []
         data = self._queue.get(batch, columns)
         if config.old_logprobs == "rollout":
             data.rename_key_("rollout_logprobs", "old_logprobs")
-        return self._update(data, self._loss)
+        report = self._update(data, self._loss)
+        return replace(report, metrics=report.metrics | derived_metrics(report.metrics))
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, num_receivers: int) -> SyncReport | None:

@@ -1,0 +1,197 @@
+"""Which algorithms cannot work with the rest of a configuration, and which of their keys would do nothing with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
+from rl_trainer.algorithms.distillation import ALONE
+from rl_trainer.config import AlgorithmConfig, StalenessSection, TeacherSection
+from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.pipelines.staleness import create_policy
+
+if TYPE_CHECKING:
+    from rl_trainer.algorithms.advantages import Need
+    from rl_trainer.config import Config
+
+
+_OF_REWARDS = ("advantage", "correction", "rejection")
+
+
+def check_algorithm(config: Config) -> None:
+    """Check the estimator, the loss, the KL, the correction, and what the pipeline asks of them.
+
+    Raises:
+        PlanError: settings that cannot work together, or a key that would do nothing.
+        ConfigError: an algorithm or an option of one that does not exist.
+    """
+    _check_estimator(config)
+    _check_loss(config.algorithm)
+    _check_teacher(config)
+    _check_kl(config)
+    _check_correction(config.algorithm)
+    _check_pipeline(config)
+
+
+def _check_estimator(config: Config) -> None:
+    name = config.algorithm.advantage
+    estimator = estimator_named(name)
+    for need in estimator.needs:
+        if (lacking := _lacking(config, need)) is not None:
+            raise PlanError(f"algorithm.advantage={name} reads {need}, which takes {lacking}")
+    if config.critic is not None and "values" not in estimator.needs:
+        raise PlanError(
+            f"the keys of critic do nothing with algorithm.advantage={name}; leave them out, or choose "
+            f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if 'values' in e.needs)}"
+        )
+    for key in ("gamma", "lam"):
+        if key not in estimator.keys:
+            readers = [other for other, e in sorted(ADVANTAGES.items()) if key in e.keys]
+            _refuse(config.algorithm, f"algorithm.advantage is one of {', '.join(readers)}", key)
+    if config.algorithm.loss != ALONE and estimator.compares_group and config.batch.group_size < 2:
+        raise PlanError(
+            f"algorithm.advantage={name} compares completions of one prompt: batch.group_size must be at least 2"
+        )
+    if config.batch.dynamic_sampling and config.batch.group_size < 2:
+        raise PlanError(
+            "batch.dynamic_sampling compares completions of one prompt: batch.group_size must be at least 2"
+        )
+
+
+def _lacking(config: Config, need: Need) -> str | None:
+    """What a run would have to have for an optional input of estimators; None if it has it."""
+    if need in {"greedy_rewards", "logprobs"} or (need == "values" and config.critic is not None):
+        return None
+    if need == "components" and (config.reward.parts or config.reward.path):
+        return None
+    if need in {"ratio", "sum_pi_squared"} and config.algorithm.old_logprobs == "recompute":
+        return None
+    return {
+        "values": "a critic: set a key of critic, such as critic.lr",
+        "ratio": "the engine's log-probs beside the sampler's: set algorithm.old_logprobs=recompute",
+        "sum_pi_squared": "the engine's pass over the old policy: set algorithm.old_logprobs=recompute",
+        "components": "a reward of parts: set reward.parts, or reward.path to a function that gives numbers by name",
+        "process_rewards": "a process reward model, which the pipelines have not got: compose your own trainer",
+    }[need]
+
+
+def _check_loss(algorithm: AlgorithmConfig) -> None:
+    loss = loss_named(algorithm.loss)
+    for key in ("clip_low", "clip_high", "clip_dual"):
+        if key not in loss.keys:
+            _refuse(
+                algorithm,
+                f"algorithm.loss is one of {', '.join(n for n, each in POLICY_LOSSES.items() if key in each.keys)}",
+                key,
+            )
+    for name in algorithm.loss_options:
+        if name not in loss.options:
+            raise ConfigError(
+                f"algorithm.loss_options.{name} is not read by algorithm.loss={algorithm.loss}; its options are: "
+                f"{', '.join(loss.options) or 'none'}"
+            )
+    options = {**loss.options, **algorithm.loss_options}
+    if loss.selects_tokens and not 0 < options["share"] <= 1:
+        raise PlanError(f"algorithm.loss_options.share={options['share']:g} is a share of the tokens; give 0 to 1")
+    if (algorithm.norm_constant is None) != (algorithm.aggregation != "seq-mean-token-sum-norm"):
+        raise PlanError(
+            f"algorithm.norm_constant={algorithm.norm_constant} goes with "
+            f"algorithm.aggregation=seq-mean-token-sum-norm and with no other, but aggregation={algorithm.aggregation}"
+        )
+
+
+def _check_teacher(config: Config) -> None:
+    """What goes with a teacher, and what learning from it alone leaves without a meaning."""
+    algorithm, teacher = config.algorithm, config.teacher
+    if teacher is None:
+        if algorithm.loss == ALONE:
+            raise PlanError(f"algorithm.loss={ALONE} learns from a teacher alone: set teacher.path")
+        return
+    for name, kinds in (("forward_weight", ("mixed",)), ("num_candidates", ("forward", "mixed"))):
+        is_set = getattr(teacher, name) != getattr(TeacherSection(path=""), name)
+        if is_set and teacher.divergence not in kinds:
+            raise PlanError(
+                f"teacher.{name}={getattr(teacher, name)} does nothing unless teacher.divergence is "
+                f"{' or '.join(kinds)}; leave it out"
+            )
+    if algorithm.loss == ALONE:
+        _refuse(algorithm, f"algorithm.loss is another than {ALONE}, which looks at no reward", *_OF_REWARDS)
+
+
+def _check_kl(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.kl_coef == 0:
+        _refuse(algorithm, "algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator")
+    if not algorithm.kl_in_reward:
+        _refuse(algorithm, "algorithm.kl_in_reward is set", "kl_target", "kl_horizon")
+        return
+    if algorithm.kl_estimator.endswith("+"):
+        raise PlanError(
+            f"algorithm.kl_estimator={algorithm.kl_estimator} is a gradient's, and a penalty in the rewards has none; "
+            f"set kl_estimator={algorithm.kl_estimator[:-1]}"
+        )
+    if "components" in estimator_named(algorithm.advantage).needs:
+        raise PlanError(
+            f"algorithm.advantage={algorithm.advantage} reads the parts of a reward, which algorithm.kl_in_reward "
+            "leaves as they are; add the penalty to the loss instead (kl_in_reward=false)"
+        )
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    if algorithm.rejection == "none":
+        _refuse(algorithm, "algorithm.rejection is chosen", "rejection_divergence", "rejection_low", "rejection_high")
+    elif algorithm.rejection_divergence != "k1":
+        _refuse(algorithm, "algorithm.rejection_divergence is k1", "rejection_low")
+    if algorithm.correction == "none":
+        _refuse(algorithm, "algorithm.correction is chosen", "correction_level", "correction_low", "correction_high")
+    elif algorithm.correction != "icepop":
+        _refuse(algorithm, "algorithm.correction is icepop", "correction_low")
+    if algorithm.old_logprobs == "recompute":
+        return
+    if algorithm.rejection != "none":
+        raise PlanError(
+            f"algorithm.rejection={algorithm.rejection} compares the sampler's log-probs with the engine's, which "
+            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
+        )
+    if algorithm.correction != "none":
+        raise PlanError(
+            f"algorithm.correction={algorithm.correction} corrects from the sampler's log-probs to the engine's, which "
+            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    """What learning from older weights, or from another distribution than the engine's, takes."""
+    algorithm = config.algorithm
+    if config.rollout.top_p < 1.0 and algorithm.old_logprobs == "recompute":
+        raise PlanError(
+            "rollout.top_p < 1 makes the sampler's distribution differ from the one the engine scores; set top_p=1, "
+            "or algorithm.old_logprobs=rollout"
+        )
+    if config.pipeline != "fully_async" and config.staleness != StalenessSection():
+        raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
+    if config.pipeline == "fully_async":
+        create_policy(config)
+    is_off_policy = config.pipeline == "one_step_off" or config.staleness.max_staleness > 0
+    if config.pipeline != "sync" and is_off_policy:
+        _require_off_policy(algorithm, f"pipeline={config.pipeline}")
+
+
+def _require_off_policy(algorithm: AlgorithmConfig, what: str) -> None:
+    if algorithm.old_logprobs == "recompute" and algorithm.correction == "none":
+        raise PlanError(
+            f"{what} learns from tokens of older weights, which algorithm.old_logprobs=recompute "
+            "would treat as the engine's own; set algorithm.correction=tis (or icepop), or "
+            "algorithm.old_logprobs=rollout"
+        )
+
+
+def _refuse(algorithm: AlgorithmConfig, unless: str, *keys: str) -> None:
+    """Refuse keys that are set and would do nothing."""
+    default = AlgorithmConfig()
+    for key in keys:
+        value, usual = getattr(algorithm, key), getattr(default, key)
+        if value != usual:
+            raise PlanError(
+                f"algorithm.{key}={value} does nothing unless {unless}; leave it out, or set it back to {usual}"
+            )
