@@ -1,3 +1,8 @@
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,3 +23,33 @@ def no_group_left():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def start_ranks():
+    """`start_ranks(script, folder, size, *arguments)`: one process per rank; what rank 0 left in FOLDER/seen.pt."""
+    return _start_ranks
+
+
+def _start_ranks(script, folder, size, *arguments):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(folder), *arguments],
+            env=os.environ | shared | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        errors = [process.communicate(timeout=500)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0] * size, "\n\n".join(error[-3000:] for error in errors)
+    return {"folder": folder} | torch.load(folder / "seen.pt", weights_only=True)

@@ -39,6 +39,7 @@ def neighbour(name):
 
 moe_oracle, images = neighbour("moe_oracle"), neighbour("test_engine_images")
 SEEDS = 3
+EXTRAS = {"entropy": True, "sum_pi_squared": True}
 
 
 def draw_rows(seed):
@@ -96,6 +97,15 @@ def one_step(engine, data):
 
 def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+
+
+def long_row(folder, layout):
+    """What is said of a row of thirty tokens where a rank has room for twenty."""
+    engine = build(folder, max_tokens_per_gpu=20, parallel=layout)
+    row = ragged_batch([[1] * 10], [[2] * 20])
+    said = refusal_of(lambda: engine.forward_backward_batch(row, None))
+    engine.close()
+    return said
 
 
 def by_layout(folder, rank, size, layout):
@@ -244,6 +254,7 @@ def main(folder):
     else:
         layouts |= {"replicas": ParallelConfig(dp_replicate=2)}
     seen = {name: by_layout(model, rank, size, layout) for name, layout in layouts.items()}
+    seen["long row"] = {name: long_row(model, layout) for name, layout in layouts.items()}
     seen["memory"] = memory
     seen["attention"] = shared_attention(rank, size)
     for name, layout in (("heads", {"sp": size}), ("ranks", {"dp_replicate": 3})):
@@ -297,7 +308,7 @@ def main(folder):
     seen["adapted"] = [one_step(adapted, mine) for _ in range(3)]
     seen["merged"] = weights(adapted)
     adapted.close()
-    frozen = build(model, optimizer=None, entropy=True, sum_pi_squared=True, parallel=ParallelConfig(sp=2))
+    frozen = build(model, optimizer=None, num_candidates=3, parallel=ParallelConfig(sp=2), **EXTRAS)
     with frozen.eval_mode():
         columns = frozen.forward_backward_batch(mine, None).columns
     seen["frozen"] = first._world.exchange({name: column.values() for name, column in columns.items()})

@@ -39,12 +39,19 @@ LAYOUTS = {
     "sp2": ParallelConfig(tp=2, sequence_parallel=True),
     "pp2": ParallelConfig(pp=2),
     "ep2": ParallelConfig(ep=2),
+    "vpp2": ParallelConfig(pp=2, vpp=2),
+    "cp2": ParallelConfig(cp=2),
     "tp2pp2": ParallelConfig(tp=2, sequence_parallel=True, pp=2),
     "tp2dp2": ParallelConfig(tp=2),
     "pp2dp2": ParallelConfig(pp=2),
     "pp2ep2": ParallelConfig(pp=2, ep=2),
     "tp2ep2": ParallelConfig(tp=2, sequence_parallel=True, ep=2),
     "tp4": ParallelConfig(tp=4),
+    "tp2cp2": ParallelConfig(tp=2, sequence_parallel=True, cp=2),
+    "pp2cp2": ParallelConfig(pp=2, cp=2),
+    "vpp2dp2": ParallelConfig(pp=2, vpp=2),
+    "vpp2ep2": ParallelConfig(pp=2, vpp=2, ep=2),
+    "cp2ep2": ParallelConfig(cp=2, ep=2),
 }
 SIZES = {
     "vocab_size": 79, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -54,6 +61,9 @@ SIZES = {
 MODELS = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "bias": ("qwen2", {"num_key_value_heads": 2}),
+    "deep": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "deep moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                               "decoder_sparse_step": 1, "norm_topk_prob": True, "num_hidden_layers": 4}),
     "moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                           "decoder_sparse_step": 1, "norm_topk_prob": True}),
 }  # fmt: skip
@@ -105,8 +115,14 @@ def run(folder, kind, layout, before):
     engine = build(folder, kind, layout, entropy=True, sum_pi_squared=True, num_candidates=CANDIDATES)
     world = engine._state.world
     mine = [row for row, rank in zip(ranks.draw_rows(SEED), owners(world.size), strict=True) if rank == world.rank]
+    fed = []
+    layer = engine._state.stage.model[0].decoder.layers[0]
+    watch = layer.register_forward_pre_hook(lambda _, given: fed.append(len(given[0])))
     with engine.eval_mode():
-        columns = engine.forward_backward_batch(ranks.batch_of(mine), None).columns
+        output = engine.forward_backward_batch(ranks.batch_of(mine), None)
+    watch.remove()
+    layers = sorted({int(spec.name.split(".")[2]) for spec, _ in engine.get_local_shards() if ".layers." in spec.name})
+    columns, told = output.columns, {"fed": sum(fed), "micro-batches": output.num_micro_batches, "layers": layers}
     seen = {name: [] for name in ("logprobs", "entropy", "sum_pi_squared", "candidate_token_ids", "candidate_logprobs")}
     for name, found in seen.items():
         assert columns.batch_size[0] == len(mine)
@@ -116,6 +132,7 @@ def run(folder, kind, layout, before):
     everything = ranks.draw_rows(SEED) if world.rank == 0 else []
     lopsided = engine.forward_backward_batch(ranks.batch_of(everything), sft_loss, forward_only=True)
     assert lopsided.columns.batch_size[0] == len(everything)
+    seen |= told
     seen["lopsided"] = lopsided.metrics["loss"]
     seen["step"] = one_step(engine, ranks.batch_of(mine))
     seen["weights"] = ranks.weights(engine)
@@ -161,7 +178,7 @@ def candidates_step(engine, rows):
 def candidates(folder, rank, size):
     """One step in each layout."""
     mine, seen = ranks.draw_rows(SEED)[rank::size], {}
-    for layout in ("tp2", "sp2", "pp2"):
+    for layout in ("tp2", "sp2", "pp2", "cp2"):
         engine = build(folder, "tied", layout)
         seen[layout] = candidates_step(engine, mine)
         engine.close()
@@ -171,7 +188,7 @@ def candidates(folder, rank, size):
 def critics(folder, rank, size):
     """One step of a critic in each layout."""
     mine, seen = ranks.draw_rows(SEED)[rank::size], {}
-    for layout in ("tp2", "sp2", "pp2"):
+    for layout in ("tp2", "sp2", "pp2", "cp2"):
         engine = build(folder, "critic", layout, head=Head.VALUE)
         seen[layout] = critic_step(engine, mine)
         engine.close()
@@ -182,7 +199,7 @@ def experts(folder, rank, size):
     """One step of a mixture of experts in each layout, with its auxiliary loss, and with experts replayed."""
     oracle, seen = ranks.moe_oracle, {}
     still = replace(OPTIMIZER, lr=0.0, weight_decay=0.0)
-    for layout in ("dp2", "sp2", "pp2", "ep2"):
+    for layout in ("dp2", "sp2", "pp2", "ep2", "cp2"):
         options = {"optimizer": still, "max_tokens_per_gpu": 20, "activation_checkpointing": layout == "pp2"}
         engine = build(folder, "experts", layout, router_aux_loss_coef=oracle.COEF, **options)
         seen[layout] = ranks.experts_step(engine, rank, size)

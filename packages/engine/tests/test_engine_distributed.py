@@ -1,7 +1,3 @@
-import os
-import socket
-import subprocess
-import sys
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,7 +16,7 @@ ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 
 
-def run_ranks(folder, size):
+def run_ranks(start_ranks, folder, size):
     write_tiny_model(folder / "model")
     write_tiny_model(folder / "odd heads", num_key_value_heads=1)
     ranks.moe_oracle.write_model(folder / "moe")
@@ -34,37 +30,17 @@ def run_ranks(folder, size):
     alone.save_checkpoint(folder / "written_by_one", 5)
     after = (*ranks.one_step(alone, ranks.batch_of(ranks.draw_rows(7))), ranks.weights(alone))
     alone.close()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder)],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        errors = [process.communicate(timeout=500)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * size, "\n\n".join(error[-3000:] for error in errors)
-    return {"folder": folder, "alone": after, "size": size} | torch.load(folder / "seen.pt", weights_only=True)
+    return {"alone": after} | start_ranks(SCRIPT, folder, size)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("two"), 2)
+def two(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("four"), 4)
+def four(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("four"), 4)
 
 
 @cache
@@ -123,6 +99,11 @@ def test_ranks_with_and_without_images_learn_together(two):
     want = ranks.one_step(alone, ranks.images.batch_of(ranks.images.rows_of(ranks.images.patch_numbers(folder))))
     alone.close()
     assert two["images"] == pytest.approx(want, rel=1e-6)
+
+
+def test_ranks_that_share_tokens_have_room_for_twice_as_many(two):
+    refused = "Row 0 has 30 tokens; max_tokens_per_gpu is 20. Raise the budget or shorten the row."
+    assert two["long row"] == {"dp": refused, "sp2": None, "replicas": refused}
 
 
 def test_attention_with_its_tokens_cut_is_attention(two):
@@ -214,10 +195,10 @@ def test_an_adapter_on_two_ranks_is_that_of_one(two):
 
 
 def test_a_frozen_engine_scores_on_two_ranks(two):
-    alone = ranks.build(two["folder"] / "model", optimizer=None, entropy=True, sum_pi_squared=True)
+    alone = ranks.build(two["folder"] / "model", optimizer=None, num_candidates=3, **ranks.EXTRAS)
     for rank, columns in enumerate(two["frozen"]):
         want = alone.forward_backward_batch(ranks.batch_of(ranks.draw_rows(7)[rank::2]), None).columns
-        assert set(columns) == {"entropy", "logprobs", "sum_pi_squared"}
+        assert set(columns) == {"candidate_logprobs", "candidate_token_ids", "entropy", "logprobs", "sum_pi_squared"}
         for name, found in columns.items():
             torch.testing.assert_close(found, want[name].values(), rtol=1e-6, atol=1e-8)
     alone.close()

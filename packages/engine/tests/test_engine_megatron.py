@@ -1,9 +1,5 @@
 """The megatron backend on gloo: every layout steps as a plain Hugging Face model that sees one row at a time."""
 
-import os
-import socket
-import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -35,8 +31,10 @@ _spec = spec_from_file_location("megatron_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 rows_of = ranks.ranks.draw_rows
-TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:dp2", "moe:sp2", "moe:ep2", "bias:tp2", "bias:pp2"]
-FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2"]
+TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:dp2", "moe:sp2", "moe:ep2", "bias:tp2", "bias:pp2",
+       "deep:vpp2", "deep:cp2"]  # fmt: skip
+FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2",
+        "tied:tp2cp2", "tied:pp2cp2", "moe:cp2ep2", "deep:vpp2dp2", "deep moe:vpp2ep2"]  # fmt: skip
 
 
 @pytest.mark.contract
@@ -45,42 +43,22 @@ class TestMegatronEngine(EngineConformance):
         return create_engine("megatron", EngineConfig(model_path=str(write_tiny_model(folder)), **changes))
 
 
-def run_ranks(folder, size, cases):
+def run_ranks(start_ranks, folder, size, cases):
     for kind in ranks.MODELS:
         ranks.write_model(folder, kind)
     ranks.write_critic(folder)
     ranks.ranks.moe_oracle.write_model(folder / "experts")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *cases],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        errors = [process.communicate(timeout=500)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * size, "\n\n".join(error[-3000:] for error in errors)
-    return {"folder": folder} | torch.load(folder / "seen.pt", weights_only=True)
+    return start_ranks(SCRIPT, folder, size, *cases)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("two"), 2, TWO)
+def two(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("two"), 2, TWO)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("four"), 4, FOUR)
+def four(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("four"), 4, FOUR)
 
 
 class Oracle:
@@ -187,7 +165,15 @@ def test_a_checkpoint_of_one_layout_of_four_continues_on_another(four):
     check_resumed(four, FOUR)
 
 
-@pytest.mark.parametrize("case", ["tied:sp2", "tied:pp2", "moe:ep2", "bias:tp2"])
+def test_a_layout_is_what_it_says(two):
+    """Cut activations are half as long, and cut rows leave room for twice the tokens in a micro-batch."""
+    assert two["tied:sp2"]["fed"] == pytest.approx(two["tied:tp2"]["fed"] / 2, abs=two["tied:tp2"]["micro-batches"])
+    assert two["deep:cp2"]["fed"] == pytest.approx(two["tied:tp2"]["fed"] / 2, abs=two["deep:cp2"]["micro-batches"])
+    assert 2 * two["deep:cp2"]["micro-batches"] <= two["tied:tp2"]["micro-batches"] + 1
+    assert (two["tied:pp2"]["layers"], two["deep:vpp2"]["layers"]) == ([0], [0, 2])  # of rank 0
+
+
+@pytest.mark.parametrize("case", ["tied:sp2", "tied:pp2", "moe:ep2", "bias:tp2", "deep:vpp2"])
 def test_a_saved_model_is_an_ordinary_folder(two, case):
     kind, layout = case.split(":")
     model = AutoModelForCausalLM.from_pretrained(two["folder"] / f"{kind}-{layout}-model", dtype=torch.float64)
@@ -206,7 +192,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
     assert two["bad_batch"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
 
 
-@pytest.mark.parametrize("layout", ["dp2", "sp2", "pp2", "ep2"])
+@pytest.mark.parametrize("layout", ["dp2", "sp2", "pp2", "ep2", "cp2"])
 def test_experts_are_evened_out_and_replayed(two, layout):
     oracle = ranks.ranks.moe_oracle
     for is_routed, got in zip((False, True), two["experts"][layout], strict=True):
@@ -216,8 +202,8 @@ def test_experts_are_evened_out_and_replayed(two, layout):
 
 
 def test_shards_cover_the_weights(two):
-    shares = {layout: two["experts"][f"{layout} share"] for layout in ("dp2", "sp2", "pp2", "ep2")}
-    assert shares.pop("dp2") == 1
+    shares = {layout: two["experts"][f"{layout} share"] for layout in ("dp2", "cp2", "sp2", "pp2", "ep2")}
+    assert shares.pop("dp2") == shares.pop("cp2") == 1
     assert all(0.4 < share < 0.9 for share in shares.values())
 
 
@@ -257,7 +243,7 @@ def test_a_checkpoint_continues_on_the_other_backend(tmp_path, writer, reader):
 value_loss = ranks.value_loss
 
 
-@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2", "cp2"])
 def test_named_candidates_are_scored_with_their_gradient(two, layout):
     engine = build(two["folder"] / "tied", backend="fsdp", optimizer=ranks.OPTIMIZER)
     want = ranks.candidates_step(engine, rows_of(ranks.SEED))
@@ -266,7 +252,7 @@ def test_named_candidates_are_scored_with_their_gradient(two, layout):
     torch.testing.assert_close(two["candidates"][layout][2], want[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2", "cp2"])
 def test_a_critic_on_two_ranks_steps_like_one_on_one(two, layout):
     engine = build(two["folder"] / "critic", backend="fsdp", head=Head.VALUE, optimizer=ranks.OPTIMIZER)
     want = ranks.critic_step(engine, rows_of(ranks.SEED))
@@ -341,11 +327,14 @@ def test_rope_of_llama3_is_taken_over(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": ParallelConfig(tp=2)}, r"parallel\.tp \* parallel\.pp = 2 \* 1 = 2 does not divide 1 ranks"),
+        ({"parallel": ParallelConfig(tp=2)}, r"parallel\.tp \* pp \* cp = 2 \* 1 \* 1 = 2 does not divide 1 ranks"),
         ({"parallel": ParallelConfig(tp=3)}, r"parallel\.tp = 3 does not divide the model's 4 query heads"),
         ({"parallel": ParallelConfig(pp=3)}, r"parallel\.pp = 3 does not divide the model's 2 layers"),
         ({"parallel": ParallelConfig(ep=2)}, "has no experts"),
-        ({"parallel": ParallelConfig(cp=2)}, "no context parallelism"),
+        ({"parallel": ParallelConfig(cp=2)}, r"parallel\.tp \* pp \* cp = 1 \* 1 \* 2 = 2 does not divide 1 ranks"),
+        ({"parallel": ParallelConfig(tp=2, cp=4)}, r"parallel\.tp \* cp = 8 does not divide the model's 4 query heads"),
+        ({"parallel": ParallelConfig(pp=2, vpp=2)}, r"parallel\.pp \* vpp = 4 does not divide the model's 2 layers"),
+        ({"parallel": ParallelConfig(vpp=2)}, r"parallel\.vpp is 2 and parallel\.pp is 1; pieces need a pipeline"),
         ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp is 0"),
         ({"parallel": ParallelConfig(sequence_parallel=True)}, "it would do nothing"),
         ({"head": Head.VALUE, "entropy": True}, "entropy is True; it needs head=lm"),
@@ -368,7 +357,8 @@ def test_layouts_of_fsdp_are_refused(tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    "parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(ep=2), ParallelConfig(cp=2)]
+    "parallel",
+    [ParallelConfig(**{axis: 2}) for axis in ("tp", "pp", "vpp", "ep", "cp")],
 )
 def test_fsdp_refuses_layouts_that_it_has_not(tmp_path, parallel):
     write_tiny_model(tmp_path)

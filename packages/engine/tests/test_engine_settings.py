@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_engine import ConfigError, EngineConfig, OptimizerConfig, create_engine
+from rl_engine import ConfigError, EngineConfig, LoraConfig, OptimizerConfig, create_engine
 from rl_engine._settings import check_settings
 from rl_engine.testing import FakeEngine
 
@@ -19,6 +19,7 @@ def config_of(changes, rate):
         ({"matmul_precision": "low"}, {}, r"matmul_precision is 'low'; allowed are highest, high, medium\."),
         ({"head": "critic"}, {}, r"head is 'critic'; allowed are lm, value, reward\."),
         ({"init": "zeros"}, {}, "init is 'zeros'"),
+        ({"lora": LoraConfig(export="whole")}, {}, r"lora\.export is 'whole'; allowed are merged, adapter\."),
         ({"temperature": 0.0}, {}, r"temperature is 0\.0; it must be above 0\."),
         ({"max_tokens_per_gpu": 0}, {}, "max_tokens_per_gpu is 0"),
         ({"timeout_s": 0.0}, {}, "timeout_s is 0"),

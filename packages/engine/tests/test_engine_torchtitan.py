@@ -1,9 +1,5 @@
 """The torchtitan backend on gloo: its model definitions and sharding, compared with plain Hugging Face models."""
 
-import os
-import socket
-import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -49,7 +45,7 @@ class TestTorchtitanEngine(EngineConformance):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(tmp_path_factory, start_ranks):
     folder = tmp_path_factory.mktemp("titan")
     write_tiny_model(folder / "qwen3")
     write_llama(folder / "llama")
@@ -59,27 +55,7 @@ def two(tmp_path_factory):
     alone.save_checkpoint(folder / "by fsdp", 9)
     after = (*ranks.one_step(alone, data), ranks.weights(alone))
     alone.close()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(folder)],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=500)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0, 0], "\n\n".join(error[-3000:] for error in errors)
-    return {"folder": folder, "fsdp": after} | torch.load(folder / "seen.pt", weights_only=True)
+    return {"fsdp": after} | start_ranks(SCRIPT, folder, 2)
 
 
 def oracle(folder):

@@ -108,13 +108,7 @@ class HuggingFaceScorer(Scorer):
                 return self._score(self._feed(rows))
             return self._with_blank(rows, self.sight)
         rows = rows.padded(self.sharers.size)
-        scores, gather = self._score(self._feed_share(rows, self.sharers)), self.sharers.gather_scores
-        return Scores(
-            **{
-                name: None if (column := getattr(scores, name)) is None else gather(column, rows)
-                for name in ("logprobs", "entropy", "sum_pi_squared", "values")
-            }
-        )
+        return self.sharers.gather_scores(self._score(self._feed_share(rows, self.sharers)), rows)
 
     def _with_blank(self, rows: PackedRows, sight: Sight) -> Scores:
         """Scores that the vision tower has no part in, though it runs first, as it does where there are images."""
@@ -156,7 +150,12 @@ class HuggingFaceScorer(Scorer):
             "use_cache": False,
             _attention.LAYOUT_KWARG: _attention.row_layout(rows.lengths, rows.token_ids.device, sharers),
         }
-        return Fed(arguments=arguments, index=rows.score_index[first:last] - start, labels=rows.labels[first:last])
+        return Fed(
+            arguments=arguments,
+            index=rows.score_index[first:last] - start,
+            labels=rows.labels[first:last],
+            candidates=None if rows.candidates is None else rows.candidates[first:last],
+        )
 
 
 class ValueScorer(HuggingFaceScorer):

@@ -6,7 +6,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from rl_engine.errors import ConfigError
-from rl_engine.types import Head, MatmulPrecision, ModelInit, Precision
+from rl_engine.types import Head, LoraExport, MatmulPrecision, ModelInit, Precision
 
 if TYPE_CHECKING:
     from enum import StrEnum
@@ -30,6 +30,8 @@ def check_settings(config: EngineConfig) -> None:
     for name, allowed in _NAMED.items():
         if getattr(config, name) not in list(allowed):
             raise ConfigError(f"{name} is {str(getattr(config, name))!r}; allowed are {', '.join(allowed)}.")
+    if config.lora is not None and config.lora.export not in list(LoraExport):
+        raise ConfigError(f"lora.export is {str(config.lora.export)!r}; allowed are {', '.join(LoraExport)}.")
     _need(config.temperature > 0 and isfinite(config.temperature), "temperature", config.temperature, "above 0")
     _need(config.max_tokens_per_gpu >= 1, "max_tokens_per_gpu", config.max_tokens_per_gpu, "1 or more")
     _need(config.timeout_s > 0, "timeout_s", config.timeout_s, "above 0")

@@ -227,8 +227,8 @@ class ShardedEngine(Engine):
         if context is not None and longest > context:
             raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
         batch.check_tokens(config.vocab_size)
-        if batch.has(CANDIDATES) and (self._config.head != Head.LM or self._config.parallel.sp > 1):
-            raise BatchError(f"Column {CANDIDATES} needs a language-model head and parallel.sp=1. Drop it.")
+        if batch.has(CANDIDATES) and self._config.head != Head.LM:
+            raise BatchError(f"Column {CANDIDATES} needs a language-model head. Drop it.")
         if (sight := self._built().sight) is not None:
             sight.check(batch)
         elif batch.has(PIXELS):

@@ -41,10 +41,6 @@ def check_config(config: EngineConfig) -> None:
         ConfigError: says which setting.
     """
     _check_parallel(config.parallel)
-    if config.num_candidates and config.parallel.sp > 1:
-        raise ConfigError(
-            f"num_candidates is {config.num_candidates} with parallel.sp={config.parallel.sp}; it needs 1."
-        )
     if config.lora is not None and config.optimizer is None:
         raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
 

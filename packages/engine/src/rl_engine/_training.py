@@ -55,7 +55,8 @@ class RunConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     warmup_steps: int = 20
-    """Steps of linear warm-up; the rate then falls along a cosine to a tenth of the peak."""
+    """Steps of linear warm-up, but no more than half of `steps`; the rate then falls along a cosine to a tenth of the
+    peak."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices."""
     max_grad_norm: float = 1.0

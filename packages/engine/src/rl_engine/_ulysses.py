@@ -9,7 +9,7 @@ tokens of the micro-batch, `c` those of this rank's slice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from rl_engine._rows import PackedRows
+    from rl_engine._scores import Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +53,17 @@ class SequenceGroup:
         share = sum(rows.lengths) // self.size
         return self.rank * share, (self.rank + 1) * share
 
-    def gather_scores(self, local: Tensor, rows: PackedRows) -> Tensor:
-        """`[c]` numbers of this rank's completion tokens to `[C]` of all; every rank takes its own gradient back."""
+    def gather_scores(self, local: Scores, rows: PackedRows) -> Scores:
+        """Scores of this rank's completion tokens to those of all; every rank takes its own gradient back."""
         ends = self._score_ends(rows)
         counts = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
-        return _GatherScores.apply(local, counts, self.rank, self.group)  # pyright: ignore[reportReturnType]
+        found = {field.name: getattr(local, field.name) for field in fields(local)}
+        gathered = {
+            name: _GatherScores.apply(column, counts, self.rank, self.group)
+            for name, column in found.items()
+            if column is not None
+        }
+        return replace(local, **gathered)
 
     def score_range(self, rows: PackedRows) -> tuple[int, int]:
         """The first and one past the last of the completion tokens that this rank's tokens predict."""
@@ -116,8 +123,8 @@ class _GatherScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
         ctx.start, ctx.stop = sum(counts[:rank]), sum(counts[: rank + 1])
-        widest = max(counts)
-        padded = torch.nn.functional.pad(local.detach(), (0, widest - counts[rank]))
+        missing = max(counts) - counts[rank]
+        padded = torch.cat([local.detach(), local.new_zeros(missing, *local.shape[1:])])
         found = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(found, padded, group=group)
         return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])

@@ -9,7 +9,7 @@ completion; `reverse` and `mixed` take its log-probs of the completion, which sh
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from rl_engine import _training
@@ -39,9 +39,9 @@ class DistillConfig(RunConfig):
     loss: DistillKind = DistillKind.FORWARD
     """Which way the student is pulled."""
     forward_weight: float = 0.5
-    """Of the forward part, with `mixed`."""
+    """Of the forward part; with `mixed` alone."""
     num_candidates: int = 16
-    """Of the teacher's likeliest tokens that the forward part compares."""
+    """Of the teacher's likeliest tokens that the forward part compares; not with `reverse`."""
 
 
 def train(config: DistillConfig, report: Callable[[str], None] = print) -> RunReport:
@@ -60,6 +60,13 @@ def train(config: DistillConfig, report: Callable[[str], None] = print) -> RunRe
             f"num_candidates is {config.num_candidates} and forward_weight {config.forward_weight}; "
             "num_candidates must be 1 or more, forward_weight between 0 and 1."
         )
+    idle = {
+        "forward_weight": config.loss != DistillKind.MIXED,
+        "num_candidates": config.loss == DistillKind.REVERSE,
+    }
+    for field in fields(config):
+        if idle.get(field.name) and getattr(config, field.name) != field.default:
+            raise ConfigError(f"{field.name} does nothing with loss={config.loss}; leave it out.")
     _check_tokenizers(config.model_path, config.teacher_path)
     paths = [path for path in (config.data_path, config.eval_path) if path is not None]
     files = [tokenize_file(path, config.model_path) for path in paths]

@@ -119,8 +119,13 @@ class ParallelConfig:
     """Pipeline-parallel ranks: every rank has its share of the layers (Narayanan et al., 2104.04473)."""
     ep: int = 1
     """Expert-parallel ranks: every rank has its share of the experts; taken from the data-parallel ranks."""
+    vpp: int = 1
+    """Virtual pipeline stages: the layers of every pipeline rank are this many pieces that do not lie side by side,
+    which shortens the time that ranks wait (interleaved 1F1B, Narayanan et al., 2104.04473). Needs `pp` above 1."""
     cp: int = 1
-    """Context-parallel ranks: every row is cut along its tokens."""
+    """Context-parallel ranks, which cut the tokens of every micro-batch and trade heads for tokens in attention (as
+    `sp` does on fsdp, and Megatron's `cp_comm_type=a2a`); a micro-batch then has up to `cp * max_tokens_per_gpu`
+    tokens."""
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel regions along the tokens (Korthikanti et al., 2205.05198)."""
     sp: int = 1

@@ -129,8 +129,11 @@ def check_divides(arch: Architecture, parallel: ParallelConfig) -> None:
     wanted = [
         ("tp", parallel.tp, "query heads", arch.num_heads),
         ("tp", parallel.tp, "key and value heads", arch.num_groups),
+        ("tp * cp", parallel.tp * parallel.cp, "query heads", arch.num_heads),
+        ("tp * cp", parallel.tp * parallel.cp, "key and value heads", arch.num_groups),
         ("tp", parallel.tp, "MLP columns", arch.ffn_size),
         ("pp", parallel.pp, "layers", arch.num_layers),
+        ("pp * vpp", parallel.pp * parallel.vpp, "layers", arch.num_layers),
     ]
     if arch.num_experts:
         wanted.append(("ep", parallel.ep, "experts", arch.num_experts))
@@ -177,6 +180,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -144,7 +144,8 @@ class MegatronEngine(Engine):
             self._check_fit(batch)
             return batch
 
-        agreed = agree(state.world, state.copies, data, make, self._config.max_tokens_per_gpu, state.cost)
+        budget = self._config.max_tokens_per_gpu * self._config.parallel.cp
+        agreed = agree(state.world, state.copies, data, make, budget, state.cost)
         load = self._expert_load(agreed) if has_backward else None
         work = MicroBatches(state, agreed, loss_function, load)
         self._run(work, agreed.num_micro_batches, has_backward=has_backward)
@@ -170,7 +171,7 @@ class MegatronEngine(Engine):
         torch.set_float32_matmul_precision(self._config.matmul_precision)
         try:
             with torch.set_grad_enabled(has_backward), megatron_calls():
-                run_pipeline(work, count, layout.pp, grad_group=layout.model.group, has_backward=has_backward)
+                run_pipeline(work, count, layout, has_backward=has_backward)
         finally:
             torch.set_float32_matmul_precision(before)
 

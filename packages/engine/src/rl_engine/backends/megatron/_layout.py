@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rl_engine._distributed import World
     from rl_engine.types import ParallelConfig
 
-_shared: dict[str, Any] = {"parallel": None, "engines": 0}
+_shared: dict[str, Any] = {"parallel": None, "engines": 0, "wraps": (None, None)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +75,17 @@ class Layout:
     """Tensor parallel."""
     pp: Axis
     """Pipeline parallel."""
+    vpp: int
+    """Pieces of the model on each pipeline rank."""
+    wraps: tuple[Any, Any]
+    """Process groups of the pipeline's ranks for activations and gradients between its last and its first, which pass
+    from one piece to the next; None with one piece."""
+    cp: Axis
+    """Context parallel."""
     ep: Axis
     """Expert parallel."""
     dp: Axis
-    """Data parallel, for everything but experts."""
+    """Data and context parallel, for everything but experts."""
     expert_dp: Axis
     """Data parallel, for experts."""
     model: Axis
@@ -88,14 +96,14 @@ class Layout:
     """First and last pipeline stage, where both have the embedding; this rank alone elsewhere."""
 
     @property
-    def is_first_stage(self) -> bool:
-        """This rank embeds tokens."""
-        return self.pp.rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """This rank has the head."""
         return self.pp.rank == self.pp.size - 1
+
+    @property
+    def copy(self) -> int:
+        """Which of the copies of the model that compute rows of their own this rank is part of."""
+        return self.dp.rank // self.cp.size
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
@@ -104,19 +112,17 @@ def check_parallel(parallel: ParallelConfig) -> None:
     Raises:
         ConfigError: says which setting and why.
     """
-    for name in ("tp", "pp", "ep", "cp"):
+    for name in ("tp", "pp", "vpp", "ep", "cp"):
         size = getattr(parallel, name)
         if size < 1:
-            raise ConfigError(f"parallel.{name} is {size}; it is a number of ranks, 1 or more.")
-    for name, instead in (("sp", "tp with sequence_parallel"), ("dp_replicate", "nothing: optimizer state is sharded")):
+            raise ConfigError(f"parallel.{name} is {size}; it must be 1 or more.")
+    for name, instead in (("sp", "cp"), ("dp_replicate", "nothing: optimizer state is sharded")):
         if getattr(parallel, name) != 1:
             raise ConfigError(
                 f"parallel.{name} is {getattr(parallel, name)}; it belongs to the fsdp backend. Here use {instead}."
             )
-    if parallel.cp > 1:
-        raise ConfigError(
-            f"parallel.cp is {parallel.cp}; the megatron backend has no context parallelism. Set it to 1."
-        )
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ConfigError(f"parallel.vpp is {parallel.vpp} and parallel.pp is 1; pieces need a pipeline. Set it to 1.")
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ConfigError("parallel.sequence_parallel needs parallel.tp above 1; with tp=1 it would do nothing.")
 
@@ -127,10 +133,11 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
     Raises:
         ConfigError: says what does not divide what.
     """
-    copy = parallel.tp * parallel.pp
+    copy = parallel.tp * parallel.pp * parallel.cp
     if world_size % copy:
         raise ConfigError(
-            f"parallel.tp * parallel.pp = {parallel.tp} * {parallel.pp} = {copy} does not divide {world_size} ranks."
+            f"parallel.tp * pp * cp = {parallel.tp} * {parallel.pp} * {parallel.cp} = {copy} does not divide "
+            f"{world_size} ranks."
         )
     if (world_size // parallel.pp) % parallel.ep:
         raise ConfigError(
@@ -157,11 +164,14 @@ def join_layout(parallel: ParallelConfig, world: World, timeout_s: float) -> Lay
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,
+            context_parallel_size=parallel.cp,
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType] - it makes a timedelta
             create_gloo_process_groups=False,
         )
+        pipeline = _axis(parallel_state.get_pipeline_model_parallel_group())
+        _shared["wraps"] = _more_groups(pipeline, world, timeout_s) if parallel.vpp > 1 else (None, None)
     _shared["parallel"] = parallel
     _shared["engines"] += 1
     tp_group: Any = parallel_state.get_tensor_model_parallel_group()
@@ -169,6 +179,9 @@ def join_layout(parallel: ParallelConfig, world: World, timeout_s: float) -> Lay
         tp=_axis(tp_group),
         tp_mesh=DeviceMesh.from_group(tp_group, world.device.type),
         pp=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        vpp=parallel.vpp,
+        wraps=_shared["wraps"],
+        cp=_axis(parallel_state.get_context_parallel_group()),
         ep=_axis(parallel_state.get_expert_model_parallel_group()),
         dp=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         expert_dp=_axis(parallel_state.get_expert_data_parallel_group()),
@@ -182,6 +195,15 @@ def leave_layout() -> None:
     _shared["engines"] -= 1
     if not _shared["engines"]:
         parallel_state.destroy_model_parallel()
+
+
+def _more_groups(axis: Axis, world: World, timeout_s: float) -> tuple[Any, Any]:
+    """Two more process groups of the ranks of `axis`, which every rank makes for every such axis. Collective."""
+    mine: list[Any] = [None, None]
+    for ranks in sorted(set(world.exchange(axis.ranks))):
+        made = [dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)) for _ in mine]
+        mine = made if ranks == axis.ranks else mine
+    return mine[0], mine[1]
 
 
 def _axis(group: Any) -> Axis:

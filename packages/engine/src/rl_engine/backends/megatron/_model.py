@@ -5,7 +5,7 @@ Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +26,13 @@ from rl_engine._attention import LAYOUT_KWARG, RowLayout, packed_attention, row_
 from rl_engine._gather import take_rows
 from rl_engine._routing import routing_of
 from rl_engine._scores import LinearHead, Scores, Wanted, score_states, score_values
+from rl_engine._ulysses import SequenceGroup
 from rl_engine.backends.megatron._vocab import VocabShard
 from rl_engine.backends.megatron._weights import padded_vocab
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron.core.transformer import TransformerConfig
 
     from rl_engine._routing import ExpertLoad, Routing
@@ -72,7 +75,7 @@ class RowAttention(nn.Module):
         return out[0].flatten(1, 2)[:, None]
 
 
-def layer_spec(config: TransformerConfig, arch: Architecture) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, arch: Architecture, chunk: int) -> TransformerBlockSubmodules:
     """megatron-core's own modules, with the norm and attention above."""
     spec = get_gpt_layer_local_spec(
         num_experts=arch.num_experts or None, qk_layernorm=arch.has_qk_norm, normalization="RMSNorm"
@@ -84,7 +87,8 @@ def layer_spec(config: TransformerConfig, arch: Architecture) -> TransformerBloc
     if arch.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     norm: Any = RmsNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
+    vp_stage = None if config.virtual_pipeline_model_parallel_size is None else chunk
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
 
 
 def _without_transformer_engine() -> None:
@@ -136,22 +140,24 @@ def attach(hidden: Tensor, share: Tensor) -> Tensor:
 
 
 class StageModel(GPTModel):
-    """The layers of one pipeline stage, with the embedding on the first and the head on the last."""
+    """One piece of a pipeline stage: its layers, the embedding in the first of all, the head in the last."""
 
-    def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout) -> None:
+    def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout, chunk: int) -> None:
         _without_transformer_engine()
-        spec: Any = layer_spec(config, arch)
+        spec: Any = layer_spec(config, arch, chunk)
         super().__init__(
             config,
             spec,
             vocab_size=padded_vocab(arch.vocab_size, layout.tp.size),
             max_sequence_length=arch.context,
-            pre_process=layout.is_first_stage,
-            post_process=layout.is_last_stage,
+            pre_process=layout.pp.rank == 0 and chunk == 0,
+            post_process=layout.is_last_stage and chunk == layout.vpp - 1,
             share_embeddings_and_output_weights=arch.is_tied,
             position_embedding_type="none",
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
-        first = layout.pp.rank * (arch.num_layers // layout.pp.size)
+        piece = chunk * layout.pp.size + layout.pp.rank
+        first = piece * (arch.num_layers // (layout.pp.size * layout.vpp))
         layers: Any = self.decoder.layers if arch.num_experts else ()
         for index, layer in enumerate(layers):
             layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)
@@ -164,11 +170,12 @@ class StageModel(GPTModel):
 
 
 class Stage(nn.Module):
-    """One pipeline stage as a function of packed rows."""
+    """One pipeline stage as a function of packed rows, which every method but `padded` takes padded."""
 
     def __init__(
         self,
-        model: StageModel,
+        chunks: Sequence[StageModel],
+        config: TransformerConfig,
         arch: Architecture,
         layout: Layout,
         *,
@@ -177,41 +184,48 @@ class Stage(nn.Module):
         recompute: bool,
     ) -> None:
         super().__init__()
-        self.model = model
-        self._arch, self._layout = arch, layout
+        self.model = nn.ModuleList(chunks)
+        self._config, self._arch, self._layout = config, arch, layout
         self._inv_freq = inv_freq
         self._wanted, self._recompute = wanted, recompute
+        self._sharers: SequenceGroup | None = None
+        if layout.cp.size > 1:
+            self._sharers = SequenceGroup(group=layout.cp.group, rank=layout.cp.rank, size=layout.cp.size)
+        self._shares = layout.cp.size * (layout.tp.size if config.sequence_parallel else 1)
+
+    def padded(self, rows: PackedRows) -> PackedRows:
+        """With as many tokens as the ranks that share them can share evenly."""
+        return rows.padded(self._shares)
 
     def num_tokens(self, rows: PackedRows) -> int:
-        """Tokens that this rank's activations hold: those fed, or its share of them under sequence parallelism."""
-        tp = self._layout.tp.size
-        fed = sum(rows.lengths)
-        return -(-fed // tp) if self.model.config.sequence_parallel else fed
+        """Tokens that this rank's activations hold: its share under context and sequence parallelism."""
+        return sum(rows.lengths) // self._shares
 
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool) -> Routing | None:
         """What the routers of this rank do with a micro-batch; None without experts."""
         if not self._arch.num_experts:
             return None
-        if not self.model.config.sequence_parallel:
-            return routing_of(rows, load, is_counting=is_counting)
-        share, rank = self.num_tokens(rows), self._layout.tp.rank
-        padded = rows.padded(self._layout.tp.size)
-        return routing_of(padded, load, is_counting=is_counting, start=rank * share, stop=(rank + 1) * share)
+        share, place = self.num_tokens(rows), self._layout.cp.rank
+        if self._config.sequence_parallel:
+            place = place * self._layout.tp.size + self._layout.tp.rank
+        return routing_of(rows, load, is_counting=is_counting, start=place * share, stop=(place + 1) * share)
 
-    def hidden(self, rows: PackedRows, received: Tensor | None, routing: Routing | None = None) -> Tensor:
-        """`[T, 1, H]` after this stage's layers (`T / tp` under sequence parallelism).
+    def hidden(self, chunk: int, rows: PackedRows, received: Tensor | None, routing: Routing | None = None) -> Tensor:
+        """`[T, 1, H]` after one piece's layers (this rank's share of `T`, see `num_tokens`).
 
         Args:
+            chunk: The piece.
             rows: The micro-batch.
-            received: The stage before's result; None on the first.
+            received: The result of the piece before; None in the first of all.
             routing: From `route`.
         """
-        rows = rows.padded(self._layout.tp.size) if self.model.config.sequence_parallel else rows
-        hidden = self._embed(rows.token_ids) if received is None else received
-        freqs = rows.position_ids[:, None].to(torch.float32) * self._inv_freq.to(rows.position_ids.device)
+        start, stop = (0, sum(rows.lengths)) if self._sharers is None else self._sharers.token_range(rows)
+        model: Any = self.model[chunk]
+        hidden = self._embed(model, rows.token_ids[start:stop]) if received is None else received
+        freqs = rows.position_ids[start:stop, None].to(torch.float32) * self._inv_freq.to(rows.position_ids.device)
         rotary = torch.cat([freqs, freqs], dim=-1)[:, None, None]
-        params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device))
-        for layer in self.model.decoder.layers:
+        params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device, self._sharers))
+        for layer in model.decoder.layers:
             arguments: dict[str, Any] = {
                 "attention_mask": None,
                 "rotary_pos_emb": rotary,
@@ -221,7 +235,7 @@ class Stage(nn.Module):
                 hidden = checkpoint(self._layer, layer, hidden, routing, arguments, use_reentrant=False)
             else:
                 hidden = self._layer(layer, hidden, routing, arguments)
-        norm = self.model.decoder.final_layernorm
+        norm = model.decoder.final_layernorm
         return hidden if norm is None else norm(hidden)
 
     def _layer(self, layer: Any, hidden: Tensor, routing: Routing | None, arguments: dict[str, Any]) -> Tensor:
@@ -232,26 +246,38 @@ class Stage(nn.Module):
 
     def score(self, hidden: Tensor, rows: PackedRows) -> Scores:
         """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`."""
-        return self._values(hidden, rows) if self._arch.has_scalar_head else self._logprobs(hidden, rows)
+        score = self._values if self._arch.has_scalar_head else self._logprobs
+        if self._sharers is None:
+            return score(hidden, rows)
+        start, _ = self._sharers.token_range(rows)
+        first, last = self._sharers.score_range(rows)
+        share = replace(
+            rows,
+            score_index=rows.score_index[first:last] - start,
+            labels=rows.labels[first:last],
+            candidates=None if rows.candidates is None else rows.candidates[first:last],
+        )
+        return self._sharers.gather_scores(score(hidden, share), rows)
 
     def _values(self, hidden: Tensor, rows: PackedRows) -> Scores:
         """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
-        if self.model.config.sequence_parallel:
+        if self._config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return score_values(self.model.score(take_rows(hidden[:, 0], rows.score_index)))
+        last: Any = self.model[-1]
+        return score_values(last.score(take_rows(hidden[:, 0], rows.score_index)))
 
     def _logprobs(self, hidden: Tensor, rows: PackedRows) -> Scores:
         """With tensor parallelism each rank makes the logits of its part of the vocabulary.
 
         Only five numbers per token are exchanged.
         """
-        if self.model.config.sequence_parallel:
+        if self._config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         states = take_rows(hidden[:, 0], rows.score_index)
         weight = self._head_weight()
         if self._layout.tp.size == 1:
             return score_states(states, weight, None, rows.labels, rows.candidates, LinearHead(), self._wanted)
-        if not self.model.config.sequence_parallel:
+        if not self._config.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states)
         logits = states @ weight.T
         shard = VocabShard(logits, self._layout.tp, self._layout.tp.rank * self._vocab_rows(), self._wanted)
@@ -277,16 +303,16 @@ class Stage(nn.Module):
 
     def _head_weight(self) -> Tensor:
         """This rank's rows of the head, without those that pad the vocabulary."""
-        model = self.model
+        model: Any = self.model[-1]
         weight = model.shared_embedding_or_output_weight() if self._arch.is_tied else model.output_layer.weight
         assert weight is not None
         count = min(self._vocab_rows(), self._arch.vocab_size - self._layout.tp.rank * self._vocab_rows())
         return weight[:count]
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, model: Any, token_ids: Tensor) -> Tensor:
         """`[T, 1, H]`, this rank's tokens of it under sequence parallelism."""
-        embedded = self.model.embedding.word_embeddings(token_ids[None])
-        if self.model.embedding.reduce_scatter_embeddings:
+        embedded = model.embedding.word_embeddings(token_ids[None])
+        if model.embedding.reduce_scatter_embeddings:
             token_ids = token_ids.chunk(self._layout.tp.size)[self._layout.tp.rank]
         else:
             embedded = embedded.transpose(0, 1)

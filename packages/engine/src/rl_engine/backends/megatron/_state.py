@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -47,7 +47,7 @@ class State:
         dtype = _folder.DTYPES[config.precision]
         self.source, self.world, self.layout = source, world, layout
         self.arch = read_architecture(source, config.head)
-        self.entries = plan_weights(self.arch, pp=layout.pp.size, ep=layout.ep.size)
+        self.entries = plan_weights(self.arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
         self.experts: Experts | None = None
         if self.arch.num_experts:
             self.experts = Experts(
@@ -59,23 +59,26 @@ class State:
         self.schedule_step = 0
         self.writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
         with megatron_calls():
-            model = StageModel(transformer_config(self.arch, config.parallel, dtype), self.arch, layout)
-        self._read(model, config)
+            settings = transformer_config(self.arch, config.parallel, dtype)
+            chunks = [StageModel(settings, self.arch, layout, chunk) for chunk in range(layout.vpp)]
         self.stage = Stage(
-            model.to(world.device),
+            chunks,
+            settings,
             self.arch,
             layout,
             inv_freq=_inverse_frequencies(source).to(world.device),
             wanted=Wanted.of(config),
             recompute=config.activation_checkpointing,
         )
+        self._read(self.stage.model, config)
+        self.stage.to(world.device)
         self.stage.requires_grad_(config.optimizer is not None)
         self.stage.train(config.optimizer is not None)
         self.places: dict[str, torch.device] = dict.fromkeys(("model", "optimizer", "grad"), world.device)
         self.optimizer: ShardedAdamW | None = None
         if config.optimizer is not None:
             self.optimizer = ShardedAdamW(
-                dict(model.named_parameters()),
+                dict(self.stage.model.named_parameters()),
                 own_entries(self.entries, layout),
                 layout,
                 config.optimizer,
@@ -145,7 +148,7 @@ class State:
             self.stage.model.to(target)
         self.places |= {part: target for part, is_moved in moved.items() if is_moved}
 
-    def _read(self, model: StageModel, config: EngineConfig) -> None:
+    def _read(self, model: nn.Module, config: EngineConfig) -> None:
         parameters = dict(model.named_parameters())
         if config.init == ModelInit.RANDOM:
             # Every rank draws the whole model, in the fsdp backend's number format: weights depend on neither.
@@ -191,21 +194,22 @@ class MicroBatches:
         self._loss_function, self._load, self._counts = loss_function, load, counts
 
     def buffer(self, index: int) -> Tensor:
-        """For what the stage before sends."""
+        """For what the piece before sends."""
         stage, state = self._state.stage, self._state
         weight = next(stage.parameters())
         return weight.new_empty((stage.num_tokens(self._packed(index)), 1, state.arch.hidden_size))
 
-    def forward(self, index: int, received: Tensor | None) -> Tensor | None:
-        """Hidden states, or on the last stage this micro-batch's share of the loss."""
+    def forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor | None:
+        """Hidden states, or from the last piece of all this micro-batch's share of the loss."""
         packed, stage = self._packed(index), self._state.stage
         is_idle = index >= len(self._agreed.plan)
         load = None if is_idle else self._load
         routing = stage.route(packed, load, is_counting=self._counts is not None)
-        hidden = stage.hidden(packed, received, routing)
+        hidden = stage.hidden(chunk, packed, received, routing)
         if routing is not None and not is_idle:
             hidden = self._with_experts(hidden, routing)
-        if not self._state.layout.is_last_stage:
+        layout = self._state.layout
+        if not layout.is_last_stage or chunk < layout.vpp - 1:
             return hidden
         scores = stage.score(hidden, packed)
         if is_idle:  # keeps the collectives company and adds nothing
@@ -230,15 +234,15 @@ class MicroBatches:
         return attach(hidden, self._load.coef * share)
 
     def _packed(self, index: int) -> PackedRows:
-        if index >= len(self._agreed.plan):
-            return one_token_row(self._state.world.device)
-        return self._agreed.batch.pack(self._agreed.plan[index])
+        is_idle = index >= len(self._agreed.plan)
+        rows = one_token_row(self._state.world.device) if is_idle else self._agreed.batch.pack(self._agreed.plan[index])
+        return self._state.stage.padded(rows)
 
 
 def _copies(world: World, layout: Layout) -> Copies:
-    """Ranks of one data-parallel index are one copy; its last stage has the results. Collective."""
-    speaks = layout.is_last_stage and layout.tp.rank == 0
-    places = world.exchange((layout.dp.rank, speaks))
+    """Ranks that work on the same rows are one copy; its last stage has the results. Collective."""
+    speaks = layout.is_last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
+    places = world.exchange((layout.copy, speaks))
     speakers = {copy: rank for rank, (copy, is_speaker) in enumerate(places) if is_speaker}
     return Copies(
         copy_of=tuple(copy for copy, _ in places), speakers=tuple(speakers[copy] for copy in sorted(speakers))

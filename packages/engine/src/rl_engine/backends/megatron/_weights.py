@@ -50,7 +50,7 @@ class Entry:
     """One parameter of one pipeline stage (and one expert-parallel rank)."""
 
     parameter: str
-    """Name in the owner's GPTModel."""
+    """Name in the owner's list of GPTModels, which starts with the place in it."""
     tensors: dict[str, tuple[int, ...]]
     """Hugging Face names and full shapes."""
     cut: Cut = Cut.WHOLE
@@ -72,31 +72,33 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def plan_weights(arch: Architecture, *, pp: int, ep: int) -> list[Entry]:
+def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entry]:
     """Every parameter of the model, in the order of the layers."""
     vocab = (arch.vocab_size, arch.hidden_size)
     embedding = Entry(
-        parameter="embedding.word_embeddings.weight",
+        parameter="0.embedding.word_embeddings.weight",
         tensors={"model.embed_tokens.weight": vocab},
         cut=Cut.ROWS,
         stage=0,
         is_tied=arch.is_tied and pp > 1,
     )
     entries = [embedding]
-    per_stage = arch.num_layers // pp
+    per_piece = arch.num_layers // (pp * vpp)
     for layer in range(arch.num_layers):
-        stage, local = divmod(layer, per_stage)
-        entries += _layer(arch, f"model.layers.{layer}", f"decoder.layers.{local}", stage)
+        piece, local = divmod(layer, per_piece)
+        chunk, stage = divmod(piece, pp)
+        target = f"{chunk}.decoder.layers.{local}"
+        entries += _layer(arch, f"model.layers.{layer}", target, stage)
         if arch.num_experts:
-            entries += _experts(arch, f"model.layers.{layer}.mlp", f"decoder.layers.{local}.mlp", stage, ep)
+            entries += _experts(arch, f"model.layers.{layer}.mlp", f"{target}.mlp", stage, ep)
     norm = {"model.norm.weight": (arch.hidden_size,)}
-    entries.append(Entry(parameter="decoder.final_layernorm.weight", tensors=norm, stage=pp - 1))
+    entries.append(Entry(parameter=f"{vpp - 1}.decoder.final_layernorm.weight", tensors=norm, stage=pp - 1))
     if arch.has_scalar_head:
-        entries.append(Entry(parameter=SCORE, tensors={SCORE: (1, arch.hidden_size)}, stage=pp - 1))
+        entries.append(Entry(parameter=f"{vpp - 1}.{SCORE}", tensors={SCORE: (1, arch.hidden_size)}, stage=pp - 1))
     elif not arch.is_tied:
-        entries.append(_head("lm_head.weight", vocab, pp - 1))
+        entries.append(_head("lm_head.weight", vocab, pp, vpp))
     elif pp > 1:
-        entries.append(_head("model.embed_tokens.weight", vocab, pp - 1, is_copy=True))
+        entries.append(_head("model.embed_tokens.weight", vocab, pp, vpp, is_copy=True))
     return entries
 
 
@@ -110,12 +112,12 @@ def shapes_of(entries: list[Entry]) -> dict[str, tuple[int, ...]]:
     return {name: shape for entry in entries for name, shape in entry.tensors.items()}
 
 
-def _head(name: str, shape: tuple[int, ...], stage: int, *, is_copy: bool = False) -> Entry:
+def _head(name: str, shape: tuple[int, ...], pp: int, vpp: int, *, is_copy: bool = False) -> Entry:
     return Entry(
-        parameter="output_layer.weight",
+        parameter=f"{vpp - 1}.output_layer.weight",
         tensors={name: shape},
         cut=Cut.ROWS,
-        stage=stage,
+        stage=pp - 1,
         is_tied=is_copy,
         is_copy=is_copy,
     )

@@ -1,0 +1,187 @@
+"""Every key of rl-sft, rl-dpo, rl-rm and rl-distill does something, or is refused where it would do nothing.
+
+A key that is not in the tables below fails. Runs of two steps with and without another value of it must differ in the
+named part of what a run leaves behind.
+"""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_engine import TrainingWorker, _training
+from rl_engine.cli import parse_config
+from rl_engine.distill import DistillConfig
+from rl_engine.distill import train as distill
+from rl_engine.dpo import DpoConfig
+from rl_engine.dpo import train as prefer
+from rl_engine.errors import ConfigError, EngineError
+from rl_engine.rm import RmConfig
+from rl_engine.rm import train as judge
+from rl_engine.sft import SftConfig
+from rl_engine.sft import train as fine_tune
+from rl_engine.testing import write_tiny_model
+
+RUNS = {
+    SftConfig: (fine_tune, "rows.jsonl"),
+    DpoConfig: (prefer, "pairs.jsonl"),
+    RmConfig: (judge, "pairs.jsonl"),
+    DistillConfig: (distill, "rows.jsonl"),
+}
+# key: (another value, the part of `look` that it changes); names in capitals are files of the test's folder
+SHARED = {
+    "model_path": ("WIDER", "shapes"),
+    "data_path": ("OTHER.jsonl", "weights"),
+    "output_dir": ("ELSEWHERE", "files"),
+    "eval_path": ("OTHER.jsonl", "evaluated"),
+    "eval_every": (1, "lines"),
+    "steps": (3, "steps"),
+    "batch_size": (3, "weights"),
+    "lr": (1e-3, "weights"),
+    "warmup_steps": (1, "weights"),
+    "weight_decay": (0.5, "weights"),
+    "max_grad_norm": (1e-3, "weights"),
+    "max_tokens_per_gpu": (9, "engine"),
+    "precision": ("bfloat16", "engine"),
+    "matmul_precision": ("highest", "engine"),
+    "activation_checkpointing": (True, "engine"),
+    "seed": (1, "weights"),
+    "save_every": (1, "files"),
+    "log_every": (1, "lines"),
+    "backend": ("megatron", "backend"),
+}
+OWN = {
+    SftConfig: {
+        "init": ("random", "engine"),
+        "target_loss": (100.0, "steps"),
+        "target_sequence_accuracy": (0.0, "steps"),
+    },
+    DpoConfig: {
+        "loss": ("ipo", "weights"),
+        "beta": (0.5, "weights"),
+        "label_smoothing": (0.3, "weights"),
+        "reference_free": (True, "weights"),
+        "desirable_weight": (2.0, "weights"),
+        "undesirable_weight": (2.0, "weights"),
+    },
+    RmConfig: {"loss": ("process", "refusal")},  # which reads another kind of rows
+    DistillConfig: {
+        "teacher_path": ("WIDER", "weights"),
+        "loss": ("mixed", "weights"),
+        "forward_weight": (0.9, "weights"),
+        "num_candidates": (2, "weights"),
+    },
+}
+BESIDE = {
+    "eval_every": {"eval_path": "OTHER.jsonl"},
+    "target_loss": {"log_every": 1},
+    "target_sequence_accuracy": {"log_every": 1},
+    "desirable_weight": {"loss": "kto"},
+    "undesirable_weight": {"loss": "kto"},
+    "forward_weight": {"loss": "mixed"},
+}
+ELSEWHERE_TESTED = {"resume"}  # test_a_resumed_run_is_the_run_that_was_not_interrupted
+CASES = [(SftConfig, key, *what) for key, what in SHARED.items()]
+CASES += [(kind, key, *what) for kind, keys in OWN.items() for key, what in keys.items()]
+
+
+def test_every_key_is_in_a_table():
+    shared = {field.name for field in fields(_training.RunConfig)}
+    assert shared == SHARED.keys() | ELSEWHERE_TESTED
+    for kind, keys in OWN.items():
+        assert {field.name for field in fields(kind)} == shared | keys.keys()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_tiny_model(folder / "model")
+    write_tiny_model(folder / "WIDER", seed=7, hidden_size=16)
+
+    def write(name, rows):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    questions = [[{"role": "user", "content": f"{a}+{b}="}] for a in range(2) for b in range(3)]
+    write("rows.jsonl", [{"prompt": asked, "completion": str(n)} for n, asked in enumerate(questions)])
+    write("OTHER.jsonl", [{"prompt": asked, "completion": "no"} for asked in questions])
+    write("pairs.jsonl", [{"prompt": asked, "chosen": "yes", "rejected": "not"} for asked in questions])
+    return folder
+
+
+def config_of(kind, place, changes):
+    base = {
+        "model_path": "model", "data_path": RUNS[kind][1], "output_dir": "out", "steps": 2, "batch_size": 4,
+        "lr": 1e-2, "warmup_steps": 0,
+    }  # fmt: skip
+    if kind is DistillConfig:
+        base["teacher_path"] = "model"
+    values = {
+        name: str(place / value) if name.endswith(("_path", "_dir")) else value
+        for name, value in (base | changes).items()
+    }
+    return parse_config(kind, [f"{name}={value}" for name, value in values.items()])
+
+
+def look(kind, config, place, monkeypatch):
+    """What a run leaves behind, in a folder of its own."""
+    seen, lines = {}, []
+    start = TrainingWorker.__init__
+
+    def watched(self, engine, backend="fsdp"):
+        seen["engine"], seen["backend"] = replace(engine, optimizer=None), backend
+        start(self, engine, backend)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingWorker, "__init__", watched)
+        try:
+            outcome = RUNS[kind][0](config, lines.append)
+        except (EngineError, ValueError) as error:
+            return seen | {"refusal": str(error)}
+    output = place / config.output_dir
+    weights = load_file(output / "model.safetensors")
+    return seen | {
+        "refusal": None,
+        "lines": len(lines),
+        "steps": outcome.steps,
+        "evaluated": bool(outcome.eval_metrics),
+        "weights": weights,
+        "shapes": {name: tuple(tensor.shape) for name, tensor in weights.items()},
+        "files": sorted(path.name for path in output.parent.iterdir()),
+    }
+
+
+def is_same(one, other):
+    if isinstance(one, dict) and one.keys() == other.keys():
+        return all(is_same(value, other[name]) for name, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "part"), CASES, ids=[f"{case[0].__name__}-{case[1]}" for case in CASES]
+)
+def test_a_key_does_something(place, tmp_path, monkeypatch, kind, key, value, part):
+    beside = BESIDE.get(key, {})
+    before, after = (
+        look(kind, config_of(kind, place, {"output_dir": tmp_path / name / "out"} | changes), place, monkeypatch)
+        for name, changes in (("before", beside), ("after", beside | {key: value}))
+    )
+    assert not is_same(before[part], after[part]), f"{key}={value} changes nothing of {part}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "key", "value"),
+    [
+        (DpoConfig, "ipo", "label_smoothing", 0.1),
+        (DpoConfig, "hinge", "desirable_weight", 2.0),
+        (DpoConfig, "sigmoid", "undesirable_weight", 2.0),
+        (DistillConfig, "forward", "forward_weight", 0.3),
+        (DistillConfig, "reverse", "forward_weight", 0.3),
+        (DistillConfig, "reverse", "num_candidates", 4),
+    ],
+)
+def test_a_key_of_another_loss_is_refused(place, tmp_path, kind, loss, key, value):
+    config = config_of(kind, place, {"output_dir": tmp_path / "out", "loss": loss, key: value})
+    with pytest.raises(ConfigError, match=rf"{key}.* nothing with loss={loss}; leave"):
+        RUNS[kind][0](config)
