@@ -8,7 +8,9 @@ from rl_trainer.warmup import make_small_model
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A folder with a tiny model that has learned next to nothing, with the quickstart's tokenizer."""
-    rows = load_datasets(load_config("quickstart", ["data.num_rows=2000", "data.eval_size=16"]).data, seed=0).train
+    rows = load_datasets(
+        load_config("quickstart", ["data.options.num_rows=2000", "data.eval_size=16"]).data, seed=0
+    ).train
     warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
     folder = tmp_path_factory.mktemp("small")
     return make_small_model(folder, warmup, rows, seed=0, timeout_s=120, on_line=lambda line: None)

@@ -102,7 +102,7 @@ def test_plan_that_does_not_divide(capsys):
     "key", ["engine.backend", "rollout.backend", "weights_transport", "queue_storage", "agent.loop"]
 )
 def test_backend_that_is_not_installed(capsys, key):
-    error = refused(capsys, "quickstart", f"{key}=nonesuch", "data.num_rows=2000", "data.eval_size=16")
+    error = refused(capsys, "quickstart", f"{key}=nonesuch", "data.options.num_rows=2000", "data.eval_size=16")
     assert f"{key}='nonesuch' is not installed; installed are" in error
 
 
@@ -115,17 +115,17 @@ def test_backend_that_is_not_installed(capsys, key):
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):
     monkeypatch.setattr("rl_trainer.preflight._is_installed", lambda name: name != lost)
-    assert told in refused(capsys, "quickstart", "data.num_rows=2000", "data.eval_size=16")
+    assert told in refused(capsys, "quickstart", "data.options.num_rows=2000", "data.eval_size=16")
 
 
 def test_output_that_would_be_overwritten(capsys, tmp_path):
     (tmp_path / "summary.json").write_text("{}")
-    error = refused(capsys, "quickstart", f"output_dir={tmp_path}", "data.num_rows=2000", "data.eval_size=16")
+    error = refused(capsys, "quickstart", f"output_dir={tmp_path}", "data.options.num_rows=2000", "data.eval_size=16")
     assert "already holds a finished run" in error
 
 
 def test_resume_from_an_incomplete_checkpoint(capsys, tmp_path):
-    error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.num_rows=2000", "data.eval_size=16")
+    error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.options.num_rows=2000", "data.eval_size=16")
     assert "is not a complete checkpoint folder" in error
 
 
@@ -143,7 +143,7 @@ def test_resume_of_nothing(capsys):
 def test_resume_from_what_this_run_cannot_go_on_from(capsys, tmp_path, state, words):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     (tmp_path / "engine").mkdir()
-    error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.num_rows=2000", "data.eval_size=16")
+    error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.options.num_rows=2000", "data.eval_size=16")
     assert words in error
 
 

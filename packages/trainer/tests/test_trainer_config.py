@@ -16,10 +16,10 @@ def test_every_shipped_recipe_loads_and_divides(recipe):
 
 def test_overrides_reach_nested_keys_with_their_types():
     config = load_config(
-        "quickstart", ["seed=3", "engine.lr=1e-4", "batch.group_size=4", "data.task_config={min_terms: 3}"]
+        "quickstart", ["seed=3", "engine.lr=1e-4", "batch.group_size=4", "data.options.task_config={min_terms: 3}"]
     )
     assert (config.seed, config.engine.lr, config.batch.group_size) == (3, 1e-4, 4)
-    assert config.data.task_config == {"min_terms": 3}
+    assert config.data.options["task_config"] == {"min_terms": 3}
 
 
 @pytest.mark.parametrize(

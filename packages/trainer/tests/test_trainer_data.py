@@ -82,17 +82,19 @@ def test_missing_files_and_broken_json(tmp_path):
 def test_reasoning_gym_holds_out_problems_that_are_never_trained_on():
     config = DataConfig(
         format="reasoning_gym",
-        task="basic_arithmetic",
-        task_config={
-            "min_terms": 2,
-            "max_terms": 2,
-            "min_digits": 1,
-            "max_digits": 1,
-            "operators": ["+"],
-            "allow_negation": False,
+        options={
+            "task": "basic_arithmetic",
+            "task_config": {
+                "min_terms": 2,
+                "max_terms": 2,
+                "min_digits": 1,
+                "max_digits": 1,
+                "operators": ["+"],
+                "allow_negation": False,
+            },
+            "prompt_template": "{expression} =",
+            "num_rows": 300,
         },
-        prompt_template="{expression} =",
-        num_rows=300,
         eval_size=20,
     )
     data = load_datasets(config, seed=1)
@@ -107,9 +109,9 @@ def test_reasoning_gym_holds_out_problems_that_are_never_trained_on():
 
 def test_a_wrong_reasoning_gym_task_or_template_is_told():
     with pytest.raises(DataError, match="cannot make task 'no_such_task'"):
-        load_datasets(DataConfig(format="reasoning_gym", task="no_such_task"), seed=0)
+        load_datasets(DataConfig(format="reasoning_gym", options={"task": "no_such_task"}), seed=0)
     with pytest.raises(DataError, match=r"prompt_template names 'nothing', but task 'chain_sum' has \["):
-        load_datasets(DataConfig(format="reasoning_gym", prompt_template="{nothing}"), seed=0)
+        load_datasets(DataConfig(format="reasoning_gym", options={"prompt_template": "{nothing}"}), seed=0)
 
 
 @given(st.integers(1, 30), st.integers(0, 100), st.lists(st.integers(1, 20), min_size=1, max_size=8))

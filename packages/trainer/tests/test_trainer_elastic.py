@@ -30,7 +30,7 @@ def test_a_run_goes_on_without_the_dead_and_with_the_new(model):
         "quickstart",
         [
             "pipeline=fully_async", "staleness.max_staleness=2", "rollout.num_replicas=2", "agent.num_workers=2",
-            f"model.path={model}", f"data.num_rows={num_steps * batch_size}", "data.eval_size=8",
+            f"model.path={model}", f"data.options.num_rows={num_steps * batch_size}", "data.eval_size=8",
             f"batch.batch_size={batch_size}", "batch.mini_batch_size=4", "batch.group_size=4", f"steps={num_steps}",
             "eval_every=0", "timeout_s=400",
         ],

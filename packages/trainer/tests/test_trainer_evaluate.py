@@ -58,7 +58,7 @@ def test_failed_completions_are_in_no_estimate():
 
 def test_rl_eval_measures_a_policy_through_a_server(model, tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
-    settings = ["data.num_rows=2000", "data.eval_size=8", f"model.path={model}"]
+    settings = ["data.options.num_rows=2000", "data.eval_size=8", f"model.path={model}"]
     assert main_eval(["quickstart", *settings, "--samples", "4", "--k", "1,4", "--output", str(output)]) == 0
     told = capsys.readouterr().out
     assert all(name in told for name in ("accuracy", "pass@1", "pass@4", "maj@4", "8, 0 of 32 completions failed"))

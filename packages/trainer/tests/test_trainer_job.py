@@ -14,7 +14,7 @@ from safetensors import safe_open
 from rl_trainer import checkpoints
 
 SMALL = [
-    "data.num_rows=2000",
+    "data.options.num_rows=2000",
     "data.eval_size=16",
     "batch.batch_size=4",
     "batch.mini_batch_size=2",

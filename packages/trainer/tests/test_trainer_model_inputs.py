@@ -27,7 +27,7 @@ def config_of(model, folder, rows, *overrides):
     data.write_text("".join(json.dumps({**row, **common}) + "\n" for row in rows))
     sizes = ["data.eval_size=1", "batch.batch_size=2", "batch.mini_batch_size=2", "batch.group_size=2"]
     sizes += ["rollout.max_new_tokens=12", "rollout.max_model_len=128", "data.max_prompt_tokens=64"]
-    source = [f"model.path={model}", "data.format=rows", f"data.path={data}", "data.task=chain_sum"]
+    source = [f"model.path={model}", "data.format=rows", f"data.path={data}", "data.options={}"]
     return load_config("quickstart", [*sizes, *source, "runtime=inline", "agent.loop=single_turn", *overrides])
 
 

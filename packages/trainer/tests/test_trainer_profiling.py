@@ -13,8 +13,8 @@ from rl_trainer.job import run
 from rl_trainer.profiling import VARIABLE, chrome_trace, profiled, span
 
 SIZES = [
-    "data.num_rows=200", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2", "batch.group_size=2",
-    "steps=2", "eval_every=0", "algorithm.old_logprobs=recompute", "data.max_prompt_tokens=16",
+    "data.options.num_rows=200", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2",
+    "batch.group_size=2", "steps=2", "eval_every=0", "algorithm.old_logprobs=recompute", "data.max_prompt_tokens=16",
 ]  # fmt: skip
 
 

@@ -64,7 +64,13 @@ def test_rl_sample_refuses_in_a_sentence(tmp_path, capsys, argv, words):
 
 
 def test_a_run_keeps_every_sample_and_a_policy_can_be_asked_for_fresh_ones(model, tmp_path, capsys):
-    sizes = ["data.num_rows=200", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2", "steps=2"]
+    sizes = [
+        "data.options.num_rows=200",
+        "data.eval_size=4",
+        "batch.batch_size=4",
+        "batch.mini_batch_size=2",
+        "steps=2",
+    ]
     settings = [*sizes, "batch.group_size=2", "eval_every=0", "runtime=inline", f"model.path={model}"]
     out = tmp_path / "out"
     run(load_config("quickstart", [*settings, "tracking.keep_samples=true", f"output_dir={out}"]), Console(quiet=True))

@@ -14,7 +14,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.warmup import demonstration, write_tokenizer
 
-SMALL = ["data.num_rows=300", "data.eval_size=8"]
+SMALL = ["data.options.num_rows=300", "data.eval_size=8"]
 
 
 def test_what_the_model_is_shown_is_what_the_loop_makes_token_for_token(tmp_path):

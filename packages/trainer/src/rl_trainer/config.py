@@ -64,6 +64,8 @@ class MixturePart:
     """As `data.path`."""
     format: str | None = None
     """As `data.format`, which it is if None."""
+    options: Mapping[str, Any] | None = None
+    """As `data.options`, which they are if None."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Prompts are drawn in proportion to the weights, whatever the sizes."""
 
@@ -93,28 +95,14 @@ class DataConfig:
     """Held-out file; None takes test.* of the folder, or else the last `eval_size` rows of the file."""
     eval_size: Positive = 256
     """Held-out rows."""
-    train_split: str = "train"
-    """Split to train on, of a dataset that has several."""
-    eval_split: str = "test"
-    """Split that is held out."""
-    load_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `datasets.load_dataset`, such as {name: main}."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What that format alone reads: the keys of a class in `rl_trainer.data.options`, or those of your own format."""
     streaming: bool = False
     """Read rows as they are needed, for what does not fit into memory."""
-    shuffle_buffer: Positive = 10000
-    """Rows that a stream is shuffled within."""
     mixture: Mapping[str, MixturePart] = field(default_factory=dict)
     """Several datasets by name, instead of `path`."""
     curriculum: CurriculumSection | None = None
     """Pass over rows that taught nothing lately; None takes every row once per epoch."""
-    task: str = "chain_sum"
-    """Name of the reasoning_gym task."""
-    task_config: Mapping[str, Any] = field(default_factory=dict)
-    """Its parameters."""
-    num_rows: Positive = 50000
-    """Rows to draw from reasoning_gym."""
-    prompt_template: str = "{question}"
-    """How a prompt is made of `{question}` and the task's metadata; reasoning_gym and gsm8k only."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are left out, and counted."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms.checks import check_algorithm
 from rl_trainer.config import DataConfig
+from rl_trainer.data.options import check_options
 from rl_trainer.data.records import HUB, is_saved_dataset
 from rl_trainer.errors import PlanError
 from rl_trainer.rewards.checks import check_reward
@@ -151,12 +152,8 @@ def _check_data(data: DataConfig) -> None:
                 raise PlanError(f"data.{name}={getattr(data, name)!r} does nothing {why}; leave it out")
 
     with_format = f"with data.format={data.format}"
-    refuse(data.format == "reasoning_gym", with_format, "num_rows")
-    refuse(data.format not in {"rows", "gsm8k"}, with_format, "task", "task_config")
-    refuse(data.format != "rows" or bool(data.mixture), with_format, "prompt_template")
     refuse(data.format != "reasoning_gym", with_format, "path", "eval_path")
     refuse(is_file, with_format, "streaming", "mixture")
-    refuse(data.streaming, "without data.streaming", "shuffle_buffer")
     refuse(not data.mixture, "beside data.mixture", "path", "eval_path")
     refuse(not data.mixture, "beside data.mixture, which draws without reading ahead", "streaming")
     if data.curriculum is not None and (data.streaming or data.mixture):
@@ -169,5 +166,5 @@ def _check_data(data: DataConfig) -> None:
     uses_datasets = is_dataset or any(
         part.path.startswith(HUB) or is_saved_dataset(part.path) for part in data.mixture.values()
     )
-    refuse(uses_datasets, "unless data.path is of the datasets package", "train_split", "eval_split", "load_options")
-    refuse(not is_dataset, "with a dataset of the datasets package: set data.eval_split", "eval_path")
+    refuse(not is_dataset, "with a dataset of the datasets package: set data.options.eval_split", "eval_path")
+    check_options(data, uses_datasets=uses_datasets)

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.data.options import record_options
 from rl_trainer.data.procedural import load_reasoning_gym
 from rl_trainer.data.records import sources
 from rl_trainer.data.rows import Row, checked, row_maker
@@ -64,7 +65,7 @@ def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
                 f"data.streaming cannot hold out the last rows of {train_source.name}, which it has not read; give "
                 "data.eval_path, or a folder or dataset with a part for tests"
             )
-        stream = StreamedRows(train_source, make, seed=seed, buffer_size=config.shuffle_buffer)
+        stream = StreamedRows(train_source, make, seed=seed, buffer_size=record_options(config).shuffle_buffer)
         return Datasets(train=[], eval=held_out, stream=stream)
     train = [make(record.read(), record.where) for record in train_source.records()]
     if eval_source is not None:
@@ -83,7 +84,10 @@ def _mixture(config: DataConfig, seed: int) -> Datasets:
     train, held_out = list[Row](), list[Row]()
     for name, part in config.mixture.items():
         size = max(round(config.eval_size * part.weight / total), 1)
-        own = replace(config, mixture={}, path=part.path, format=part.format or config.format, eval_size=size)
+        options = config.options if part.options is None else part.options
+        own = replace(
+            config, mixture={}, path=part.path, format=part.format or config.format, options=options, eval_size=size
+        )
         found = load_datasets(own, seed=seed)
         train += [{**row, PART: name} for row in found.train]
         held_out += [{**row, PART: name} for row in found.eval]

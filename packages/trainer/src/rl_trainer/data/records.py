@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rl_trainer.data.options import record_options
 from rl_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -123,26 +124,27 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def _dataset_sources(name: str, config: DataConfig) -> tuple[Source, Source | None]:
+    options = record_options(config)
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"{HUB}{name} needs the datasets package: pip install 'rl-post-trainer[datasets]'") from error
     try:
         if is_saved_dataset(name):
-            loaded = datasets.load_from_disk(name, **config.load_options)  # streams as it is: it is mapped, not read
+            loaded = datasets.load_from_disk(name, **options.load_options)  # streams as it is: it is mapped, not read
         else:
-            loaded = datasets.load_dataset(name, streaming=config.streaming, **config.load_options)
+            loaded = datasets.load_dataset(name, streaming=config.streaming, **options.load_options)
     except Exception as error:
-        raise DataError(f"dataset {name!r} cannot be loaded with {dict(config.load_options)}: {error}") from error
+        raise DataError(f"dataset {name!r} cannot be loaded with {dict(options.load_options)}: {error}") from error
     if not isinstance(loaded, dict):  # one split: nothing is set apart
         return Source(name, lambda: _numbered(name, loaded)), None
     # "test" need not be there, for nobody asked for it: the last rows are held out instead.
-    for split in (config.train_split, *({config.eval_split} - {"test"})):
+    for split in (options.train_split, *({options.eval_split} - {"test"})):
         if split not in loaded:
             raise DataError(f"dataset {name!r} has no split {split!r}; it has {', '.join(loaded)}")
     train, held_out = (
         Source(f"{name}/{split}", partial(_numbered, f"{name}/{split}", loaded[split])) if split in loaded else None
-        for split in (config.train_split, config.eval_split)
+        for split in (options.train_split, options.eval_split)
     )
     assert train is not None, "it was looked for"
     return train, held_out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.data.options import record_options
 from rl_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def row_maker(config: DataConfig) -> Callable[[Mapping[str, Any], str], Row]:
     Raises (when called):
         DataError: the record lacks a field, or holds what no part can use.
     """
-    template = config.prompt_template
+    template = record_options(config).prompt_template
     return (lambda record, where: _from_gsm8k(record, where, template)) if config.format == "gsm8k" else checked
 
 
