@@ -42,22 +42,30 @@ class Admissions:
 
     # Puts
 
-    def check(self, put: Put) -> None:
-        """Raise what makes a put impossible whatever room there is; see `TransferQueue.put`."""
+    def check(self, put: Put) -> list[Row | None]:
+        """Raise what makes a put impossible whatever room there is; see `TransferQueue.put`.
+
+        Returns the rows that it adds to, None where it makes one; empty when it makes all of them.
+        """
         home = self._state.partitions.get(put.partition)
         options = self._options(put.partition)
         _checks.check_put(put, home)
-        _checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
+        if options.max_lag is not None:
+            _checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
         if put.leases:
             ledger = home.tasks.get(put.task) if home else None
             _checks.check_leases(
                 ledger, put.partition, put.task, put.rows, put.leases, put.sample_ids or (), may_be_acked=True
             )
         existing = self._existing(put, home)
-        _checks.check_unfilled(put.partition, [row for row in existing if row], (*put.schema, *put.shared))
-        _sharing.check(put, home, existing)
-        num_new = put.num_rows - sum(row is not None for row in existing)
-        self._check_possible(put.partition, num_new, put.nbytes if num_new else 0, "a put")
+        if existing:
+            _checks.check_unfilled(put.partition, [row for row in existing if row], (*put.schema, *put.shared))
+        if put.shared:
+            _sharing.check(put, home, existing)
+        if options is not _DEFAULTS:
+            num_new = existing.count(None) if existing else put.num_rows
+            self._check_possible(put.partition, num_new, put.nbytes if num_new else 0, "a put")
+        return existing
 
     def put(self, put: Put) -> list[Row] | None:
         """Enter a put's rows; None: there is no room yet.
@@ -65,11 +73,9 @@ class Admissions:
         Raises:
             what `check` raises; QueueFullError: there is no room, and its partition does not wait.
         """
-        self.check(put)
-        home = self._state.partitions.get(put.partition)
-        existing = self._existing(put, home)
+        existing = self.check(put)
         num_new = existing.count(None) if existing else put.num_rows
-        promise = self._promise(put)
+        promise = self._promise(put) if put.credit else None
         if num_new and self._has_limits(put.partition):
             rows = max(0, num_new - (promise.num_rows if promise else 0))
             nbytes = max(0, put.nbytes - (promise.num_bytes if promise else 0))
@@ -108,11 +114,12 @@ class Admissions:
             state.open(put.partition, state.next_generation)
         home = state.partitions[put.partition]
         names: Sequence[str | None] | None = put.sample_ids
-        following = count(state.next_row)
+        numbers: Sequence[int]
         if existing:
+            following = count(state.next_row)
             numbers = [next(following) if row is None else row.number for row in existing]
         else:
-            numbers = list(range(state.next_row, state.next_row + put.num_rows))
+            numbers = range(state.next_row, state.next_row + put.num_rows)
             if home.by_name:
                 names = [_untaken(f"row{number}", home) for number in numbers]
         schema = {name: column.to_json() for name, column in put.schema.items()}
@@ -238,9 +245,7 @@ class Admissions:
         options = self._options(partition)
         return options.row_limit is not None or options.max_bytes is not None
 
-    def _promise(self, put: Put) -> _Promise | None:
-        if not put.credit:
-            return None
+    def _promise(self, put: Put) -> _Promise:
         promise = self._promises.get(put.credit)
         if promise is None or promise.partition != put.partition:
             raise QueueFullError(

@@ -17,11 +17,11 @@ from rl_tq._extent import Layout, plan_extent
 from rl_tq._gather import Landing, LocatedColumns, Opened, gather
 from rl_tq._numbers import lengthen, shorten
 from rl_tq._places import from_wire
-from rl_tq._schema import ColumnSchema
+from rl_tq._schema import ColumnSchema, pack_schema
 from rl_tq._snapshot import write_snapshot
 from rl_tq.base import Sampler, TransferQueue
 from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError
-from rl_tq.types import BatchMeta, Credit, PartitionOptions, Policy, RestoreReport, RowMeta
+from rl_tq.types import BatchMeta, Credit, PartitionOptions, Policy, RestoreReport, RowMeta, batch_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class QueueClient(TransferQueue):
             "op": "put",
             "partition": partition,
             "num_rows": next(iter(columns.values())).num_rows,
-            "schema": {name: column.schema.to_json() for name, column in columns.items()},
+            "schema": pack_schema((name, column.schema) for name, column in columns.items()),
             "nbytes": layout.nbytes,
             "timeout_s": limit,
         }
@@ -324,16 +324,17 @@ def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: 
     lease = reply.get("lease", 0)
     rows = lengthen(reply["rows"])
     names = reply["sample_ids"]
-    return BatchMeta(
-        partition=partition,
-        sample_ids=tuple([f"row{row}" for row in rows] if names is None else names),
-        columns=tuple(dict.fromkeys(columns)),
-        tags=tuple(reply["tags"]),
-        rows=tuple(rows),
-        generation=reply["generation"],
-        task=task if lease else "",
-        leases=(lease,) * len(rows) if lease else (),
-        places=from_wire(reply.get("hints")),
+    return batch_meta(
+        partition,
+        tuple([f"row{row}" for row in rows] if names is None else names),
+        tuple(dict.fromkeys(columns)),
+        tuple(reply["tags"]),
+        tuple(rows),
+        reply["generation"],
+        task if lease else "",
+        (lease,) * len(rows) if lease else (),
+        from_wire(reply.get("hints")),
+        {},
     )
 
 

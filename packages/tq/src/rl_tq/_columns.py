@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class Column(msgspec.Struct, frozen=True, kw_only=True):
     """One column of one put, not copied yet."""
 
     schema: ColumnSchema
@@ -52,25 +53,30 @@ def parse_columns(
     Raises:
         SchemaError: there are no columns or rows, row counts differ, or a value is of no kind that a queue holds.
     """
-    names = list(cast("Mapping[Any, Any]", data).keys())
-    wrong = [name for name in names if not isinstance(name, str) or INDEX in name]
-    if wrong or not names:
-        raise SchemaError(f"a put takes one or more columns named by strings without NUL, not {wrong or 'none'}")
-    # TensorDict.get keeps a NonTensorStack as it is, where [] would unwrap it; a Mapping's get does the same for both.
-    columns = {
-        name: _shared_column(name, value, tags)
-        if isinstance(value := data.get(name), PerGroup)
-        else _column(name, value)
-        for name in names
-        if name not in borrowed
-    }
+    columns: dict[str, Column] = {}
+    num_rows = -1
+    is_even = True
+    for name in cast("Mapping[Any, Any]", data).keys():  # noqa: SIM118 - a TensorDict as well
+        if not isinstance(name, str) or INDEX in name:
+            raise SchemaError(f"columns are named by strings without NUL, not by {name!r}")
+        if name in borrowed:
+            continue
+        # TensorDict.get keeps a NonTensorStack as it is, where [] would unwrap it; a Mapping's does the same for both.
+        value = data.get(name)
+        column = _shared_column(name, value, tags) if isinstance(value, PerGroup) else _column(name, value)
+        columns[name] = column
+        is_even = is_even and num_rows in (-1, column.num_rows)
+        num_rows = column.num_rows
     if not columns:
-        raise SchemaError(f"the columns {names} are all those of the rows' groups: put at least one of their own")
-    counts = {name: column.num_rows for name, column in columns.items()}
-    if len(set(counts.values())) > 1:
+        raise SchemaError(
+            f"a put takes one or more columns, and {list(borrowed) or 'none'} are given, those of the rows' groups: put "
+            "at least one of their own"
+        )
+    if not is_even:
+        counts = {name: column.num_rows for name, column in columns.items()}
         raise SchemaError(f"the columns of one put have one value per row, but their row counts differ: {counts}")
-    if not next(iter(counts.values())):
-        raise SchemaError(f"columns {names} have no rows: a put takes at least one")
+    if not num_rows:
+        raise SchemaError(f"columns {list(columns)} have no rows: a put takes at least one")
     return columns
 
 
@@ -129,10 +135,11 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
             f"column {name!r} is a {tensor.layout} tensor of shape {tuple(tensor.shape)}: "
             "a dense column is strided, of shape (B, ...)"
         )
+    num_rows, *shape = tensor.shape
     return Column(
-        schema=schema_of(ColumnKind.DENSE, _dtype_name(tensor.dtype), tuple(tensor.shape[1:])),
-        num_rows=tensor.size(0),
-        pieces=[tensor.detach()],
+        schema=schema_of(ColumnKind.DENSE, _dtype_name(tensor.dtype), tuple(shape)),
+        num_rows=num_rows,
+        pieces=[tensor.detach() if tensor.requires_grad else tensor],
     )
 
 
@@ -209,7 +216,7 @@ def _shared_column(name: str, value: PerGroup, tags: Sequence[Mapping[str, Any]]
     column = _column(name, value.values)
     if column.num_rows != len(order):
         raise SchemaError(f"column {name!r} has {column.num_rows} values for {len(order)} groups: one each is needed")
-    return replace(column, num_rows=len(groups), index=torch.tensor([order[group] for group in groups]))
+    return msgspec.structs.replace(column, num_rows=len(groups), index=torch.tensor([order[group] for group in groups]))
 
 
 def _json_column(name: str, values: Sequence[Any]) -> Column:
@@ -261,5 +268,6 @@ def check_tags(tags: Sequence[dict[str, Any]]) -> None:
         check_json(tags, is_message=True)
 
 
+@cache
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

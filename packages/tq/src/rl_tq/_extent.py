@@ -6,9 +6,9 @@ there; that they are JSON is the server's knowledge.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,8 +27,7 @@ Views: TypeAlias = "dict[str, torch.Tensor | frames.Ragged]"
 """Column name to the values of all rows of one extent, sharing its memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """An extent that is not written yet."""
 
     nbytes: int

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rl_tq._ready import ReadyRows, make_index
 from rl_tq.policies import RankAware
 
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from rl_tq.types import Policy
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, kw_only=True, eq=False):
     """Rows of one claim that are neither acked nor returned yet."""
 
     number: int

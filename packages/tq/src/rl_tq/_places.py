@@ -13,12 +13,13 @@ from bisect import bisect_right
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl_tq._schema import ColumnSchema
+from rl_tq._schema import read_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from rl_tq._rows import Extent, Row, Run
+    from rl_tq._schema import ColumnSchema
 
 MAX_PLACES = 64
 """Rows that lie in more pieces are asked for when they are read: their places would be longer than the question."""
@@ -133,7 +134,7 @@ def from_wire(told: Mapping[str, Any] | None) -> tuple[Place, ...]:
     """The places in a reply."""
     if not told:
         return ()
-    layouts = [{name: ColumnSchema.from_json(schema) for name, schema in layout.items()} for layout in told["layouts"]]
+    layouts = [read_schema(layout) for layout in told["layouts"]]
     return tuple([Place(layouts[layout], *rest) for layout, *rest in told["pieces"]])
 
 

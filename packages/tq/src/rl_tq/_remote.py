@@ -16,7 +16,7 @@ from rl_tq._client import QueueClient
 from rl_tq._columns import INDEX
 from rl_tq._extent import as_bytes, read_extent
 from rl_tq._gather import Collected, Landing, Opened, assemble, collect, cumulated
-from rl_tq._schema import ColumnKind, ColumnSchema
+from rl_tq._schema import ColumnKind, ColumnSchema, read_schema
 from rl_tq._service import Message, error_reply, raise_error
 from rl_tq.errors import SchemaError, TransferQueueError
 
@@ -141,8 +141,9 @@ def checked_extent(message: Message, payload: torch.Tensor | None) -> torch.Tens
         columns = {name for name in read_extent(payload) if INDEX not in name}
     except ValueError as error:
         raise SchemaError(f"a put's values cannot be read: {error}") from error
-    if columns != set(message["schema"]):
-        raise SchemaError(f"a put announces the columns {sorted(message['schema'])} and brings {sorted(columns)}")
+    announced = read_schema(message["schema"])
+    if columns != announced.keys():
+        raise SchemaError(f"a put announces the columns {sorted(announced)} and brings {sorted(columns)}")
     return payload
 
 

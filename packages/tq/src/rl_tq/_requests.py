@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from rl_tq.policies import Fifo
 
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from rl_tq.errors import TransferQueueError
     from rl_tq.types import Credit, Policy
 
+_FIFO = Fifo()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Rows as a store answers them."""
 
     partition: str
@@ -36,8 +38,7 @@ class Batch:
     """Those put or claimed, whose places are worth telling."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class Located(msgspec.Struct, frozen=True, kw_only=True):
     """Where the values of a batch lie."""
 
     columns: dict[str, tuple[ColumnSchema, int]]
@@ -48,15 +49,13 @@ class Located:
     """Every extent among them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spill:
+class Spill(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a put for which memory has no room: write it to a file, and put that."""
 
     directory: str
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class Request(msgspec.Struct, kw_only=True, eq=False):
     """Anything that may have to wait: parked until it can be answered or its deadline passes."""
 
     key: Any
@@ -71,8 +70,7 @@ class Request:
     """The client in words."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Claim(Request):
+class Claim(Request, kw_only=True, eq=False):
     """Ready rows for a task."""
 
     columns: tuple[str, ...]
@@ -85,14 +83,13 @@ class Claim(Request):
     """True: claim. False: list all ready rows, for a sampler to choose among."""
     after: int = -1
     """List only once the partition's version is beyond this."""
-    policy: Policy = field(default_factory=Fifo)
+    policy: Policy = _FIFO
     """In which order, and what belongs together."""
     lease_s: float | None = None
     """Seconds until the lease expires; None: it ends with its owner."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Put(Request):
+class Put(Request, kw_only=True, eq=False):
     """An extent to make visible: row i lies at index i."""
 
     num_rows: int
@@ -115,8 +112,7 @@ class Put(Request):
     """Columns that each row has of its group."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Admission(Request):
+class Admission(Request, kw_only=True, eq=False):
     """Room for rows that are still to be made."""
 
     num_rows: int

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
+from rl_tq._schema import pack_schema
 from rl_tq.types import PartitionOptions
 
 if TYPE_CHECKING:
@@ -110,6 +111,14 @@ class Partition:
     """Training step to the rows that every declared task acked at it or before, for `keep_steps`."""
     changed: int = 0
     """Grows whenever it changes."""
+    _packed: dict[frozenset[str], bytes] = field(default_factory=dict[frozenset[str], bytes])
+
+    def packed_schema(self, columns: frozenset[str]) -> bytes:
+        """The schema of some columns, for a message. It never changes: a column's is that of its first put."""
+        packed = self._packed.get(columns)
+        if packed is None:
+            packed = self._packed[columns] = pack_schema((name, self.schema[name]) for name in columns)
+        return packed
 
     def count(self, extent: Extent, times: int) -> None:
         """Count an extent that comes (1) or goes (-1)."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 class ColumnKind(StrEnum):
@@ -55,6 +60,25 @@ class ColumnSchema:
         stars = {ColumnKind.RAGGED: 1, ColumnKind.TURNS: 2}.get(self.kind, 0)
         sizes = ["*"] * stars + [str(size) for size in self.shape]
         return f"{self.kind.value} {self.dtype} [{', '.join(sizes)}]"
+
+
+def pack_schema(columns: Iterable[tuple[str, ColumnSchema]]) -> bytes:
+    """What `read_schema` reads."""
+    return _ENCODE({name: column.to_json() for name, column in columns})
+
+
+@lru_cache(maxsize=4096)
+def read_schema(packed: bytes) -> Mapping[str, ColumnSchema]:
+    """The columns of an extent out of a message; the same bytes again cost a look-up. Not to be changed.
+
+    Raises:
+        msgspec.DecodeError, TypeError, ValueError: they are none.
+    """
+    return {name: ColumnSchema.from_json(value) for name, value in _DECODE(packed).items()}
+
+
+_ENCODE = msgspec.msgpack.Encoder().encode
+_DECODE = msgspec.msgpack.Decoder(dict[str, list[Any]]).decode
 
 
 @lru_cache(maxsize=4096)

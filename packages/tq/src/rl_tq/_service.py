@@ -13,7 +13,7 @@ from rl_tq import errors
 from rl_tq._numbers import lengthen, shorten
 from rl_tq._places import pieces_of
 from rl_tq._requests import Admission, Batch, Claim, Outcome, Put, Spill
-from rl_tq._schema import ColumnSchema
+from rl_tq._schema import read_schema
 from rl_tq._store import MetadataStore
 from rl_tq.policies import Fifo, policy_from_json
 from rl_tq.types import Credit
@@ -118,7 +118,7 @@ class Service:
             partition=request["partition"],
             deadline=self.store.now + request["timeout_s"],
             num_rows=request["num_rows"],
-            schema={name: ColumnSchema.from_json(value) for name, value in request["schema"].items()},
+            schema=read_schema(request["schema"]),
             extent=request["extent"],
             nbytes=request["nbytes"],
             sample_ids=request.get("sample_ids"),
@@ -267,7 +267,7 @@ class Service:
     def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> Message | None:
         """Where the columns lie; None where that is too long to tell."""
         pieces = pieces_of(batch.rows, batch.columns)
-        schema = self.store.state.partitions[batch.partition].schema
+        home = self.store.state.partitions[batch.partition]
         layouts: dict[frozenset[str], int] = {}
         told: list[list[int]] = []
         for extent, first, count, start in pieces or ():
@@ -276,7 +276,7 @@ class Service:
                 return None
             layout = layouts.setdefault(extent.columns & batch.columns, len(layouts))
             told.append([layout, first, count, start, extent.number, *place])
-        return {"layouts": [{c: schema[c].to_json() for c in layout} for layout in layouts], "pieces": told}
+        return {"layouts": list(map(home.packed_schema, layouts)), "pieces": told}
 
 
 def _rows_of(request: Message) -> Message:

@@ -107,21 +107,25 @@ class State:
         Rows whose number is known get its columns; the others are new, of that id (None, as a whole or of one row:
         `row` and the number).
         """
-        self._record(
-            "put", partition, extent, schema, nbytes, num_rows, owner, places, numbers, sample_ids, tags, is_spilled
-        )
+        if self.log is not None:
+            self._record(
+                "put", partition, extent, schema, nbytes, num_rows, owner, places, list(numbers), sample_ids, tags,
+                is_spilled,
+            )  # fmt: skip
         home = self.partitions[partition]
         for name, value in schema.items():
             if name not in home.schema:
                 home.schema[name] = ColumnSchema.from_json(value)
         columns = self._interned(frozenset(schema))
+        whole = _as_range(numbers)
         held = self.extents[extent] = Extent(
             number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner,
-            partition=partition, rows=_as_range(numbers) if places is None else tuple(numbers), is_spilled=is_spilled,
+            partition=partition, rows=whole if places is None else tuple(numbers), is_spilled=is_spilled,
         )  # fmt: skip
         home.count(held, 1)
         indexes = range(len(numbers)) if places is None else places
-        is_all_new = min(numbers) >= self.next_row
+        least, most = (whole[0], whole[-1]) if isinstance(whole, range) else (min(whole), max(whole))
+        is_all_new = least >= self.next_row
         if is_all_new:
             rows = rows_of(held, numbers, sample_ids, indexes)
             home.enter(rows, tags)
@@ -139,7 +143,7 @@ class State:
             for row, index in zip(rows, indexes, strict=True):
                 row.columns = self._interned(row.columns | columns)
                 row.pieces = (*row.pieces, (held, index))
-        self.next_row = max(self.next_row, max(numbers) + 1)
+        self.next_row = max(self.next_row, most + 1)
         for ledger in home.tasks.values():
             if is_all_new:
                 ledger.offer_new(rows, columns)
@@ -216,7 +220,8 @@ class State:
         self, partition: str, task: str, number: int, rows: Sequence[int], lease_s: float | None, is_grouped: bool
     ) -> Lease:
         """Give rows to a claim. Its owner is the caller's to fill in: it does not outlive the server."""
-        self._record("lease", partition, task, number, rows, lease_s, is_grouped)
+        if self.log is not None:
+            self._record("lease", partition, task, number, rows, lease_s, is_grouped)
         self.next_lease = max(self.next_lease, number + 1)
         lease = self.leases[number] = Lease(
             number=number, partition=partition, task=task, owner=None, label="", lease_s=lease_s, rows=set(rows),
@@ -224,8 +229,9 @@ class State:
         )  # fmt: skip
         home = self.partitions[partition]
         self.ledger(home, task).lease(lease)
-        for row in map(home.rows.__getitem__, rows):
-            row.num_leases += 1
+        found = home.rows
+        for row in rows:
+            found[row].num_leases += 1
         self.touch(home)
         return lease
 
@@ -446,5 +452,7 @@ class State:
 
 def _as_range(numbers: Sequence[int]) -> Sequence[int]:
     """The same numbers, in less memory where they follow one another."""
+    if isinstance(numbers, range):
+        return numbers
     whole = range(numbers[0], numbers[0] + len(numbers))
     return whole if list(numbers) == list(whole) else tuple(numbers)

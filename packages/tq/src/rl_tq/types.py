@@ -280,20 +280,10 @@ class BatchMeta:
         rows: tuple[int, ...],
         leases: tuple[int, ...],
     ) -> BatchMeta:
-        # Many small references are made at once: the fields are set as they are, without a constructor's checks, which
-        # the lengths of what was taken satisfy.
-        meta = object.__new__(BatchMeta)
-        _SET_PARTITION(meta, self.partition)
-        _SET_SAMPLE_IDS(meta, sample_ids)
-        _SET_COLUMNS(meta, self.columns)
-        _SET_TAGS(meta, tags)
-        _SET_ROWS(meta, rows)
-        _SET_GENERATION(meta, self.generation)
-        _SET_TASK(meta, self.task)
-        _SET_LEASES(meta, leases)
-        _SET_PLACES(meta, self.places)
-        _SET_EXTRA(meta, self.extra)
-        return meta
+        return batch_meta(
+            self.partition, sample_ids, self.columns, tags, rows, self.generation, self.task, leases, self.places,
+            self.extra,
+        )  # fmt: skip
 
     def _all_tags(self) -> Sequence[Mapping[str, Any]]:
         return self.tags or ({},) * len(self)
@@ -330,6 +320,33 @@ class BatchMeta:
     _SET_PARTITION, _SET_SAMPLE_IDS, _SET_COLUMNS, _SET_TAGS, _SET_ROWS, _SET_GENERATION, _SET_TASK, _SET_LEASES,
     _SET_PLACES, _SET_EXTRA,
 ) = [getattr(BatchMeta, each.name).__set__ for each in fields(BatchMeta)]  # fmt: skip
+
+
+def batch_meta(
+    partition: str,
+    sample_ids: tuple[str, ...],
+    columns: tuple[str, ...],
+    tags: tuple[Mapping[str, Any], ...],
+    rows: tuple[int, ...],
+    generation: int,
+    task: str,
+    leases: tuple[int, ...],
+    places: tuple[Place, ...],
+    extra: Mapping[str, Any],
+) -> BatchMeta:
+    """A reference whose lengths are known to agree: a quarter of the constructor's time, and many are made."""
+    meta = object.__new__(BatchMeta)
+    _SET_PARTITION(meta, partition)
+    _SET_SAMPLE_IDS(meta, sample_ids)
+    _SET_COLUMNS(meta, columns)
+    _SET_TAGS(meta, tags)
+    _SET_ROWS(meta, rows)
+    _SET_GENERATION(meta, generation)
+    _SET_TASK(meta, task)
+    _SET_LEASES(meta, leases)
+    _SET_PLACES(meta, places)
+    _SET_EXTRA(meta, extra)
+    return meta
 
 
 def _taker(index: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
