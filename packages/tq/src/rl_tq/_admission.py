@@ -74,6 +74,8 @@ class Admissions:
             what `check` raises; QueueFullError: there is no room, and its partition does not wait.
         """
         existing = self.check(put)
+        if self._options(put.partition) is _DEFAULTS and not put.credit:
+            return self._enter(put, existing)
         num_new = existing.count(None) if existing else put.num_rows
         promise = self._promise(put) if put.credit else None
         if num_new and self._has_limits(put.partition):

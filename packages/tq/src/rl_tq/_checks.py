@@ -59,16 +59,21 @@ def check_put(put: Put, home: Partition | None) -> None:
     """Raise SchemaError if a put's counts disagree, or its columns with what their partition holds."""
     if put.num_rows < 1:
         raise SchemaError(f"a put takes at least one row, not {put.num_rows}")
-    for name, given in (("sample_ids", put.sample_ids), ("tags", put.tags)):
-        if given is not None and len(given) != put.num_rows:
-            raise SchemaError(f"{len(given)} {name} were given for {put.num_rows} rows: one per row is needed")
-    if put.sample_ids is not None and len(set(put.sample_ids)) < put.num_rows:
-        twice = [sample_id for sample_id, times in Counter(put.sample_ids).items() if times > 1]
-        raise SchemaError(f"sample ids stand more than once in one put: {few(twice)}")
+    if put.sample_ids is not None:
+        _check_count("sample_ids", put.sample_ids, put.num_rows)
+        if len(set(put.sample_ids)) < put.num_rows:
+            twice = [sample_id for sample_id, times in Counter(put.sample_ids).items() if times > 1]
+            raise SchemaError(f"sample ids stand more than once in one put: {few(twice)}")
     if put.tags is not None:
+        _check_count("tags", put.tags, put.num_rows)
         _check_tags(put.tags)
     if home is not None:
         _check_schema(put.partition, home.schema, put.schema)
+
+
+def _check_count(name: str, given: Sequence[Any], num_rows: int) -> None:
+    if len(given) != num_rows:
+        raise SchemaError(f"{len(given)} {name} were given for {num_rows} rows: one per row is needed")
 
 
 def _check_tags(tags: Sequence[Mapping[str, Any]]) -> None:
@@ -85,7 +90,7 @@ def _check_tags(tags: Sequence[Mapping[str, Any]]) -> None:
 def _check_schema(partition: str, held: Mapping[str, ColumnSchema], schema: Mapping[str, ColumnSchema]) -> None:
     for column, brought in schema.items():
         there = held.get(column)
-        if there is not None and there != brought:
+        if there is not None and there is not brought and there != brought:
             raise SchemaError(
                 f"column {column!r} of partition {partition!r} is {there}, and this put brings {brought}: "
                 "convert it, use another column, or clear the partition"

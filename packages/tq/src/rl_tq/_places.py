@@ -102,15 +102,16 @@ def _num_consecutive(rows: Sequence[int]) -> int:
     return next(i for i, row in enumerate(rows) if row != rows[0] + i)
 
 
-def pieces_of(rows: Sequence[Row], columns: frozenset[str]) -> list[tuple[Extent, int, int, int]] | None:
-    """(extent, first row, rows, start) of what holds any of the columns; None if there are too many."""
+def pieces_of(
+    rows: Sequence[Row], numbers: list[int], columns: frozenset[str]
+) -> list[tuple[Extent, int, int, int]] | None:
+    """(extent, first row, rows, start) of what holds any of the columns of rows of these numbers; None if too many."""
     if rows and len(rows[0].pieces) == 1:
         [(extent, index)] = rows[0].pieces
-        numbers = range(rows[0].number, rows[0].number + len(rows))
         # Rows that one put made have numbers in the order in which they lie.
         is_one_put = isinstance(extent.rows, range) and numbers[-1] in extent.rows and columns <= extent.columns
-        if is_one_put and [row.number for row in rows] == list(numbers):
-            return [(extent, numbers[0], len(rows), index)]
+        if is_one_put and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return [(extent, numbers[0], len(numbers), index)]
     found: list[tuple[Extent, int, int, int]] = []
     open_runs: dict[int, list[Any]] = {}
     for row in rows:

@@ -111,6 +111,7 @@ class Service:
     # Rows
 
     def _put(self, request: Message, caller: Caller) -> Message | None:
+        get = request.get
         put = Put(
             key=caller.key,
             owner=caller.owner,
@@ -121,16 +122,15 @@ class Service:
             schema=read_schema(request["schema"]),
             extent=request["extent"],
             nbytes=request["nbytes"],
-            sample_ids=request.get("sample_ids"),
-            tags=request.get("tags"),
-            credit=request.get("credit", 0),
-            rows=lengthen(request.get("rows", ())),
-            generation=request.get("generation", 0),
-            task=request.get("task", ""),
-            leases=lengthen(request.get("leases", ())),
-            is_spilled=request.get("is_spilled", False),
-            shared=request.get("shared", ()),
+            sample_ids=get("sample_ids"),
+            tags=get("tags"),
+            credit=get("credit", 0),
+            is_spilled=get("is_spilled", False),
+            shared=get("shared", ()),
         )
+        if "rows" in request:
+            put.rows, put.generation = lengthen(request["rows"]), request["generation"]
+            put.task, put.leases = request["task"], lengthen(request["leases"])
         answer = self.store.put(put)
         if isinstance(answer, Spill):
             return {"spill": answer.directory}
@@ -245,28 +245,29 @@ class Service:
         return self.store.stats()
 
     def _reply(self, outcome: Outcome) -> Message:
-        if isinstance(outcome, Credit):
-            return asdict(outcome)
         if not isinstance(outcome, Batch):
-            return error_reply(outcome)
+            return asdict(outcome) if isinstance(outcome, Credit) else error_reply(outcome)
         rows = outcome.rows
+        numbers = [row.number for row in rows]
         names = [row.name for row in rows]
         tags = [row.tags for row in rows]
         reply: Message = {
             "generation": outcome.generation,
             "version": outcome.version,
             "lease": outcome.lease,
-            "rows": shorten([row.number for row in rows]),
+            "rows": shorten(numbers),
             "sample_ids": [row.sample_id for row in rows] if any(names) else None,
             "tags": [each or {} for each in tags] if any(tags) else [],
         }
-        if self._where is not None and outcome.columns and (hints := self._hints(outcome, self._where)):
+        if self._where is not None and outcome.columns and (hints := self._hints(outcome, numbers, self._where)):
             reply["hints"] = hints
         return reply
 
-    def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> Message | None:
+    def _hints(
+        self, batch: Batch, numbers: list[int], where: Callable[[int], Sequence[int] | None]
+    ) -> Message | None:
         """Where the columns lie; None where that is too long to tell."""
-        pieces = pieces_of(batch.rows, batch.columns)
+        pieces = pieces_of(batch.rows, numbers, batch.columns)
         home = self.store.state.partitions[batch.partition]
         layouts: dict[frozenset[str], int] = {}
         told: list[list[int]] = []

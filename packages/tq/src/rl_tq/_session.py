@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0
 """The server answers by the deadline of a request; this much later it counts as stuck."""
+_TICK_S = 1.0
+"""After so long a receive returns with nothing, so that whoever waits looks at the clock."""
 
 Held = TypeVar("Held")
 
@@ -185,7 +187,8 @@ class Session(Generic[Held]):
         if self._why_lost is not None:
             return
         try:
-            if self._poll.poll(1e3 * timeout_s):
+            # The socket gives up by itself after a tick: only a shorter wait needs to be asked for.
+            if timeout_s >= _TICK_S or self._poll.poll(1e3 * timeout_s):
                 for message, fd in self._inbox.receive():
                     if "id" in message:
                         self._answer(message)
@@ -193,6 +196,8 @@ class Session(Generic[Held]):
                         self.lose(message["message"])
                     else:
                         self._note(message, fd)
+        except BlockingIOError:
+            return
         except OSError as error:
             self.lose(f"it closed or died ({error})")
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
@@ -211,9 +216,10 @@ class Session(Generic[Held]):
 def _dial(address: str, socket_name: str, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_after_fork(connection)
-    # Sending never waits longer than this; receiving waits in poll.
-    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    # Neither ever waits longer than this.
+    for option, limit in ((socket.SO_SNDTIMEO, timeout_s), (socket.SO_RCVTIMEO, _TICK_S)):
+        packed = struct.pack("ll", int(limit), int(limit % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, option, packed)
     try:
         connection.connect(socket_name)
     except OSError as error:

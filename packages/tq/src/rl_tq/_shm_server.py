@@ -271,6 +271,10 @@ class ControlServer:
 
     def _handle(self, connection: _Connection, message: Message, fd: int | None) -> Message | None:
         match message["op"]:
+            case "put" | "move":  # first what comes most often
+                return self._put(connection, message)
+            case "wait" | "ack":
+                return self._ask(connection, message)
             case "segment":
                 if fd is not None:
                     self._table.admit(
@@ -294,8 +298,6 @@ class ControlServer:
                 for extent in message["old"]:
                     self._wasted.forget(extent)
                 return {}
-            case "put" | "move":
-                return self._put(connection, message)
             case "locate" | "snapshot":
                 return self._locate(connection, message)
             case "stats":

@@ -19,6 +19,7 @@ from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Requ
 from rl_tq._rows import runs_of
 from rl_tq._state import State
 from rl_tq.errors import PolicyError, TransferQueueError, WaitTimeoutError
+from rl_tq.policies import RankAware
 from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
@@ -352,6 +353,8 @@ class MetadataStore:
 
     def _try(self, request: Request) -> Any:
         match request:
+            case Claim():
+                return self._try_claim(request)
             case Put():
                 rows = self._admissions.put(request)
                 if rows is None:
@@ -360,8 +363,6 @@ class MetadataStore:
                 return self._batch(self.state.partitions[request.partition], rows, columns)
             case Admission():
                 return self._admissions.admit(request)
-            case Claim():
-                return self._try_claim(request)
             case _:
                 raise TypeError(request)
 
@@ -376,7 +377,8 @@ class MetadataStore:
         if home is None:
             return None
         ledger = self.state.ledger(home, claim.task)
-        if (given := self._replicas.find(claim, home, ledger)) is not None:
+        is_replicated = isinstance(claim.policy, RankAware)
+        if is_replicated and (given := self._replicas.find(claim, home, ledger)) is not None:
             return given
         index = ledger.index(home, claim.columns, claim.policy)
         if index.rejected and self._admissions.drop_rejected(home, index.rejected):
@@ -389,7 +391,8 @@ class MetadataStore:
         if rows is None:
             return None
         batch = self._leases.give(home, claim, rows, self.now)
-        self._replicas.note(claim, home, batch)
+        if is_replicated:
+            self._replicas.note(claim, home, batch)
         return batch
 
     # Parts
