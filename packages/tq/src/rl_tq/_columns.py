@@ -68,8 +68,9 @@ def parse_columns(
         is_even = is_even and num_rows in (-1, column.num_rows)
         num_rows = column.num_rows
     if not columns:
+        given = list(borrowed) or "none"
         raise SchemaError(
-            f"a put takes one or more columns, and {list(borrowed) or 'none'} are given, those of the rows' groups: put "
+            f"a put takes one or more columns, and the values of {given} are those of the rows' groups: put "
             "at least one of their own"
         )
     if not is_even:

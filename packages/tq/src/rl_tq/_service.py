@@ -263,9 +263,7 @@ class Service:
             reply["hints"] = hints
         return reply
 
-    def _hints(
-        self, batch: Batch, numbers: list[int], where: Callable[[int], Sequence[int] | None]
-    ) -> Message | None:
+    def _hints(self, batch: Batch, numbers: list[int], where: Callable[[int], Sequence[int] | None]) -> Message | None:
         """Where the columns lie; None where that is too long to tell."""
         pieces = pieces_of(batch.rows, numbers, batch.columns)
         home = self.store.state.partitions[batch.partition]
