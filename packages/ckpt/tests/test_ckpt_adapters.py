@@ -284,6 +284,40 @@ def test_a_model_that_cannot_go_back_refuses_to_serve_until_the_next_version(pai
     installer.detach()
 
 
+def test_a_refusal_ends_when_all_that_the_failed_sync_may_have_left_has_come(pair, url):
+    """Then what no sync brings is as it was; and until then the parameters are NaN, whatever fails meanwhile."""
+
+    def restore():
+        raise OSError("no disk")
+
+    model = Fused()
+    model.gain = nn.Parameter(torch.full((3,), 7.0), requires_grad=False)  # no checkpoint has it
+    model.forward = lambda: "served"
+    installer = installer_of(model, url, restore)
+    without = {name: tensor for name, tensor in weights_of(1).items() if name != "norm"}
+    pair.sync(without, 1, installer.take)
+    pair.sync(weights_of(2), 2, installer.take, pair.veto, fails="vetoed")  # nobody knows the norm before
+    assert model.norm.isnan().all()
+    assert model.gain.isnan().all()
+    part = {"q": weights_of(2)["q"]}
+    for taken, is_partial in ((without, False), (part, True)):
+        (error,) = pair.sync(
+            taken, 2, lambda is_partial=is_partial: installer.take(is_partial=is_partial), fails="'norm' the first"
+        )
+        assert isinstance(error, rl_ckpt.TensorError)
+        assert model.qk.isnan().all()
+    pair.sync(weights_of(2), 2, installer.take, pair.veto, fails="vetoed")
+    with pytest.raises(rl_ckpt.UsageError, match="mixed since a failed sync"):
+        model()
+    assert model.gain.isnan().all()
+    pair.sync({"norm": weights_of(2)["norm"]}, 2, lambda: installer.take(is_partial=True))
+    assert model() == "served"
+    assert same(model, weights_of(1))
+    assert torch.equal(model.norm, weights_of(2)["norm"])
+    assert torch.equal(model.gain, torch.full((3,), 7.0))
+    installer.detach()
+
+
 def test_a_loader_that_loses_a_tensor_commits_nothing(pair, url):
     model = Fused()
     installer = installer_of(model, url, restore=lambda: None)

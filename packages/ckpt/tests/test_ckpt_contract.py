@@ -1,19 +1,13 @@
 """Every backend against the conformance suites."""
 
 import importlib.util
-import socket
 import sys
 
 import pytest
 
-from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name
+from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name, new_port
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.mark.contract
@@ -41,7 +35,7 @@ class TestTcp(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     token = "known to both"
 
     def new_address(self):
-        return f"tcp://127.0.0.1:{free_port()}?streams=3"
+        return f"tcp://127.0.0.1:{new_port()}?streams=3"
 
 
 @pytest.mark.contract
@@ -50,7 +44,7 @@ class TestNixl(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     token = "known to both"
 
     def new_address(self):
-        return f"nixl://127.0.0.1:{free_port()}"
+        return f"nixl://127.0.0.1:{new_port()}"
 
 
 @pytest.mark.contract
@@ -58,7 +52,7 @@ class TestGloo(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     token = "known to both"
 
     def new_address(self):
-        return f"gloo://127.0.0.1:{free_port()}"
+        return f"gloo://127.0.0.1:{new_port()}"
 
 
 @pytest.mark.contract

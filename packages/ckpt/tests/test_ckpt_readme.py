@@ -4,12 +4,15 @@ import asyncio
 import re
 import subprocess
 import sys
+import textwrap
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from rl_ckpt import connect
+from rl_ckpt.relay import Holder
 from rl_ckpt.testing import new_name
 
 
@@ -63,3 +66,24 @@ def test_the_resharding_of_the_readme():
 
     asyncio.run(main())
     assert torch.equal(torch.cat([shards["up"] for shards in columns], dim=1), weight)
+
+
+def test_the_holder_of_the_readme():
+    (code,) = [block for block in blocks() if "Holder(" in block]
+    code = code.replace("tcp://0.0.0.0:5001", "tcp://127.0.0.1:0")
+    url, weights, token = f"inproc://{new_name()}", {"w": torch.arange(5)}, "known to both"
+    example = {"Holder": Holder, "token": token, "parameters": {"w": torch.zeros(5, dtype=torch.int64)}}
+    exec(f"async def serve():\n{textwrap.indent(code, '    ')}    return holder, report", example)
+
+    async def main():
+        async with connect(url, role="send") as sender, connect(url, role="receive") as receiver:
+            await sender.prepare()
+            example["receiver"] = receiver
+            receiving = asyncio.ensure_future(receiver.receive_into(example["parameters"]))
+            await sender.send_weights(weights.items(), version=1)
+            await receiving
+            holder, report = await example["serve"]()
+            async with holder:
+                assert report is None
+
+    asyncio.run(main())

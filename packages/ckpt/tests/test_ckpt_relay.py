@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,7 @@ import torch
 import rl_ckpt
 from rl_ckpt import DigestError, ReceiverState, SyncAbortedError, UsageError
 from rl_ckpt.relay import Relay
-from rl_ckpt.testing import assert_same, failure, new_name, receive_all
+from rl_ckpt.testing import assert_same, failure, new_name, new_port, receive_all
 
 TOKEN = "known to all"
 needs_nixl = pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
@@ -22,8 +21,7 @@ needs_nixl = pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="ni
 
 def address(scheme):
     if scheme in {"tcp", "nixl", "gloo"}:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+        return f"{scheme}://127.0.0.1:{new_port()}"
     return f"{scheme}://{new_name()}"
 
 

@@ -73,15 +73,17 @@ def test_ipv6():
 
 def test_another_token_is_refused_in_a_sentence_and_harms_nobody():
     async def work():
-        sender, receiver = ends(None, receiver_token="another", timeout_s=20)
+        sender, receiver = ends(None, receiver_token="another", timeout_s=60)
         async with sender:
             await sender.prepare()
-            right = connect(sender.address, role="receive", token=TOKEN, timeout_s=20)
+            right = connect(sender.address, role="receive", token=TOKEN, timeout_s=60)
             async with receiver() as wrong, right:
                 refused = asyncio.ensure_future(failure(AddressError, receive_all(wrong)))
                 report = await exchange(sender, right)
                 assert len(report.receipts) == 1
-                for version in (2, 3):  # the sender answers while it syncs
+                version = 1
+                while not refused.done():  # the sender answers while it syncs
+                    version += 1
                     await exchange(sender, right, version)
                 assert "has another token than this end" in str(await refused)
 
@@ -113,7 +115,7 @@ def test_another_token_is_refused_in_a_sentence_and_harms_nobody():
 )
 def test_nobody_waits_for_a_stranger(said):
     async def work():
-        sender, receiver = ends(None, timeout_s=20)
+        sender, receiver = ends(None, timeout_s=60)
         async with sender:
             await sender.prepare()
             host, port = sender.address.removeprefix("tcp://").split(":")
@@ -252,7 +254,7 @@ def test_a_sender_that_never_answers_is_waited_for_until_the_deadline():
     async def work():
         with socket.create_server(("127.0.0.1", 0)) as deaf:
             address = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
-            async with connect(address, role="receive", token=TOKEN, timeout_s=0.5) as receiver:
+            async with connect(address, role="receive", token=TOKEN, timeout_s=2) as receiver:
                 return await failure(PeerTimeoutError, receive_all(receiver))
 
     assert "did not answer the greeting" in str(asyncio.run(work()))
@@ -262,7 +264,7 @@ def test_a_receiver_that_stops_reading_is_named():
     """The kernel takes some megabytes; then nothing moves any more."""
 
     async def work():
-        sender, receiver = ends(None, timeout_s=1.5)
+        sender, receiver = ends(None, timeout_s=3)
         async with sender:
             await sender.prepare()
             async with receiver() as end:
@@ -319,19 +321,19 @@ def slow_relay(port, limit, is_over):
 
 def test_a_receiver_on_a_slow_link_can_be_cancelled_and_knows_that_its_tensors_are_mixed():
     async def work():
-        sender, _ = ends(None, timeout_s=20)
+        sender, _ = ends(None, timeout_s=60)
         weights = {"w": torch.zeros(16 << 20, dtype=torch.uint8)}
         into = {"w": torch.ones(16 << 20, dtype=torch.uint8)}
         async with sender:
             await sender.prepare()
             _, port = slow_relay(int(sender.address.rpartition(":")[2]), 1 << 20, is_over)
-            async with connect(f"tcp://127.0.0.1:{port}", role="receive", token=TOKEN, timeout_s=20) as receiver:
+            async with connect(f"tcp://127.0.0.1:{port}", role="receive", token=TOKEN, timeout_s=60) as receiver:
                 receiving = asyncio.ensure_future(receiver.receive_into(into))
                 sending = asyncio.ensure_future(sender.send_weights(weights.items(), version=1))
                 await until(lambda: not into["w"][1000])
                 receiving.cancel()
-                await failure(asyncio.CancelledError, asyncio.wait_for(receiving, 15))
-                await failure(SyncAbortedError, asyncio.wait_for(sending, 30))
+                await failure(asyncio.CancelledError, asyncio.wait_for(receiving, 60))
+                await failure(SyncAbortedError, asyncio.wait_for(sending, 60))
                 assert receiver.state is ReceiverState.POISONED
 
     is_over = threading.Event()

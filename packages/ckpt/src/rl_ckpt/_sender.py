@@ -240,9 +240,15 @@ class Sender(CheckpointEngine):
             abort=lambda text: self._worker.call(lambda: sync.abort(AbortReason.FAILED, text)),
         )
 
-    def serve_from(self, weights: Iterable[tuple[str, Tensor]]) -> SyncReport | None:
-        """`serve_late`, in this thread, from these weights: those of the version in force, or it fails; for `Relay`."""
-        return self._worker.call(lambda: self._serve_late(weights))
+    def serve_from(self, weights: Iterable[tuple[str, Tensor]], version: int, digest: int) -> SyncReport | None:
+        """`serve_late`, in this thread, from these weights, which must be this version and have this tree digest."""
+
+        def serve() -> SyncReport | None:
+            if (version, digest) not in self._in_force:
+                self._version, self._digest, self._in_force = version, digest, {(version, digest)}
+            return self._serve_late(weights)
+
+        return self._worker.call(serve)
 
     def _require_codecs(self, participants: Sequence[Peer]) -> None:
         if self._config.zstd:

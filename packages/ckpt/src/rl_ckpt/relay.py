@@ -1,4 +1,4 @@
-"""One node of a chain or a tree of receivers: it takes a version, and serves it on while that lands."""
+"""Receivers that serve others: a node of a chain or a tree while a version lands, and any holder of one later."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._sender import Offer
+    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SyncReport
 
 
@@ -121,10 +122,7 @@ class Relay:
             UsageError: this node has none in force.
             SyncAbortedError: those receivers did not take it, or the tensors are not that version any more.
         """
-        if self._receiver.state is not ReceiverState.COMMITTED:
-            raise UsageError(f"{self.address} relays no version yet: its own state is {self._receiver.state}")
-        sender = cast("Sender", self._sender)
-        return await asyncio.to_thread(lambda: sender.serve_from(list(self._targets.items())))
+        return await _serve(self._receiver, self._sender, self._targets)
 
     async def close(self) -> None:
         """Leave both sessions. Idempotent."""
@@ -138,3 +136,81 @@ class Relay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class Holder:
+    """Lets any receiver give the version that it holds to those who come late, also when the trainer is gone.
+
+    Those connect to the holder's own session, and to the trainer's for the syncs that follow. What the engine holds is
+    read for it, and must have the digest that the receiver was given the version with.
+
+    Args:
+        receiver: The receiving end, of any backend. It stays the caller's.
+        url: Of the session for late comers; any backend with a transaction.
+        held: What the engine holds, under the names of the sender; as for `CheckpointEngine.attest_with`.
+        timeout_s: Longest wait for a peer, seconds.
+        token: Of the session for late comers, where its backend wants one.
+        bucket_bytes: Of that session.
+    """
+
+    def __init__(
+        self,
+        receiver: CheckpointEngine,
+        url: str,
+        held: Callable[[], Mapping[str, Tensor]],
+        *,
+        timeout_s: float = 60.0,
+        token: str | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._receiver = receiver
+        self._held = held
+        self._sender = connect(url, role="send", timeout_s=timeout_s, token=token, bucket_bytes=bucket_bytes)
+
+    @property
+    def address(self) -> str:
+        """URL for late comers; whole after `prepare`."""
+        return self._sender.address
+
+    async def prepare(self) -> None:
+        """Open the session. Idempotent.
+
+        Raises:
+            UsageError: it has no transaction.
+        """
+        if not isinstance(self._sender, Sender):
+            raise UsageError(f"a holder needs votes to {self.address}; file:// has none")
+        await self._sender.prepare()
+
+    async def serve_late(self) -> SyncReport | None:
+        """Give the version in force to those who wait for it and do not have it. None: nobody waits.
+
+        Call it between syncs of the receiver, as often as you like.
+
+        Raises:
+            UsageError: the receiver has none in force.
+            SyncAbortedError: those who waited did not take it, or what the engine holds is not that version, or is only
+                a part of the model with it (`receive_into(strict=False)`).
+        """
+        await self.prepare()
+        return await _serve(self._receiver, self._sender, self._held())
+
+    async def close(self) -> None:
+        """Leave the session for late comers. Idempotent."""
+        await self._sender.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+async def _serve(receiver: CheckpointEngine, sender: CheckpointEngine, held: Mapping[str, Tensor]) -> SyncReport | None:
+    version, digest = receiver.version, receiver.digest
+    if receiver.state is not ReceiverState.COMMITTED or version is None or digest is None:
+        raise UsageError(f"{sender.address} has no version to give: the state of its receiver is {receiver.state}")
+    serve_from = cast("Sender", sender).serve_from
+    return await asyncio.to_thread(lambda: serve_from(held.items(), version, digest))

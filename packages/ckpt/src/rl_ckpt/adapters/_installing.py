@@ -25,7 +25,8 @@ class Installer:
 
     Args:
         model: The engine's. Where what was there before cannot be installed again, its `forward` raises, and its
-            parameters are NaN for those that replay a CUDA graph instead, until a later sync succeeds.
+            parameters are NaN for those that replay a CUDA graph instead, until a later sync has brought all that the
+            failed one may have changed. What no sync brings, because checkpoints do not have it, is then as it was.
         load: Installs all of these weights, CPU tensors by name, and returns what the engine then holds of them, or
             None where that cannot be told.
         restore: Undoes what the last load did where loading the version before writes nothing. Called before that is
@@ -45,6 +46,10 @@ class Installer:
         self._model = model
         self._forward: Callable[..., object] | None = None
         """Of the model, while that refuses."""
+        self._hidden: dict[str, Tensor] = {}
+        """On the CPU, the parameters of a model that refuses, whose own are NaN."""
+        self._suspects: set[str] = set()
+        """Names that a failed sync may have left something of in the model; it must not serve before they come."""
         self._staging = Staging()
         self._is_touched = False
         self._is_fresh = True
@@ -97,6 +102,7 @@ class Installer:
         if self._forward is not None:
             self._model.forward = self._forward
             self._forward = None
+            self._suspects = set()
 
     def _install(self) -> Mapping[str, Tensor] | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
@@ -110,20 +116,33 @@ class Installer:
                 f"{len(missing)} of the {len(self._staging.current)} tensors that the engine holds did not come, "
                 f"{min(missing)!r} the first; send all of them, or ask for a partial sync"
             )
+        weights = self._staging.landing if self._is_fresh else self._staging.merged()
+        if left := self._suspects - weights.keys():
+            raise TensorError(
+                f"a failed sync may have left something of {len(left)} tensors in the engine that did not come now, "
+                f"{min(left)!r} the first; send them too, or start the engine anew"
+            )
         self._is_touched = True
-        return self._load(self._staging.landing if self._is_fresh else self._staging.merged())
+        self._uncover()
+        return self._load(weights)
 
     def _go_back(self, touched: set[str], error: BaseException) -> None:
         before = self._staging.current
+        suspects = touched
         try:
             if not touched <= before.keys():
                 self._restore()
+            suspects = set(before)
             held = self._load(before) if before else None
             if held is not None and rl_ckpt.tree_digest(held) != rl_ckpt.tree_digest(before):
                 raise AttestationError("the engine does not hold what was loaded again")
         except Exception as another:  # noqa: BLE001  # whatever it is, the engine is mixed, and the first error is raised
             error.add_note(f"the weights before could not be loaded again, so the engine must not serve: {another}")
+            self._suspects |= suspects
             self._refuse(error)
+        else:
+            if self._forward is not None:  # of what failed earlier there may still be something left
+                self._refuse(error)
         self._is_touched = False
 
     def _refuse(self, error: BaseException) -> None:
@@ -135,6 +154,14 @@ class Installer:
         if self._forward is None:
             self._forward = self._model.forward
         self._model.forward = refuse  # no hook: engines call `forward` itself, too
-        for parameter in self._model.parameters():
+        for name, parameter in self._model.named_parameters():
             if parameter.is_floating_point():
+                self._hidden[name] = parameter.detach().to("cpu", copy=True)
                 parameter.detach().fill_(float("nan"))
+
+    def _uncover(self) -> None:
+        """Put back what `_refuse` has made NaN, for a load to be made on top of it."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._hidden:
+                parameter.detach().copy_(self._hidden[name])
+        self._hidden = {}

@@ -9,11 +9,19 @@ class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite, KillSuite):
 `rl_ckpt.testing.servers` has the suite for adapters inside real inference servers.
 """
 
+import sys
+from pkgutil import iter_modules
+
+# a failed assertion shows its values in modules that are imported after this
+if (_pytest := sys.modules.get("pytest")) is not None:
+    _pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in iter_modules(__path__)))
+
 from rl_ckpt.testing.cuda import FakeCuda, fake_cuda
 from rl_ckpt.testing.ends import EndProcess
 from rl_ckpt.testing.faults import Fault, Injector, inject
-from rl_ckpt.testing.helpers import assert_same, failure, new_name, receive_all, sample_weights, until
+from rl_ckpt.testing.helpers import assert_same, failure, new_name, new_port, receive_all, sample_weights, until
 from rl_ckpt.testing.kills import KillSuite
+from rl_ckpt.testing.nodes import NodeProcess
 from rl_ckpt.testing.processes import ProcessSuite
 from rl_ckpt.testing.suite import CheckpointEngineSuite
 from rl_ckpt.testing.versions import VersionSuite
@@ -25,6 +33,7 @@ __all__ = [
     "Fault",
     "Injector",
     "KillSuite",
+    "NodeProcess",
     "ProcessSuite",
     "VersionSuite",
     "assert_same",
@@ -32,6 +41,7 @@ __all__ = [
     "fake_cuda",
     "inject",
     "new_name",
+    "new_port",
     "receive_all",
     "sample_weights",
     "until",

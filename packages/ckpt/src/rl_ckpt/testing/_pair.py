@@ -22,7 +22,7 @@ class Suite(ABC):
 
     short_s = 1.0
     """Timeout of waits that the suite lets pass, seconds."""
-    long_s = 60.0
+    long_s = 120.0
     """Timeout of waits that must not pass, seconds."""
     token: str | None = None
     """Of the sessions, where the backend wants one."""
@@ -31,12 +31,12 @@ class Suite(ABC):
     def new_address(self) -> str:
         """A URL that nobody else uses."""
 
-    def run(self, work: Callable[[Pair], Awaitable[T]], *, timeout_s: float | None = None, **options: Any) -> T:
+    def run(self, work: Callable[[Pair], Awaitable[T]], **options: Any) -> T:
         """Run a coroutine function with a fresh address, and close every end that it opened."""
 
         async def main() -> T:
             async with AsyncExitStack() as stack:
-                return await work(Pair(self.new_address(), timeout_s or self.long_s, self.token, options, stack))
+                return await work(Pair(self.new_address(), self.long_s, self.token, options, stack))
 
         return asyncio.run(main())
 
@@ -53,14 +53,16 @@ class Pair:
         self._options = options
         self._stack = stack
 
-    async def send_end(self) -> CheckpointEngine:
+    async def send_end(self, *, timeout_s: float | None = None) -> CheckpointEngine:
         """The sender, prepared."""
-        engine = connect(self.address, role="send", timeout_s=self._timeout_s, token=self._token, **self._options)
+        timeout_s = timeout_s or self._timeout_s
+        engine = connect(self.address, role="send", timeout_s=timeout_s, token=self._token, **self._options)
         await self._stack.enter_async_context(engine)
         await engine.prepare()
         return engine
 
-    async def receive_end(self, **options: Any) -> CheckpointEngine:
+    async def receive_end(self, *, timeout_s: float | None = None, **options: Any) -> CheckpointEngine:
         """A receiver."""
-        engine = connect(self.address, role="receive", timeout_s=self._timeout_s, token=self._token, **options)
+        timeout_s = timeout_s or self._timeout_s
+        engine = connect(self.address, role="receive", timeout_s=timeout_s, token=self._token, **options)
         return await self._stack.enter_async_context(engine)

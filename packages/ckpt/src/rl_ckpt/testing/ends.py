@@ -21,7 +21,7 @@ from rl_ckpt.testing.helpers import assert_same, receive_all
 from rl_ckpt.types import ReceiverState, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterator
+    from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
     from multiprocessing.connection import Connection
 
     from torch import Tensor
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rl_ckpt.base import CheckpointEngine
 
 BUCKET_BYTES = 1024
-TIMEOUT_S = 20.0
-"""Of every end: a test that waits for it has failed."""
+TIMEOUT_S = 120.0
+"""Of every end: a test that waits for it has failed, however busy the machine is."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -42,38 +42,18 @@ def weights_of(version: int, num_tensors: int = 12) -> dict[str, Tensor]:
     }
 
 
-class EndProcess:
-    """A process with one end of a session. It says `open`, `stopped` (and is then to be killed), or its result.
+class ChildProcess:
+    """A process that says things, and may be killed.
 
     Args:
-        address: URL of the session.
-        role: `send` does one sync of `weights_of(version)`; `receive` takes one and says `(version, sum of all bytes)`.
-        version: Of the sync to send.
-        num_tensors: In it.
-        num_peers: Receivers to wait for before sending.
-        die_at: A message of WIRE.md like `Bucket`, and a moment: it kills itself `before` or `after` sending the first.
-        stop_after: Number of tensors after which it stops in the middle of a sync; None does not stop, -1 stops before.
-        token: Of the session.
+        main: What it runs, with a pipe to say things through, and `arguments`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        role: Role,
-        *,
-        version: int = 0,
-        num_tensors: int = 12,
-        num_peers: int = 1,
-        stop_after: int | None = None,
-        die_at: tuple[str, str] | None = None,
-        token: str | None = None,
-    ) -> None:
+    def __init__(self, main: Callable[..., None], *arguments: object) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(["rl_ckpt.testing.nodes"])
         self._pipe, theirs = context.Pipe()
-        plan = (version, num_tensors, num_peers)
-        arguments = (theirs, address, token, role, plan, stop_after, die_at)
-        self._process = context.Process(target=_main, args=arguments, daemon=True)
+        self._process = context.Process(target=main, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -112,6 +92,35 @@ class EndProcess:
         self._pipe.close()
 
 
+class EndProcess(ChildProcess):
+    """A process with one end of a session. It says `open`, `stopped` (and is then to be killed), or its result.
+
+    Args:
+        address: URL of the session.
+        role: `send` does one sync of `weights_of(version)`; `receive` takes one and says `(version, sum of all bytes)`.
+        version: Of the sync to send.
+        num_tensors: In it.
+        num_peers: Receivers to wait for before sending.
+        die_at: A message of WIRE.md like `Bucket`, and a moment: it kills itself `before` or `after` sending the first.
+        stop_after: Number of tensors after which it stops in the middle of a sync; None does not stop, -1 stops before.
+        token: Of the session.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: Role,
+        *,
+        version: int = 0,
+        num_tensors: int = 12,
+        num_peers: int = 1,
+        stop_after: int | None = None,
+        die_at: tuple[str, str] | None = None,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(_main, address, token, role, (version, num_tensors, num_peers), stop_after, die_at)
+
+
 def _main(
     pipe: Connection,
     address: str,
@@ -123,7 +132,7 @@ def _main(
 ) -> None:
     torch.set_num_threads(1)
     if die_at is not None:
-        _die_at(*die_at)
+        die_at_message(*die_at)
     try:
         with connect(address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES, token=token) as engine:
             asyncio.run(_open(engine, role))
@@ -171,7 +180,7 @@ def _take(engine: CheckpointEngine, pipe: Connection, stop_after: int | None) ->
     return engine.version, total
 
 
-def _die_at(kind: str, moment: str) -> None:
+def die_at_message(kind: str, moment: str) -> None:
     """Have this process kill itself at the first message of a kind: before it is sent, or at the next look after it."""
     encode, receive, close, is_due = Link.encode, Link.receive, Link.close, list[bool]()
 
@@ -241,7 +250,7 @@ class Bench:
         self,
         version: int,
         receivers: list[CheckpointEngine],
-        receiving: list[asyncio.Future[dict[str, Tensor]]] | None = None,
+        receiving: Sequence[asyncio.Future[dict[str, Tensor]]] | None = None,
     ) -> None:
         """Send one sync from a new sender."""
         await self.send(await self.end(Role.SEND), version, receivers, receiving)
@@ -251,7 +260,7 @@ class Bench:
         sender: CheckpointEngine,
         version: int,
         receivers: list[CheckpointEngine],
-        receiving: list[asyncio.Future[dict[str, Tensor]]] | None = None,
+        receiving: Sequence[asyncio.Future[dict[str, Tensor]]] | None = None,
     ) -> None:
         """Send one sync that must reach all receivers."""
         running = receiving or [asyncio.ensure_future(receive_all(receiver)) for receiver in receivers]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
+import sys
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -26,6 +28,23 @@ _names = itertools.count()
 def new_name() -> str:
     """A name for a session that no other process and no other call uses."""
     return f"test-{os.getpid()}-{next(_names)}"
+
+
+def new_port() -> int:
+    """A TCP port of 127.0.0.1 that an end can listen on, and that nobody else is given before it does.
+
+    It stays bound by this process, not listened on. So who asks the kernel for any free port gets another one, as long
+    as this process lives; and who sets SO_REUSEADDR and names this one can have it.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = int(holder.getsockname()[1])
+    if sys.platform == "linux":
+        holder.detach()
+    else:  # elsewhere nobody could bind it a second time
+        holder.close()
+    return port
 
 
 def sample_weights(seed: int = 0) -> dict[str, Tensor]:
@@ -86,7 +105,7 @@ def refusal(kind: type[E], call: Callable[[], object]) -> E:
     raise AssertionError(f"expected {kind.__name__}, got the result {result!r}")
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait for something that another thread does, at most `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # no event tells it: the state of an end is a plain property

@@ -19,7 +19,7 @@ import torch
 
 import rl_ckpt
 from rl_ckpt.errors import DigestError, SyncAbortedError
-from rl_ckpt.testing.helpers import new_name, refusal
+from rl_ckpt.testing.helpers import new_name, new_port, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -70,8 +70,7 @@ class ServedModel(ABC):
     """
 
     def __init__(self, command: Sequence[str], settings: dict[str, str], log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = new_port()
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
@@ -255,8 +254,7 @@ class ServedSuite:
         """And the server takes the next one."""
         server, is_tied = served
         first, second = tiny_model(3, is_tied=is_tied), tiny_model(4, is_tied=is_tied)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = new_port()
         proxy = FlippingProxy(port)
         try:
             seen_as = f"tcp://127.0.0.1:{proxy.port}"
