@@ -9,7 +9,8 @@ import time
 import pytest
 
 from rl_tq.types import BatchMeta
-from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, join, register, spread
+from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
+from rl_trainer.dispatch import Call, Mesh, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.ray import _init_patiently
@@ -33,6 +34,15 @@ class Counter:
     def processes(self) -> list[int]:
         return [os.getpid()]
 
+    @register(Dispatch.ALL_TO_ALL)
+    def times_rank(self, numbers: list[int], *, plus: list[int]) -> list[int]:
+        assert len(numbers) == len(plus) == 1
+        return [numbers[0] * self.context.rank + plus[0]]
+
+    @register(Dispatch.DIRECT)
+    def whoami(self, rank: int) -> tuple[int, int]:
+        return rank, self.context.rank
+
     @register(Dispatch.RANK_ZERO)
     def thread(self) -> int:
         return threading.get_ident()
@@ -55,15 +65,49 @@ def meta(count):
     return BatchMeta(partition="p", sample_ids=tuple(f"s{i}" for i in range(count)), columns=("c",))
 
 
+def call(mode, axis=None):
+    return Call(mode=mode, axis=axis)
+
+
 def test_spread_cuts_what_can_be_cut():
-    assert spread(Dispatch.SPLIT, 3, ([1, 2, 3, 4, 5, 6, 7], "x")) == [([1, 2, 3], "x"), ([4, 5], "x"), ([6, 7], "x")]
-    parts = [args[0] for args in spread(Dispatch.SPLIT, 2, (meta(5),))]
+    seven, two, three = [1, 2, 3, 4, 5, 6, 7], Mesh(2), Mesh(3)
+    cuts = [([1, 2, 3], "x"), ([4, 5], "x"), ([6, 7], "x")]
+    assert spread(call(Dispatch.SPLIT), three, (seven, "x"), {}) == [(args, {}) for args in cuts]
+    by_name = [((), {"a": a, "b": b}) for a, b in cuts]
+    assert spread(call(Dispatch.SPLIT), three, (), {"a": seven, "b": "x"}) == by_name
+    parts = [own[0][0] for own in spread(call(Dispatch.SPLIT), two, (meta(5),), {})]
     assert [len(p) for p in parts] == [3, 2]
-    assert join(Dispatch.SPLIT, parts).sample_ids == meta(5).sample_ids
-    assert spread(Dispatch.RANK_ZERO, 2, (1,)) == [(1,), None]
-    assert spread(Dispatch.ONE_TO_ALL, 2, (1,)) == [(1,), (1,)]
+    assert join(call(Dispatch.SPLIT), two, parts).sample_ids == meta(5).sample_ids
+    assert spread(call(Dispatch.RANK_ZERO), two, (1,), {}) == [((1,), {}), None]
+    assert spread(call(Dispatch.ONE_TO_ALL), two, (1,), {"b": [2]}) == [((1,), {"b": [2]})] * 2
+    assert spread(call(Dispatch.ALL_TO_ALL), two, ([1, 2],), {}) == [(([1],), {}), (([2],), {})]
+    assert spread(call(Dispatch.DIRECT), three, (1, "x"), {}) == [None, ((1, "x"), {}), None]
     with pytest.raises(TypeError, match="answers of type int cannot be joined"):
-        join(Dispatch.SPLIT, [1, 2])
+        join(call(Dispatch.SPLIT), two, [1, 2])
+    with pytest.raises(TypeError, match=r"takes lists of 2 entries, one per rank, not \[1\]"):
+        spread(call(Dispatch.ALL_TO_ALL), two, ([1],), {})
+    with pytest.raises(TypeError, match="a direct call is a rank, 0 to 1, not 2"):
+        spread(call(Dispatch.DIRECT), two, (2,), {})
+    with pytest.raises(TypeError, match="axis='dp' goes with split, split_reduced, gather, not with rank_zero"):
+        register(Dispatch.RANK_ZERO, axis="dp")
+
+
+@pytest.mark.parametrize(
+    ("axes", "parts", "leaders"),
+    [
+        ({"dp": 2, "tp": 2}, [[1, 2], [1, 2], [3], [3]], [0, 2]),
+        ({"tp": 2, "dp": 2}, [[1, 2], [3], [1, 2], [3]], [0, 1]),
+        ({"pp": 2, "dp": 2, "tp": 2}, [[1, 2], [1, 2], [3], [3]] * 2, [0, 2]),
+        ({"dp": 4}, [[1], [2], [3], []], [0, 1, 2, 3]),
+    ],
+)
+def test_an_axis_of_a_mesh_by_hand(axes, parts, leaders):
+    mesh = Mesh(len(parts), axes)
+    along = call(Dispatch.SPLIT, "dp")
+    assert [own[0][0] for own in spread(along, mesh, ([1, 2, 3],), {})] == parts
+    assert join(along, mesh, [[rank] for rank in range(len(parts))]) == leaders
+    assert join(call(Dispatch.GATHER, "dp"), mesh, [[rank] for rank in range(len(parts))]) == leaders
+    assert join(call(Dispatch.SPLIT_REDUCED, "dp"), mesh, [*range(len(parts))]) == 0
 
 
 class TestInline(RuntimeConformance):
@@ -116,6 +160,52 @@ def test_ray_keeps_a_worker_on_one_thread_of_its_own(ray_runtime):
 def test_ray_splits_and_joins_in_rank_order(ray_runtime):
     group = ray_runtime.create_group(Counter, "two", start=0)
     assert group.squares([1, 2, 3], 0) == [1, 4, 109]
+
+
+def test_ray_gives_each_rank_its_entry_or_calls_one_alone(ray_runtime):
+    group = ray_runtime.create_group(Counter, "two", start=0)
+    assert group.times_rank([10, 20], plus=[1, 2]) == [1, 22]
+    assert [group.whoami(rank) for rank in (0, 1)] == [(0, 0), (1, 1)]
+    assert group.squares(numbers=[1, 2, 3], offset=0) == [1, 4, 109]
+    with pytest.raises(TypeError, match="takes lists of 2 entries"):
+        group.times_rank([1, 2, 3], plus=[1, 2])
+
+
+class Meshed:
+    def __init__(self, context: WorkerContext) -> None:
+        self.rank = context.rank
+
+    @register(Dispatch.SPLIT, axis="dp")
+    def seen(self, numbers: list[int]) -> list[tuple[int, list[int]]]:
+        return [(self.rank, numbers)]
+
+    @register(Dispatch.GATHER, axis="tp")
+    def shards(self) -> list[int]:
+        return [self.rank]
+
+
+def test_ray_splits_and_collects_over_a_named_axis_of_the_mesh(ray_runtime):
+    over_dp = ray_runtime.create_group(Meshed, "two", mesh={"dp": 2, "tp": 1})
+    assert over_dp.seen([1, 2, 3]) == [(0, [1, 2]), (1, [3])]
+    assert over_dp.shards() == [0]
+    over_tp = ray_runtime.create_group(Meshed, "two", mesh={"dp": 1, "tp": 2})
+    assert over_tp.seen([1, 2, 3]) == [(0, [1, 2, 3])]
+    assert over_tp.shards() == [0, 1]
+    with pytest.raises(PlacementError, match="has 4 ranks, but the group has 2"):
+        ray_runtime.create_group(Meshed, "two", mesh={"dp": 2, "tp": 2})
+    with pytest.raises(PlacementError, match=r"Meshed.shards goes along axis 'tp', but .* has \['dp'\]"):
+        ray_runtime.create_group(Meshed, "two", mesh={"dp": 2})
+
+
+def test_inline_has_the_same_modes():
+    with create_runtime("inline") as runtime:
+        runtime.start([ResourcePool(name="pool", num_workers=1)])
+        group = runtime.create_group(Counter, "pool", start=0)
+        assert group.times_rank([10], plus=[3]) == [3]
+        assert group.whoami(0) == (0, 0)
+        assert runtime.create_group(Meshed, "pool", mesh={"dp": 1, "tp": 1}).seen([1, 2]) == [(0, [1, 2])]
+        with pytest.raises(PlacementError, match="the group's mesh has no axes; give create_group a mesh"):
+            runtime.create_group(Meshed, "pool")
 
 
 def test_ray_gives_the_worker_s_own_error_type(ray_runtime):

@@ -1,53 +1,26 @@
 """The controller's interface: worker classes, the groups they run in, and the runtimes that place them.
 
 A worker is a plain class. `@register` says how a call on its group is spread over the ranks and how the answers come
-back; a group has
-the same methods, with the same types, as the class itself. Nothing but a runtime knows whether a rank is an object in
-this process or a process on another machine.
+back; a group has the same methods, with the same types, as the class itself. Nothing but a runtime knows whether a
+rank is an object in this process or a process on another machine.
 """
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from rl_trainer.dispatch import Dispatch, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-P = ParamSpec("P")
+__all__ = ["Dispatch", "Fleet", "ResourcePool", "Runtime", "WorkerContext", "register"]
+
 R = TypeVar("R")
 W = TypeVar("W")
-
-DISPATCH_ATTRIBUTE = "__dispatch_mode__"
-
-
-class Dispatch(StrEnum):
-    """How a group's method reaches its ranks."""
-
-    ONE_TO_ALL = "one_to_all"
-    """The same arguments to every rank; rank 0's answer comes back."""
-    RANK_ZERO = "rank_zero"
-    """Rank 0 alone."""
-    SPLIT = "split"
-    """Arguments that can be chunked are cut over the ranks; answers are joined in rank order."""
-    SPLIT_REDUCED = "split_reduced"
-    """Like `split`, but the ranks have reduced their answers to the same one; rank 0's comes back."""
-    GATHER = "gather"
-    """The same arguments to every rank; the list of all answers, joined."""
-
-
-def register(dispatch_mode: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a worker's method as callable on its group."""
-
-    def mark(method: Callable[P, R]) -> Callable[P, R]:
-        setattr(method, DISPATCH_ATTRIBUTE, dispatch_mode)
-        return method
-
-    return mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +113,21 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def create_group(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> W:
+    def create_group(
+        self, worker: Callable[..., W], pool: str, *, mesh: Mapping[str, int] | None = None, **kwargs: Any
+    ) -> W:
         """Place one worker of a class per process of a pool and return their group, typed as the class.
 
         Each is constructed as `worker(context, **kwargs)`. If the class has `close()`, it is called at the end.
+
+        Args:
+            worker: A class.
+            pool: Name of a pool that was started.
+            mesh: Sizes of the axes that registered methods name, outermost first, such as {"dp": 2, "tp": 4}.
+            kwargs: For the constructor.
+
+        Raises:
+            PlacementError: no such pool, or a mesh of another size, or one that lacks an axis.
         """
 
     @abstractmethod
@@ -165,45 +149,3 @@ class Runtime(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def dispatch_modes(worker: type) -> Mapping[str, Dispatch]:
-    """The registered methods of a worker class."""
-    return {
-        n: getattr(m, DISPATCH_ATTRIBUTE) for n in dir(worker) if hasattr(m := getattr(worker, n), DISPATCH_ATTRIBUTE)
-    }
-
-
-def spread(mode: Dispatch, num_ranks: int, args: tuple[Any, ...]) -> list[tuple[Any, ...] | None]:
-    """The arguments for each rank; None where a rank is not called.
-
-    `SPLIT` cuts every argument that is a list or has `reorder` (a `BatchMeta`) into `num_ranks` contiguous parts
-    whose lengths differ by at most one row; other arguments go to every rank.
-    """
-    if mode is Dispatch.RANK_ZERO:
-        return [args, *([None] * (num_ranks - 1))]
-    if mode not in {Dispatch.SPLIT, Dispatch.SPLIT_REDUCED}:
-        return [args] * num_ranks
-    parts = [cut(a, num_ranks) if isinstance(a, list) or hasattr(a, "reorder") else [a] * num_ranks for a in args]
-    return [tuple(p[rank] for p in parts) for rank in range(num_ranks)]
-
-
-def cut(argument: Any, num_parts: int) -> list[Any]:
-    """A list, or what has `reorder`, in contiguous parts whose lengths differ by at most one."""
-    base, longer = divmod(len(argument), num_parts)
-    bounds = [rank * base + min(rank, longer) for rank in range(num_parts + 1)]
-    if isinstance(argument, list):
-        return [argument[a:b] for a, b in itertools.pairwise(bounds)]
-    return [argument.reorder(range(a, b)) for a, b in itertools.pairwise(bounds)]
-
-
-def join(mode: Dispatch, answers: Sequence[Any]) -> Any:
-    """One answer out of the ranks' answers, of the same type as a single rank's."""
-    first = answers[0]
-    if mode in {Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.SPLIT_REDUCED} or len(answers) == 1:
-        return first
-    if isinstance(first, list):
-        return [item for answer in answers for item in answer]
-    if hasattr(type(first), "concat"):
-        return type(first).concat([a for a in answers if len(a)])
-    raise TypeError(f"answers of type {type(first).__name__} cannot be joined; return a list or a type with concat()")

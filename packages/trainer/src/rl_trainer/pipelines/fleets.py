@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout.errors import ServerLostError
-from rl_trainer.base import cut
+from rl_trainer.dispatch import cut
 from rl_trainer.errors import StaleWeightsError, WorkerDiedError
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.services import RolloutWorker

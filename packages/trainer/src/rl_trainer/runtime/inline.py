@@ -6,9 +6,11 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rl_trainer.base import Dispatch, Fleet, ResourcePool, Runtime, WorkerContext, dispatch_modes, join, spread
+from rl_trainer.base import Fleet, ResourcePool, Runtime, WorkerContext
+from rl_trainer.dispatch import Call, Mesh, calls_of, join, spread
 from rl_trainer.errors import PlacementError
 from rl_trainer.profiling import span
+from rl_trainer.runtime._mesh import checked_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,14 +40,17 @@ class InlineRuntime(Runtime):
                 )
         self._pools = {pool.name for pool in pools}
 
-    def create_group(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> W:
+    def create_group(
+        self, worker: Callable[..., W], pool: str, *, mesh: Mapping[str, int] | None = None, **kwargs: Any
+    ) -> W:
         """Construct the worker here."""
         if pool not in self._pools:
             raise PlacementError(f"there is no pool {pool!r}; there are {sorted(self._pools)}")
+        grid = checked_mesh(1, mesh, worker)
         with self._one_at_a_time:  # constructors import lazily, and two threads inside one import fail
             instance = worker(WorkerContext(rank=0, world_size=1), **kwargs)
         self._workers.append(instance)
-        return cast("W", _InlineGroup(instance))
+        return cast("W", _InlineGroup(instance, grid))
 
     def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
         """A fleet of one, which can neither die nor grow."""
@@ -88,12 +93,13 @@ class _InlineFleet(Fleet[W]):
 
 
 class _InlineGroup:
-    def __init__(self, worker: Any) -> None:
-        for name, mode in dispatch_modes(type(worker)).items():
-            setattr(self, name, partial(_call, getattr(worker, name), mode))
+    def __init__(self, worker: Any, mesh: Mesh) -> None:
+        for name, call in calls_of(type(worker)).items():
+            setattr(self, name, partial(_call, getattr(worker, name), call, mesh))
 
 
-def _call(method: Callable[..., Any], mode: Dispatch, *args: Any, **kwargs: Any) -> Any:
-    (own,) = spread(mode, 1, args)
+def _call(method: Callable[..., Any], call: Call, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
+    (own,) = spread(call, mesh, args, kwargs)
+    assert own is not None, "the only rank is always called"
     with span(method.__qualname__):
-        return join(mode, [method(*(own or ()), **kwargs)])
+        return join(call, mesh, [method(*own[0], **own[1])])

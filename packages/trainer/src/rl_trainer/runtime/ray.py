@@ -16,14 +16,16 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_trainer.base import Dispatch, Fleet, ResourcePool, Runtime, dispatch_modes, join, spread
+from rl_trainer.base import Fleet, ResourcePool, Runtime
+from rl_trainer.dispatch import Call, Mesh, calls_of, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.profiling import environment
+from rl_trainer.runtime._mesh import checked_mesh
 from rl_trainer.runtime._ray_fleet import RayFleet
 from rl_trainer.runtime._ray_host import CALLS_AT_A_TIME, Host, Whereabouts, last_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 W = TypeVar("W")
 
@@ -138,12 +140,15 @@ class RayRuntime(Runtime):
         (where,) = self.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
         return replace(host, where=where)
 
-    def create_group(self, worker: Callable[..., W], pool: str, **kwargs: Any) -> W:
+    def create_group(
+        self, worker: Callable[..., W], pool: str, *, mesh: Mapping[str, int] | None = None, **kwargs: Any
+    ) -> W:
         """Construct one worker in every host of the pool."""
         name, hosts = self._name_of(worker), self._hosts_of(pool)
+        grid = checked_mesh(len(hosts), mesh, worker)
         create = [host.actor.create.remote(name, worker, kwargs) for host in hosts]
         self.get(create, hosts, f"create {name}")
-        return cast("W", _RayGroup(self, name, hosts, cast("type", worker)))
+        return cast("W", _RayGroup(self, name, hosts, grid, cast("type", worker)))
 
     def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
         """Construct one worker in every host of the pool."""
@@ -285,26 +290,27 @@ def _death(host: PlacedHost, what: str) -> WorkerDiedError:
 class _RayGroup:
     """The group's side of a worker class: every registered method, with the class's own signature."""
 
-    def __init__(self, runtime: RayRuntime, name: str, hosts: list[PlacedHost], worker: type) -> None:
+    def __init__(self, runtime: RayRuntime, name: str, hosts: list[PlacedHost], mesh: Mesh, worker: type) -> None:
         self._lock = threading.Lock()
-        for method, mode in dispatch_modes(worker).items():
-            setattr(self, method, partial(self._call, runtime, name, hosts, method, mode))
+        for method, call in calls_of(worker).items():
+            setattr(self, method, partial(self._call, runtime, name, hosts, mesh, method, call))
 
     def _call(
         self,
         runtime: RayRuntime,
         name: str,
         hosts: list[PlacedHost],
+        mesh: Mesh,
         method: str,
-        mode: Dispatch,
+        call: Call,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         called: list[PlacedHost] = []
         references: list[Any] = []
         with self._lock:  # ranks must see the calls of one group in one order
-            for host, own in zip(hosts, spread(mode, len(hosts), args), strict=True):
+            for host, own in zip(hosts, spread(call, mesh, args, kwargs), strict=True):
                 if own is not None:
                     called.append(host)
-                    references.append(host.actor.call.remote(name, method, own, kwargs))
-        return join(mode, runtime.get(references, called, f"{name}.{method}"))
+                    references.append(host.actor.call.remote(name, method, *own))
+        return join(call, mesh, runtime.get(references, called, f"{name}.{method}"))
