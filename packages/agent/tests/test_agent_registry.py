@@ -52,7 +52,7 @@ def test_the_public_names():
         *("PluginError", "ToolDefinitionError", "ToolError", "FunctionTool", "Tool", "ToolCall", "ParsedTurn"),
         *("CodeResult", "Grader", "GroupResult", "SandboxError", "SandboxLimits"),
         *("AgentLoop", "AgentLoopOutput", "AgentRunner", "Failure", "FailureKind", "Generator", "Message"),
-        *("RolloutResult", "Tokenizer", "create_loop", "load_tokenizer", "validate_output"),
+        *("RolloutResult", "Tokenizer", "create_loop", "load_tokenizer", "tokenize_prompt", "validate_output"),
     }
     assert all(hasattr(rl_agent, name) for name in rl_agent.__all__)
 

@@ -41,7 +41,7 @@ def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token(
     columns, tags = to_columns(
         [(7, [(output([3, 4]), ONE), (output([5], rollout=1), NOTHING)], None), (9, [(output([6, 6, 6]), HALF)], None)]
     )
-    assert columns.batch_size == (3,)
+    assert len(columns["prompt_token_ids"].unbind()) == 3
     assert columns["group_id"].tolist() == [7, 7, 9]
     assert columns["rollout_index"].tolist() == [0, 1, 0]
     assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 1.0], [0.0], [0.0, 0.0, 0.5]]

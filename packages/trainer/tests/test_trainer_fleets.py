@@ -66,8 +66,8 @@ class Agent:
     def use_servers(self, servers):
         self.servers = [address.url for address in servers]
 
-    def prompt_lengths(self, prompts):
-        return [len(prompt) for prompt in prompts]
+    def prompt_lengths(self, rows):
+        return [len(row) for row in rows]
 
     def evaluate(self, rows, sampling_params):
         return [EvalReport(rewards=tuple(row["reward"] for row in rows), num_failed=0)]

@@ -1,23 +1,31 @@
 """What a model is fed beside tokens: from a real server through loops and queue to a real engine, in this process."""
 
+import base64
 import dataclasses
+import io
 import json
+import random
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+import rl_agent
 from rl_agent.types import AgentLoopOutput
-from rl_rollout.testing import write_tiny_model
+from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import InputError, TrainerError
-from rl_trainer.pipelines.parts import place
+from rl_trainer.pipelines.parts import RolloutManager, place
 from rl_trainer.preflight import check_model
 from rl_trainer.rewards import Score
 from rl_trainer.runtime import create_runtime
 from rl_trainer.workers.columns import to_columns
+from rl_trainer.workers.images import IMAGES, ImageReader
 
+NOTHING = Score(reward=0.0)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -44,7 +52,7 @@ def placed():
         runtime = create_runtime("inline", timeout_s=120)
         runtimes.append(runtime)
         datasets = load_datasets(config.data, seed=0)
-        return place(config, runtime, config.model.path, datasets, RunState(seed=0, num_rows=len(datasets.train)))
+        return place(config, runtime, Path(config.model.path), datasets, RunState(seed=0, num_rows=len(datasets.train)))
 
     yield start
     for runtime in runtimes:
@@ -88,16 +96,122 @@ def output(experts):
     )
 
 
+def photo(width, height, seed):
+    """A data URL of noise."""
+    file = io.BytesIO()
+    pixels = random.Random(seed).randbytes(3 * width * height)
+    Image.frombytes("RGB", (width, height), pixels).save(file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+class Camera(rl_agent.Tool):
+    """Answers with a picture, another one every time."""
+
+    def __init__(self):
+        super().__init__("look", "Look.", {"type": "object", "properties": {}})
+        self.num_calls = 0
+
+    async def call(self, arguments, session_id):
+        self.num_calls += 1
+        return rl_agent.ToolResult(text="8", images=(photo(8, 16, self.num_calls),))
+
+
+def look(text):
+    return rl_agent.ParsedTurn(content=text, calls=(rl_agent.ToolCall(name="look"),))  # a random model calls nothing
+
+
+@pytest.mark.parametrize(("family", "loop"), [("qwen2_5_vl", "single_turn"), ("qwen3_vl", "tool")])
+def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, monkeypatch, family, loop):
+    model = write_tiny_vl_model(tmp_path / "vl", family=family)
+    options = {"tools": [Camera()], "parser": look, "max_turns": 2} if loop == "tool" else {}
+    create_loop = rl_agent.create_loop
+    monkeypatch.setattr(rl_agent, "create_loop", lambda _, *parts, **__: create_loop(loop, *parts, **options))
+    sampling = RolloutManager.sampling
+    stops = {"stop_token_ids": tuple(range(2, 50, 3))}  # a random model stops soon
+    monkeypatch.setattr(RolloutManager, "sampling", lambda *args, **kwargs: sampling(*args, **kwargs) | stops)
+    (tmp_path / "b.png").write_bytes(base64.b64decode(photo(24, 8, 1).partition(",")[2]))
+    rows = [
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{i}"}]}], "images": [x]}
+        for i, x in enumerate((photo(8, 8, 0), str(tmp_path / "b.png"), photo(8, 32, 2)))
+    ]
+    parts = placed(config_of(model, tmp_path, rows, "algorithm.kl_coef=0.1"))
+    batch = parts.rollout_manager.generate_sequences("train", 1).batch
+    scored = batch.union(parts.actor.compute_log_prob(batch))
+    scored = scored.union(parts.reference.compute_log_prob(scored, column="ref_logprobs"))
+    names = [*IMAGES, "prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_logprobs", "old_logprobs"]
+    data = parts.queue.get(scored, [*names, "ref_logprobs"])
+    grids = data["image_grid_thw"].unbind()
+    assert [len(grid) for grid in grids] == [2 if loop == "tool" else 1] * 4
+    place = json.loads((model / "config.json").read_text())["image_token_id"]
+    for prompt, completion, mask, grid, pixels in zip(
+        *(data[name].unbind() for name in (*names[2:5], "image_grid_thw", "pixel_values")), strict=True
+    ):
+        counts = [int(each.prod()) // 4 for each in grid]
+        assert int((prompt == place).sum()) == counts[0]
+        assert int(((completion == place) & (mask == 0)).sum()) == sum(counts[1:])
+        assert len(pixels) == 4 * sum(counts)
+
+    def lead(found):
+        wrote = data["loss_mask"].values().bool()
+        return (found.values() - data["rollout_logprobs"].values())[wrote]
+
+    # The server never samples a placeholder; the engine gives it its share of the probability, so all others have less.
+    assert -0.4 < lead(data["old_logprobs"]).min() < lead(data["old_logprobs"]).max() < 1e-4
+    torch.testing.assert_close(data["ref_logprobs"].values(), data["old_logprobs"].values())
+    other = data.select(*names[:6]).clone()
+    other["pixel_values"] = torch.nested.nested_tensor_from_jagged(
+        -2 * data["pixel_values"].values(), data["pixel_values"].offsets()
+    )
+    blind = parts.actor.compute_log_prob(parts.queue.put(other, partition="train"))
+    assert lead(parts.queue.get(blind, ["old_logprobs"])["old_logprobs"]).max() > 0.01, "they are looked at"
+
+
+def test_images_of_groups_are_kept_once_and_lengths_count_them(tmp_path):
+    from rl_tq import PerGroup
+
+    model = write_tiny_vl_model(tmp_path / "vl")
+    reader = ImageReader(model)
+    place = json.loads((model / "config.json").read_text())["image_token_id"]
+    urls = [photo(24, 8, 1), photo(8, 8, 2)]
+    assert reader.num_added(urls) == (3 - 1) + (1 - 1)
+    seen = dataclasses.replace(output(()), prompt_token_ids=(1, place, 2), images=tuple(urls[:1]), loss_mask=(1, 1))
+    more = dataclasses.replace(
+        seen,
+        completion_token_ids=(3, place, 4),
+        loss_mask=(1, 0, 1),
+        rollout_logprobs=(-0.5, 0.0, -0.25),
+        weight_versions=(1, -1, 1),
+        images=(urls[1], urls[0]),
+    )
+    columns, tags = to_columns([(7, [(seen, NOTHING), (seen, NOTHING)], None)], reader=reader)
+    assert isinstance(columns["pixel_values"], PerGroup)
+    assert columns["pixel_values"].values.unbind()[0].shape == (12, 96)
+    assert columns["prompt_token_ids"].unbind()[0].tolist() == [1, place, place, place, 2]
+    columns, tags = to_columns([(7, [(seen, NOTHING), (more, Score(reward=1.0))], None)], reader=reader)
+    assert columns["image_grid_thw"].offsets().tolist() == [0, 1, 3]
+    rows = {name: columns[name].unbind()[1].tolist() for name in ("completion_token_ids", "loss_mask", "rewards")}
+    assert rows == {
+        "completion_token_ids": [3, place, place, place, 4],
+        "loss_mask": [1, 0, 0, 0, 1],
+        "rewards": [0.0, 0.0, 0.0, 0.0, 1.0],
+    }
+    assert tags[1]["num_tokens"] == 5
+    with pytest.raises(TrainerError, match="a trajectory has 1 images and 2 places for them"):
+        reader.read([dataclasses.replace(more, images=tuple(urls[1:]))])
+    with pytest.raises(TrainerError, match="does not say how to prepare them"):
+        to_columns([(7, [(seen, NOTHING)], None)])
+
+
 def test_tokens_without_experts_are_told_and_never_replayed():
     whole = output((((0, 1),), ((2, 3),), ((1, 0),)))
-    columns, _ = to_columns([(7, [(whole, Score(reward=0.0))], None)], has_experts=True)
+    columns, _ = to_columns([(7, [(whole, NOTHING)], None)], has_experts=True)
     assert columns["routed_experts"].values().tolist() == [[[0, 1]], [[2, 3]], [[1, 0]]]
     assert columns["routed_experts"].dtype == torch.int16
-    assert "routed_experts" not in to_columns([(7, [(whole, Score(reward=0.0))], None)])[0]
+    assert "routed_experts" not in to_columns([(7, [(whole, NOTHING)], None)])[0]
     for experts in ((), (((0, 1),), (), ((1, 0),))):
         half = dataclasses.replace(whole, routed_experts=experts)
         with pytest.raises(TrainerError, match=f"of a trajectory of 3 tokens the server told the experts of {len([e for e in experts if e])}"):  # fmt: skip  # noqa: E501
-            to_columns([(7, [(half, Score(reward=0.0))], None)], has_experts=True)
+            to_columns([(7, [(half, NOTHING)], None)], has_experts=True)
 
 
 def test_a_model_without_experts_has_none_to_replay(tmp_path):

@@ -1,5 +1,6 @@
 """Agent loops that produce trainable tokens: what the model emitted is never re-tokenised."""
 
+from rl_agent._chat import tokenize_prompt
 from rl_agent._groups import GroupResult, OnFailure
 from rl_agent._registry import create_loop
 from rl_agent._runner import AgentRunner
@@ -66,5 +67,6 @@ __all__ = [
     "ToolResult",
     "create_loop",
     "load_tokenizer",
+    "tokenize_prompt",
     "validate_output",
 ]

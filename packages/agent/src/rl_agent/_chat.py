@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._images import count_images, without_images
+from rl_agent._images import count_images, take_images, without_images
 from rl_agent.errors import RowError, TemplateError
 
 if TYPE_CHECKING:
@@ -27,6 +27,16 @@ def messages_of(row: Mapping[str, Any], field: str = "prompt") -> list[Message]:
         if not (hasattr(message, "keys") and "role" in message and "content" in message):
             raise RowError(f"message {i} of field {field!r} is {message!r}; a message has a 'role' and a 'content'")
     return list(messages)
+
+
+def tokenize_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """A row's `prompt` as token ids, and its images as data URLs in the order of their places, as `single_turn` asks.
+
+    Raises:
+        TemplateError, RowError: see `messages_of`, `take_images` and `render_prompt`.
+    """
+    messages, images = take_images(messages_of(row), row.get("images") or ())
+    return render_prompt(tokenizer, messages), images
 
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> tuple[int, ...]:

@@ -6,9 +6,8 @@ import time
 from typing import Any
 from uuid import uuid4
 
-from rl_agent._chat import messages_of, render_prompt
+from rl_agent._chat import tokenize_prompt
 from rl_agent._experts import add_experts
-from rl_agent._images import take_images
 from rl_agent.base import AgentLoop
 from rl_agent.errors import FailureError
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RoutedToken
@@ -31,8 +30,7 @@ class SingleTurnLoop(AgentLoop):
             FailureError: the generation was aborted before its first token.
             OutputError: the server told the experts of another number of tokens than there are.
         """
-        messages, images = take_images(messages_of(kwargs), kwargs.get("images") or ())
-        prompt_token_ids = render_prompt(self.tokenizer, messages)
+        prompt_token_ids, images = tokenize_prompt(self.tokenizer, kwargs)
         request_id = uuid4().hex
         request = GenerateRequest(
             request_id=request_id,

@@ -220,7 +220,7 @@ class StreamOrder(Order):
             index = self.position
             if index not in self._read:
                 rows = [self._stream[i] for i in range(index, index + self._AHEAD)]
-                lengths = self._measure([row["prompt"] for row in rows])
+                lengths = self._measure(rows)
                 self._read = {
                     index + i: (row, length <= self._longest)
                     for i, (row, length) in enumerate(zip(rows, lengths, strict=True))

@@ -75,7 +75,7 @@ def short_enough(rows: Sequence[Row], measure: Measure, longest: int) -> list[Ro
     Raises:
         InputError: there is none.
     """
-    lengths = measure([row["prompt"] for row in rows])
+    lengths = measure(list(rows))
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= longest]
     if not kept:
         raise InputError(

@@ -51,12 +51,11 @@ def checked(record: Mapping[str, Any], where: str) -> Row:
         raise DataError(
             f"{where}: 'reward_model' must be an object with 'ground_truth', got {record['reward_model']!r:.80}"
         )
-    for name in ("images", "videos"):
-        if record.get(name):
-            raise DataError(
-                f"{where} has {name}, which the pipelines do not bring to the engine; they would be left out in "
-                "silence. Take such rows out"
-            )
+    if record.get("videos"):
+        raise DataError(
+            f"{where} has videos, which the pipelines do not bring to the engine; they would be left out in silence. "
+            "Give their frames as images, or take such rows out"
+        )
     return dict(record)
 
 

@@ -16,7 +16,6 @@ from rl_trainer.workers.services import RolloutWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_agent.types import Message
     from rl_ckpt.types import SyncReport
     from rl_rollout.types import ServerAddress
     from rl_trainer.base import Fleet
@@ -56,9 +55,9 @@ class AgentFleet:
         self._servers = tuple(servers)
         self._members()
 
-    def prompt_lengths(self, prompts: list[list[Message]]) -> list[int]:
+    def prompt_lengths(self, rows: list[Row]) -> list[int]:
         """Tokens of each prompt as the chat template renders it."""
-        return self._map(AgentWorker.prompt_lengths, prompts)
+        return self._map(AgentWorker.prompt_lengths, rows)
 
     def evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Score one completion per row; nothing enters the queue."""

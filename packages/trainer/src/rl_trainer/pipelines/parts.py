@@ -24,6 +24,7 @@ from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
 from rl_trainer.workers.agent import AgentWorker, Job
 from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.engine import CriticWorker, EngineWorker
+from rl_trainer.workers.images import IMAGES, takes_images
 from rl_trainer.workers.samples import SampleWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
 
@@ -369,6 +370,9 @@ def create_engine(
 ) -> EngineWorker:
     """Place the actor, the reference or the teacher on the engine pool."""
     algorithm, lora = config.algorithm, config.engine.lora
+    inputs = IMAGES if takes_images(model_path) else ()
+    if is_trained and config.engine.router_replay:  # a reference chooses its own
+        inputs += EXPERTS
     engine_config = replace(
         engine_config_of(config, model_path, config.engine.lr),
         lora=LoraConfig(**asdict(lora)) if is_trained and lora is not None else None,
@@ -383,7 +387,7 @@ def create_engine(
         backend=config.engine.backend,
         config=engine_config if is_trained else replace(engine_config, optimizer=None),
         algorithm=algorithm,
-        inputs=EXPERTS if is_trained and config.engine.router_replay else (),  # a reference chooses its own
+        inputs=inputs,
         teacher=config.teacher,
         queue_address=queue_address,
         weights_address=weights_address,
@@ -416,6 +420,7 @@ def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_addr
         backend=config.engine.backend,
         config=replace(engine_config_of(config, path, config.critic.lr), head=Head.VALUE),
         clip=config.critic.clip,
+        inputs=IMAGES if takes_images(model_path) else (),
         queue_address=queue_address,
         timeout_s=config.timeout_s,
     )

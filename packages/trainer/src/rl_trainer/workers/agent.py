@@ -6,24 +6,28 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import rl_agent
 import rl_tq
+from rl_agent.errors import RowError
 from rl_agent.types import Failure, FailureKind
 from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.errors import DataError
 from rl_trainer.profiling import trace_requests
 from rl_trainer.rewards import Scorer
 from rl_trainer.workers._loop_thread import LoopThread
 from rl_trainer.workers.columns import ROLLOUT, to_columns
+from rl_trainer.workers.images import ImageReader, takes_images
 from rl_trainer.workers.replicas import ExpertAsking, Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from rl_agent.types import AgentLoopOutput, Message, RolloutResult
+    from rl_agent.types import AgentLoopOutput, RolloutResult
     from rl_rollout.types import ServerAddress
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection
@@ -164,6 +168,7 @@ class AgentWorker:
         self._attempts: dict[int, int] = {}
         self._scorer = Scorer(reward, num_sharing=context.world_size)
         self._tokenizer = rl_agent.load_tokenizer(model_path)
+        self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> rl_agent.AgentRunner:
@@ -186,12 +191,24 @@ class AgentWorker:
         self._loop.run(self._replicas.use(servers), self._timeout_s)
 
     @register(Dispatch.SPLIT)
-    def prompt_lengths(self, prompts: list[list[Message]]) -> list[int]:
-        """Tokens of each prompt as the chat template renders it."""
-        return [
-            len(self._tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=True, return_dict=False))
-            for p in prompts
-        ]
+    def prompt_lengths(self, rows: list[Row]) -> list[int]:
+        """Tokens of each row's prompt as the chat template renders it, those of its images included.
+
+        Raises:
+            DataError: a prompt cannot be rendered, or has images that the model cannot be shown.
+        """
+        return [self._prompt_length(row) for row in rows]
+
+    def _prompt_length(self, row: Row) -> int:
+        try:
+            ids, images = rl_agent.tokenize_prompt(self._tokenizer, row)
+        except RowError as error:
+            raise DataError(f"a prompt of {row['data_source']!r} cannot be asked: {error}") from error
+        if not images:
+            return len(ids)
+        if self._reader is None:
+            raise DataError(f"a prompt of {row['data_source']!r} has images, and the model takes none; take it out")
+        return len(ids) + self._reader.num_added(images)
 
     @register(Dispatch.SPLIT)
     def generate(
@@ -257,7 +274,7 @@ class AgentWorker:
         return found
 
     def _put(self, groups: list[Group], partition: str) -> BatchMeta:
-        columns, tags = to_columns(groups, has_experts=self._asks_experts)
+        columns, tags = to_columns(groups, has_experts=self._asks_experts, reader=self._reader)
         for tag in tags:
             tag["attempt"] = self._attempts[tag["group_id"]]
         return self._queue.put(columns, partition=partition, tags=tags)

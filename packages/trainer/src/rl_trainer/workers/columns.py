@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 
 from rl_agent.types import AgentLoopOutput
+from rl_tq.types import PerGroup
 from rl_trainer.errors import TrainerError
 from rl_trainer.rewards import Score
+from rl_trainer.workers.images import IMAGES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rl_trainer.workers.images import ImageReader
 
 Sample = tuple[AgentLoopOutput, Score]
 """A trajectory and what it is worth."""
@@ -24,42 +27,54 @@ EXPERTS = ("routed_experts",)
 """Ragged int16 [tokens but the last, MoE layers, experts per token]: what the servers chose."""
 
 
-def to_columns(groups: Sequence[Group], *, has_experts: bool = False) -> tuple[TensorDict, list[dict[str, Any]]]:
+def to_columns(
+    groups: Sequence[Group], *, has_experts: bool = False, reader: ImageReader | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Queue columns and tags of groups. Ragged ones are jagged tensors; per token means per completion token.
 
     Args:
         groups: Complete ones.
         has_experts: Write `EXPERTS`.
+        reader: Write `IMAGES`, and the images' places in the ids.
 
     Raises:
-        TrainerError: rewards have different parts, or a server did not tell the experts of every token.
+        TrainerError: rewards have different parts, a server did not tell the experts of every token, or images and
+            their places do not agree.
     """
     samples = [sample for _, group, _ in groups for sample in group]
     group_ids = [group_id for group_id, group, _ in groups for _ in group]
     greedy = [reward for _, group, reward in groups for _ in group if reward is not None]
     outputs, scores = [output for output, _ in samples], [score for _, score in samples]
-    if any(output.images for output in outputs):
-        raise TrainerError("a trajectory has images, and no engine takes them yet; they would be left out in silence")
+    images: dict[str, Any] = {}
+    if reader is not None:
+        sizes = [len(group) for _, group, _ in groups]
+        outputs, values = reader.read(outputs)
+        images = _images([output.images for output in outputs], values, sizes)
+    elif any(output.images for output in outputs):
+        raise TrainerError(
+            "a trajectory has images, and the model's folder does not say how to prepare them (preprocessor_config.json"
+            ", of a model like Qwen2.5-VL or Qwen3-VL); they would be left out in silence"
+        )
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
     completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
-    columns = TensorDict(
-        {
-            "prompt_token_ids": _jagged([o.prompt_token_ids for o in outputs], torch.int64),
-            "completion_token_ids": completion,
-            "loss_mask": _jagged([o.loss_mask for o in outputs], torch.int64),
-            "rollout_logprobs": _jagged([o.rollout_logprobs for o in outputs], torch.float32),
-            "rewards": _jagged([_place_reward(o, score.reward) for o, score in samples], torch.float32),
-            "weight_version_min": torch.tensor([min(v) for v in versions]),
-            "weight_version_max": torch.tensor([max(v) for v in versions]),
-            "group_id": torch.tensor(group_ids),
-            ROLLOUT: torch.tensor([o.extra_fields[ROLLOUT] for o in outputs]),
-            "num_turns": torch.tensor([o.num_turns for o in outputs]),
-            **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
-            **(_experts(outputs) if has_experts else {}),
-            **_components(scores),
-        },
-        batch_size=[len(samples)],
-    )
+    columns = {
+        "prompt_token_ids": _jagged([o.prompt_token_ids for o in outputs], torch.int64),
+        "completion_token_ids": completion,
+        "loss_mask": _jagged([o.loss_mask for o in outputs], torch.int64),
+        "rollout_logprobs": _jagged([o.rollout_logprobs for o in outputs], torch.float32),
+        "rewards": _jagged(
+            [_place_reward(o, score.reward) for o, score in zip(outputs, scores, strict=True)], torch.float32
+        ),
+        "weight_version_min": torch.tensor([min(v) for v in versions]),
+        "weight_version_max": torch.tensor([max(v) for v in versions]),
+        "group_id": torch.tensor(group_ids),
+        ROLLOUT: torch.tensor([o.extra_fields[ROLLOUT] for o in outputs]),
+        "num_turns": torch.tensor([o.num_turns for o in outputs]),
+        **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
+        **(_experts(outputs) if has_experts else {}),
+        **_components(scores),
+        **images,
+    }
     tags = [
         {
             "group_id": group_id,
@@ -69,9 +84,24 @@ def to_columns(groups: Sequence[Group], *, has_experts: bool = False) -> tuple[T
             "weight_version_max": max(v),
             "finish_reason": str(o.finish_reason),
         }
-        for group_id, (o, score), v in zip(group_ids, samples, versions, strict=True)
+        for group_id, o, score, v in zip(group_ids, outputs, scores, versions, strict=True)
     ]
     return columns, tags
+
+
+def _images(
+    urls: Sequence[tuple[str, ...]], values: Sequence[tuple[torch.Tensor, ...]], sizes: Sequence[int]
+) -> dict[str, Any]:
+    """Values of `IMAGES` by row; by group, where all rows of each group have the same images."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    is_shared = all(len(set(urls[at : at + size])) == 1 for at, size in zip(starts, sizes, strict=True))
+    rows = [values[at] for at in starts] if is_shared else values
+    columns: dict[str, Any] = {}
+    for name, parts in zip(IMAGES, zip(*rows, strict=True), strict=True):
+        offsets = torch.tensor([0, *[len(part) for part in parts]]).cumsum(0)
+        column = torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
+        columns[name] = PerGroup(column) if is_shared else column
+    return columns
 
 
 def _experts(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:

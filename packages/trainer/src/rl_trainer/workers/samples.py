@@ -9,6 +9,8 @@ import rl_agent
 import rl_tq
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.samples import file_of, write_samples
+from rl_trainer.workers.columns import EXPERTS
+from rl_trainer.workers.images import IMAGES
 
 if TYPE_CHECKING:
     from rl_tq.types import BatchMeta
@@ -28,9 +30,13 @@ class SampleWorker:
 
     @register(Dispatch.RANK_ZERO)
     def write(self, batch: BatchMeta, step: int) -> int:
-        """Write all columns of a batch, its texts and its finish reasons; returns the bytes on disk."""
-        data = self._queue.get(batch, list(batch.columns))
-        columns: dict[str, Any] = {name: data[name] for name in batch.columns}
+        """Write a batch's columns, its texts and its finish reasons; returns the bytes on disk.
+
+        Images and routed experts are left out: they are larger than all else.
+        """
+        names = [name for name in batch.columns if name not in (*EXPERTS, *IMAGES)]
+        data = self._queue.get(batch, names)
+        columns: dict[str, Any] = {name: data[name] for name in names}
         for owner in ("prompt", "completion"):
             rows = columns[f"{owner}_token_ids"].unbind()
             columns[owner] = [self._tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows]
