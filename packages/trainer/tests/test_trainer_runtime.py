@@ -9,8 +9,8 @@ import time
 import pytest
 
 from rl_tq.types import BatchMeta
-from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
-from rl_trainer.dispatch import Call, Mesh, join, spread
+from rl_trainer.base import Call, Dispatch, ResourcePool, WorkerContext, register
+from rl_trainer.dispatch import Mesh, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.ray import _init_patiently

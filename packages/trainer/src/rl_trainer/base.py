@@ -9,18 +9,71 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-from rl_trainer.dispatch import Dispatch, register
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["Dispatch", "Fleet", "ResourcePool", "Runtime", "WorkerContext", "register"]
-
+P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")
+
+DISPATCH_ATTRIBUTE = "__dispatch__"
+
+
+class Dispatch(StrEnum):
+    """How a group's method reaches its ranks."""
+
+    ONE_TO_ALL = "one_to_all"
+    """The same arguments to every rank; rank 0's answer comes back."""
+    ALL_TO_ALL = "all_to_all"
+    """Every argument is a list with one entry per rank: rank i gets the list of its own entry; answers are joined."""
+    RANK_ZERO = "rank_zero"
+    """Rank 0 alone."""
+    DIRECT = "direct"
+    """One rank alone: the one that the first argument names. It gets that argument too."""
+    SPLIT = "split"
+    """Arguments that can be chunked are cut over the ranks; answers are joined in rank order."""
+    SPLIT_REDUCED = "split_reduced"
+    """Like `split`, but the ranks have reduced their answers to the same one; rank 0's comes back."""
+    GATHER = "gather"
+    """The same arguments to every rank; the list of all answers, joined."""
+
+
+_ALONG_AXIS = (Dispatch.SPLIT, Dispatch.SPLIT_REDUCED, Dispatch.GATHER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What `register` says of a method."""
+
+    mode: Dispatch
+    """How it reaches the ranks."""
+    axis: str | None = None
+    """The axis of the group's mesh that it is split and collected over; None: all ranks."""
+
+
+def register(dispatch_mode: Dispatch, *, axis: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a worker's method as callable on its group.
+
+    Args:
+        dispatch_mode: How a call reaches the ranks.
+        axis: For `split`, `split_reduced` and `gather`: an axis of the group's mesh, such as "dp". Arguments are cut
+            over it; ranks that differ on other axes alone get the same part, and the first of them answers.
+
+    Raises:
+        TypeError: an axis with another mode.
+    """
+    if axis is not None and dispatch_mode not in _ALONG_AXIS:
+        raise TypeError(f"axis={axis!r} goes with {', '.join(_ALONG_AXIS)}, not with {dispatch_mode}; leave it out")
+
+    def mark(method: Callable[P, R]) -> Callable[P, R]:
+        setattr(method, DISPATCH_ATTRIBUTE, Call(mode=dispatch_mode, axis=axis))
+        return method
+
+    return mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

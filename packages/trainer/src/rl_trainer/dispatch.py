@@ -4,76 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.base import DISPATCH_ATTRIBUTE, Call, Dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_ATTRIBUTE = "__dispatch__"
-
-
-class Dispatch(StrEnum):
-    """How a group's method reaches its ranks."""
-
-    ONE_TO_ALL = "one_to_all"
-    """The same arguments to every rank; rank 0's answer comes back."""
-    ALL_TO_ALL = "all_to_all"
-    """Every argument is a list with one entry per rank: rank i gets the list of its own entry; answers are joined."""
-    RANK_ZERO = "rank_zero"
-    """Rank 0 alone."""
-    DIRECT = "direct"
-    """One rank alone: the one that the first argument names. It gets that argument too."""
-    SPLIT = "split"
-    """Arguments that can be chunked are cut over the ranks; answers are joined in rank order."""
-    SPLIT_REDUCED = "split_reduced"
-    """Like `split`, but the ranks have reduced their answers to the same one; rank 0's comes back."""
-    GATHER = "gather"
-    """The same arguments to every rank; the list of all answers, joined."""
-
-
-_ALONG_AXIS = (Dispatch.SPLIT, Dispatch.SPLIT_REDUCED, Dispatch.GATHER)
 _FIRST_ANSWERS = (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.DIRECT, Dispatch.SPLIT_REDUCED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What `register` says of a method."""
-
-    mode: Dispatch
-    """How it reaches the ranks."""
-    axis: str | None = None
-    """The axis of the group's mesh that it is split and collected over; None: all ranks."""
-
-
-def register(dispatch_mode: Dispatch, *, axis: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a worker's method as callable on its group.
-
-    Args:
-        dispatch_mode: How a call reaches the ranks.
-        axis: For `split`, `split_reduced` and `gather`: an axis of the group's mesh, such as "dp". Arguments are cut
-            over it; ranks that differ on other axes alone get the same part, and the first of them answers.
-
-    Raises:
-        TypeError: an axis with another mode.
-    """
-    if axis is not None and dispatch_mode not in _ALONG_AXIS:
-        raise TypeError(f"axis={axis!r} goes with {', '.join(_ALONG_AXIS)}, not with {dispatch_mode}; leave it out")
-
-    def mark(method: Callable[P, R]) -> Callable[P, R]:
-        setattr(method, _ATTRIBUTE, Call(mode=dispatch_mode, axis=axis))
-        return method
-
-    return mark
 
 
 def calls_of(worker: type) -> Mapping[str, Call]:
     """The registered methods of a worker class."""
-    return {name: getattr(m, _ATTRIBUTE) for name in dir(worker) if hasattr(m := getattr(worker, name), _ATTRIBUTE)}
+    return {
+        name: getattr(m, DISPATCH_ATTRIBUTE)
+        for name in dir(worker)
+        if hasattr(m := getattr(worker, name), DISPATCH_ATTRIBUTE)
+    }
 
 
 class Mesh:

@@ -6,8 +6,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rl_trainer.base import Fleet, ResourcePool, Runtime, WorkerContext
-from rl_trainer.dispatch import Call, Mesh, calls_of, join, spread
+from rl_trainer.base import Call, Fleet, ResourcePool, Runtime, WorkerContext
+from rl_trainer.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.errors import PlacementError
 from rl_trainer.profiling import span
 from rl_trainer.runtime._mesh import checked_mesh

@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_trainer.base import Fleet, ResourcePool, Runtime
-from rl_trainer.dispatch import Call, Mesh, calls_of, join, spread
+from rl_trainer.base import Call, Fleet, ResourcePool, Runtime
+from rl_trainer.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.profiling import environment
 from rl_trainer.runtime._mesh import checked_mesh
