@@ -1,7 +1,8 @@
 """What a fully asynchronous step costs the controller per sample, with 8 to 512 agent workers that answer at once.
 
 Every worker has the same share of a batch, so that the batch grows with the workers: dealing jobs, asking every worker,
-choosing groups, references and mini-batches are all there; generation, training and transport are not.
+choosing groups, references and mini-batches are all there; generation, training and transport are not. What the workers
+that stand in for real ones take to make their answers up is measured and left out.
 """
 
 import statistics
@@ -28,11 +29,19 @@ class AnsweringFleet:
     def __init__(self, num_members):
         self.members, self.version = tuple(range(num_members)), 0
         self._jobs = {member: [] for member in self.members}
+        self.busy_s = 0.0
 
     def wait(self):
         return self.members
 
     def call(self, method, arguments):
+        start = time.perf_counter()
+        try:
+            return self._answer(method, arguments)
+        finally:
+            self.busy_s += time.perf_counter() - start
+
+    def _answer(self, method, arguments):
         if method.__name__ == "evaluate":
             return {member: [] for member in arguments}
         if method.__name__ == "submit":
@@ -57,6 +66,7 @@ class ScaledJob(FakeJob):
         self.fleet = AnsweringFleet(num_workers)
         self.agents = AgentFleet(self.fleet, [])
         order = PromptOrder(num_rows=100_000, seed=0)
+        order.at(0)  # shuffles the epoch
         self.manager = RolloutManager(self.agents, [{}] * 100_000, order, config)
         self.manager.evaluate = lambda rows: 0.0
 
@@ -79,15 +89,18 @@ def main(run: Run) -> None:
         config = load_config("quickstart", [*how, *sizes])
         times = []
         for _ in range(3 if run.quick else 7):
+            job = ScaledJob(config, num_workers)
             start = time.perf_counter()
-            for _ in run_fully_async(ScaledJob(config, num_workers).parts(), config, []):
+            for _ in run_fully_async(job.parts(), config, []):
                 pass
-            times.append((time.perf_counter() - start) / steps / (batch * GROUP) * 1e6)
-        smallest = smallest or statistics.median(times)
+            times.append((time.perf_counter() - start - job.fleet.busy_s) / steps * 1e3)
+        per_sample = statistics.median(times) / (batch * GROUP) * 1e3
+        smallest = smallest or per_sample
         run.record(
             f"controller, {num_workers} workers, {batch * GROUP} samples a step",
             "ours",
             times,
-            unit="us/sample",
-            note=f"{statistics.median(times) / smallest:.2f} of the cost per sample with {SIZES[0]} workers",
+            unit="ms",
+            goal="<= 50 ms" if num_workers == SIZES[-1] else None,
+            note=f"{per_sample:.1f} us a sample, {per_sample / smallest:.2f} of that with {SIZES[0]} workers",
         )

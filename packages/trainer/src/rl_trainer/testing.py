@@ -108,9 +108,9 @@ class FakeJob:
             version=version, num_tensors=0, num_bytes=0, export_s=0.0, pack_s=0.0, wire_s=0.0, verify_s=0.0, wall_s=0.0
         )
 
-    def clear(self, partition: str) -> None:
+    def clear(self, rows: BatchMeta | str) -> None:
         """Forget nothing."""
-        self.calls.append(f"clear {partition}")
+        self.calls.append(f"clear {rows if isinstance(rows, str) else len(rows)}")
 
 
 class FakeAgents:
