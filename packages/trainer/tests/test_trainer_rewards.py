@@ -9,9 +9,8 @@ import pytest
 
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import ConfigError, RewardError
-from rl_trainer.rewards import Score, Scorer, check_function, resolve_reward, rules
+from rl_trainer.rewards import Score, Scorer, check_function
 from rl_trainer.rewards.pool import FunctionPool, _Process
-from rl_trainer.rewards.rules import exact_match, gsm8k_answer, math_equal
 
 FUNCTIONS = """
 import asyncio, os, subprocess, time
@@ -76,41 +75,6 @@ def score(section, *texts, source="mine", truth="4", **fields):
             await scorer.close()
 
     return asyncio.run(main())
-
-
-def test_exact_match_ignores_only_outer_space():
-    assert exact_match(" 12\n", row("12")) == 1.0
-    assert exact_match("1 2", row("12")) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "reward"),
-    [
-        ("so the answer is \\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        ("\\boxed{3}", "4", 0.0),
-        ("no answer at all", "4", 0.0),
-    ],
-)
-def test_math_equal(text, truth, reward):
-    assert math_equal(text, row(truth)) == reward
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [("She has 5 and 67, so 72", 1.0), ("\\boxed{72}", 1.0), ("72 then 73", 0.0), ("1,072", 0.0), ("", 0.0)],
-)
-def test_gsm8k_takes_the_box_or_the_last_number(text, reward):
-    assert gsm8k_answer(text, row("72")) == reward
-
-
-def test_rules_by_data_source():
-    assert resolve_reward("reasoning_gym/chain_sum") is exact_match
-    assert resolve_reward("gsm8k") is gsm8k_answer
-    assert resolve_reward("anything/else") is math_equal
-
-
-def test_every_isolated_rule_is_importable_by_name():
-    assert all(getattr(rules, rule.__name__) is rule for rule in rules.ISOLATED)
 
 
 def test_by_default_the_loops_reward_counts_or_else_the_rule():

@@ -317,10 +317,14 @@ class RewardPart:
     """One part of a completion's reward."""
 
     kind: Literal["rule", "loop", "function", "classifier", "judge"]
-    """`rule`: the data source's; `loop`: the agent loop's own; `function`: of yours; `classifier`, `judge`: a served
+    """`rule`: one of ours; `loop`: the agent loop's own; `function`: of yours; `classifier`, `judge`: a served
     model that gives a number, or that writes one."""
     weight: float = 1.0
     """Of this part in the sum."""
+    rule: str | None = None
+    """exact_match, format, regex, math, gsm8k or code; None: the data source's; kind=rule."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of that rule, such as {pattern: "answer: (.*)"}."""
     path: str | None = None
     """FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards; kind=function."""
     url: str | None = None

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from rl_trainer.checkpoints import RunState
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.plan import longest_sequence
-from rl_trainer.rewards import check_function, resolve_reward
+from rl_trainer.rewards import check_function, check_packages, resolve_reward
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ def _check_rewards(config: Config, rows: list[Row]) -> None:
     for name, part in reward.parts.items():
         if part.api_key_env is not None and not os.environ.get(part.api_key_env):
             raise ConfigError(f"reward.parts.{name}.api_key_env={part.api_key_env} is not set in the environment")
-    is_by_rule = any(part.kind == "rule" for part in reward.parts.values()) or not (reward.path or reward.parts)
+        if part.rule is not None:
+            check_packages(part.rule, f"reward.parts.{name}.rule={part.rule} and its like")
+    is_by_rule = any(part.kind == "rule" and part.rule is None for part in reward.parts.values())
+    is_by_rule |= not (reward.path or reward.parts)
     if is_by_rule:
         for source in {row["data_source"] for row in rows}:
             resolve_reward(source)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import PlanError
+from rl_trainer.rewards.code import CodeTests
+from rl_trainer.rewards.rules import RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _KEYS_OF_KINDS = {
+    "rule": ("rule",),
+    "options": ("rule",),
     "path": ("function",),
     "url": ("classifier", "judge"),
     "model": ("classifier", "judge"),
@@ -55,6 +66,7 @@ def _check_part(key: str, part: RewardPart) -> None:
             raise PlanError(
                 f"{key}.{name} does nothing with kind={part.kind}, only with {' or '.join(kinds)}; leave it out"
             )
+    _check_rule(key, part)
     if part.prompt is not None and "{completion}" not in part.prompt:
         raise PlanError(
             f"{key}.prompt has no {{completion}} in it, so that every completion would be asked about alike"
@@ -67,3 +79,36 @@ def _check_part(key: str, part: RewardPart) -> None:
         raise PlanError(f"{key}.pattern={part.pattern!r} has {num_groups} groups; one is needed, around the score")
     if part.url is not None and not part.url.startswith(("http://", "https://")):
         raise PlanError(f"{key}.url={part.url!r} is no URL; it starts with http:// or https://")
+
+
+def _check_rule(key: str, part: RewardPart) -> None:
+    names = sorted([*RULES, "code"])
+    if part.rule is None:
+        if part.options:
+            raise PlanError(
+                f"{key}.options are those of a rule, and {key}.rule names none: the data source's has no options. Name "
+                f"one of {', '.join(names)}, or leave them out"
+            )
+        return
+    if part.rule not in names:
+        raise PlanError(f"{key}.rule={part.rule!r} is no rule; there are {', '.join(names)}")
+    _check_options(f"{key}.options", part.options, part.rule, CodeTests if part.rule == "code" else RULES[part.rule])
+
+
+def _check_options(key: str, options: Mapping[str, Any], rule: str, function: Callable[..., Any]) -> None:
+    """Check options against a function's keyword-only parameters."""
+    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    there = ", ".join(known)
+    for name in options:
+        if name not in known:
+            raise PlanError(f"{key}.{name} does nothing with rule={rule}, whose options are {there}; leave it out")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise PlanError(f"{key} lacks {name}, without which there is no rule={rule}")
+    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    for name, value in options.items():
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=isinstance(value, (bool, str)))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise PlanError(f"{key}.{name}={value!r} cannot be used: {said}") from error

@@ -1,27 +1,82 @@
-"""Reward functions that need nothing but the text and the ground truth."""
+"""Rules: reward functions that need nothing but the text and the ground truth. By name in `reward.parts.NAME.rule`.
+
+A rule's options are its keyword-only parameters; `rl_trainer.rewards.checks` holds a configuration to them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from rl_trainer.errors import DataError
 
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 """`(completion text, dataset row) -> reward`, a number or numbers by name; a coroutine function may be one as well.
 Raising means that the score failed; it is counted, and never read as zero."""
-Rule = Callable[[str, Mapping[str, Any]], float]
-"""A reward function of ours."""
+Rule = Callable[..., float]
+"""A reward function of ours: `(text, row, **options)`."""
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def exact_match(text: str, row: Mapping[str, Any]) -> float:
+def _check_pattern(pattern: str) -> str:
+    try:
+        num_groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    if num_groups > 1:
+        raise ValueError(f"{pattern!r} has {num_groups} groups; one, around the answer, or none is needed")
+    return pattern
+
+
+def exact_match(text: str, row: Mapping[str, Any], *, ignore_case: bool = False) -> float:
     """1 when the stripped text equals the ground truth, else 0."""
-    return float(text.strip() == str(row["reward_model"]["ground_truth"]).strip())
+    said, truth = text.strip(), _truth(row)
+    return float(said.casefold() == truth.casefold() if ignore_case else said == truth)
+
+
+def regex(text: str, row: Mapping[str, Any], *, pattern: Annotated[str, AfterValidator(_check_pattern)]) -> float:
+    """1 when the pattern is found; with a group in it, when the last one found holds the ground truth. Else 0."""
+    found = list(re.finditer(pattern, text))
+    if not found or not found[-1].re.groups:
+        return float(bool(found))
+    return float((found[-1][1] or "").strip() == _truth(row))
+
+
+def has_format(
+    text: str,
+    row: Mapping[str, Any],
+    *,
+    tags: Annotated[Sequence[str], Field(min_length=1)] = ("think", "answer"),
+    is_open: bool = False,
+) -> float:
+    """1 when the text is one section per tag, `<think>...</think> <answer>...</answer>`, and nothing else; else 0.
+
+    Args:
+        text: The completion.
+        row: Not looked at.
+        tags: Of the sections.
+        is_open: The prompt ends with the first opening tag already.
+    """
+    del row
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    rest = f"{marks[0]}{text}" if is_open else text
+    if any(rest.count(mark) != 1 for mark in marks):
+        return 0.0
+    for index, mark in enumerate(marks):
+        before, _, rest = rest.partition(mark)
+        if index % 2 == 0 and before.strip():
+            return 0.0
+    return float(not rest.strip())
+
+
+def _truth(row: Mapping[str, Any]) -> str:
+    return str(row["reward_model"]["ground_truth"]).strip()
 
 
 def math_equal(text: str, row: Mapping[str, Any]) -> float:
@@ -53,18 +108,41 @@ def answer_of(text: str) -> str:
     return text.strip()
 
 
-ISOLATED = (math_equal, gsm8k_answer)
-"""Rules that run a symbolic parser on whatever the policy wrote, and so belong into a process that can be killed."""
+RULES: Mapping[str, Rule] = {
+    "exact_match": exact_match,
+    "format": has_format,
+    "regex": regex,
+    "math": math_equal,
+    "gsm8k": gsm8k_answer,
+}
+"""By name. (`code` is one too, and runs what the policy wrote: `rl_trainer.rewards.code`.)"""
+ISOLATED = ("regex", "math", "gsm8k")
+"""Rules that run a parser or a pattern on what the policy wrote, and so belong into a process that can be killed."""
 
 
-def resolve_reward(data_source: str) -> Rule:
-    """The rule for rows of a data source.
+def isolated(text: str, row: Mapping[str, Any]) -> float:
+    """The rule that `row["rule"]` names, with `row["options"]`: what such a process runs."""
+    return RULES[row["rule"]](text, row, **row["options"])
+
+
+def resolve_reward(data_source: str) -> str:
+    """The name of the rule for rows of a data source.
 
     Raises:
         DataError: the rule needs a package that is not installed (pip line).
     """
     if data_source.startswith("reasoning_gym/"):
-        return exact_match
-    if importlib.util.find_spec("math_verify") is None:
-        raise DataError(f"rewards for {data_source!r} need math-verify: pip install 'rl-post-trainer[math]'")
-    return gsm8k_answer if data_source == "gsm8k" else math_equal
+        return "exact_match"
+    rule = "gsm8k" if data_source == "gsm8k" else "math"
+    check_packages(rule, f"rewards for {data_source!r}")
+    return rule
+
+
+def check_packages(rule: str, what: str) -> None:
+    """Check that what a rule needs is installed.
+
+    Raises:
+        DataError: it is not (pip line).
+    """
+    if rule in ("math", "gsm8k") and importlib.util.find_spec("math_verify") is None:
+        raise DataError(f"{what} need math-verify: pip install 'rl-post-trainer[math]'")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_trainer.config import RewardPart, RewardSection
 from rl_trainer.errors import RewardError
+from rl_trainer.rewards.code import CodeTests
 from rl_trainer.rewards.models import ServedReward
 from rl_trainer.rewards.pool import FunctionPool
-from rl_trainer.rewards.rules import ISOLATED, resolve_reward
+from rl_trainer.rewards.rules import ISOLATED, RULES, isolated, resolve_reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +60,7 @@ class Scorer:
     def __init__(self, section: RewardSection | None = None, *, num_sharing: int = 1) -> None:
         self._section = section or RewardSection()
         self._num_sharing = num_sharing
-        self._rules: dict[str, FunctionPool] = {}
+        self._isolated = self._pool(f"{isolated.__module__}:{isolated.__name__}")
         parts = self._section.parts
         self._parts = {"": RewardPart(kind="function", path=self._section.path)} if self._section.path else dict(parts)
         self._sources = {name: self._source(name, part) for name, part in self._parts.items()}
@@ -68,6 +69,8 @@ class Scorer:
     def _source(self, name: str, part: RewardPart) -> _Source | None:
         if part.kind in ("judge", "classifier"):
             return ServedReward(name, part, num_sharing=self._num_sharing, timeout_s=self._section.timeout_s)
+        if part.rule == "code":
+            return CodeTests(self._section.num_processes, **part.options)
         if part.kind != "function":
             return None
         assert part.path is not None, "the plan has checked it"
@@ -79,12 +82,13 @@ class Scorer:
         return FunctionPool(path, num_processes=self._section.num_processes, timeout_s=self._section.timeout_s)
 
     async def start(self) -> None:
-        """Load the functions, so that one that cannot be is told before anything is generated.
+        """Load the functions and start sandboxes, so that what cannot be is told before anything is generated.
 
         Raises:
-            RewardError: one cannot be loaded.
+            RewardError: a function cannot be loaded.
+            SandboxError: code cannot be run as asked.
         """
-        await asyncio.gather(*(s.start() for s in self._sources.values() if isinstance(s, FunctionPool)))
+        await asyncio.gather(*(s.start() for s in self._sources.values() if isinstance(s, (FunctionPool, CodeTests))))
 
     async def score(self, text: str, row: Mapping[str, Any], loop_reward: float | None = None) -> Score:
         """What a completion is worth.
@@ -98,7 +102,7 @@ class Scorer:
             RewardError, TimeoutError: there is no score, which is not a score of zero.
         """
         if not self._parts:
-            return Score(reward=await self._rule(text, row) if loop_reward is None else loop_reward)
+            return Score(reward=await self._rule(None, {}, text, row) if loop_reward is None else loop_reward)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {n: group.create_task(self._value(n, text, row, loop_reward)) for n in self._parts}
@@ -119,23 +123,21 @@ class Scorer:
     async def _value(
         self, name: str, text: str, row: Mapping[str, Any], loop_reward: float | None
     ) -> float | dict[str, float]:
-        source = self._sources[name]
+        source, part = self._sources[name], self._parts[name]
         if source is not None:
             return await source.call(text, row)
-        if self._parts[name].kind == "rule":
-            return await self._rule(text, row)
+        if part.kind == "rule":
+            return await self._rule(part.rule, part.options, text, row)
         if loop_reward is None:
             raise RewardError(f"reward.parts.{name} is the agent loop's own reward, and the loop gave none")
         return loop_reward
 
-    async def _rule(self, text: str, row: Mapping[str, Any]) -> float:
-        rule = resolve_reward(row["data_source"])
-        if rule not in ISOLATED:
-            return rule(text, row)
-        path = f"{rule.__module__}:{rule.__name__}"
-        if path not in self._rules:
-            self._rules[path] = self._pool(path)
-        value = await self._rules[path].call(text, {"reward_model": row["reward_model"]})
+    async def _rule(self, name: str | None, options: Mapping[str, Any], text: str, row: Mapping[str, Any]) -> float:
+        name = name or resolve_reward(row["data_source"])
+        if name not in ISOLATED:
+            return RULES[name](text, row, **options)
+        asked = {"rule": name, "options": dict(options), "reward_model": row["reward_model"]}
+        value = await self._isolated.call(text, asked)
         assert isinstance(value, float), "our rules give numbers"
         return value
 
@@ -152,6 +154,6 @@ class Scorer:
 
     async def close(self) -> None:
         """End the processes and connections. Idempotent."""
-        for source in (*self._sources.values(), *self._rules.values()):
+        for source in (*self._sources.values(), self._isolated):
             if source is not None:
                 await source.close()

@@ -1,0 +1,172 @@
+"""Rules by name: what each says of a completion, which options it has, and code that runs in a sandbox."""
+
+import asyncio
+import json
+
+import pytest
+
+from rl_trainer.config import RewardPart, RewardSection, load_config
+from rl_trainer.errors import DataError, PlanError, RewardError
+from rl_trainer.preflight import check
+from rl_trainer.rewards import Scorer, resolve_reward
+from rl_trainer.rewards.checks import check_reward
+from rl_trainer.rewards.rules import ISOLATED, RULES, isolated
+
+
+def row(truth="4", source="mine"):
+    return {"data_source": source, "reward_model": {"ground_truth": truth}}
+
+
+def parts(**rules):
+    """A reward of rules: `name=(rule, options)`."""
+    made = {name: RewardPart(kind="rule", rule=rule, options=options) for name, (rule, options) in rules.items()}
+    section = RewardSection(parts=made)
+    check_reward(section)
+    return section
+
+
+def scores(section, *texts, truth="4"):
+    async def main():
+        scorer = Scorer(section)
+        try:
+            async with asyncio.timeout(240):
+                await scorer.start()
+                works = (scorer.score(text, row(truth)) for text in texts)
+                return await asyncio.gather(*works, return_exceptions=True)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "text", "truth", "reward"),
+    [
+        ("exact_match", {}, " 12\n", "12", 1.0),
+        ("exact_match", {}, "1 2", "12", 0.0),
+        ("exact_match", {}, "Paris", "paris", 0.0),
+        ("exact_match", {"ignore_case": True}, "Paris", "paris", 1.0),
+        ("math", {}, "so the answer is \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("math", {}, "\\boxed{3}", "4", 0.0),
+        ("math", {}, "no answer at all", "4", 0.0),
+        ("gsm8k", {}, "She has 5 and 67, so 72", "72", 1.0),
+        ("gsm8k", {}, "\\boxed{72}", "72", 1.0),
+        ("gsm8k", {}, "72 then 73", "72", 0.0),
+        ("gsm8k", {}, "1,072", "72", 0.0),
+        ("gsm8k", {}, "", "72", 0.0),
+        ("regex", {"pattern": "(?i)yes"}, "well, YES", "-", 1.0),
+        ("regex", {"pattern": "(?i)yes"}, "no", "-", 0.0),
+        ("regex", {"pattern": "answer: (.*)"}, "answer: 3\nno, answer: 4 ", "4", 1.0),
+        ("regex", {"pattern": "answer: (.*)"}, "answer: 4\nno, answer: 3", "4", 0.0),
+        ("regex", {"pattern": "(4)?$"}, "5", "", 1.0),
+        ("format", {}, "<think>so</think>\n<answer>4</answer>\n", "-", 1.0),
+        ("format", {}, "<think>so</think> 4 <answer>4</answer>", "-", 0.0),
+        ("format", {}, "<think>so</think><answer>4</answer>!", "-", 0.0),
+        ("format", {}, "<answer>4</answer><think>so</think>", "-", 0.0),
+        ("format", {}, "<think>a</think><think>b</think><answer>4</answer>", "-", 0.0),
+        ("format", {}, "so</think><answer>4</answer>", "-", 0.0),
+        ("format", {"is_open": True}, "so</think><answer>4</answer>", "-", 1.0),
+        ("format", {"is_open": True}, "<think>so</think><answer>4</answer>", "-", 0.0),
+        ("format", {"tags": ["a"]}, "<a>x</a>", "-", 1.0),
+    ],
+)
+def test_what_a_rule_says(rule, options, text, truth, reward):
+    parts(only=(rule, options))
+    assert RULES[rule](text, row(truth), **options) == reward
+
+
+def test_rules_by_data_source():
+    assert resolve_reward("reasoning_gym/chain_sum") == "exact_match"
+    assert resolve_reward("gsm8k") == "gsm8k"
+    assert resolve_reward("anything/else") == "math"
+
+
+def test_an_isolated_rule_is_the_one_of_its_name():
+    asked = {"rule": "regex", "options": {"pattern": "a(.)"}, **row("b")}
+    assert isolated("ab", asked) == 1.0
+    assert set(ISOLATED) < set(RULES)
+
+
+def test_named_rules_are_weighed_in_a_hybrid_and_a_pattern_that_explodes_is_killed():
+    made = {
+        "right": RewardPart(kind="rule", rule="regex", options={"pattern": "<answer>(.*)</answer>"}, weight=2.0),
+        "form": RewardPart(kind="rule", rule="format", weight=0.5),
+        "own": RewardPart(kind="rule"),
+    }
+    (found,) = scores(RewardSection(parts=made), "<think>\\boxed{4}</think><answer>4</answer>")
+    assert found.components == {"right": 1.0, "form": 1.0, "own": 1.0}
+    assert found.reward == 3.5
+    slow = RewardPart(kind="rule", rule="regex", options={"pattern": "(?:a+)+$"})
+    late = scores(RewardSection(parts={"slow": slow}, timeout_s=1.0), "a" * 60 + "b")
+    assert isinstance(late[0], TimeoutError)
+
+
+ADD = "def add(a, b):\n    return a + b"
+ECHO = "n = int(input())\nfor i in range(n):\n    print(i * i)"
+ASSERTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0"
+
+
+def fenced(code):
+    return f"First:\n```python\nnonsense(\n```\nso\n```python\n{code}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("code", "truth", "reward"),
+    [
+        (ADD, ASSERTS, 1.0),
+        (ADD.replace("+", "-"), ASSERTS, 0.0),
+        (f"{ADD}\nimport sys\nsys.exit(0)", ASSERTS, 0.0),
+        (f"{ADD}\nimport os\nos._exit(0)", ASSERTS, 0.0),
+        ("def add(", ASSERTS, 0.0),
+        (ECHO, {"inputs": ["3\n", "1\n"], "outputs": ["0\n1\n4", "0\n"]}, 1.0),
+        (ECHO, json.dumps({"inputs": ["3\n"], "outputs": ["0 \n1\n4\n\n"]}), 1.0),
+        (f"{ECHO}\nimport sys\nsys.exit(0)", {"inputs": ["1"], "outputs": ["0"]}, 1.0),
+        ("import sys\nsys.stdout.write(input())", {"inputs": ["7"], "outputs": ["7"]}, 1.0),
+        (ECHO, {"inputs": ["3\n", "1\n"], "outputs": ["0\n1\n4", "1\n"]}, 0.0),
+    ],
+)
+def test_code_has_to_pass_its_tests(code, truth, reward):
+    (found,) = scores(parts(works=("code", {"timeout_s": 60})), fenced(code), truth=truth)
+    assert found.reward == reward
+
+
+def test_code_that_hangs_or_takes_too_much_fails_its_test_alone():
+    options = {"timeout_s": 60, "memory_mb": 256, "is_partial": True}
+    tests = ["assert add(1, 1) == 2", "x = bytearray(1 << 30)", "assert 0", "assert add(2, 2) == 4"]
+    found, plain = scores(parts(works=("code", options)), fenced(ADD), "no code", truth=tests)
+    assert (found.reward, plain.reward) == (0.5, 0.0)
+    (hung,) = scores(parts(works=("code", {"timeout_s": 0.5})), fenced(ADD), truth="while True: pass")
+    assert hung.reward == 0.0
+    (wrong,) = scores(parts(works=("code", {})), fenced(ADD), truth={"inputs": ["1"], "outputs": []})
+    assert isinstance(wrong, RewardError)
+    assert "of as many texts each" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"rule": "exact"}, "rule='exact' is no rule; there are code, exact_match, format, gsm8k, math, regex"),
+        ({"rule": "regex"}, r"options lacks pattern, without which there is no rule=regex"),
+        ({"rule": "regex", "options": {"pattern": "("}}, r"options.pattern='\(' cannot be used: .* no regular"),
+        ({"rule": "regex", "options": {"pattern": "(a)(b)"}}, "has 2 groups; one, around the answer, or none"),
+        ({"rule": "math", "options": {"pattern": "a"}}, "options.pattern does nothing with rule=math"),
+        ({"rule": "format", "options": {"tags": []}}, "options.tags=.* cannot be used: .*at least 1"),
+        ({"rule": "code", "options": {"timeout_s": 0}}, "options.timeout_s=0 cannot be used: .*greater than 0"),
+        ({"rule": "code", "options": {"timeout_s": "5"}}, "options.timeout_s='5' cannot be used: .*valid number"),
+        ({"rule": "code", "options": {"needs": ["net"]}}, "options.needs=.* cannot be used: .*'network'"),
+        ({"options": {"pattern": "a"}}, "are those of a rule, and reward.parts.a.rule names none"),
+        ({"kind": "loop", "rule": "math"}, "reward.parts.a.rule does nothing with kind=loop, only with rule"),
+        ({"kind": "loop", "options": {"a": 1}}, "reward.parts.a.options does nothing with kind=loop"),
+    ],
+)
+def test_what_is_no_rule_or_no_option_of_it_is_told_before_anything_starts(part, words):
+    with pytest.raises(PlanError, match=words):
+        check_reward(RewardSection(parts={"a": RewardPart(**{"kind": "rule", **part})}))
+
+
+def test_a_rule_comes_from_the_command_line_and_its_package_has_to_be_there(monkeypatch):
+    given = ["reward.parts.a.kind=rule", "reward.parts.a.rule=math"]
+    config = load_config("quickstart", given)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="reward.parts.a.rule=math and its like need math-verify: pip install"):
+        check(config, [])
