@@ -10,6 +10,7 @@ import rl_agent
 from rl_agent.types import AgentLoopOutput
 from rl_tq.types import BatchMeta
 from rl_trainer.errors import TrainerError
+from rl_trainer.pipelines.step import part_means
 from rl_trainer.rewards import Score
 from rl_trainer.workers.agent import (
     GenerateReport,
@@ -73,8 +74,10 @@ def parts(**components):
 
 
 def test_the_parts_of_rewards_are_columns_and_have_to_be_the_same_ones():
-    columns, _ = to_columns([(7, [(output([3]), parts(a=1.0, b=2.0)), (output([5]), parts(a=0.0, b=4.0))], None)])
+    columns, tags = to_columns([(7, [(output([3]), parts(a=1.0, b=2.0)), (output([5]), parts(a=0.0, b=4.0))], None)])
     assert columns["components"].tolist() == [[1.0, 2.0], [0.0, 4.0]]
+    assert part_means(tags) == {"reward/a": 0.5, "reward/b": 3.0}
+    assert part_means(to_columns([(7, [(output([3]), ONE)], None)])[1]) == {}
     assert columns["component_weights"].tolist() == [[0.5, 0.5]] * 2
     assert "components" not in to_columns([(7, [(output([3]), ONE)], None)])[0]
     with pytest.raises(TrainerError, match=r"has the parts \['a'\], another's \['a', 'b'\]"):

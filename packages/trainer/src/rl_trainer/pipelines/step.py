@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import StepRecord
@@ -117,6 +117,7 @@ def record_of(
     metrics = {name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names}
     metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
     metrics |= {"grad_norm": fmean(u.grad_norm for u in updates), "lr": updates[-1].lr, **ages}
+    metrics |= part_means(tags)
     return StepRecord(
         step=step,
         position=generated.position,
@@ -129,3 +130,12 @@ def record_of(
         phase_s=phase_s,
         rows=tuple(group.row_index for group in generated.groups),
     )
+
+
+def part_means(tags: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """`reward/NAME`: the mean of each part of the rewards, not weighted, where rewards have parts."""
+    sums: dict[str, float] = {}
+    for tag in tags:
+        for name, value in tag.get("parts", {}).items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {f"reward/{name}": total / len(tags) for name, total in sums.items()}

@@ -79,6 +79,7 @@ def to_columns(
         {
             "group_id": group_id,
             "reward": score.reward,
+            "parts": dict(score.components),
             "num_tokens": len(o.completion_token_ids),
             "weight_version_min": min(v),
             "weight_version_max": max(v),
