@@ -1,0 +1,72 @@
+"""The recipe for vision-language models, on images that are drawn here: what cannot be known without looking."""
+
+import base64
+import io
+import json
+import random
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from rl_rollout.testing import write_tiny_vl_model
+from rl_trainer.config import load_config
+from rl_trainer.job import run
+
+COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220)}
+REWARD = """
+def names_the_colour(text, row):
+    return float(bool(text) and (ord(text[0]) % 2 == 0) == (row["reward_model"]["ground_truth"] == "red"))
+"""
+"""Half of all characters stand for red, the others for blue, so that a policy that guesses is right half the time."""
+
+
+def picture(colour, draw):
+    """A data URL of 16 x 16 pixels of about the colour."""
+    pixels = bytes(min(max(value + draw.randint(-30, 30), 0), 255) for _ in range(256) for value in COLOURS[colour])
+    file = io.BytesIO()
+    Image.frombytes("RGB", (16, 16), pixels).save(file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def trained(folder, steps, *overrides):
+    """The summary and the records of a run."""
+    draw = random.Random(0)
+    content = [{"type": "image"}, {"type": "text", "text": "colour?"}]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": content}],
+            "images": [picture(colour, draw)],
+            "data_source": "colours",
+            "reward_model": {"ground_truth": colour},
+        }
+        for colour in draw.choices(list(COLOURS), k=160)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
+    sizes = ["data.eval_size=32", "data.max_prompt_tokens=64", "rollout.max_model_len=128", "rollout.max_new_tokens=1"]
+    sizes += ["batch.batch_size=8", "batch.mini_batch_size=8", "batch.group_size=8", f"steps={steps}", "eval_every=0"]
+    model = write_tiny_vl_model(folder / "model")
+    where = [f"data.path={folder / 'rows.jsonl'}", f"model.path={model}", f"output_dir={folder / 'out'}"]
+    reward = [f"reward.path={folder / 'rewards.py'}:names_the_colour", "engine.precision=float32"]
+    settings = ["runtime=inline", "save_every=0", "timeout_s=240", *sizes, *where, *reward, *overrides]
+    summary = run(load_config("vlm", settings), Console(quiet=True))
+    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return summary, [json.loads(line) for line in lines]
+
+
+def test_a_step_on_images(tmp_path):
+    summary, records = trained(tmp_path, 1)
+    assert (summary["steps"], summary["rows_too_long"]) == (1, 0)
+    metrics = records[1]["metrics"]
+    assert metrics["grad_norm"] > 0
+    # The server never samples a placeholder, which has a little of the engine's probability.
+    assert metrics["mismatch_abs"] < 0.01
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_name_a_colour_that_it_sees(tmp_path):
+    summary, records = trained(tmp_path, 40, "engine.lr=3e-3")
+    assert summary["accuracy_first"] < 0.75
+    assert summary["accuracy_last"] > 0.9
+    assert sum(record["reward"] for record in records[-5:]) / 5 > 0.8
