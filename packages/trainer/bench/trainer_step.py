@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from rl_bench import Role, Run
 from rl_trainer.config import WarmupConfig, load_config
 from rl_trainer.data import load_datasets
@@ -50,6 +52,7 @@ def main(run: Run) -> None:
             root / "made", WARMUP, datasets.train, seed=SEED, timeout_s=TIMEOUT_S, on_line=lambda _: None
         )
         python = os.environ.get(VARIABLE)
+        limit(run, model)
         done = {"inline": ours(run, model, root / "inline", steps, "inline")}
         if python is None:
             run.record("steps per second", "TRL", [], unit="steps/s", role=Role.PEER, note=f"{VARIABLE} is not set")
@@ -63,6 +66,38 @@ def main(run: Run) -> None:
             role, goal = (Role.PEER, None) if name == "TRL" else (Role.OURS, ">= 1 of best peer")
             metric = f"wrong held-out answers after {steps * PROMPTS * GROUP} samples"
             run.record(metric, name, [wrong(trained)], unit="share", role=role, goal=goal)
+
+
+def limit(run, model):
+    """Record how many steps there would be if they were nothing but the matrix products of the layers."""
+    config = json.loads((model / "config.json").read_text())
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, key_heads = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    layer = [(width, heads), (width, key_heads), (width, key_heads), (heads, width)]
+    layer += [(width, inner), (width, inner), (inner, width)]
+    weights = [torch.randn(shape) for shape in layer * config["num_hidden_layers"]]
+    num_rows, prompt = PROMPTS * GROUP, 10
+    learned, decoded = (
+        {size: torch.randn(count, size) for size in {size for shape in layer for size in shape}}
+        for count in (num_rows * (prompt + MAX_NEW_TOKENS - 1), num_rows)
+    )
+
+    def products():
+        for weight in weights:  # forward, and backward to the inputs and to the weight
+            given, wanted = learned[weight.shape[0]], learned[weight.shape[1]]
+            given @ weight, wanted @ weight.T, given.T @ wanted
+        for _ in range(MAX_NEW_TOKENS - 1):
+            for weight in weights:
+                decoded[weight.shape[0]] @ weight
+
+    torch.set_float32_matmul_precision("medium")  # the recipe's
+    products()
+    speeds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        products()
+        speeds.append(1 / (time.perf_counter() - start))
+    run.record("steps per second", "matrix products alone", speeds, unit="steps/s", role=Role.LIMIT)
 
 
 def ours(run, model, out, steps, runtime):

@@ -21,6 +21,7 @@ from rl_trainer.rewards import Scorer
 from rl_trainer.workers._loop_thread import LoopThread
 from rl_trainer.workers.columns import ROLLOUT, to_columns
 from rl_trainer.workers.images import ImageReader, takes_images
+from rl_trainer.workers.prompts import PromptMemory
 from rl_trainer.workers.replicas import ExpertAsking, Replicas
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class AgentWorker:
         self._streamed = _Ledger()
         self._attempts: dict[int, int] = {}
         self._scorer = Scorer(reward, num_sharing=context.world_size)
-        self._tokenizer = rl_agent.load_tokenizer(model_path)
+        self._tokenizer = PromptMemory(rl_agent.load_tokenizer(model_path))
         self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
