@@ -15,7 +15,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.pipelines.fleets import AgentFleet
 from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.parts import RolloutManager
+from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.agent import GenerateReport
 

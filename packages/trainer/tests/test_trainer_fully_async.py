@@ -6,7 +6,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
 from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.parts import RolloutManager
+from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.pipelines.step import ages_of
 from rl_trainer.plan import make_plan
 from rl_trainer.testing import FakeAgents, FakeJob

@@ -18,7 +18,8 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import InputError, TrainerError
-from rl_trainer.pipelines.parts import RolloutManager, place
+from rl_trainer.pipelines.parts import place
+from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.preflight import check_model
 from rl_trainer.rewards import Score
 from rl_trainer.runtime import create_runtime

@@ -18,7 +18,7 @@ from rl_trainer.data.records import Record, Source
 from rl_trainer.data.stream import StreamedRows
 from rl_trainer.errors import DataError, InputError
 from rl_trainer.job import run
-from rl_trainer.pipelines.parts import RolloutManager
+from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.plan import make_plan
 from rl_trainer.samples import read_samples
 from rl_trainer.testing import FakeAgents

@@ -23,7 +23,7 @@ from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines.fully_async import run_fully_async
 from rl_trainer.pipelines.held import claim_held
 from rl_trainer.pipelines.one_step_off import run_one_step_off
-from rl_trainer.pipelines.parts import RolloutManager
+from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.pipelines.sync import run_sync
 from rl_trainer.testing import FakeAgents, FakeJob
 

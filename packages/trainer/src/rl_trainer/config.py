@@ -121,6 +121,9 @@ class BatchConfig:
     """Tokens per micro-batch."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by other prompts."""
+    over_sampling: Annotated[float, Field(ge=0)] = 0.0
+    """Share of groups that are begun beyond those that are needed; when enough are complete the others are stopped, and
+    their prompts come first in the next step, where they are waited for. Not with pipeline=fully_async."""
     max_refills: NonNegative = 2
     """Times that failed or dropped groups of a batch are replaced before the run gives up."""
 

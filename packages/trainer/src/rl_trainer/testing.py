@@ -14,7 +14,8 @@ from rl_tq.types import BatchMeta
 from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.errors import PlacementError
 from rl_trainer.metrics import HeldGroup
-from rl_trainer.pipelines.parts import Generated, Parts
+from rl_trainer.pipelines.parts import Parts
+from rl_trainer.pipelines.rollouts import Generated
 from rl_trainer.workers.agent import EvalReport, GenerateReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
@@ -171,6 +172,11 @@ class FakeAgents:
                 last_failure="the tool broke" if failed else "",
             )
         ]
+
+    def stop_running(self) -> list[GenerateReport]:
+        """Forget what has not finished."""
+        self._running.clear()
+        return []
 
     def evaluate(self, rows: Sequence[Row], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Everything is right."""

@@ -172,6 +172,11 @@ def _check_pipeline(config: Config) -> None:
         raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
     if config.pipeline == "fully_async":
         create_policy(config)
+        if config.batch.over_sampling:
+            raise PlanError(
+                f"batch.over_sampling={config.batch.over_sampling:g} does nothing with pipeline=fully_async, which "
+                "begins groups ahead and waits for none that may be late: leave it out, and see staleness"
+            )
     is_off_policy = config.pipeline == "one_step_off" or config.staleness.max_staleness > 0
     if config.pipeline != "sync" and is_off_policy:
         _require_off_policy(algorithm, f"pipeline={config.pipeline}")

@@ -35,6 +35,10 @@ class Order(ABC):
         """The next `count` indices."""
         return [self.returned.pop(0) if self.returned else self._next() for _ in range(count)]
 
+    def give_back(self, indices: Sequence[int]) -> None:
+        """Hand these out first: they were drawn and not used."""
+        self.returned = [*indices, *self.returned]
+
     @abstractmethod
     def _next(self) -> int:
         """The index at `position`, or the first one from there on that is wanted; moves on behind it."""

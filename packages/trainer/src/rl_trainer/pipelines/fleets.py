@@ -125,6 +125,15 @@ class AgentFleet:
                 reports.append(report)
         return reports
 
+    def stop_running(self) -> list[GenerateReport]:
+        """Stop every submitted group that is not complete; what became complete meanwhile, and was not polled yet."""
+        self._raise_unless_dead(self.fleet.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
+        members = [member for member in self._running if member in self.fleet.members]
+        answers = self.fleet.call(AgentWorker.poll, dict.fromkeys(members, ()))
+        self._raise_unless_dead(answers)
+        self._running.clear()
+        return [report for answer in answers.values() if isinstance(answer, list) for report in answer]
+
     def _members(self) -> tuple[int, ...]:
         """Those that are there, each with the servers in use."""
         members = self.fleet.wait()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.metrics import PhaseTimer, StepRecord
 from rl_trainer.pipelines.held import claim_held
-from rl_trainer.pipelines.parts import Generated
+from rl_trainer.pipelines.rollouts import Generated
 from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
 
 if TYPE_CHECKING:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rl_tq
 from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
@@ -18,10 +16,10 @@ from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data.prompts import make_prompts
-from rl_trainer.errors import RolloutFailedError
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
-from rl_trainer.workers.agent import AgentWorker, Job
+from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.engine import CriticWorker, EngineWorker
 from rl_trainer.workers.images import IMAGES, takes_images
@@ -33,166 +31,10 @@ if TYPE_CHECKING:
 
     from rl_rollout.types import ServerAddress
     from rl_tq.base import TransferQueue
-    from rl_tq.types import BatchMeta
     from rl_trainer.base import Fleet, Runtime
     from rl_trainer.checkpoints import RunState
     from rl_trainer.config import Config
-    from rl_trainer.data import Datasets, Order, Row
-    from rl_trainer.data.order import StreamOrder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """A full batch of rollouts and what it cost."""
-
-    batch: BatchMeta
-    """batch_size x group_size rows."""
-    reward: float
-    """Mean over all completions that were scored, those of dropped groups too."""
-    failures: dict[str, int]
-    """Failed rollouts per kind; their prompts were replaced by others."""
-    dropped_groups: int
-    """Groups without signal that were replaced (`batch.dynamic_sampling`)."""
-    late_groups: int = 0
-    """Groups thrown away because their weights had become too old (`staleness.policy`)."""
-    position: int
-    """Prompts taken from the data up to and including these."""
-    groups: tuple[HeldGroup, ...] = ()
-    """The groups in `batch`."""
-
-
-class RolloutManager:
-    """Turns prompts into a batch: splits them over the agent workers, and replaces groups that failed."""
-
-    def __init__(
-        self,
-        agents: AgentFleet,
-        rows: Sequence[Row] | StreamOrder,
-        order: Order,
-        config: Config,
-        *,
-        num_groups: int = 0,
-    ) -> None:
-        self._agents, self._rows, self.order, self._config = agents, rows, order, config
-        self._num_groups = num_groups
-        self._row_of: dict[int, int] = {}
-
-    @property
-    def position(self) -> int:
-        """Prompts taken from the data so far."""
-        return self.order.position
-
-    @property
-    def num_too_long(self) -> int:
-        """Rows of a stream that were passed over so far because their prompts are too long."""
-        return self.order.num_too_long
-
-    def generate_sequences(self, partition: str, step: int) -> Generated:
-        """Roll out `batch_size` fresh prompts; groups that failed, or have no signal, are replaced by other prompts.
-
-        Raises:
-            RolloutFailedError: groups are still missing after `batch.max_refills`; carries the counts.
-        """
-        sizes = self._config.batch
-        batches: list[BatchMeta] = []
-        failures: dict[str, int] = {}
-        rewards: list[float] = []
-        drawn: dict[int, Job] = {}
-        missing, dropped, reason = sizes.batch_size, 0, ""
-        for attempt in range(1 + sizes.max_refills):
-            jobs, sampling = self.draw(missing), self.sampling(f"{step}/{attempt}")
-            drawn.update((job.group_id, job) for job in jobs)
-            for report in self._agents.generate(jobs, sampling, partition, sizes.group_size):
-                reason = report.last_failure or reason
-                for kind, count in report.failures.items():
-                    failures[kind] = failures.get(kind, 0) + count
-                if report.batch is None:
-                    continue
-                self.observe(report.batch)
-                rewards += [tags["reward"] for tags in report.batch.tags]
-                kept = rows_with_signal(report.batch) if sizes.dynamic_sampling else range(len(report.batch))
-                num_kept = len({report.batch.tags[row]["group_id"] for row in kept})
-                dropped += len(report.complete_groups) - num_kept
-                missing -= num_kept
-                if kept:
-                    batches.append(report.batch.reorder(kept))
-            if missing == 0:
-                batch = type(batches[0]).concat(batches)
-                attempts = {tags["group_id"]: tags["attempt"] for tags in batch.tags}
-                return Generated(
-                    batch=batch,
-                    groups=tuple(held_group(drawn[group], released=step, attempt=n) for group, n in attempts.items()),
-                    reward=fmean(rewards),
-                    failures=failures,
-                    dropped_groups=dropped,
-                    position=self.position,
-                )
-        raise RolloutFailedError(
-            f"step {step}: {missing} of {sizes.batch_size} groups are missing after batch.max_refills="
-            f"{sizes.max_refills}: failed rollouts {failures}, groups dropped because all their rewards are equal "
-            f"{dropped}; the last failure: {reason or 'none'}"
-        )
-
-    def evaluate(self, rows: Sequence[Row]) -> float:
-        """Mean reward of one completion per held-out row, at `rollout.eval_temperature`.
-
-        Raises:
-            RolloutFailedError: more than one in ten failed, so the mean would say little.
-        """
-        sampling = self.sampling("eval", temperature=self._config.rollout.eval_temperature)
-        reports = self._agents.evaluate(list(rows), sampling)
-        rewards = [reward for report in reports for reward in report.rewards]
-        num_failed = sum(report.num_failed for report in reports)
-        if num_failed * 10 > len(rows):
-            raise RolloutFailedError(f"{num_failed} of {len(rows)} evaluation rollouts failed")
-        return sum(rewards) / len(rewards)
-
-    def draw(self, count: int, first_place: int = 0) -> list[Job]:
-        """The next `count` prompts, each to become a group, in places of a step's batch from `first_place` on."""
-        jobs: list[Job] = []
-        for place, index in enumerate(self.order.take(count), start=first_place):
-            self._num_groups += 1
-            self._row_of[self._num_groups] = index
-            jobs.append(Job(row=self._rows[index], row_index=index, group_id=self._num_groups, place=place))
-        return jobs
-
-    def observe(self, batch: BatchMeta) -> None:
-        """Tell the order what the groups of a batch were worth: a curriculum goes by it."""
-        rewards: dict[int, list[float]] = {}
-        for tags in batch.tags:
-            rewards.setdefault(tags["group_id"], []).append(tags["reward"])
-        for group, given in rewards.items():
-            self.order.observe(self._row_of.pop(group), given)
-
-    def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
-        """Sampling parameters, seeded by the run's seed and `salt`; at `rollout.temperature` unless told otherwise."""
-        rollout = self._config.rollout
-        return {
-            "temperature": rollout.temperature if temperature is None else temperature,
-            "top_p": rollout.top_p,
-            "max_new_tokens": rollout.max_new_tokens,
-            "seed": hash_seed(f"{self._config.seed}/{salt}"),
-        }
-
-
-def held_group(job: Job, *, released: int, attempt: int) -> HeldGroup:
-    """A job's group, for the record."""
-    return HeldGroup(
-        group_id=job.group_id, row_index=job.row_index, place=job.place, released=released, attempt=attempt
-    )
-
-
-def rows_with_signal(batch: BatchMeta) -> list[int]:
-    """Rows of the groups whose rewards differ: of the others every group-relative advantage is 0 (arXiv 2503.14476)."""
-    rewards: dict[int, set[float]] = {}
-    for tags in batch.tags:
-        rewards.setdefault(tags["group_id"], set()).add(tags["reward"])
-    return [index for index, tags in enumerate(batch.tags) if len(rewards[tags["group_id"]]) > 1]
-
-
-def hash_seed(text: str) -> int:
-    """A 31-bit seed that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
+    from rl_trainer.data import Datasets, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

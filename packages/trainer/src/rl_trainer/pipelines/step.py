@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import StepRecord
-from rl_trainer.pipelines.parts import hash_seed
+from rl_trainer.pipelines.rollouts import hash_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rl_tq.types import BatchMeta
     from rl_trainer.config import Config
     from rl_trainer.metrics import PhaseTimer
-    from rl_trainer.pipelines.parts import Generated, Parts
+    from rl_trainer.pipelines.parts import Parts
+    from rl_trainer.pipelines.rollouts import Generated
     from rl_trainer.workers.engine import UpdateReport
 
 
@@ -116,6 +117,7 @@ def record_of(
     names = {name: None for update in updates for name in update.metrics}  # in order
     metrics = {name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names}
     metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
+    metrics |= {"stopped_groups": generated.stopped_groups}
     metrics |= {"grad_norm": fmean(u.grad_norm for u in updates), "lr": updates[-1].lr, **ages}
     metrics |= part_means(tags)
     return StepRecord(

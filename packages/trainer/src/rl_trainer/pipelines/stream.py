@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipelines.held import claim_held
-from rl_trainer.pipelines.parts import Generated, held_group, rows_with_signal
+from rl_trainer.pipelines.rollouts import Generated, held_group, rows_with_signal
 from rl_trainer.pipelines.staleness import Span
 from rl_trainer.workers.agent import Job
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.metrics import HeldGroup
     from rl_trainer.pipelines.fleets import AgentFleet
-    from rl_trainer.pipelines.parts import RolloutManager
+    from rl_trainer.pipelines.rollouts import RolloutManager
     from rl_trainer.pipelines.staleness import StalenessPolicy
     from rl_trainer.workers.agent import GenerateReport
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +26,7 @@ from rl_trainer.workers.prompts import PromptMemory
 from rl_trainer.workers.replicas import ExpertAsking, Replicas
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from rl_agent.types import AgentLoopOutput, RolloutResult
@@ -165,6 +166,7 @@ class AgentWorker:
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
+        self._running: set[asyncio.Task[Any]] = set()
         self._streamed = _Ledger()
         self._attempts: dict[int, int] = {}
         self._scorer = Scorer(reward, num_sharing=context.world_size)
@@ -228,7 +230,7 @@ class AgentWorker:
     ) -> list[GenerateReport]:
         """As `generate`, in the background, beside what is running already; `poll` tells what came of it."""
         if jobs:
-            work = self._roll_out(jobs, sampling_params, partition, group_size, self._streamed)
+            work = self._stream(self._roll_out(jobs, sampling_params, partition, group_size, self._streamed))
             self._streams.append(self._loop.start(work))
         return []
 
@@ -241,6 +243,29 @@ class AgentWorker:
             stream.result()
         return [self._streamed.take()]
 
+    async def _stream(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "it runs as one"
+        self._running.add(task)
+        try:
+            await work
+        finally:
+            self._running.discard(task)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stop_running(self) -> None:
+        """End the submitted groups that are not complete. Those that are have been written when this returns."""
+        self._loop.run(self._stop_running(), self._timeout_s)
+        self._streams = []
+
+    async def _stop_running(self) -> None:
+        stopped = list(self._running)
+        for task in stopped:
+            task.cancel()
+        for ended in await asyncio.gather(*stopped, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
     async def _roll_out(
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int, ledger: _Ledger
     ) -> None:
@@ -248,18 +273,24 @@ class AgentWorker:
         rows, places = [job.row for job in jobs], [job.place for job in jobs]
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
         writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
-        async for group in self._runner.run_groups(
+        finished = self._runner.run_groups(
             rows, sampling_params, group_size=group_size, places=places, grade=self._grading(rows)
-        ):
-            group_id = jobs[group.row_index].group_id
-            greedy = None if baselines is None else (await baselines)[group_id]
-            failures = [*group.failures, *([greedy] if isinstance(greedy, Failure) else [])]
-            if failures:
-                ledger.failed(group_id, failures)
-            else:
-                samples = [sample for rollout in group.rollouts for sample in scored(rollout)]
-                writer.add((group_id, samples, None if isinstance(greedy, Failure) else greedy))
-        await writer.finish()
+        )
+        try:
+            async with aclosing(finished) as groups:
+                async for group in groups:
+                    group_id = jobs[group.row_index].group_id
+                    greedy = None if baselines is None else (await baselines)[group_id]
+                    failures = [*group.failures, *([greedy] if isinstance(greedy, Failure) else [])]
+                    if failures:
+                        ledger.failed(group_id, failures)
+                    else:
+                        samples = [sample for rollout in group.rollouts for sample in scored(rollout)]
+                        writer.add((group_id, samples, None if isinstance(greedy, Failure) else greedy))
+        finally:  # also when it is stopped: what is complete is written
+            if baselines is not None:
+                baselines.cancel()
+            await writer.finish()
 
     def _grading(self, rows: Sequence[Row]) -> Callable[[RolloutResult], Awaitable[RolloutResult]]:
         section, longest = self._reward, self._max_new_tokens

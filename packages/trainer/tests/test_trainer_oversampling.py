@@ -1,0 +1,139 @@
+"""More groups are begun than are needed: the last are stopped, and their prompts are not lost."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+import rl_agent
+from rl_agent.types import AgentLoopOutput
+from rl_tq.types import BatchMeta
+from rl_trainer.config import RewardSection, load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.errors import PlanError, RolloutFailedError
+from rl_trainer.job import run
+from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.plan import make_plan
+from rl_trainer.rewards import Score
+from rl_trainer.testing import FakeAgents
+from rl_trainer.workers._loop_thread import LoopThread
+from rl_trainer.workers.agent import AgentWorker, Job, _Ledger
+
+SIZES = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "batch.over_sampling=0.5"]
+
+
+def manager(*overrides, **agents):
+    config = load_config("quickstart", [*SIZES, *overrides])
+    fake = FakeAgents(config, **agents)
+    return fake, RolloutManager(fake, [{}] * 100, PromptOrder(num_rows=100, seed=0), config)
+
+
+def rows_of(generated):
+    return [group.row_index for group in generated.groups]
+
+
+def test_the_slowest_are_stopped_and_come_first_in_the_next_step_where_they_are_waited_for():
+    agents, made = manager(slow=[2, 8])
+    drawn = PromptOrder(num_rows=100, seed=0).take(12)
+    first = made.generate_sequences("train", 1)
+    assert (len(first.batch), first.stopped_groups) == (8, 2)
+    assert drawn[1] not in rows_of(first)
+    assert made.order.state_dict()["returned"] == [row for row in drawn[:6] if row not in rows_of(first)]
+    second = made.generate_sequences("train", 2)
+    again = [job.row_index for job, _ in agents.submitted[6:8]]
+    assert drawn[1] in again
+    assert set(again) <= set(rows_of(second)), "the eighth group is slow, and was waited for all the same"
+    assert not set(rows_of(first)) & set(rows_of(second))
+    assert second.position == 10  # six, and four more beside the two that came back
+
+
+def test_groups_without_signal_and_failed_ones_are_not_enough_and_are_not_given_back():
+    agents, made = manager(fails=[1], per_poll=6)
+    first = made.generate_sequences("train", 1)
+    assert len(first.batch) == 8
+    assert first.failures == {"tool": 1}
+    assert first.stopped_groups == 1  # six were begun, all ended at the same time: one failed, four were taken
+    failed = agents.submitted[0][0].row_index
+    assert failed not in made.order.state_dict()["returned"]
+
+
+def test_a_deadline_says_how_far_it_came():
+    _, made = manager("timeout_s=0.05", "batch.max_refills=0", per_poll=0)
+    with pytest.raises(RolloutFailedError, match="0 of 4 groups are complete, and 6 are not done within"):
+        made.generate_sequences("train", 1)
+
+
+def test_it_is_refused_where_it_would_do_nothing():
+    with pytest.raises(PlanError, match="over_sampling=0.5 does nothing with pipeline=fully_async"):
+        make_plan(load_config("quickstart", [*SIZES, "pipeline=fully_async"]))
+
+
+class Loop(rl_agent.AgentLoop):
+    """Answers at once, or waits until it is cancelled."""
+
+    cancelled = 0
+
+    async def run(self, sampling_params, *, is_slow, **row):
+        if is_slow:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                type(self).cancelled += 1
+                raise
+        one = {"prompt_token_ids": (1,), "completion_token_ids": (2,), "loss_mask": (1,), "rollout_logprobs": (-1.0,)}
+        return AgentLoopOutput(**one, weight_versions=(1,), finish_reason="stop", text="")
+
+
+class Scorer:
+    async def score(self, text, row, reward):
+        return Score(reward=1.0)
+
+
+def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
+    worker = AgentWorker.__new__(AgentWorker)
+    worker._timeout_s, worker._has_baseline, worker._max_new_tokens = 60.0, False, 5
+    worker._loop, worker._streams, worker._running = LoopThread("test"), [], set()
+    worker._streamed, worker._attempts, worker._scorer, worker._reward = _Ledger(), {}, Scorer(), RewardSection()
+    worker._runner = rl_agent.AgentRunner(lambda _: Loop(None, None))
+    entered, gate, written = threading.Event(), threading.Event(), []
+
+    def put(groups, partition):
+        entered.set()
+        assert gate.wait(60)
+        written.extend(group for group, *_ in groups)
+        return BatchMeta(partition=partition, sample_ids=tuple(str(group) for group, *_ in groups), columns=())
+
+    worker._put = put
+    jobs = [
+        Job(row={"is_slow": slow, "data_source": "x"}, row_index=group, group_id=group, place=group)
+        for group, slow in enumerate([False, True, True])
+    ]
+    worker.submit(jobs, {}, "train", 2)
+    assert entered.wait(60)
+    threading.Timer(0.2, gate.set).start()  # the write is under way when it is told to stop
+    worker.stop_running()
+    assert written == [0]
+    assert Loop.cancelled == 4
+    (report,) = worker.poll()
+    assert (report.complete_groups, report.failed_groups) == ((0,), ())
+    assert worker.poll()[0].complete_groups == ()
+    worker._loop.close()
+
+
+def test_a_real_job_learns_from_every_prompt_once(model, tmp_path):
+    settings = ["runtime=inline", "steps=3", "eval_every=0", "data.eval_size=4", "timeout_s=120"]
+    settings += [f"model.path={model}", f"output_dir={tmp_path / 'out'}", *SIZES, "batch.over_sampling=1"]
+    start = time.monotonic()
+    run(load_config("quickstart", settings), Console(quiet=True))
+    assert time.monotonic() - start < 120, "nothing waited for a deadline"
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [r["metrics"]["stopped_groups"] for r in records] == [4, 4, 4]
+    steps = [json.loads(line)["rows"] for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+    rows = [row for step in steps for row in step]
+    assert len(rows) == len(set(rows)) == 12
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert len(state["pending"]) == 4
+    assert not set(state["pending"]) & set(rows)
