@@ -123,6 +123,13 @@ def main(run: Run) -> None:
             amount=count * new_tokens,
             goal=">= 1 of best peer",
         )
+        run.compare(
+            f"{count} requests x 1 token at once, until the last has it",
+            {name: ours(server, new_tokens=1) for name, server in servers.items()},
+            peers={name: ours(server, new_tokens=1) for name, server in peers.items()}
+            or {"vLLM": "RL_ROLLOUT_VLLM is not set"},
+            unit="ms",
+        )
         lengths = torch.empty(count).log_normal_(3.5, 0.8, generator=torch.Generator().manual_seed(0))
         lengths = [max(1, min(400, int(length))) for length in lengths]
 

@@ -1,6 +1,9 @@
 """What several test files need: model folders, and the sending side of weight updates."""
 
 import asyncio
+import json
+import math
+import shutil
 import uuid
 
 import pytest
@@ -8,7 +11,10 @@ import torch
 
 import rl_ckpt
 from rl_rollout import CkptReceiver
-from rl_rollout.testing import write_tiny_model
+from rl_rollout.testing import load_weights, write_tiny_model
+
+TARGETS = ("q_proj", "v_proj", "down_proj")
+"""Layers of the adapters."""
 
 
 class Trainer:
@@ -64,3 +70,42 @@ def one_thread():
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3")
+
+
+def write_adapter(folder, base, seed, *, use_rslora=False):
+    """A random adapter in peft's format, and the folder of the model that it is merged into."""
+    from safetensors.torch import save_file
+
+    rank, alpha = 4, 8
+    scaling = alpha / math.sqrt(rank) if use_rslora else alpha / rank
+    weights, tensors = load_weights(base), {}
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in weights.items():
+        if any(target in name for target in TARGETS):
+            a = torch.randn(rank, weight.shape[1], generator=generator) * 0.3
+            b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+            weights[name] = weight + scaling * (b @ a)
+    adapter, merged = folder / "adapter", folder / "merged"
+    adapter.mkdir(parents=True)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", "use_rslora": use_rslora}
+    config["target_modules"] = list(TARGETS)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(base, merged)
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    return str(adapter), str(merged)
+
+
+@pytest.fixture(scope="session")
+def write_adapters(tmp_path_factory):
+    """Of a model folder: two adapters by name, each with its folder and that of the model that it is merged into."""
+
+    def write(base):
+        folder = tmp_path_factory.mktemp("adapters")
+        one = write_adapter(folder / "one", base, 1)
+        two = write_adapter(folder / "two", base, 2, use_rslora=True)
+        return {"one": one, "two": two}
+
+    return write

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -27,37 +26,9 @@ from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 PROMPT = (5, 6, 7, 8, 9)
 
 
-def write_adapter(folder, base, seed, *, use_rslora=False):
-    """A random adapter in peft's format, and the folder of the model that it is merged into."""
-    from safetensors.torch import save_file
-
-    rank, alpha = 4, 8
-    scaling = alpha / math.sqrt(rank) if use_rslora else alpha / rank
-    weights, tensors = load_weights(base), {}
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in weights.items():
-        if any(target in name for target in ("q_proj", "v_proj", "down_proj")):
-            a = torch.randn(rank, weight.shape[1], generator=generator) * 0.3
-            b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
-            layer = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
-            weights[name] = weight + scaling * (b @ a)
-    adapter, merged = folder / "adapter", folder / "merged"
-    adapter.mkdir(parents=True)
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", "use_rslora": use_rslora}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    shutil.copytree(base, merged)
-    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
-    return str(adapter), str(merged)
-
-
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory, qwen3_folder):
-    folder = tmp_path_factory.mktemp("adapters")
-    one = write_adapter(folder / "one", qwen3_folder, 1)
-    two = write_adapter(folder / "two", qwen3_folder, 2, use_rslora=True)
-    return {"one": one, "two": two}
+def adapters(write_adapters, qwen3_folder):
+    return write_adapters(qwen3_folder)
 
 
 def asked(name, adapter=None, prompt=PROMPT):

@@ -87,13 +87,14 @@ def run_to_end(engine):
 def fed_tokens(engine):
     """Every token that the model is given from now on."""
     fed = []
-    real = engine.model.module.forward
+    real = engine.packer.batch
 
-    def forward(*, input_ids, **kwargs):
-        fed.extend(input_ids[0].tolist())
-        return real(input_ids=input_ids, **kwargs)
+    def batch(*arguments):
+        packed, ids = real(*arguments)
+        fed.extend(ids.tolist())
+        return packed, ids
 
-    engine.model.module.forward = forward
+    engine.packer.batch = batch
     return fed
 
 

@@ -5,6 +5,7 @@ RL_ROLLOUT_SGLANG is the folder of a virtual environment with SGLang and rl-ckpt
 
 import asyncio
 import io
+import json
 import os
 import pickle
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_rollout import ConfigError, GenerationError, ServerConfig, UnsupportedError, create_server
-from rl_rollout.backends.sglang import read_answer, session_payload
+from rl_rollout import ConfigError, GenerationError, ServerConfig, ServerStartError, UnsupportedError, create_server
+from rl_rollout.backends.sglang import lora_arguments, read_answer, session_payload
 from rl_rollout.testing import Served, ServerConformance, write_tiny_model
 
 ENVIRONMENT = os.environ.get("RL_ROLLOUT_SGLANG")
@@ -22,21 +23,23 @@ START_S = 600.0
 FAKE = [sys.executable, str(Path(__file__).parent / "peers/fake_sglang.py")]
 
 
-def config_of(folder, *args, command=FAKE, env=None, **fields):
-    options = {"command": command, "args": list(args), "env": env or {}}
+def config_of(folder, *args, command=FAKE, env=None, adapters=(), **fields):
+    options = {"command": command, "args": list(args), "env": env or {}, "adapters": dict(adapters)}
     fields = {"num_threads": 1, "timeout_s": START_S, "dtype": "float32", "max_num_seqs": 32} | fields
     return ServerConfig(model_path=str(folder), options=options, **fields)
 
 
-def real_config(folder):
+def real_config(folder, *args, **fields):
     return config_of(
         folder,
+        *args,
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.1"),
         *("--max-total-tokens", "65536"),
         command=f"{ENVIRONMENT}/bin/python -m sglang.launch_server",
         env={"SGLANG_USE_CPU_ENGINE": "1"},
         device="cpu",
+        **fields,
     )
 
 
@@ -100,6 +103,36 @@ class TestRealSglang(ServerConformance):
         torch.testing.assert_close(torch.tensor(output.logprobs), want, atol=1e-4, rtol=0)
 
     test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_SGLANG names no environment with SGLang and rl-ckpt")
+class TestLimitsOfTheRealOneOnCpu:
+    """Its own words: this is all that adapters and sleep have been run against."""
+
+    def test_adapters(self, qwen3_folder, write_adapters):
+        folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder).items()}
+        server = create_server("sglang", real_config(qwen3_folder, "--lora-backend", "torch_native", adapters=folders))
+        with pytest.raises(ServerStartError, match="pin_memory=True requires a CUDA"):
+            asyncio.run(server.start())
+
+    def test_sleep(self, qwen3_folder):
+        server = create_server("sglang", real_config(qwen3_folder, "--enable-memory-saver"))
+        with pytest.raises(ServerStartError, match="torch_memory_saver"):
+            asyncio.run(server.start())
+
+
+def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adapters):
+    folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder).items()}
+    server = create_server("sglang", config_of(qwen3_folder, adapters=folders))
+    assert server.capabilities.has_adapters
+    assert not server.capabilities.updates_weights  # what SGLang does with them then, nobody has seen
+    told = lora_arguments(list(server.adapters.values()))
+    assert told[:4] == ["--enable-lora", "--max-loras-per-batch", "3", "--lora-paths"]
+    assert [json.loads(path) for path in told[4:]] == [
+        {"lora_name": name, "lora_path": folder, "pinned": False} for name, folder in folders.items()
+    ]
 
 
 def test_what_it_cannot_do_is_refused(qwen3_folder):

@@ -4,13 +4,18 @@ RL_ROLLOUT_VLLM is the folder of a virtual environment with vLLM and rl-ckpt: vL
 """
 
 import asyncio
+import base64
+import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,14 +23,17 @@ from rl_rollout import (
     ConfigError,
     GenerateRequest,
     ModelFolderError,
+    RequestError,
     SamplingParams,
     ServerConfig,
     ServerLostError,
     ServerStartError,
+    UnsupportedError,
     WeightUpdateError,
     create_server,
 )
 from rl_rollout._external import versions_of
+from rl_rollout.backends.vllm import read_experts
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 ENVIRONMENT = os.environ.get("RL_ROLLOUT_VLLM")
@@ -33,19 +41,27 @@ START_S = 600.0
 FAKE = [sys.executable, str(Path(__file__).parent / "peers/fake_vllm.py")]
 
 
-def config_of(folder, *args, command=FAKE, env=None, **fields):
-    options = {"command": command, "args": list(args), "env": env or {}}
+def config_of(folder, *args, command=FAKE, env=None, adapters=(), **fields):
+    options = {"command": command, "args": list(args), "env": env or {}, "adapters": dict(adapters)}
     fields = {"num_threads": 1, "timeout_s": START_S, "dtype": "float32", "max_num_seqs": 32} | fields
     return ServerConfig(model_path=str(folder), options=options, **fields)
 
 
-def real_config(folder):
+def real_config(folder, *args, **fields):
     return config_of(
         folder,
         "--enforce-eager",
+        *args,
         command=f"{ENVIRONMENT}/bin/python -m vllm.entrypoints.openai.api_server",
         env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+        **fields,
     )
+
+
+def real_model(folder, **fields):
+    """Heads of 32: vLLM's attention on a CPU has no smaller ones."""
+    sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}
+    return write_tiny_model(folder / "model", **sizes, **fields)
 
 
 def serve(config, trainer, **fields):
@@ -65,6 +81,58 @@ class TestProtocol(ServerConformance):
         yield from serve(config_of(qwen3_folder, "--enable-sleep-mode"), new_trainer(60))
 
 
+class WithAdapters:
+    """What a server that was started with the adapters one and two must do."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def adapters(cls, folder, write_adapters):
+        return write_adapters(folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, folder, adapters, new_trainer):
+        folders = {name: path for name, (path, _) in adapters.items()}
+        yield from serve(cls.config(folder, folders), new_trainer(60), max_model_len=2048)
+
+    def test_adapters_mixed_in_a_batch_equal_merged_models(self, served, adapters):
+        names = [None, "one", "two", "one", None, "two"]
+        requests = [replace(served.request(max_new_tokens=16), adapter=name) for name in names]
+        folders = {None: served.model_path, **{name: merged for name, (_, merged) in adapters.items()}}
+        want = {name: alone(folder, served.request(max_new_tokens=16)) for name, folder in folders.items()}
+        assert len({output.token_ids for output in want.values()}) == 3
+        for _ in range(2):  # the second time, their prefixes are known
+            for name, output in zip(names, served.generate_all(requests), strict=True):
+                assert output.token_ids == want[name].token_ids, name
+                assert output.logprobs == pytest.approx(want[name].logprobs, abs=1e-4)
+
+    def test_without_an_adapter_it_is_the_base_model_after_others_had_one(self, served, adapters):
+        for name in adapters:
+            served.run(served.server.generate(replace(served.request(), adapter=name)))
+        output = served.generate(max_new_tokens=16)
+        assert output.token_ids == alone(served.model_path, served.request(max_new_tokens=16)).token_ids
+
+    def test_an_unknown_adapter_is_a_sentence(self, served):
+        with pytest.raises(RequestError, match=r"there is no adapter 'three'; loaded are: one, two"):
+            served.run(served.server.generate(replace(served.request(), adapter="three")))
+
+    def test_new_weights_are_refused(self, served):
+        with pytest.raises(UnsupportedError, match="vllm as it was started takes no new weights beside adapters"):
+            served.install(load_weights(served.model_path))
+
+
+@pytest.mark.contract
+class TestProtocolWithAdapters(WithAdapters):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, qwen3_folder):
+        return qwen3_folder
+
+    @staticmethod
+    def config(folder, adapters):
+        return config_of(folder, adapters=adapters)
+
+
 @pytest.mark.contract
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
@@ -73,9 +141,7 @@ class TestRealVllm(ServerConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def served(cls, tmp_path_factory, new_trainer):
-        # Heads of 32: vLLM's attention on a CPU has no smaller ones.
-        sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}
-        folder = write_tiny_model(tmp_path_factory.mktemp("vllm") / "model", **sizes)
+        folder = real_model(tmp_path_factory.mktemp("vllm"))
         yield from serve(real_config(folder), new_trainer(60), max_model_len=2048, num_long=1200)
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
@@ -95,6 +161,67 @@ class TestRealVllm(ServerConformance):
         torch.testing.assert_close(torch.tensor(output.logprobs), want, atol=1e-4, rtol=0)
 
     test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+@pytest.mark.contract
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_VLLM names no environment with vLLM and rl-ckpt")
+class TestRealVllmWithAdapters(WithAdapters):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory):
+        return real_model(tmp_path_factory.mktemp("vllm"))
+
+    @staticmethod
+    def config(folder, adapters):
+        return real_config(folder, adapters=adapters)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_VLLM names no environment with vLLM and rl-ckpt")
+def test_routed_experts_of_the_real_one_are_those_of_ours(tmp_path):
+    folder = real_model(tmp_path, family="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    asked = replace(request(), returns_routed_experts=True)
+
+    async def life():
+        server = create_server("vllm", real_config(folder, "--enable-return-routed-experts"))
+        await server.start()
+        try:
+            return await server.generate(asked)
+        finally:
+            await server.stop()
+
+    output, ours = asyncio.run(life()), alone(folder, asked)
+    assert output.token_ids == ours.token_ids
+    assert [[sorted(layer) for layer in token] for token in output.routed_experts] == [
+        [sorted(layer) for layer in token] for token in ours.routed_experts
+    ]
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_VLLM names no environment with vLLM and rl-ckpt")
+def test_the_real_one_on_a_cpu_cannot_sleep(qwen3_folder):
+    """Its own words, if it is a build for CPUs: the fake is all that sleep has been run against."""
+    server = create_server("vllm", real_config(qwen3_folder, "--enable-sleep-mode"))
+    with pytest.raises(ServerStartError, match="Sleep mode is not supported on current platform"):
+        asyncio.run(server.start())
+
+
+def alone(folder, request):
+    """What a model without adapters gives."""
+
+    async def life():
+        server = create_server("embedded", ServerConfig(model_path=str(folder), num_threads=1))
+        await server.start()
+        try:
+            return await server.generate(request)
+        finally:
+            await server.stop()
+
+    return asyncio.run(life())
 
 
 def request(request_id="r", **params):
@@ -120,12 +247,28 @@ def test_a_command_that_is_none(qwen3_folder):
         ({"options": {"comand": "python"}}, "did you mean 'command'"),
         ({"options": {"command": 3}}, "list of words"),
         ({"options": {"env": "A=1"}}, "object of names and values"),
+        ({"options": {"adapters": ["one"]}}, "object of names and folders"),
+        ({"options": {"adapters": {"tiny-qwen3": "here"}}}, "is the name of the model"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_bad_settings_are_told_before_anything_starts(qwen3_folder, fields, told):
     with pytest.raises(ConfigError, match=told):
         create_server("vllm", ServerConfig(model_path=str(qwen3_folder), **fields))
+
+
+def test_an_adapter_that_cannot_be_served_is_told_before_anything_starts(qwen3_folder, tmp_path):
+    def start(**settings):
+        if settings:
+            (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        create_server("vllm", config_of(qwen3_folder, adapters={"mine": str(tmp_path)}))
+
+    with pytest.raises(ModelFolderError, match=r"adapter 'mine': folder .* has no adapter_config.json"):
+        start()
+    with pytest.raises(ModelFolderError, match="adapter 'mine' is of type 'IA3'; LORA is served"):
+        start(peft_type="IA3")
+    with pytest.raises(ConfigError, match="adapter 'mine' has rank 513; vLLM takes at most 512"):
+        start(peft_type="LORA", r=513)
 
 
 def test_a_folder_that_is_none_is_told_before_anything_starts(tmp_path):
@@ -201,6 +344,13 @@ def test_an_update_that_was_installed_by_half_makes_the_server_refuse(qwen3_fold
             await trainer.close()
 
     assert asyncio.run(scenario()).weight_versions == (2,) * 8
+
+
+def test_routed_experts_are_read_from_npy():
+    file = io.BytesIO()
+    np.save(file, np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
+    experts = read_experts(base64.b64encode(file.getvalue()).decode())
+    assert experts == (((0, 1), (2, 3)), ((4, 5), (6, 7)), ((8, 9), (10, 11)))
 
 
 def test_versions_are_never_guessed():

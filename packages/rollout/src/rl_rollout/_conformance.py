@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout.errors import RequestError, ServerLostError, UnsupportedError, WeightUpdateError
+from rl_rollout.errors import GenerationError, RequestError, ServerLostError, UnsupportedError, WeightUpdateError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -210,6 +210,9 @@ class ServerConformance:
         if not can.has_adapters:
             request = replace(served.request(), adapter="mine")
             expect(UnsupportedError, lambda: served.run(served.server.generate(request)), "adapter")
+        if not can.takes_images:
+            request = replace(served.request(), images=("data:image/png;base64,AA==",))
+            expect(UnsupportedError, lambda: served.run(served.server.generate(request)), "images")
 
     def test_a_bad_request_gets_an_error_and_others_an_answer(self, served: Served) -> None:
         good = served.generate()
@@ -338,6 +341,20 @@ class ServerConformance:
             assert same_tokens(output, old)
             assert output.weight_versions == old.weight_versions
         served.install(weights)
+
+    def test_weights_that_are_not_numbers_fail_their_requests(self, served: Served) -> None:
+        """No token is made up from logits that are not finite, and the server is there for the next weights."""
+        import torch
+
+        from rl_rollout.testing import load_weights
+
+        weights = load_weights(served.model_path)
+        old = served.generate(max_new_tokens=20)
+        served.install({**weights, "model.norm.weight": torch.full_like(weights["model.norm.weight"], math.nan)})
+        for temperature in (0.0, 1.0):
+            expect(GenerationError, lambda t=temperature: served.generate(temperature=t), "not finite")
+        served.install(weights)
+        assert same_tokens(served.generate(max_new_tokens=20), old)
 
     def test_sleep_gives_back_the_cache_and_loses_nothing(self, served: Served) -> None:
         if 1 not in served.server.capabilities.sleep_levels:

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import shlex
 import sys
 from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
+from rl_rollout._external_options import read_adapters, read_environment, read_model_config, words
 from rl_rollout._http import Endpoint
 from rl_rollout._partial import empty_output
 from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
-from rl_rollout._validation import check_extras, check_request
+from rl_rollout._upstream import Upstream
+from rl_rollout._validation import check_adapter, check_extras, check_finite, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
-    ConfigError,
-    GenerationError,
-    ModelFolderError,
     RequestError,
     RequestTimeoutError,
     RolloutError,
@@ -37,32 +32,15 @@ from rl_rollout.errors import (
 from rl_rollout.types import ServerAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import aiohttp
 
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig, TokenOutput
 
 CHECK_S = 0.2
 """How often a starting server is asked whether it is ready, and an abort is repeated, seconds."""
-GRACE_S = 5.0
-"""How much longer than `timeout_s` an answer to a command is waited for, seconds."""
-EXIT_TIMEOUT_S = 2.0
-"""How long to wait for the end of a process whose connection was lost, seconds."""
-
-
-def read_model_config(model_path: str) -> dict[str, Any]:
-    """`config.json` of a model folder; that of the language model, where there are several.
-
-    Raises:
-        ModelFolderError: it cannot be read.
-    """
-    try:
-        found = json.loads((Path(model_path) / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(
-            f"model folder {model_path!r} has no config.json that can be read ({error}); give a Hugging Face folder"
-        ) from error
-    return {**found, **found.get("text_config", {})}
 
 
 class Flight:
@@ -82,7 +60,8 @@ class ExternalServer(RolloutServer):
     not depend on what overtakes what on the way.
     """
 
-    process: ServerProcess
+    upstream: Upstream
+    """Set by `run_as`."""
 
     def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
         model_config = read_model_config(config.model_path)
@@ -92,9 +71,10 @@ class ExternalServer(RolloutServer):
         self.vocab_size = int(model_config["vocab_size"])
         self.max_position_embeddings = int(model_config.get("max_position_embeddings") or sys.maxsize)
         self.max_model_len = min(config.max_model_len, self.max_position_embeddings)
+        self.adapters = read_adapters(config.options.get("adapters", {}), self.model_name)
+        self.arguments = words(config.options.get("args", []), "args")
         self.weight_version = 0
         self._endpoint = Endpoint(self, config, model_name=self.model_name)
-        self._session: aiohttp.ClientSession | None = None
         self._address: ServerAddress | None = None
         self._is_stopped = self._is_paused = self._is_asleep = False
         self._refusal = ""
@@ -104,23 +84,26 @@ class ExternalServer(RolloutServer):
         self._may_send.set()
         self._update_lock = asyncio.Lock()
 
-    def environment(self, **settings: str) -> dict[str, str]:
-        """Of the process: ours, then the backend's, then those of the option `env`."""
+    def run_as(
+        self, command: Sequence[str], url: str, connector: Callable[[], aiohttp.BaseConnector], **environment: str
+    ) -> None:
+        """What `start` runs, and how it is reached. The option `env` goes before `environment`."""
         threads = {"OMP_NUM_THREADS": str(self.config.num_threads)} if self.config.num_threads else {}
-        found = self.config.options.get("env", {})
-        if not isinstance(found, dict):
-            raise ConfigError(f"option env={found!r} must be an object of names and values")
-        return {**threads, **settings, **{str(name): str(value) for name, value in found.items()}}
+        process = ServerProcess(
+            [sys.executable, "-m", "rl_rollout._guard", *command],
+            {**threads, **environment, **read_environment(self.config.options.get("env", {}))},
+            name=self.engine_name,
+        )
+        self.upstream = Upstream(
+            process, name=self.engine_name, url=url, connector=connector, timeout_s=self.config.timeout_s
+        )
+
+    @property
+    def process(self) -> ServerProcess:
+        """What serves."""
+        return self.upstream.process
 
     # ---- what a subclass knows
-
-    @abstractmethod
-    def base_url(self) -> str:
-        """Where the process answers."""
-
-    @abstractmethod
-    def connector(self) -> aiohttp.BaseConnector:
-        """How it is reached."""
 
     @abstractmethod
     async def post_generate(self, request: GenerateRequest) -> TokenOutput:
@@ -167,7 +150,7 @@ class ExternalServer(RolloutServer):
             raise ServerLostError("this server was stopped; create another")
         self.process.start()
         try:
-            await self.process.wait_until(self._is_ready, timeout_s=self.config.timeout_s, check_s=CHECK_S)
+            await self.process.wait_until(self.upstream.is_ready, timeout_s=self.config.timeout_s, check_s=CHECK_S)
             await self.after_start()
             url = await self._endpoint.start()
         except BaseException:
@@ -176,21 +159,13 @@ class ExternalServer(RolloutServer):
         self._address = ServerAddress(url=url, model=self.model_name, pid=os.getpid())
         return self._address
 
-    async def _is_ready(self) -> bool:
-        try:
-            async with asyncio.timeout(GRACE_S), self._open().get(f"{self.base_url()}/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
     async def stop(self) -> None:
         """End the process and close the endpoint. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
         await self._endpoint.stop()
-        if self._session is not None:
-            await self._session.close()
+        await self.upstream.close()
         await self.process.end(grace_s=STOP_TIMEOUT_S)
 
     # ---- requests
@@ -205,13 +180,15 @@ class ExternalServer(RolloutServer):
                 if not await self._wait_for_gate(flight):
                     return empty_output(request)
                 flight.is_sent = True
-                return await self.post_generate(request)
+                output = await self.post_generate(request)
+                check_finite(output)
+                return output
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
             # Leaving the connection has ended the request in the server.
             raise RequestTimeoutError(
-                f"request {request.request_id!r} did not finish within {timeout_s} s on {self._where()}"
+                f"request {request.request_id!r} did not finish within {timeout_s} s on {self.upstream.where}"
             ) from error
         finally:
             del self._flights[request.request_id]
@@ -221,6 +198,7 @@ class ExternalServer(RolloutServer):
         self._need_running()
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         check_extras(request, self.capabilities)
+        check_adapter(request, self.adapters)
         if self._refusal:
             raise WeightUpdateError(self._refusal)
         if request.request_id in self._flights:
@@ -261,7 +239,7 @@ class ExternalServer(RolloutServer):
                             await asyncio.gather(*(flight.ended.wait() for flight in flights))
         except TimeoutError as error:
             raise RequestTimeoutError(
-                f"{self._where()} did not end {len(flights)} aborted requests within {self.config.timeout_s} s"
+                f"{self.upstream.where} did not end {len(flights)} aborted requests within {self.config.timeout_s} s"
             ) from error
 
     # ---- control
@@ -286,7 +264,7 @@ class ExternalServer(RolloutServer):
                 await asyncio.gather(*(flight.ended.wait() for flight in flights))
         except TimeoutError as error:
             raise RequestTimeoutError(
-                f"{self._where()} did not finish the requests in flight within {self.config.timeout_s} s; "
+                f"{self.upstream.where} did not finish the requests in flight within {self.config.timeout_s} s; "
                 "new ones are held"
             ) from error
 
@@ -307,7 +285,8 @@ class ExternalServer(RolloutServer):
         The server's own processes open their receivers by `receive.address`, a URL of rl-ckpt.
         """
         if not self.capabilities.updates_weights:
-            raise UnsupportedError(f"{self.engine_name} as it was started takes no new weights")
+            why = " beside adapters" if self.adapters else ""
+            raise UnsupportedError(f"{self.engine_name} as it was started takes no new weights{why}")
         async with self._update_lock:
             self._need_running()
             address = receive.address
@@ -376,97 +355,13 @@ class ExternalServer(RolloutServer):
             "is_asleep": self._is_asleep,
         }
 
-    # ---- HTTP
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=self.connector(), timeout=aiohttp.ClientTimeout(total=None, sock_connect=GRACE_S)
-            )
-        return self._session
-
-    async def call(
-        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **query: str
-    ) -> dict[str, Any]:
-        """One HTTP request to the server; its JSON answer.
-
-        Args:
-            method: GET or POST.
-            path: Of the endpoint.
-            body: JSON.
-            timeout_s: Deadline, seconds; None leaves it to the caller's.
-            **query: In the URL.
-
-        Raises:
-            RequestError: it answered 4xx.
-            GenerationError: it answered 5xx.
-            ServerLostError: it is not there, or it closed the connection.
-            RequestTimeoutError: it did not answer in time.
-        """
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._open().request(method, self.base_url() + path, json=body, params=query) as response,
-            ):
-                text = await response.text()
-                if response.status != 200:
-                    kind = RequestError if 400 <= response.status < 500 else GenerationError
-                    raise kind(f"{self.engine_name} answered {response.status} to {path}: {error_text(text)}")
-                return decode(text)
-        except TimeoutError as error:
-            if timeout_s is None:
-                raise
-            raise RequestTimeoutError(f"{self._where()} did not answer {path} within {timeout_s} s") from error
-        except aiohttp.ClientError as error:
-            if await self.process.has_ended(EXIT_TIMEOUT_S):
-                raise ServerLostError(self.process.told_end()) from error
-            raise ServerLostError(f"{self._where()} closed the connection: {error or type(error).__name__}") from error
-
-    async def command(self, path: str, body: Any = None, **query: str) -> dict[str, Any]:
-        """`call` by POST, with the deadline of commands."""
-        return await self.call("POST", path, body, timeout_s=self.config.timeout_s + GRACE_S, **query)
-
     def _need_running(self) -> None:
         if self._address is None or self._is_stopped:
             raise ServerLostError(f"the {self.engine_name} server of {self.model_name!r} is not running; call start()")
 
-    def _where(self) -> str:
-        return f"{self.engine_name} (pid {self.process.pid})"
-
 
 class TornUpdateError(RolloutError):
     """Within a backend: an update failed after the model was changed."""
-
-
-def decode(text: str) -> dict[str, Any]:
-    """A JSON object; an empty one for anything else."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def error_text(text: str) -> str:
-    """The sentence in an error's answer, whatever its shape."""
-    found: Mapping[str, Any] = decode(text)
-    told = found.get("error", found.get("detail", found.get("message")))
-    if isinstance(told, dict):
-        told = told.get("message")
-    return str(told or text)[:1000]
-
-
-def words(found: Any, name: str) -> list[str]:
-    """A list of strings, or a line of them.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if isinstance(found, str):
-        return shlex.split(found)
-    if not isinstance(found, list | tuple) or (not found and name == "command"):
-        raise ConfigError(f"option {name}={found!r} must be a list of words, or a line of them")
-    return [str(word) for word in found]
 
 
 def versions_of(spans: Sequence[Mapping[str, Any]], count: int, engine_name: str) -> list[int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rl_rollout.errors import RequestError, UnsupportedError
+from rl_rollout.errors import GenerationError, RequestError, UnsupportedError
 
 if TYPE_CHECKING:
-    from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams
+    from collections.abc import Iterable
+
+    from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, TokenOutput
 
 SEED_RANGE = 2**63
 """Seeds lie in [-2**63, 2**63)."""
@@ -60,6 +62,33 @@ def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
     for name, is_fine in asked.items():
         if not is_fine:
             raise UnsupportedError(f"request {request.request_id!r}: this server has no {name}; leave it out")
+
+
+def check_adapter(request: GenerateRequest, names: Iterable[str]) -> None:
+    """Refuse an adapter that is not loaded.
+
+    Raises:
+        RequestError: names those that are.
+    """
+    if request.adapter is not None and request.adapter not in names:
+        raise RequestError(
+            f"request {request.request_id!r}: there is no adapter {request.adapter!r}; loaded are: {', '.join(names)}"
+        )
+
+
+def check_finite(output: TokenOutput) -> None:
+    """Refuse tokens that were drawn from logits that are not finite.
+
+    Raises:
+        GenerationError: a log-prob is no number.
+    """
+    for logprob, version in zip(output.logprobs, output.weight_versions, strict=True):
+        # JSON has no NaN: servers tell null.
+        if logprob is None or not math.isfinite(logprob):  # pyright: ignore[reportUnnecessaryComparison]
+            raise GenerationError(
+                f"request {output.request_id!r}: the model's logits are not finite; "
+                f"check the weights of version {version}"
+            )
 
 
 def check_sampling(request_id: str, params: SamplingParams) -> None:

@@ -37,9 +37,15 @@ def parse():
     parser.add_argument("--enable-scale-out", action="store_true", required=True)
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-loras", type=int)
+    parser.add_argument("--max-lora-rank", type=int, choices=(1, 8, 16, 32, 64, 128, 256, 320, 512))
+    parser.add_argument("--lora-modules", nargs="+", type=json.loads, default=[])
     parser.add_argument("--fail-finish", type=int, default=0, help="of this fake: the version whose finish fails")
     arguments = parser.parse_args()
     assert arguments.logprobs_mode == "processed_logprobs"
+    # A request without an adapter is given what lies in the last slot, by the real one on a CPU.
+    assert not arguments.lora_modules or arguments.max_loras > len(arguments.lora_modules)
     assert json.loads(arguments.weight_transfer_config) == {"backend": "rl_ckpt"}
     return arguments
 
@@ -67,6 +73,7 @@ class FakeVllm:
                 seed=arguments.seed,
                 dtype=arguments.dtype,
                 num_threads=1,
+                options={"adapters": {each["name"]: each["path"] for each in arguments.lora_modules}},
             ),
         )
         self.receiver = None
@@ -100,7 +107,8 @@ class FakeVllm:
         params = body["sampling_params"]
         assert params.keys() == SAMPLING
         assert body.keys() == {"request_id", "model", "token_ids", "sampling_params"}
-        assert body["model"] == self.arguments.served_model_name
+        names = [each["name"] for each in self.arguments.lora_modules]
+        assert body["model"] in (self.arguments.served_model_name, *names)
         output = await self.server.generate(
             GenerateRequest(
                 request_id=f"generate-tokens-{body['request_id']}",
@@ -110,6 +118,7 @@ class FakeVllm:
                     stop_token_ids=tuple(params["stop_token_ids"]),
                     **{name: params[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed")},
                 ),
+                adapter=body["model"] if body["model"] in names else None,
                 num_top_logprobs=params["logprobs"],
                 returns_prompt_logprobs=params["prompt_logprobs"] is not None,
             )

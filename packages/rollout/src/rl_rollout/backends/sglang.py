@@ -9,6 +9,7 @@ installed beside SGLang.
 from __future__ import annotations
 
 import base64
+import json
 import pickle
 import socket
 import sys
@@ -19,9 +20,9 @@ import aiohttp
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
-from rl_rollout._external import ExternalServer, TornUpdateError, versions_of, words
+from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
+from rl_rollout._external_options import ADAPTER_OPTIONS, COMMON_OPTIONS, words
 from rl_rollout._partial import empty_output
-from rl_rollout._process import ServerProcess
 from rl_rollout._registry import check_options
 from rl_rollout.errors import ConfigError, GenerationError, RolloutError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
@@ -29,18 +30,18 @@ from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_rollout._external_options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.types import GenerateRequest, ServerConfig
 
 OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m sglang.launch_server",
-    "args": "further arguments of SGLang, a list or a line",
-    "env": "environment variables of the server beside those of this process",
+    **COMMON_OPTIONS,
+    **ADAPTER_OPTIONS,
 }
 
 SEED_ARGUMENT = "--enable-deterministic-inference"
 SLEEP_ARGUMENT = "--enable-memory-saver"
-LORA_ARGUMENT = "--enable-lora"
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
 
 
@@ -67,21 +68,24 @@ class SglangServer(ExternalServer):
         # SGLang keeps two positions of its context to itself.
         self._context = min(config.max_model_len + 2, self.max_position_embeddings)
         self.max_model_len = self._context - 2
-        self._arguments = words(config.options.get("args", []), "args")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self._num_ranks = 1
-        self.process = ServerProcess(
-            [sys.executable, "-m", "rl_rollout._guard", *self._command()], self.environment(), name="sglang"
+        # A connection per request: SGLang closes idle ones, perhaps while the next request is sent.
+        self.run_as(
+            self._command(),
+            f"http://127.0.0.1:{self._port}",
+            lambda: aiohttp.TCPConnector(limit=0, force_close=True),
         )
 
     @property
     def capabilities(self) -> Capabilities:
         """Depend on the arguments that it was started with."""
         return Capabilities(
-            sleep_levels=(1, 2) if SLEEP_ARGUMENT in self._arguments else (),
-            is_seeded=SEED_ARGUMENT in self._arguments,
-            has_adapters=LORA_ARGUMENT in self._arguments,
+            updates_weights=not self.adapters,
+            sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
+            is_seeded=SEED_ARGUMENT in self.arguments,
+            has_adapters=bool(self.adapters),
         )
 
     def _command(self) -> list[str]:
@@ -94,21 +98,15 @@ class SglangServer(ExternalServer):
             *(() if config.device == "auto" else ("--device", config.device)),
             *("--random-seed", str(config.seed), "--context-length", str(self._context)),
             *("--max-running-requests", str(config.max_num_seqs), "--skip-tokenizer-init"),
-            *("--custom-weight-loader", LOADER, *self._arguments),
+            *("--custom-weight-loader", LOADER, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
-
-    def base_url(self) -> str:
-        """On loopback."""
-        return f"http://127.0.0.1:{self._port}"
-
-    def connector(self) -> aiohttp.BaseConnector:
-        """A connection per request: SGLang closes idle ones, perhaps while the next request is sent."""
-        return aiohttp.TCPConnector(limit=0, force_close=True)
 
     async def after_start(self) -> None:
         """The weights on disk are version 0."""
-        self._num_ranks = int((await self.call("GET", "/server_info", timeout_s=self.config.timeout_s))["tp_size"])
-        await self.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+        self._num_ranks = int(
+            (await self.upstream.call("GET", "/server_info", timeout_s=self.config.timeout_s))["tp_size"]
+        )
+        await self.upstream.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
     async def post_generate(self, request: GenerateRequest) -> TokenOutput:
         """See `ExternalServer`."""
@@ -143,28 +141,28 @@ class SglangServer(ExternalServer):
             "return_sampling_mask": is_cut(request),
             "lora_path": request.adapter,
         }
-        return read_answer(request, await self.call("POST", "/generate", body))
+        return read_answer(request, await self.upstream.call("POST", "/generate", body))
 
     async def post_abort(self, request_ids: Sequence[str]) -> None:
         """See `ExternalServer`."""
         for request_id in request_ids:
-            await self.command("/abort_request", {"rid": request_id})
+            await self.upstream.command("/abort_request", {"rid": request_id})
 
     async def post_pause(self, mode: PauseMode) -> None:
         """See `ExternalServer`. Nothing is in flight here but with `keep`."""
         del mode
-        await self.command("/pause_generation", {"mode": "retract"})
+        await self.upstream.command("/pause_generation", {"mode": "retract"})
 
     async def post_resume(self) -> None:
         """See `ExternalServer`."""
-        await self.command("/continue_generation", {})
+        await self.upstream.command("/continue_generation", {})
 
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The loader verifies, installs and attests; the version is set with the weights."""
         payload = base64.b64encode(session_payload(address, version)).decode()
-        await self.command("/begin_weight_update", {})
+        await self.upstream.command("/begin_weight_update", {})
         try:
-            await self.command(
+            await self.upstream.command(
                 "/update_weights_from_tensor",
                 {
                     "serialized_named_tensors": [payload] * self._num_ranks,
@@ -174,22 +172,32 @@ class SglangServer(ExternalServer):
                 },
             )
         except RolloutError:
-            await self.command("/end_weight_update", {})
+            await self.upstream.command("/end_weight_update", {})
             raise
         try:
-            await self.command("/end_weight_update", {})
+            await self.upstream.command("/end_weight_update", {})
         except RolloutError as error:
             raise TornUpdateError(str(error)) from error
 
     async def post_sleep(self, level: int) -> None:
         """See `ExternalServer`."""
-        await self.command("/pause_generation", {"mode": "retract"})
+        await self.upstream.command("/pause_generation", {"mode": "retract"})
         tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]
-        await self.command("/release_memory_occupation", {"tags": tags})
+        await self.upstream.command("/release_memory_occupation", {"tags": tags})
 
     async def post_wake(self, tags: Sequence[str]) -> None:
         """See `ExternalServer`."""
-        await self.command("/resume_memory_occupation", {"tags": list(tags)})
+        await self.upstream.command("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
+    """How SGLang is told of adapters, with room for all of them, and requests without one, in a batch."""
+    if not adapters:
+        return []
+    paths = [
+        json.dumps({"lora_name": adapter.name, "lora_path": adapter.folder, "pinned": False}) for adapter in adapters
+    ]
+    return ["--enable-lora", "--max-loras-per-batch", str(len(adapters) + 1), "--lora-paths", *paths]
 
 
 def is_cut(request: GenerateRequest) -> bool:

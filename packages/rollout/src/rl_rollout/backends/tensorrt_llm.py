@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import sys
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout._external import EXIT_TIMEOUT_S, ExternalServer, error_text, words
+from rl_rollout._external import ExternalServer
+from rl_rollout._external_options import COMMON_OPTIONS, words
 from rl_rollout._partial import empty_output, extended
-from rl_rollout._process import ServerProcess
 from rl_rollout._registry import check_options
-from rl_rollout.errors import ConfigError, GenerationError, RequestError, ServerLostError, UnsupportedError
+from rl_rollout._upstream import error_text
+from rl_rollout.errors import ConfigError, GenerationError, ServerLostError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from rl_rollout.types import GenerateRequest, ServerConfig
 
 OPTIONS = {
+    **COMMON_OPTIONS,
     "command": "what starts the server, a list or a line; default: trtllm-serve",
-    "args": "further arguments of trtllm-serve, a list or a line",
-    "env": "environment variables of the server beside those of this process",
     "sleeps": "whether its engine is the asynchronous one, which gives memory back; false",
 }
 
@@ -60,8 +59,11 @@ class TensorrtLlmServer(ExternalServer):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self._reading: dict[str, asyncio.Task[None]] = {}
-        self.process = ServerProcess(
-            [sys.executable, "-m", "rl_rollout._guard", *self._command()], self.environment(), name="trtllm-serve"
+        # A connection per request: by closing it, a request is aborted.
+        self.run_as(
+            self._command(),
+            f"http://127.0.0.1:{self._port}",
+            lambda: aiohttp.TCPConnector(limit=0, force_close=True),
         )
 
     @property
@@ -80,16 +82,8 @@ class TensorrtLlmServer(ExternalServer):
             *words(config.options.get("command", ["trtllm-serve"]), "command"),
             *(config.model_path, "--backend", "pytorch", "--host", "127.0.0.1", "--port", str(self._port)),
             *("--max_seq_len", str(self.max_model_len), "--max_batch_size", str(config.max_num_seqs)),
-            *words(config.options.get("args", []), "args"),
+            *self.arguments,
         ]
-
-    def base_url(self) -> str:
-        """On loopback."""
-        return f"http://127.0.0.1:{self._port}"
-
-    def connector(self) -> aiohttp.BaseConnector:
-        """A connection per request: by closing it, a request is aborted."""
-        return aiohttp.TCPConnector(limit=0, force_close=True)
 
     async def post_generate(self, request: GenerateRequest) -> TokenOutput:
         """See `ExternalServer`."""
@@ -122,18 +116,14 @@ class TensorrtLlmServer(ExternalServer):
             "stream": True,
         }
         try:
-            async with self._open().post(f"{self.base_url()}/v1/completions", json=body) as response:
-                if response.status != 200:
-                    kind = RequestError if 400 <= response.status < 500 else GenerationError
-                    raise kind(f"trtllm-serve answered {response.status}: {error_text(await response.text())}")
+            async with self.upstream.request("POST", "/v1/completions", body) as response:
+                await self.upstream.check(response, "/v1/completions")
                 async for line in response.content:
                     event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
                     if event:
                         chunks.append(read_event(event, self.weight_version))
         except aiohttp.ClientError as error:
-            lost = ServerLostError(f"{self._where()} closed the connection: {error or type(error).__name__}")
-            if await self.process.has_ended(EXIT_TIMEOUT_S):
-                lost = ServerLostError(self.process.told_end())
+            lost = await self.upstream.lost(error)
             lost.partial = _joined(request, chunks)
             raise lost from error
 
@@ -167,12 +157,12 @@ class TensorrtLlmServer(ExternalServer):
         """See `ExternalServer`. What is in flight is finished first."""
         del level
         await self._drain([flight for flight in self._flights.values() if flight.is_sent])
-        await self.command("/release_memory", {"tags": ["kv_cache"]})
+        await self.upstream.command("/release_memory", {"tags": ["kv_cache"]})
 
     async def post_wake(self, tags: Sequence[str]) -> None:
         """See `ExternalServer`."""
         if "kv_cache" in tags:
-            await self.command("/resume_memory", {"tags": ["kv_cache"]})
+            await self.upstream.command("/resume_memory", {"tags": ["kv_cache"]})
 
 
 def check_distribution(request: GenerateRequest) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import shutil
 import sys
 import tempfile
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout._external import ExternalServer, TornUpdateError, versions_of, words
+from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
+from rl_rollout._external_options import ADAPTER_OPTIONS, COMMON_OPTIONS, words
 from rl_rollout._partial import empty_output
-from rl_rollout._process import ServerProcess
 from rl_rollout._registry import check_options
 from rl_rollout.errors import ConfigError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
@@ -27,18 +28,20 @@ from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_rollout._external_options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.types import GenerateRequest, ServerConfig
 
 OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m vllm.entrypoints.openai.api_server",
-    "args": "further arguments of vLLM, a list or a line",
-    "env": "environment variables of the server beside those of this process",
+    **COMMON_OPTIONS,
+    **ADAPTER_OPTIONS,
 }
 
 SLEEP_ARGUMENT = "--enable-sleep-mode"
 ROUTED_ARGUMENT = "--enable-return-routed-experts"
-LORA_ARGUMENT = "--enable-lora"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Room for ranks that vLLM can be told to make."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
@@ -61,23 +64,25 @@ class VllmServer(ExternalServer):
                 "choose among GPUs with the option env={'CUDA_VISIBLE_DEVICES': '0'}"
             )
         super().__init__(config, engine_name="vllm")
-        self._arguments = words(config.options.get("args", []), "args")
         self._folder = tempfile.mkdtemp(prefix="rl-rollout-")
         self._socket = f"{self._folder}/vllm"
         self._sessions: set[str] = set()
-        self.process = ServerProcess(
-            [sys.executable, "-m", "rl_rollout._guard", *self._command()],
-            self.environment(VLLM_SERVER_DEV_MODE="1"),
-            name="vllm",
+        # A connection per request: vLLM closes idle ones, perhaps while the next request is sent.
+        self.run_as(
+            self._command(),
+            "http://vllm",
+            lambda: aiohttp.UnixConnector(self._socket, limit=0, force_close=True),
+            VLLM_SERVER_DEV_MODE="1",
         )
 
     @property
     def capabilities(self) -> Capabilities:
         """Depend on the arguments that it was started with."""
         return Capabilities(
-            sleep_levels=(1, 2) if SLEEP_ARGUMENT in self._arguments else (),
-            gives_routed_experts=ROUTED_ARGUMENT in self._arguments,
-            has_adapters=LORA_ARGUMENT in self._arguments,
+            updates_weights=not self.adapters,  # vLLM's loader takes none for a model whose layers it has wrapped
+            sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
+            gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
+            has_adapters=bool(self.adapters),
         )
 
     def _command(self) -> list[str]:
@@ -90,20 +95,12 @@ class VllmServer(ExternalServer):
             *("--dtype", config.dtype, "--seed", str(config.seed), "--max-model-len", str(self.max_model_len)),
             *("--max-num-seqs", str(config.max_num_seqs), "--logprobs-mode", "processed_logprobs"),
             *("--enable-scale-out", "--skip-tokenizer-init", "--weight-transfer-config", '{"backend": "rl_ckpt"}'),
-            *("--max-logprobs", "-1", *memory, *self._arguments),
+            *("--max-logprobs", "-1", *memory, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
-
-    def base_url(self) -> str:
-        """The host is not looked at."""
-        return "http://vllm"
-
-    def connector(self) -> aiohttp.BaseConnector:
-        """The UNIX socket; a connection per request: vLLM closes idle ones, perhaps while the next request is sent."""
-        return aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
 
     async def after_start(self) -> None:
         """The weights on disk are version 0; vLLM calls them `default`."""
-        await self.command("/update_weight_version", {"new_version": "0"})
+        await self.upstream.command("/update_weight_version", {"new_version": "0"})
 
     async def stop(self) -> None:
         """See `RolloutServer.stop`."""
@@ -130,45 +127,65 @@ class VllmServer(ExternalServer):
                 "detokenize": False,
             },
         }
-        answer = await self.call("POST", "/inference/v1/generate", body)
+        answer = await self.upstream.call("POST", "/inference/v1/generate", body)
         return read_answer(request, answer)
 
     async def post_abort(self, request_ids: Sequence[str]) -> None:
         """See `ExternalServer`. vLLM knows them by another name."""
-        await self.command("/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in request_ids]})
+        await self.upstream.command("/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in request_ids]})
 
     async def post_pause(self, mode: PauseMode) -> None:
         """See `ExternalServer`."""
-        await self.command("/pause", mode=mode)
+        await self.upstream.command("/pause", mode=mode)
 
     async def post_resume(self) -> None:
         """See `ExternalServer`."""
-        await self.command("/resume")
+        await self.upstream.command("/resume")
 
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The plug-in verifies, installs and attests; after a failure it restores."""
         if address not in self._sessions:
             info = {"url": address, "timeout_s": self.config.timeout_s}
-            await self.command("/init_weight_transfer_engine", {"init_info": info})
+            await self.upstream.command("/init_weight_transfer_engine", {"init_info": info})
             self._sessions = {address}  # a new session takes the place of the one before
-        await self.command("/start_weight_update")
-        await self.command("/update_weights", {"update_info": {"version": version}})
+        await self.upstream.command("/start_weight_update")
+        await self.upstream.command("/update_weights", {"update_info": {"version": version}})
         try:
-            await self.command("/finish_weight_update", {"weight_version": str(version)})
-            await self.command("/reset_prefix_cache", reset_running_requests="true")
+            await self.upstream.command("/finish_weight_update", {"weight_version": str(version)})
+            await self.upstream.command("/reset_prefix_cache", reset_running_requests="true")
         except RolloutError as error:
             raise TornUpdateError(str(error)) from error
 
     async def post_sleep(self, level: int) -> None:
         """See `ExternalServer`. What is in flight is computed anew after waking."""
-        await self.command("/pause", mode="keep")
-        await self.command("/reset_prefix_cache", reset_running_requests="true")
-        await self.command("/sleep", level=str(level), mode="keep")
+        await self.upstream.command("/pause", mode="keep")
+        await self.upstream.command("/reset_prefix_cache", reset_running_requests="true")
+        await self.upstream.command("/sleep", level=str(level), mode="keep")
 
     async def post_wake(self, tags: Sequence[str]) -> None:
         """See `ExternalServer`."""
         for tag in tags:
-            await self.command("/wake_up", tags=tag)
+            await self.upstream.command("/wake_up", tags=tag)
+
+
+def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
+    """How vLLM is told of adapters.
+
+    A slot more than there are adapters stays empty for good: vLLM's CPU kernels give to a request without an adapter
+    what lies in the last slot.
+
+    Raises:
+        ConfigError: a rank is above what vLLM takes.
+    """
+    if not adapters:
+        return []
+    largest = max(adapters, key=lambda adapter: adapter.rank)
+    room = next((rank for rank in LORA_RANKS if rank >= largest.rank), None)
+    if room is None:
+        raise ConfigError(f"adapter {largest.name!r} has rank {largest.rank}; vLLM takes at most {LORA_RANKS[-1]}")
+    modules = [json.dumps({"name": adapter.name, "path": adapter.folder}) for adapter in adapters]
+    slots = str(len(adapters) + 1)
+    return ["--enable-lora", "--max-loras", slots, "--max-lora-rank", str(room), "--lora-modules", *modules]
 
 
 def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:

@@ -87,12 +87,14 @@ def attention_forward(
 
 @dataclass(slots=True)
 class ProbeBatch:
-    """Writes down what each layer keeps, and attends to nothing. Run once when a model is loaded."""
+    """Writes down what each layer keeps and asks for, and attends to nothing. Run once when a model is loaded."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
+    settings: dict[int, AttentionSettings] = field(default_factory=dict[int, AttentionSettings])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        """Record the shapes; return zeros of the right shape."""
+        """Record; return zeros of the right shape."""
+        self.settings[layer] = settings
         self.shapes[layer] = LayerShape(num_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from rl_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +49,22 @@ class KVCache:
         """Memory of one block, all layers, bytes."""
         numbers = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes.values())
         return numbers * self.block_size * self.dtype.itemsize
+
+    def most_blocks(self, num_bytes: int) -> int:
+        """Blocks that so much memory holds; for 0 bytes, half of what is free on a GPU or a quarter of the host's.
+
+        Raises:
+            ConfigError: not one.
+        """
+        if not num_bytes and self.device.type == "cuda":
+            num_bytes = torch.cuda.mem_get_info(self.device)[0] // 2
+        elif not num_bytes:
+            num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        if num_bytes < self.bytes_per_block:
+            raise ConfigError(
+                f"kv_cache_bytes={num_bytes} holds no block of the cache, which takes {self.bytes_per_block}; raise it"
+            )
+        return num_bytes // self.bytes_per_block
 
     def resize(self, num_blocks: int) -> None:
         """Room for so many blocks; those that there are keep their content."""

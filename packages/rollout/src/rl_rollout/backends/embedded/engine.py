@@ -8,7 +8,6 @@ takes its place. Keys and values never move.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,11 @@ from rl_rollout.backends.embedded.blocks import BlockPool
 from rl_rollout.backends.embedded.cache import KVCache
 from rl_rollout.backends.embedded.graphs import DecodeGraphs
 from rl_rollout.backends.embedded.in_flight import InFlight, finish_reason
+from rl_rollout.backends.embedded.packing import Packer, kept
 from rl_rollout.backends.embedded.sampler import sample, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.table import BatchTable
-from rl_rollout.errors import ConfigError, GenerationError, RequestError
+from rl_rollout.errors import GenerationError, RequestError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ class Engine:
             model.layer_shapes, block_size=options["block_size"], dtype=model.dtype, device=model.device
         )
         self.table = BatchTable(model.device)
-        self._max_blocks = _max_blocks(config, self.cache)
+        self.packer = Packer(self.table, self.cache)
+        self._max_blocks = self.cache.most_blocks(config.kv_cache_bytes)
         self._is_reserved = False
         self.scheduler = Scheduler(
             self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=options["chunk_tokens"]
@@ -77,7 +78,6 @@ class Engine:
         self._reading: set[InFlight] = set()
         self._adapted: set[InFlight] = set()
         self._events: list[tuple[str, Event]] = []
-        self._first_rows = torch.arange(64, device=model.device)
 
     # ---- what is going on
 
@@ -271,17 +271,17 @@ class Engine:
             return
         others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
         drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
-        single = self._rows(plan.rows)
-        batch, ids = self._batch(plan, single)
+        single = self.packer.rows(plan.rows)
+        batch, ids = self.packer.batch(plan, single)
         asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
-        self._choose_adapters(batch.rows)
+        self.packer.choose_adapters(self.model, batch.rows, self._adapted)
         self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._reading)
         shifts = table.shifts[batch.rows]
         if self.graphs is not None and not (chunks or self._adapted or self.model.experts.is_on):
             tables = table.block_tables[batch.rows, : batch.num_blocks]
             logits = self.graphs.logits(ids, batch.positions, shifts, tables)
         else:
-            logits = self.model.logits(ids, batch.positions + shifts, batch, _kept(plan, asked))
+            logits = self.model.logits(ids, batch.positions + shifts, batch, kept(plan, asked))
         self.cache.copy(plan.copies)
         self._note_tokens(plan, logits[len(drawn) :], asked)
         table.computed[plan.rows] += 1
@@ -303,7 +303,8 @@ class Engine:
         """Prompts with images, each in a pass of its own."""
         for chunk, seen in plan.images:
             row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self.model.device)
-            self._choose_adapters(rows := torch.full_like(positions, row))
+            rows = torch.full_like(positions, row)
+            self.packer.choose_adapters(self.model, rows, self._adapted)
             self.model.experts.is_on = False
             spans = [(row, 0, chunk.count)]
             batch = PagedBatch(
@@ -311,40 +312,6 @@ class Engine:
             )
             self.model.prefill_seen(self.table.tokens[row, : chunk.count], seen, batch)
             self._note_computed(chunk)
-
-    def _batch(self, plan: Plan, rows: Tensor) -> tuple[PagedBatch, Tensor]:
-        """The planned tokens, those of `rows` first, and their ids [T]."""
-        table = self.table
-        positions = table.lengths[rows] - 1
-        num_single = len(plan.rows)
-        spans = [(chunk.sequence.row, chunk.start, chunk.count) for chunk in plan.chunks]
-        if spans:
-            counts = self._tensor([count for _, _, count in spans])
-            starts = self._tensor([start for _, start, _ in spans])
-            offsets = torch.arange(sum(s[2] for s in spans), device=self.model.device)
-            within = offsets - (counts.cumsum(0) - counts).repeat_interleave(counts)
-            rows = torch.cat([rows, self._tensor([row for row, _, _ in spans]).repeat_interleave(counts)])
-            positions = torch.cat([positions, starts.repeat_interleave(counts) + within])
-        batch = PagedBatch(
-            self.cache,
-            table.block_tables,
-            rows,
-            positions,
-            num_single=num_single,
-            num_blocks=int(table.num_blocks[plan.rows].max()) if num_single else 0,
-            chunks=spans,
-        )
-        return batch, table.tokens[rows, positions]
-
-    def _choose_adapters(self, rows: Tensor) -> None:
-        """Tell the linear layers which of the packed tokens, given by their rows, have an adapter."""
-        wanted = {s.request.adapter for s in self._adapted}
-        chosen = self.table.adapters[rows] if wanted else rows
-        self.model.active_adapters.tokens = {
-            name: (chosen == index).nonzero()[:, 0]
-            for index, name in enumerate(self.model.adapters.names, start=1)
-            if name in wanted
-        }
 
     def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> None:
         """The next token of these rows (here and on the device), from logits [B, V]."""
@@ -376,15 +343,6 @@ class Engine:
                 sequence.extras.note_draw(distribution[place[sequence.row]])
         ended = np.flatnonzero(verdict)
         self._leave([(int(drawn[i]), finish_reason(int(verdict[i]))) for i in ended])
-
-    def _rows(self, ascending: np.ndarray) -> Tensor:
-        """Row numbers on the device. Nearly always they are 0..n-1, which are there already."""
-        count = len(ascending)
-        if not count or ascending[-1] != count - 1:
-            return torch.from_numpy(ascending).to(self.model.device)
-        if count > len(self._first_rows):
-            self._first_rows = torch.arange(2 * count, device=self.model.device)
-        return self._first_rows[:count]
 
     def _note_tokens(self, plan: Plan, logits: Tensor, asked: Sequence[bool]) -> None:
         """Keep what was asked about the tokens that were fed; logits are those of the chunks in `asked`."""
@@ -472,33 +430,3 @@ class Engine:
 
     def _tensor(self, numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self.model.device)
-
-
-def _kept(plan: Plan, asked: Sequence[bool]) -> list[int] | None:
-    """Of the planned tokens, those whose logits are wanted: the drawn ones first, then prompts. None: all, in order."""
-    if not plan.chunks:
-        return None
-    ends: list[int] = []
-    spans: list[int] = []
-    at = len(plan.rows)
-    for chunk, is_asked in zip(plan.chunks, asked, strict=True):
-        if is_asked:
-            spans.extend(range(at, at + chunk.count))
-        at += chunk.count
-        ends.append(at - 1)
-    last = [end for end, chunk in zip(ends, plan.chunks, strict=True) if chunk.is_last]
-    return [*range(len(plan.rows)), *last, *(ends[split.chunk] for split in plan.splits), *spans]
-
-
-def _max_blocks(config: ServerConfig, cache: KVCache) -> int:
-    """Blocks that the memory for keys and values holds."""
-    num_bytes = config.kv_cache_bytes
-    if not num_bytes and cache.device.type == "cuda":
-        num_bytes = torch.cuda.mem_get_info(cache.device)[0] // 2
-    elif not num_bytes:
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    if num_bytes < cache.bytes_per_block:
-        raise ConfigError(
-            f"kv_cache_bytes={num_bytes} holds no block of the cache, which takes {cache.bytes_per_block}; raise it"
-        )
-    return num_bytes // cache.bytes_per_block

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 MIN_PACKED_PRODUCTS = 2**19
 """Rows times numbers of the weight; below, what the call of oneDNN costs is more than it saves."""
@@ -93,9 +93,3 @@ def serve_linears(module: torch.nn.Module, active: ActiveAdapters, *, is_packed:
             served[name] = ServedLinear(layer, active, is_packed=is_packed)
             layer.forward = served[name]  # pyright: ignore[reportAttributeAccessIssue]
     return served
-
-
-def repack(layers: Iterable[ServedLinear]) -> None:
-    """All weights have changed."""
-    for layer in layers:
-        layer.repack()

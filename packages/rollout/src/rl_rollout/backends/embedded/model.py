@@ -11,6 +11,7 @@ import torch
 from rl_rollout.backends.embedded.adapters import AdapterStore
 from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, ProbeBatch, register_attention
 from rl_rollout.backends.embedded.extras import ExpertRecorder
+from rl_rollout.backends.embedded.fused import FusedDecoder, fuse
 from rl_rollout.backends.embedded.images import SeenPrompt, Sight, load_sight
 from rl_rollout.backends.embedded.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
 from rl_rollout.errors import ConfigError, ModelFolderError
@@ -60,9 +61,14 @@ class ServedModel:
     """LoRA adapters that requests may ask for."""
     sight: Sight | None
     """Of a vision-language model."""
+    fused: FusedDecoder | None
+    """Computes in place of the module, where that is known and faster."""
 
     def logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
         """Fill the cache; logits [T, V] float32 of the token after each of `ids`, or of those at `kept`."""
+        if self.fused is not None:
+            chosen = slice(None) if kept is None else torch.tensor(kept, dtype=torch.int64)
+            return self.fused.logits(ids, positions, batch, chosen)
         # Transformers reads 0 as all, and computes one at least.
         which = 0 if kept is None else torch.tensor(kept or [0], device=self.device)
         logits = self._run(ids[None], positions[None], batch, which)[0]
@@ -70,6 +76,13 @@ class ServedModel:
         if self.sight is not None:  # a sampled placeholder would stand for an image that is not there
             logits[:, self.sight.placeholder_ids] = float("-inf")
         return logits
+
+    def note_new_weights(self) -> None:
+        """The module's weights have changed, or are gone: so do their packed copies."""
+        for layer in self.linears.values():
+            layer.repack()
+        if self.fused is not None:
+            self.fused.repack()
 
     def prefill_seen(self, ids: Tensor, seen: SeenPrompt, batch: Batch) -> None:
         """Fill the cache with the tokens of one sequence with images, from its beginning."""
@@ -141,22 +154,27 @@ def load_model(config: ServerConfig) -> ServedModel:
     module.set_attn_implementation(names or ATTENTION_NAME)
     text_config = module.config.get_text_config()
     experts = ExpertRecorder(module)
-    active = ActiveAdapters()
-    linears = serve_linears(module, active, is_packed=can_pack(device, dtype))
+    probe = _probe(module, device, text_config.num_hidden_layers, config.model_path, experts)
     model_limit = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
+    max_model_len = min(config.max_model_len, model_limit)
+    can_be_packed, adapters = can_pack(device, dtype), config.options.get("adapters", {})
+    fused = fuse(module, max_model_len, probe) if can_be_packed and not adapters else None
+    active = ActiveAdapters()
+    linears = serve_linears(module, active, is_packed=can_be_packed and fused is None)
     return ServedModel(
         module=module,
         device=device,
         dtype=dtype,
         vocab_size=module.get_input_embeddings().weight.shape[0],
-        max_model_len=min(config.max_model_len, model_limit),
+        max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(module),
-        layer_shapes=_probe(module, device, text_config.num_hidden_layers, config.model_path, experts),
+        layer_shapes=probe.shapes,
         experts=experts,
         linears=linears,
         active_adapters=active,
-        adapters=AdapterStore(_adaptable(linears), config.options.get("adapters", {})),
+        adapters=AdapterStore(_adaptable(linears), adapters),
         sight=load_sight(module, config.model_path),
+        fused=fused,
     )
 
 
@@ -204,10 +222,8 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def _probe(
-    module: Any, device: torch.device, num_layers: int, path: str, experts: ExpertRecorder
-) -> dict[int, LayerShape]:
-    """Run one token through, to learn what each layer keeps, that it hands its batch over, and if routers tell."""
+def _probe(module: Any, device: torch.device, num_layers: int, path: str, experts: ExpertRecorder) -> ProbeBatch:
+    """Run one token through, to learn what layers keep and ask for, that they hand the batch over, if routers tell."""
     probe = ProbeBatch()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     experts.is_on = True
@@ -219,4 +235,4 @@ def _probe(
             f"model folder {path!r}: {type(module).__name__} has {num_layers} layers and "
             f"{len(probe.shapes)} of them asked for attention"
         )
-    return probe.shapes
+    return probe

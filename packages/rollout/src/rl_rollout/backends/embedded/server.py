@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_rollout._http import Endpoint
-from rl_rollout._validation import check_extras, check_request
+from rl_rollout._validation import check_adapter, check_extras, check_request
 from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.linear import repack
 from rl_rollout.backends.embedded.model import load_model
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
@@ -185,11 +184,7 @@ class EmbeddedServer(RolloutServer):
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
         check_request(request, vocab_size=self._model.vocab_size, max_model_len=self._model.max_model_len)
         check_extras(request, self.capabilities)
-        if request.adapter is not None and request.adapter not in self._model.adapters.names:
-            raise RequestError(
-                f"request {request.request_id!r}: there is no adapter {request.adapter!r}; "
-                f"loaded are: {', '.join(self._model.adapters.names)}"
-            )
+        check_adapter(request, self._model.adapters.names)
         if not self._engine.has_weights:
             raise WeightUpdateError("the weights were released by sleep(level=2); wake the server and update them")
         if request.request_id in self._futures or request.request_id in self._streams:
@@ -295,7 +290,7 @@ class EmbeddedServer(RolloutServer):
     def _install(self, engine: Engine, version: int) -> None:
         if self._weights.has_arrived:
             self._weights.swap()
-            repack(self._model.linears.values())
+            self._model.note_new_weights()
         self._model.adapters.swap()
         engine.set_version(version)
 
@@ -319,7 +314,7 @@ class EmbeddedServer(RolloutServer):
             self._may_hold_weights = False
             engine.has_weights = False
             self._weights.release()
-            repack(self._model.linears.values())  # of nothing: the packed copies go too
+            self._model.note_new_weights()
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `RolloutServer.wake`. Decoding starts again with the tag `kv_cache`, and with an update after level 2."""
