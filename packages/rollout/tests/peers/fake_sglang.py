@@ -20,9 +20,11 @@ from rl_rollout import (
     CkptReceiver,
     FinishReason,
     GenerateRequest,
+    GenerationError,
     RolloutError,
     SamplingParams,
     ServerConfig,
+    TokenOutput,
     create_server,
 )
 
@@ -104,15 +106,17 @@ class FakeSglang:
         assert not (params["ignore_eos"] and params["stop_token_ids"])  # the real one would look at no stop ids
         params["top_k"] = max(params["top_k"], 0)
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
-        output = await self.server.generate(
-            GenerateRequest(
-                request_id=body["rid"],
-                prompt_token_ids=tuple(body["input_ids"]),
-                sampling_params=SamplingParams(seed=seed, **params),
-                num_top_logprobs=body["top_logprobs_num"],
-                returns_prompt_logprobs=body["logprob_start_len"] == 0,
-            )
+        asked = GenerateRequest(
+            request_id=body["rid"],
+            prompt_token_ids=tuple(body["input_ids"]),
+            sampling_params=SamplingParams(seed=seed, **params),
+            num_top_logprobs=body["top_logprobs_num"],
+            returns_prompt_logprobs=body["logprob_start_len"] == 0,
         )
+        try:
+            output = await self.server.generate(asked)
+        except GenerationError:  # the real one gives tokens all the same
+            output = drawn_from_nothing(asked, self.server.status()["weight_version"])
         drawn = list(zip(output.logprobs, output.token_ids, strict=True))
         told = {
             "finish_reason": {"type": str(output.finish_reason)},
@@ -156,6 +160,16 @@ class FakeSglang:
 
     async def set_version(self, body):
         assert body == {"new_version": "0", "abort_all_requests": False}
+
+
+def drawn_from_nothing(asked, version):
+    return TokenOutput(
+        request_id=asked.request_id,
+        token_ids=(0,),
+        logprobs=(None,),
+        weight_versions=(version,),
+        finish_reason=FinishReason.LENGTH,
+    )
 
 
 def versions(found):

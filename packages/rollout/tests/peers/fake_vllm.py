@@ -12,7 +12,17 @@ import sys
 
 from aiohttp import web
 
-from rl_rollout import CkptReceiver, GenerateRequest, RolloutError, SamplingParams, ServerConfig, create_server
+from rl_rollout import (
+    CkptReceiver,
+    FinishReason,
+    GenerateRequest,
+    GenerationError,
+    RolloutError,
+    SamplingParams,
+    ServerConfig,
+    TokenOutput,
+    create_server,
+)
 
 SAMPLING = {
     "max_tokens",
@@ -109,20 +119,28 @@ class FakeVllm:
         assert body.keys() == {"request_id", "model", "token_ids", "sampling_params"}
         names = [each["name"] for each in self.arguments.lora_modules]
         assert body["model"] in (self.arguments.served_model_name, *names)
-        output = await self.server.generate(
-            GenerateRequest(
-                request_id=f"generate-tokens-{body['request_id']}",
-                prompt_token_ids=tuple(body["token_ids"]),
-                sampling_params=SamplingParams(
-                    max_new_tokens=params["max_tokens"],
-                    stop_token_ids=tuple(params["stop_token_ids"]),
-                    **{name: params[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed")},
-                ),
-                adapter=body["model"] if body["model"] in names else None,
-                num_top_logprobs=params["logprobs"],
-                returns_prompt_logprobs=params["prompt_logprobs"] is not None,
-            )
+        asked = GenerateRequest(
+            request_id=f"generate-tokens-{body['request_id']}",
+            prompt_token_ids=tuple(body["token_ids"]),
+            sampling_params=SamplingParams(
+                max_new_tokens=params["max_tokens"],
+                stop_token_ids=tuple(params["stop_token_ids"]),
+                **{name: params[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed")},
+            ),
+            adapter=body["model"] if body["model"] in names else None,
+            num_top_logprobs=params["logprobs"],
+            returns_prompt_logprobs=params["prompt_logprobs"] is not None,
         )
+        try:
+            output = await self.server.generate(asked)
+        except GenerationError:  # the real one gives tokens all the same
+            output = TokenOutput(
+                request_id=asked.request_id,
+                token_ids=(0,),
+                logprobs=(None,),
+                weight_versions=(self.server.status()["weight_version"],),
+                finish_reason=FinishReason.LENGTH,
+            )
         tops = output.top_logprobs or ((),) * len(output.token_ids)
         content = [
             {
