@@ -154,7 +154,9 @@ def memory_estimate(config: Config) -> str:
     ranks, gb = config.engine.world_size, 1e-9 * count
     per_rank = (16 * gb if config.engine.lora is None else 4 * gb) / ranks
     parts = [f"engine {per_rank:.1f} GB per rank"]
-    parts += [f"reference {4 * gb / ranks:.1f} GB"] if config.algorithm.kl_coef > 0 else []
+    parts += (
+        [f"reference {4 * gb / ranks:.1f} GB"] if config.algorithm.kl_coef > 0 and config.engine.lora is None else []
+    )
     if config.teacher is not None:
         size = num_parameters(Path(config.teacher.path))
         parts += ["teacher unknown" if size is None else f"teacher {4e-9 * size / ranks:.1f} GB"]

@@ -44,7 +44,7 @@ class Parts:
     actor: EngineWorker
     """The policy being trained."""
     reference: EngineWorker | None
-    """The frozen start policy; None without a KL penalty."""
+    """The frozen start policy: an engine of its own, or the actor, if it trains an adapter; None without a penalty."""
     teacher: EngineWorker | None = None
     """A frozen model that the policy is pulled towards."""
     critic: CriticWorker | None = None
@@ -127,17 +127,19 @@ def place(
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
         actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
-        reference = (
-            create_engine(config, runtime, model_path, queue_address, None, is_trained=False)
-            if config.algorithm.kl_coef > 0
-            else None
-        )
+        reference = None
+        if config.algorithm.kl_coef > 0:
+            reference = (
+                actor
+                if is_own_reference(config)
+                else create_engine(config, runtime, model_path, queue_address, None, is_trained=False)
+            )
         teacher = create_teacher(config, runtime, queue_address) if config.teacher is not None else None
         critic = create_critic(config, runtime, model_path, queue_address) if config.critic is not None else None
         rollout = servers.result()
     if config.rollout.colocated:
         for engine in (reference, teacher, critic):
-            if engine is not None:
+            if engine is not None and engine is not actor:
                 engine.offload()
     addresses = server_addresses(rollout)
     workers = runtime.create_fleet(
@@ -182,6 +184,11 @@ def place(
         samples=samples,
         num_too_long=prompts.num_too_long,
     )
+
+
+def is_own_reference(config: Config) -> bool:
+    """Whether the actor, with its adapter turned off, is the reference too."""
+    return config.engine.lora is not None
 
 
 def put_to_sleep(servers: Fleet[RolloutWorker]) -> None:

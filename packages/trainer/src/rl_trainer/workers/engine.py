@@ -185,6 +185,7 @@ class EngineWorker(_EngineRank):
             backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
         )
         self._algorithm = algorithm
+        self._has_adapter = config.lora is not None
         self._teacher = teacher
         self._loss = PolicyLossFunction(config=algorithm, teacher=teacher)
         self._loop = LoopThread("weights")
@@ -202,7 +203,14 @@ class EngineWorker(_EngineRank):
         columns = {"logprobs": column}
         if column == "old_logprobs" and "sum_pi_squared" in estimator_named(self._algorithm.advantage).needs:
             columns["sum_pi_squared"] = "sum_pi_squared"
+        if self._is_reference(column):
+            with self._engine.adapter_off():
+                return self._forward(batch, columns)
         return self._forward(batch, columns)
+
+    def _is_reference(self, column: str) -> bool:
+        """Whether log-probs are asked of the start policy, which an actor is without its adapter."""
+        return column == "ref_logprobs" and self._has_adapter
 
     @register(Dispatch.SPLIT)
     def teach(self, batch: BatchMeta) -> BatchMeta:

@@ -1,0 +1,37 @@
+"""The policy that a KL penalty is against."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from rl_trainer.config import load_config
+from rl_trainer.job import run
+from rl_trainer.pipelines import parts
+
+
+def metrics_of(output_dir, model):
+    settings = [
+        "runtime=inline", "steps=2", "eval_every=0", "data.options.num_rows=200", "data.eval_size=4", "timeout_s=120",
+        "batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "engine.lora.rank=4", "engine.lr=1e-2",
+        "engine.lr_warmup_steps=0", "engine.matmul_precision=highest", "algorithm.entropy_coef=0.1",
+        "algorithm.kl_coef=0.1",
+    ]  # fmt: skip
+    run(load_config("quickstart", [*settings, f"model.path={model}", f"output_dir={output_dir}"]), Console(quiet=True))
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    return [(line["metrics"]["kl"], line["metrics"]["policy_loss"]) for line in lines]
+
+
+def test_an_actor_without_its_adapter_is_the_reference_that_another_engine_would_be(model, tmp_path, monkeypatch):
+    created = []
+    create = parts.create_engine
+    monkeypatch.setattr(parts, "create_engine", lambda *args, **kwargs: created.append(1) or create(*args, **kwargs))
+    own = metrics_of(tmp_path / "own", model)
+    assert len(created) == 1
+    monkeypatch.setattr(parts, "is_own_reference", lambda config: False)
+    monkeypatch.setattr("rl_trainer.workers.engine.EngineWorker._is_reference", lambda self, column: False)
+    other = metrics_of(tmp_path / "other", model)
+    assert len(created) == 3
+    assert own[0][0] == pytest.approx(0.0, abs=1e-9), "an adapter begins as nothing"
+    assert own[1][0] > 1e-4, "and does not stay so"
+    assert other == [pytest.approx(step, abs=1e-6) for step in own]
