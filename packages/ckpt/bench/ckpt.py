@@ -231,6 +231,10 @@ def measure(run, cores):
         num_bytes=num_bytes, num_tensors=len(weights), shapes="Qwen3-0.6B", dtype="bfloat16", changed=CHANGED
     )  # fmt: skip
     memcpy = {"memcpy, one process": lambda: copy_into(mine, weights.items())}
+    from packages.ckpt.bench import _parts
+
+    _parts.measure(run, weights, mine, num_bytes)
+    _parts.verification(run, weights)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder, ExitStack() as stack:
         shared_memory(run, stack, Path(folder), size, cores, weights, memcpy, num_bytes)
     for scheme in ("uds", "tcp"):
@@ -332,31 +336,8 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
     for name, sending in (("receive_into", into), ("iterate", iterate)):
         system = f"rl-ckpt shm, {name}"
         run.record("first sync, memory touched for the first time", system, [sending.reports[0].wall_s], unit="s")
-    verification(run, weights)
     growth = growth_of(into, weights, 50)
     run.record("receiver's memory growth over 50 syncs", "rl-ckpt shm, receive_into", [growth], unit="bytes")
-
-
-def verification(run, weights):
-    """What the digests cost where they are made: packing with them, beside packing without."""
-    from rl_ckpt._digest import LEAF_BYTES
-    from rl_csrc.bucket import pack, plan
-
-    leaves = [leaf for tensor in weights.values() for leaf in tensor.view(-1).view(torch.uint8).split(LEAF_BYTES)]
-    plans = [plan([leaf.numel()], bucket_nbytes=-(-leaf.numel() // 256) * 256)[0] for leaf in leaves]
-    slot = torch.zeros(LEAF_BYTES, dtype=torch.uint8)
-
-    def by(digest):
-        for bucket, leaf in zip(plans, leaves, strict=True):
-            pack(bucket, [leaf], slot, digest=digest)
-
-    run.compare(
-        "verification: packing the weights",
-        {"with digests": lambda: by(True)},
-        limit={"without": lambda: by(False)},
-        unit="ms",
-        goal=">= 0.9 of limit",
-    )
 
 
 def pace(bytes_per_s):
@@ -419,11 +400,20 @@ def differences(run, stack, size, cores, weights):
             change(weights, step.changed)
             step.changed += 1
 
+    from packages.ckpt.bench import _parts
+
+    copies = {name: tensor.clone() for name, tensor in weights.items()}
+
+    def read():
+        _parts.digest(weights)
+        _parts.digest(copies)
+
     step.changed = 1
     run.compare(
         "1% changed, over tcp",
         {"rl-ckpt delta": lambda: delta(weights)},
         peers={"rl-ckpt dense": lambda: dense(weights)},
+        limit={"reading the weights and a copy of them": read},
         unit="ms",
         before=step,
         goal=">= 8 of best peer",

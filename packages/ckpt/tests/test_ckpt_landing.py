@@ -101,7 +101,7 @@ def test_one_wrong_field_is_always_found(data):
     which = data.draw(st.integers(0, len(buckets) - 1))
     spans = list(buckets[which].spans)
     index = data.draw(st.integers(0, len(spans) - 1))
-    values = {name: getattr(spans[index], name) for name in Span.__slots__}
+    values = {name: getattr(spans[index], name) for name in Span._fields}
     name = data.draw(field)
     wrong = data.draw((small if name in {"tensor", "codec"} else wide).filter(lambda value: value != values[name]))
     spans[index] = Span(**(values | {name: wrong}))

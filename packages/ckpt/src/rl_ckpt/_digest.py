@@ -78,7 +78,9 @@ def tree_digest(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor
 
 def _leaves(raw: Tensor) -> list[Tensor]:
     num_bytes = raw.numel()
-    return [raw[start : start + LEAF_BYTES] for start in range(0, num_bytes, LEAF_BYTES)] or [raw]
+    if num_bytes <= LEAF_BYTES:
+        return [raw]
+    return [raw[start : start + LEAF_BYTES] for start in range(0, num_bytes, LEAF_BYTES)]
 
 
 @lru_cache(maxsize=256)

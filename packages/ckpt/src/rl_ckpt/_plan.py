@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 ALIGNMENT_BYTES = 256
 """Every tensor starts at a multiple of this in its bucket."""
@@ -20,8 +21,7 @@ class Codec(IntEnum):
     """The same, compressed; see `_zstd`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One contiguous piece of the content of one part of a tensor, in one bucket. Fields in the order of WIRE.md.
 
     A tensor is one part, raw; or, where differences are told, one part for each of its leaves, raw or a difference.
@@ -50,8 +50,7 @@ class Span:
         return self.offset + self.num_bytes == self.total_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Where the plan puts a run of bytes."""
 
     bucket: int

@@ -350,7 +350,7 @@ class Sync:
             return
         sequence, slot, last = self._num_buckets, self._slot, self._spans[-1]
         bucket = Bucket(sequence, slot, aligned(last.bucket_offset + last.num_bytes), tuple(self._spans))
-        payload = self._payload(slot, bucket.used_bytes)
+        payload = self._payload(slot, bucket.used_bytes) if self._has_streams else []
         with self._clock("wire_s"):
             for peer in self._participants:
                 self._declare(peer)
@@ -393,7 +393,8 @@ class Sync:
         def is_done(peer: Peer) -> bool:
             return self._free_slot() is not None or peer.freed.issuperset(self._in_slot.values())
 
-        self._wait(is_done, f"take the tensors of bucket {min(self._in_slot.values(), default=0)}")
+        if self._free_slot() is None:
+            self._wait(is_done, f"take the tensors of bucket {min(self._in_slot.values())}")
         self._slot = self._free_slot() or 0
         self._in_slot[self._slot] = self._num_buckets
 

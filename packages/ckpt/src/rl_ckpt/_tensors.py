@@ -54,8 +54,15 @@ def spec_of(name: object, tensor: object) -> TensorSpec:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as uint8 [num_bytes], on the same device. Copies only what is not contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    plain = tensor.detach()
+    if not is_plain(plain):
+        plain = plain.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's memory is its elements in row-major order, without gaps."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def from_bytes(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

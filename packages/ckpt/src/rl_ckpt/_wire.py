@@ -371,10 +371,7 @@ def _encode_body(message: Message) -> bytes:
     if isinstance(message, Bucket):
         spans = message.spans
         head = _BUCKET.pack(message.sequence, message.slot, message.used_bytes, len(spans), 0)
-        return head + b"".join(
-            _SPAN.pack(s.tensor, s.codec, s.start, s.offset, s.bucket_offset, s.num_bytes, s.total_bytes, s.digest)
-            for s in spans
-        )
+        return head + b"".join(_SPAN.pack(*span) for span in spans)
     if isinstance(message, Session):
         head = _SESSION.pack(message.bucket_bytes, message.num_slots, message.num_streams, message.ticket)
         return head + message.memory
@@ -414,7 +411,7 @@ def _decode_bucket(body: bytes) -> Bucket:
     sequence, slot, used_bytes, count, _ = _BUCKET.unpack_from(body)
     if len(body) != _BUCKET.size + count * _SPAN.size:
         raise ValueError(f"{count} spans do not fit it")
-    spans = tuple(Span(*fields) for fields in _SPAN.iter_unpack(body[_BUCKET.size :]))
+    spans = tuple(Span._make(fields) for fields in _SPAN.iter_unpack(body[_BUCKET.size :]))
     return Bucket(sequence, slot, used_bytes, spans)
 
 

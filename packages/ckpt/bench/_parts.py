@@ -1,0 +1,83 @@
+"""What one core has to do for a sync, each part alone: the floor under what a whole sync can reach."""
+
+import torch
+
+import rl_csrc
+from rl_ckpt._digest import LEAF_BYTES, leaves_of, pack_leaves, unpack_leaves
+from rl_csrc.bucket import pack, plan
+
+SLOT_BYTES = 8 << 20
+NUM_SLOTS = 4
+
+
+def raw(tensor):
+    return tensor.view(-1).view(torch.uint8)
+
+
+def pieces(tensors, slots):
+    """Every tensor in pieces of at most a slot, each with the slot that it would be in."""
+    count = 0
+    for tensor in tensors.values():
+        for piece in raw(tensor).split(SLOT_BYTES):
+            yield piece, slots[count % NUM_SLOTS][: piece.numel()]
+            count += 1
+
+
+def measure(run, weights, mine, num_bytes):
+    """Copies beside copies that verify, and digests that the copy does not hide."""
+    slots = [torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8) for _ in range(NUM_SLOTS)]
+
+    def copy():
+        for piece, slot in pieces(mine, slots):
+            piece.copy_(slot)
+
+    def send():
+        for piece, slot in pieces(weights, slots):
+            pack_leaves(piece, slot)
+
+    def receive_into():
+        for piece, slot in pieces(mine, slots):
+            unpack_leaves(slot, piece)
+
+    def iterate():
+        for piece, slot in pieces(mine, slots):
+            leaves_of(slot)
+            piece.copy_(slot)
+
+    run.compare(
+        "one core's part of a sync, alone",
+        {
+            "sender over shm: copy into the ring, with digests": send,
+            "receive_into over shm: copy out of the ring, with digests": receive_into,
+            "iterate: digest in the ring, then a copy out of it": iterate,
+            "sender over tcp: digests alone": lambda: digest(weights),
+        },
+        limit={"copy out of the ring": copy},
+        unit="GB/s",
+        amount=num_bytes / 1e9,
+    )
+
+
+def verification(run, weights):
+    """What the digests cost where they are made: packing with them, beside packing without."""
+    leaves = [leaf for tensor in weights.values() for leaf in raw(tensor).split(LEAF_BYTES)]
+    plans = [plan([leaf.numel()], bucket_nbytes=-(-leaf.numel() // 256) * 256)[0] for leaf in leaves]
+    slot = torch.zeros(LEAF_BYTES, dtype=torch.uint8)
+
+    def by(digest):
+        for bucket, leaf in zip(plans, leaves, strict=True):
+            pack(bucket, [leaf], slot, digest=digest)
+
+    run.compare(
+        "verification: packing the weights",
+        {"with digests": lambda: by(True)},
+        limit={"without": lambda: by(False)},
+        unit="ms",
+        goal=">= 0.9 of limit",
+    )
+
+
+def digest(tensors):
+    """Read every byte once."""
+    for tensor in tensors.values():
+        rl_csrc.digest(raw(tensor))
