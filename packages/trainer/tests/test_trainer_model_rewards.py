@@ -217,6 +217,39 @@ def test_a_judge_and_a_rule_are_weighted_over_a_real_openai_server():
     assert "finds no score in 'Sorry'" in str(error)
 
 
+def test_a_reward_model_that_rl_serve_serves_scores_completions(tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from rl_rollout import ServerConfig
+    from rl_rollout.scoring import ScoreServer
+    from rl_rollout.testing import write_tiny_model
+
+    folder = write_tiny_model(tmp_path)
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    texts = ("4", "four", "12")
+
+    async def main():
+        server = ScoreServer(ServerConfig(model_path=str(folder), num_threads=1))
+        url = (await server.start()).url
+        part = RewardPart(kind="classifier", url=f"{url}/pooling", score_at="data.0.data.0", weight=2.0)
+        scorer = Scorer(RewardSection(parts={"liked": part}))
+        try:
+            scores = await asyncio.gather(*(scorer.score(text, ROW) for text in texts))
+            turns = [[*ROW["prompt"], {"role": "assistant", "content": text}] for text in texts]
+            return scores, await server.score([server._conversation(each) for each in turns])
+        finally:
+            await scorer.close()
+            await server.stop()
+
+    scores, wanted = asyncio.run(main())
+    assert [score.components["liked"] for score in scores] == pytest.approx(wanted, abs=1e-5)
+    assert [score.reward for score in scores] == pytest.approx([2 * each for each in wanted], abs=1e-5)
+    assert len({round(each, 4) for each in wanted}) == 3
+
+
 def test_a_window_holds_back_what_would_be_too_much():
     """By hand: at most 10 within 60 seconds."""
     window = Window(10)
@@ -257,3 +290,5 @@ def test_places_in_json_and_conversations():
     value = {"a": [{"b": 1}, 2]}
     assert [at(value, path) for path in ("a.0.b", "a.-1", "a.2", "a.b", "c", "a.1.x")] == [1, 2, None, None, None, None]
     assert conversation([{"role": "user", "content": "hi"}]) == "hi"
+    parts = [{"type": "image"}, {"type": "text", "text": " what?"}]
+    assert conversation([{"role": "user", "content": parts}]) == "[image] what?"

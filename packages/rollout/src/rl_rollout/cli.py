@@ -21,9 +21,11 @@ from rl_rollout.types import ServerConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rl_rollout.scoring import ScoreServer
 
-def parse(argv: Sequence[str] | None) -> tuple[str, ServerConfig, bool]:
-    """Backend, config, and whether to end with standard input."""
+
+def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
+    """Task, backend, config, and whether to end with standard input."""
     default = ServerConfig(model_path="")
     parser = argparse.ArgumentParser(
         prog="rl-serve",
@@ -32,6 +34,12 @@ def parse(argv: Sequence[str] | None) -> tuple[str, ServerConfig, bool]:
     )
     parser.add_argument("model_path", metavar="MODEL", help="a Hugging Face model folder")
     parser.add_argument("--backend", default="embedded", help="which engine serves it (default: %(default)s)")
+    parser.add_argument(
+        "--task",
+        choices=("generate", "score"),
+        default="generate",
+        help="score: a reward model's scores at /pooling; no --backend (default: %(default)s)",
+    )
     parser.add_argument("--host", default=default.host, help="interface to bind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
     parser.add_argument(
@@ -55,9 +63,11 @@ def parse(argv: Sequence[str] | None) -> tuple[str, ServerConfig, bool]:
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input is closed")
     found = vars(parser.parse_args(argv))
-    backend, exits_with_stdin = found.pop("backend"), found.pop("exit_with_stdin")
+    task, backend, exits_with_stdin = (found.pop(name) for name in ("task", "backend", "exit_with_stdin"))
+    if task == "score" and backend != "embedded":
+        raise ConfigError(f"--backend {backend} does nothing with --task score; leave it out")
     found["options"] = dict(map(parse_option, found["options"]))
-    return backend, ServerConfig(api_token=os.environ.get(API_TOKEN_VARIABLE), **found), exits_with_stdin
+    return task, backend, ServerConfig(api_token=os.environ.get(API_TOKEN_VARIABLE), **found), exits_with_stdin
 
 
 def parse_option(option: str) -> tuple[str, Any]:
@@ -75,12 +85,12 @@ def parse_option(option: str) -> tuple[str, Any]:
         return name, text
 
 
-async def serve(backend: str, config: ServerConfig, *, exits_with_stdin: bool) -> None:
+async def serve(task: str, backend: str, config: ServerConfig, *, exits_with_stdin: bool) -> None:
     """Serve until SIGINT, SIGTERM, or the end of standard input."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, over.set)
-    server = create_server(backend, config)
+    server = _scorer(config) if task == "score" else create_server(backend, config)
     if exits_with_stdin:
         watch_parent(lambda: loop.call_soon_threadsafe(over.set))
     starting = asyncio.ensure_future(server.start())
@@ -97,6 +107,12 @@ async def serve(backend: str, config: ServerConfig, *, exits_with_stdin: bool) -
     finally:
         ending.cancel()
         await server.stop()
+
+
+def _scorer(config: ServerConfig) -> ScoreServer:
+    from rl_rollout.scoring import ScoreServer  # it imports torch
+
+    return ScoreServer(config)
 
 
 def watch_parent(on_gone: Callable[[], object], *, check_s: float = 1.0) -> None:
@@ -120,8 +136,8 @@ def watch_parent(on_gone: Callable[[], object], *, check_s: float = 1.0) -> None
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns 2, with one sentence on standard error, for anything that the caller can mend."""
     try:
-        backend, config, exits_with_stdin = parse(argv)
-        asyncio.run(serve(backend, config, exits_with_stdin=exits_with_stdin))
+        task, backend, config, exits_with_stdin = parse(argv)
+        asyncio.run(serve(task, backend, config, exits_with_stdin=exits_with_stdin))
     except RolloutError as error:
         print(f"rl-serve: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -160,10 +160,17 @@ class ServedReward:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Chat messages as text: the only message alone, several with their roles."""
+    """Chat messages as text: the only message alone, several with their roles; an image is `[image]`."""
     if len(messages) == 1:
-        return str(messages[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return _text_of(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {_text_of(message['content'])}" for message in messages)
+
+
+def _text_of(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content)
+    parts = cast("list[Mapping[str, Any]]", content)
+    return "".join(str(part["text"]) if part["type"] == "text" else "[image]" for part in parts)
 
 
 def at(value: Any, path: str) -> Any:

@@ -1,0 +1,169 @@
+"""A served reward model: its scores are those of the model alone, over HTTP, in batches, and from the command line."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import aiohttp
+import pytest
+import torch
+
+from rl_rollout import ConfigError, ModelFolderError, ServerConfig
+from rl_rollout._launch import READY
+from rl_rollout.cli import main
+from rl_rollout.scoring import ScoreServer
+from rl_rollout.testing import write_tiny_model
+
+ROWS = [[5, 6, 7], [9] * 40, [12, 0, 1], [3], [4, 1], [1, 1, 1, 1]]  # padding's and the end's ids among them
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    path = write_tiny_model(tmp_path_factory.mktemp("reward"))
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(path, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(folder):
+    """What transformers says of rows one at a time, where nothing is padded."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def score(ids):
+        with torch.inference_mode():  # its own search for the last token would stop at the padding's id
+            return float(model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1]))
+
+    return score
+
+
+def serve(folder, use, **settings):
+    async def main():
+        server = ScoreServer(ServerConfig(model_path=str(folder), num_threads=1, **settings))
+        address = await server.start()
+        try:
+            async with asyncio.timeout(120), aiohttp.ClientSession() as session:
+                return await use(session, address.url, server)
+        finally:
+            await server.stop()
+
+    return asyncio.run(main())
+
+
+async def ask(session, url, headers=None, **body):
+    async with session.post(f"{url}/pooling", json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+def test_scores_are_those_of_the_model_alone_whatever_is_scored_beside(folder, wanted, monkeypatch):
+    monkeypatch.setattr("rl_rollout.scoring.MAX_TOKENS_TOGETHER", 20)  # several passes
+
+    async def use(session, url, server):
+        together = await ask(session, url, input=ROWS)
+        alone = await asyncio.gather(*(ask(session, url, input=row) for row in ROWS))
+        return together, alone, await server.score(ROWS)
+
+    (status, answer), alone, scores = serve(folder, use)
+    expected = [wanted(row) for row in ROWS]
+    assert status == 200
+    assert [each["index"] for each in answer["data"]] == list(range(len(ROWS)))
+    assert [each["data"][0] for each in answer["data"]] == pytest.approx(expected, abs=1e-5)
+    assert [found["data"][0]["data"][0] for _, found in alone] == pytest.approx(expected, abs=1e-5)
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected}) == len(ROWS)
+    assert answer["usage"]["total_tokens"] == sum(map(len, ROWS))
+
+
+def test_a_conversation_is_scored_as_rl_rm_has_learned_it(folder, wanted):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    turns = [{"role": "user", "content": "1 + 2 = "}, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}]
+
+    async def use(session, url, server):
+        return await ask(session, url, messages=turns, model="m"), await ask(session, url, input=["12", "3"])
+
+    (_, chat), (_, texts) = serve(folder, use)
+    ids = [*tokenizer.encode("1 + 2 = "), *tokenizer.encode("3"), tokenizer.eos_token_id]
+    assert chat["data"][0]["data"] == pytest.approx([wanted(ids)], abs=1e-5)
+    expected = [wanted(tokenizer.encode(text)) for text in ("12", "3")]
+    assert [each["data"][0] for each in texts["data"]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_cannot_be_scored_is_refused(folder):
+    user = {"role": "user", "content": "1"}
+    cases = [
+        ({}, "one of 'input' and 'messages'"),
+        ({"input": "1", "messages": [user]}, "one of 'input' and 'messages'"),
+        ({"input": []}, "'input' is empty"),
+        ({"input": [["x"]]}, "must be a text, a list of token ids"),
+        ({"input": [[]]}, "sequence 0 has 0 tokens; 1 to 64 are taken"),
+        ({"input": [[3], [3] * 65]}, "sequence 1 has 65 tokens; 1 to 64 are taken"),
+        ({"input": [[3, 999]]}, "sequence 0 has an id outside of 0 to "),
+        ({"messages": [user]}, "a prompt and an assistant's answer"),
+        ({"inptu": "1"}, "did you mean 'input'"),
+    ]
+
+    async def use(session, url, server):
+        found = [await ask(session, url, headers={"Authorization": "Bearer key"}, **body) for body, _ in cases]
+        return found, await ask(session, url, input=[3])
+
+    found, without_key = serve(folder, use, max_model_len=64, api_token="key")
+    for (status, answer), (_, words) in zip(found, cases, strict=True):
+        assert status == 400
+        assert words in answer["error"]["message"]
+    assert without_key[0] == 401
+
+
+def test_what_is_no_reward_model_is_refused(folder, tmp_path):
+    language = write_tiny_model(tmp_path / "language")
+    for path, words in ((language, "it has no score.weight"), (tmp_path / "none", "no reward model can be loaded")):
+        with pytest.raises(ModelFolderError, match=words):
+            serve(path, None)
+    for settings, words in (({"host": "0.0.0.0"}, "reachable from outside"), ({"options": {"a": 1}}, "do nothing")):
+        with pytest.raises(ConfigError, match=words):
+            ScoreServer(ServerConfig(model_path=str(folder), **settings))
+
+
+def test_a_pass_that_fails_is_told_and_the_next_one_works(folder, monkeypatch):
+    async def use(session, url, server):
+        model = server._model
+        score, model.score = model.score, lambda rows: 1 / 0
+        failed = await ask(session, url, input=[3])
+        model.score = score
+        return failed, await ask(session, url, input=[3])
+
+    (status, answer), (again, _) = serve(folder, use)
+    assert (status, again) == (500, 200)
+    assert "scoring failed: ZeroDivisionError" in answer["error"]["message"]
+
+
+def test_the_command_line_serves_it(folder, wanted):
+    command = [sys.executable, "-m", "rl_rollout.cli", str(folder), "--task", "score", "--port", "0"]
+    command += ["--num-threads", "1"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--exit-with-stdin"], **pipes) as process:
+        try:
+            line = next(line for line in process.stdout if line.startswith(READY))
+
+            async def call():
+                async with asyncio.timeout(120), aiohttp.ClientSession() as session:
+                    return await ask(session, json.loads(line[len(READY) :])["url"], input=[5, 6])
+
+            _, answer = asyncio.run(call())
+            assert answer["data"][0]["data"] == pytest.approx([wanted([5, 6])], abs=1e-5)
+            process.stdin.close()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_a_backend_of_generation_is_none_of_scores(capsys):
+    assert main(["model", "--task", "score", "--backend", "vllm"]) == 2
+    assert "--backend vllm does nothing with --task score" in capsys.readouterr().err
