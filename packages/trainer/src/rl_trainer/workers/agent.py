@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import rl_agent
 import rl_tq
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
-    from rl_agent.types import AgentLoopOutput, RolloutResult
+    from rl_agent.types import AgentLoopOutput, RolloutResult, Tokenizer
     from rl_rollout.types import ServerAddress
     from rl_tq.types import BatchMeta
     from rl_trainer.config import AgentSection, RewardSection
@@ -170,7 +170,7 @@ class AgentWorker:
         self._streamed = _Ledger()
         self._attempts: dict[int, int] = {}
         self._scorer = Scorer(reward, num_sharing=context.world_size)
-        self._tokenizer = PromptMemory(rl_agent.load_tokenizer(model_path))
+        self._tokenizer = cast("Tokenizer", PromptMemory(rl_agent.load_tokenizer(model_path)))
         self._reader = ImageReader(Path(model_path)) if takes_images(Path(model_path)) else None
         self._runner = self._loop.run(self._open(config, servers), timeout_s)
 
