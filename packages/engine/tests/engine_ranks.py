@@ -270,9 +270,13 @@ def main(folder):
         engine.close()
 
     seeing = build(folder / "sees", max_tokens_per_gpu=24)
-    seen["images"] = one_step(
-        seeing, images.batch_of(images.rows_of(images.patch_numbers(folder / "sees"))[rank::size])
-    )
+    numbers = images.patch_numbers(folder / "sees")
+    rows = images.rows_of(numbers)
+    seen["images"] = one_step(seeing, images.batch_of(rows[rank::size]))
+    seeing.close()
+    seeing = build(folder / "sees", max_tokens_per_gpu=40)
+    rows = images.with_videos(rows, numbers, "qwen3_vl")
+    seen["videos"] = one_step(seeing, images.batch_of_videos(rows[rank::size]))
     seeing.close()
 
     rows = draw_rows(7)

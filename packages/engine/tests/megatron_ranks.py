@@ -246,9 +246,10 @@ def main(folder, cases):
         seen["bad_batch"] = str(error)
     seen["pairs"] = pairs_seen(first)
     first.close()
-    seen["critics"] = critics(folder, rank, holder._world.size)
-    seen["candidates"] = candidates(folder, rank, holder._world.size)
-    seen["experts"] = experts(folder, rank, holder._world.size)
+    if holder._world.size == 2:
+        seen["critics"] = critics(folder, rank, 2)
+        seen["candidates"] = candidates(folder, rank, 2)
+        seen["experts"] = experts(folder, rank, 2)
     holder.close()
     if rank == 0:
         torch.save(seen, folder / "seen.pt")

@@ -96,9 +96,15 @@ def test_shards_cover_the_weights_and_replicas_hold_them_all(two):
 def test_ranks_with_and_without_images_learn_together(two):
     folder = two["folder"] / "sees"
     alone = ranks.build(folder)
-    want = ranks.one_step(alone, ranks.images.batch_of(ranks.images.rows_of(ranks.images.patch_numbers(folder))))
+    numbers = ranks.images.patch_numbers(folder)
+    rows = ranks.images.rows_of(numbers)
+    want = ranks.one_step(alone, ranks.images.batch_of(rows))
+    alone.close()
+    alone = ranks.build(folder)
+    videos = ranks.one_step(alone, ranks.images.batch_of_videos(ranks.images.with_videos(rows, numbers, "qwen3_vl")))
     alone.close()
     assert two["images"] == pytest.approx(want, rel=1e-6)
+    assert two["videos"] == pytest.approx(videos, rel=1e-6)
 
 
 def test_ranks_that_share_tokens_have_room_for_twice_as_many(two):

@@ -8,18 +8,19 @@ from rl_engine import BatchError, EngineConfig, Precision, create_engine
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged, ragged_batch, write_tiny_model
 
-IMAGE, START, END = 70, 71, 72
+IMAGE, START, END, VIDEO = 70, 71, 72, 73
 TEXT = {
     "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
 }  # fmt: skip
 SIZES = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24}
 VISION = SIZES | {"patch_size": 4, "out_hidden_size": 32}
-IDS = {"image_token_id": IMAGE, "video_token_id": 73, "vision_start_token_id": START, "vision_end_token_id": END}
+TEMPORAL = {"tokens_per_second": 2}
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 KINDS = {
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-        "vision_config": VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
+        "vision_config": VISION | TEMPORAL | {"window_size": 16, "fullatt_block_indexes": [1]},
     },
     "qwen3_vl": {
         "text_config": TEXT
@@ -28,6 +29,7 @@ KINDS = {
     },
 }
 GRIDS = [[[1, 4, 2]], [], [[1, 2, 2], [1, 4, 4]], [[1, 2, 4]]]  # of each row's images; four patches make a token
+VIDEO_GRIDS = [[], [[2, 2, 4]], [[1, 2, 2], [2, 4, 2]], [[3, 2, 2]]]  # of each row's videos, frames first
 
 
 def write_model(folder, kind):
@@ -50,6 +52,31 @@ def rows_of(patch_size):
     return rows
 
 
+def with_videos(rows, patch_size, kind):
+    """The rows with videos behind their images, and the seconds of a step of each where the model reads them."""
+    draw, longer = torch.Generator().manual_seed(3), []
+    for (prompt, completion, pixels, grids), videos in zip(rows, VIDEO_GRIDS, strict=True):
+        for frames, height, width in videos:
+            size = height * width // 4
+            # Qwen3-VL parts frames by their times, written in the text
+            parts = [1] * frames if kind == "qwen3_vl" else [frames]
+            prompt = prompt + [token for part in parts for token in (START, *[VIDEO] * (part * size), END, 6)]
+        patches = sum(torch.tensor(grid).prod().item() for grid in videos)
+        seconds = torch.arange(1.0, len(videos) + 1.0) * 1.5 if kind == "qwen2_5_vl" else None
+        found = torch.randn(patches, patch_size, generator=draw)
+        longer.append((prompt, completion, pixels, grids, found, videos, seconds))
+    return longer
+
+
+def batch_of_videos(rows):
+    batch = batch_of(rows)
+    batch["pixel_values_videos"] = ragged([row[4] for row in rows], torch.float32)
+    batch["video_grid_thw"] = ragged([torch.tensor(row[5], dtype=torch.int64).view(-1, 3) for row in rows])
+    if rows[0][6] is not None:
+        batch["second_per_grid_ts"] = ragged([row[6] for row in rows], torch.float32)
+    return batch
+
+
 def batch_of(rows):
     batch = ragged_batch([row[0] for row in rows], [row[1] for row in rows])
     batch["pixel_values"] = ragged([row[2] for row in rows], torch.float32)
@@ -65,12 +92,16 @@ def patch_numbers(folder):
 def oracle(folder, rows):
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     found = []
-    for prompt, completion, pixels, grids in rows:
+    for prompt, completion, pixels, grids, *videos in rows:
         ids = torch.tensor([prompt + completion])
-        images = {}
+        seen = {}
         if grids:
-            images = {"pixel_values": pixels.double(), "image_grid_thw": torch.tensor(grids)}
-        logits = model(ids, mm_token_type_ids=(ids == IMAGE).int(), **images).logits[0, len(prompt) - 1 : -1]
+            seen = {"pixel_values": pixels.double(), "image_grid_thw": torch.tensor(grids)}
+        if videos and videos[1]:
+            seen |= {"pixel_values_videos": videos[0].double(), "video_grid_thw": torch.tensor(videos[1])}
+            seen |= {} if videos[2] is None else {"second_per_grid_ts": videos[2]}
+        kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        logits = model(ids, mm_token_type_ids=kinds, **seen).logits[0, len(prompt) - 1 : -1]
         found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
     (-torch.cat(found).mean()).backward()
     return [row.detach() for row in found], {name: value.grad for name, value in model.named_parameters()}
@@ -82,15 +113,19 @@ def built(folder, **changes):
     return engine
 
 
+@pytest.mark.parametrize("has_videos", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind):
+def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, has_videos):
     folder = write_model(tmp_path, kind)
     rows = rows_of(patch_numbers(folder))
+    if has_videos:
+        rows = with_videos(rows, patch_numbers(folder), kind)
     want, gradients = oracle(folder, rows)
-    for budget in (4096, 24):  # all in one micro-batch, and one of them without an image
+    for budget in (4096, 32 if has_videos else 24):  # all in one micro-batch, and one of them without an image
         engine = built(folder, max_tokens_per_gpu=budget)
         assert engine._scorer.is_packed
-        output = engine.forward_backward_batch(batch_of(rows), sft_loss)
+        output = engine.forward_backward_batch(batch_of_videos(rows) if has_videos else batch_of(rows), sft_loss)
+        assert output.num_micro_batches == 1 or budget < 4096
         for got, expected in zip(output.columns["logprobs"].unbind(), want, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         for name, parameter in engine._scorer.model.named_parameters():
@@ -109,14 +144,30 @@ def test_images_that_do_not_fit_are_refused(tmp_path):
     ):
         with pytest.raises(BatchError, match=message):
             engine.forward_backward_batch(batch_of([row]), None)
-    with pytest.raises(BatchError, match="hold image tokens .70.; give pixel_values and image_grid_thw"):
+    with pytest.raises(BatchError, match=r"hold image tokens \(70\); give pixel_values and image_grid_thw\."):
         engine.forward_backward_batch(ragged_batch([prompt], [completion]), None)
     with pytest.raises(BatchError, match="come together"):
         engine.forward_backward_batch(batch_of(rows).exclude("image_grid_thw"), None)
-    with pytest.raises(BatchError, match="has videos"):
-        engine.forward_backward_batch(ragged_batch([[1, 73]], [[2]]), None)
+    with pytest.raises(BatchError, match=r"hold video tokens \(73\); give pixel_values_videos and video_grid_thw\."):
+        engine.forward_backward_batch(ragged_batch([[1, VIDEO]], [[2]]), None)
+    seen = with_videos(rows, patch_numbers(folder), "qwen2_5_vl")
+    timed = batch_of_videos(seen)
+    timed["second_per_grid_ts"] = ragged([torch.ones(1)] * len(seen), torch.float32)
+    with pytest.raises(BatchError, match="second_per_grid_ts needs one number for each video of video_grid_thw"):
+        engine.forward_backward_batch(timed, None)
     engine.close()
     blind = built(write_tiny_model(tmp_path / "blind"), optimizer=None)
-    with pytest.raises(BatchError, match="takes no images"):
+    with pytest.raises(BatchError, match="has pixel_values and the model takes no images"):
         blind.forward_backward_batch(batch_of([rows[1]]), None)
+    with pytest.raises(BatchError, match="has pixel_values_videos and the model takes no images"):
+        blind.forward_backward_batch(batch_of_videos(seen).exclude("pixel_values", "image_grid_thw"), None)
     blind.close()
+
+
+def test_time_is_refused_where_the_text_tells_it(tmp_path):
+    folder = write_model(tmp_path, "qwen3_vl")
+    rows = with_videos(rows_of(patch_numbers(folder)), patch_numbers(folder), "qwen2_5_vl")
+    engine = built(folder, optimizer=None)
+    with pytest.raises(BatchError, match="has second_per_grid_ts and Qwen3VLModel reads time from its text"):
+        engine.forward_backward_batch(batch_of_videos(rows), None)
+    engine.close()

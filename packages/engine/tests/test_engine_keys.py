@@ -89,28 +89,27 @@ REFUSED = {
     "torchtitan": dict.fromkeys(LORA_KEYS, "The torchtitan backend has no LoRA adapters")
     | {"router_aux_loss_coef": "the model has no router that it could even out"},
 }
-# axis: the tests, by backend, that fail where it does nothing; the other backends refuse it
-LAYOUTS = {
-    "tp": {"megatron": "test_shards_cover_the_weights"},
-    "pp": {"megatron": "test_a_layout_is_what_it_says"},
-    "vpp": {"megatron": "test_a_layout_is_what_it_says"},
-    "ep": {"megatron": "test_shards_cover_the_weights"},
-    "cp": {"megatron": "test_a_layout_is_what_it_says"},
-    "sequence_parallel": {"megatron": "test_a_layout_is_what_it_says"},
-    "sp": {"fsdp": "test_ranks_that_share_tokens_have_room_for_twice_as_many"},
-    "dp_replicate": {
-        "fsdp": "test_shards_cover_the_weights_and_replicas_hold_them_all",
-        "torchtitan": "test_two_ranks_give_the_oracles_gradient",
+# key: the tests, by backend, that fail where it does nothing; the other backends refuse it
+ELSEWHERE = {
+    "torch_compile": {"fsdp": "test_engine_compile::test_compiled_layers_step_like_plain_ones"},
+    "cpu_offload": {"fsdp": "test_engine_memory::test_cpu_offload_is_what_every_layer_is_sharded_with"},
+    "parallel.tp": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
+    "parallel.pp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
+    "parallel.vpp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
+    "parallel.ep": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
+    "parallel.cp": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
+    "parallel.sequence_parallel": {"megatron": "test_engine_megatron::test_a_layout_is_what_it_says"},
+    "parallel.sp": {"fsdp": "test_engine_distributed::test_ranks_that_share_tokens_have_room_for_twice_as_many"},
+    "parallel.dp_replicate": {
+        "fsdp": "test_engine_distributed::test_shards_cover_the_weights_and_replicas_hold_them_all",
+        "torchtitan": "test_engine_torchtitan::test_two_ranks_give_the_oracles_gradient",
     },
 }
-FILES = {"fsdp": "test_engine_distributed", "megatron": "test_engine_megatron", "torchtitan": "test_engine_torchtitan"}
 
 
 def test_every_key_is_in_a_table():
     keys = {f"{prefix}{field.name}" for prefix, kind in TYPES.items() for field in fields(kind)}
-    layouts = {f"parallel.{axis}" for axis in LAYOUTS}
-    assert keys - {"parallel"} == EFFECTS.keys() | layouts
-    assert {field.name for field in fields(ParallelConfig)} == LAYOUTS.keys()
+    assert keys - {"parallel"} == EFFECTS.keys() | ELSEWHERE.keys()
 
 
 @pytest.fixture(scope="module")
@@ -223,14 +222,16 @@ def test_a_key_does_something_or_is_refused(folders, looked_at, tmp_path, backen
     assert not is_same(before[part], after[part]), f"{key}={value} changes nothing of {part} on {backend}"
 
 
-@pytest.mark.parametrize("axis", LAYOUTS)
+@pytest.mark.parametrize("key", ELSEWHERE)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_axis_is_tested_or_refused(folders, backend, axis):
-    test = LAYOUTS[axis].get(backend)
-    if test is not None:
-        assert f"def {test}(" in Path(__file__).with_name(f"{FILES[backend]}.py").read_text()
+def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
+    named = ELSEWHERE[key].get(backend)
+    if named is not None:
+        file, _, test = named.partition("::")
+        assert f"def {test}(" in Path(__file__).with_name(f"{file}.py").read_text()
         return
-    layout = ParallelConfig(**{axis: True if axis == "sequence_parallel" else 2})
-    engine = create_engine(backend, EngineConfig(model_path=str(folders / "model"), parallel=layout))
-    with pytest.raises(ConfigError, match=r"^parallel"):
-        engine.initialize()
+    _, _, axis = key.rpartition("parallel.")
+    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload") else 2
+    config = changed(EngineConfig(model_path=str(folders / "model")), folders, key, value)
+    with pytest.raises(ConfigError, match=rf"^{key.split('.')[0]}"):
+        create_engine(backend, config).initialize()

@@ -33,8 +33,8 @@ _spec.loader.exec_module(ranks)
 rows_of = ranks.ranks.draw_rows
 TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:dp2", "moe:sp2", "moe:ep2", "bias:tp2", "bias:pp2",
        "deep:vpp2", "deep:cp2"]  # fmt: skip
-FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2",
-        "tied:tp2cp2", "tied:pp2cp2", "moe:cp2ep2", "deep:vpp2dp2", "deep moe:vpp2ep2"]  # fmt: skip
+FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2"]
+MORE = ["tied:tp2cp2", "tied:pp2cp2", "moe:cp2ep2", "deep:vpp2dp2", "deep moe:vpp2ep2"]
 
 
 @pytest.mark.contract
@@ -59,6 +59,11 @@ def two(tmp_path_factory, start_ranks):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, start_ranks):
     return run_ranks(start_ranks, tmp_path_factory.mktemp("four"), 4, FOUR)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("more"), 4, MORE)
 
 
 class Oracle:
@@ -148,6 +153,12 @@ def test_four_ranks_step_like_a_plain_model(four, oracles, case):
     check(four, oracles, case, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE)
+def test_four_ranks_of_more_layouts_step_like_a_plain_model(more, oracles, case):
+    check(more, oracles, case, 4)
+
+
 def check_resumed(seen, cases):
     resumed = [case for case in cases if "resumed" in seen[case]]
     assert len(resumed) == len(cases) - len({case.split(":")[0] for case in cases})
@@ -163,6 +174,11 @@ def test_a_checkpoint_of_one_layout_continues_on_another(two):
 @pytest.mark.slow
 def test_a_checkpoint_of_one_layout_of_four_continues_on_another(four):
     check_resumed(four, FOUR)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_cut_rows_continues_where_layers_are_dealt(more):
+    check_resumed(more, MORE)
 
 
 def test_a_layout_is_what_it_says(two):

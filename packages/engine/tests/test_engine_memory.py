@@ -4,8 +4,9 @@ import gc
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from rl_engine import EngineConfig, create_engine
+from rl_engine import ConfigError, EngineConfig, _sharding, create_engine
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -56,6 +57,69 @@ def test_a_frozen_model_that_is_moved_leaves_nothing_behind(tmp_path):
     parameters = sum(tensor.numel() * 4 for tensor in engine._scorer.parameters())
     engine.to("meta")
     assert before - live_bytes("cpu") >= parameters
+    engine.close()
+
+
+def take_steps(engine):
+    """Norms of three steps, and the weights after them."""
+    norms = []
+    with engine.train_mode():
+        for _ in range(3):
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(DATA, sft_loss)
+            norms.append(engine.optimizer_step())
+    return norms, {name: tensor.cpu().clone() for name, tensor in engine.get_per_tensor_param()[0]}
+
+
+def test_cpu_offload_without_a_gpu_is_refused(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to offload from")
+    with pytest.raises(ConfigError, match="cpu_offload is true and there is no GPU: everything lies on the CPU"):
+        built(tmp_path, cpu_offload=True)
+
+
+def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
+    """As if there were a GPU: the policy is FSDP's, on all parameters, and steps are those without it."""
+    plain = built(tmp_path)
+    want = take_steps(plain)
+    plain.close()
+    monkeypatch.setattr(_sharding, "has_gpu", lambda: True)
+    engine = built(tmp_path, cpu_offload=True)
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in find_sharded(engine)]
+    assert len(groups) == 3  # two layers, and the rest
+    assert all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
+    assert sum(len(group.fsdp_params) for group in groups) == len(list(engine._scorer.parameters()))
+    norms, weights = take_steps(engine)
+    assert norms == pytest.approx(want[0], rel=1e-5)
+    torch.testing.assert_close(weights, want[1], rtol=1e-5, atol=1e-6)
+    engine.save_checkpoint(tmp_path / "checkpoint", 3)
+    take_steps(engine)
+    assert engine.load_checkpoint(tmp_path / "checkpoint") == 3
+    torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), weights, rtol=0, atol=0)
+    engine.close()
+
+
+def find_sharded(engine):
+    return [module for module in engine._scorer.modules() if isinstance(module, FSDPModule)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cpu_offload_keeps_parameters_gradients_and_moments_off_the_gpu(tmp_path):
+    plain = built(tmp_path)
+    want = take_steps(plain)
+    plain.close()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = built(tmp_path, cpu_offload=True)
+    norms, weights = take_steps(engine)
+    assert norms == pytest.approx(want[0], rel=1e-4)
+    torch.testing.assert_close(weights, want[1], rtol=1e-4, atol=1e-5)
+    local = [parameter.to_local() for parameter in engine._scorer.parameters()]
+    moments = [value.to_local() for state in engine._optimizer.state.values() for value in state.values() if value.ndim]
+    assert not any(tensor.is_cuda for tensor in [*local, *moments])
+    parameters, _ = sizes_of(engine)
+    assert torch.cuda.memory_allocated() - before < parameters
     engine.close()
 
 

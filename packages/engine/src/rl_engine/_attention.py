@@ -76,12 +76,19 @@ def row_layout(lengths: Sequence[int], device: torch.device, sharers: SequenceGr
     )
 
 
-def register() -> str:
-    """Make `packed_attention` known to transformers and return its name. Idempotent."""
+def register(*, is_compiled: bool = False) -> str:
+    """Make `packed_attention` known to transformers and return its name. Idempotent.
+
+    Args:
+        is_compiled: For layers that are compiled; attention, whose blocks differ from batch to batch, is not.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    return ATTENTION_NAME
+    name, attention = ATTENTION_NAME, packed_attention
+    if is_compiled:
+        name, attention = f"{name}_outside_graphs", torch.compiler.disable(packed_attention)
+    AttentionInterface.register(name, attention)
+    return name
 
 
 def packed_attention(

@@ -90,6 +90,31 @@ def _on_rank_0(work: Callable[[], None], target: Path, world: World) -> None:
         raise CheckpointError(problem)
 
 
+def rng_state(device: torch.device) -> Tensor:
+    """Of this rank's generators, as bytes."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def known_rng(manifest: Manifest, world: World) -> dict[str, Tensor]:
+    """Where this rank's generators are to be read into; empty if it was not there when the checkpoint was written."""
+    return {f"rng.{world.rank}": rng_state(world.device)} if world.rank < manifest.world_size else {}
+
+
+def take_rng(rng: Mapping[str, Tensor], manifest: Manifest, world: World, seed: int) -> None:
+    """Set this rank's generators to what was read; one that was not there seeds itself anew."""
+    if not rng:
+        torch.manual_seed(hash((seed, manifest.step, world.rank)) % 2**63)
+        return
+    (state,) = rng.values()
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size].clone())
+    if world.device.type == "cuda":
+        torch.cuda.set_rng_state(state[size:].clone(), world.device)
+
+
 def read_manifest(path: str | Path) -> Manifest:
     """The manifest of a complete checkpoint.
 

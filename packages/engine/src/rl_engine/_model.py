@@ -20,7 +20,7 @@ from rl_engine._gather import take_rows
 from rl_engine._routing import routing_of
 from rl_engine._scorer import Scorer
 from rl_engine._scores import LinearHead, Scores, Wanted, score_logits, score_states, score_values
-from rl_engine._sight import Sight, is_sighted
+from rl_engine._sight import Sight, is_sighted, kinds_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,13 +52,13 @@ class HuggingFaceScorer(Scorer):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, is_compiled: bool = False) -> None:
         super().__init__(model)
         self.sharers: SequenceGroup | None = None
         self.routers = Routers(model)
         self.is_packed = _can_pack(model)
         if self.is_packed:
-            name = _attention.register()
+            name = _attention.register(is_compiled=is_compiled)
             self.sight = Sight(model) if is_sighted(model) else None
             model.set_attn_implementation(name if self.sight is None else {"text_config": name})
 
@@ -104,16 +104,16 @@ class HuggingFaceScorer(Scorer):
     def forward(self, rows: PackedRows) -> Scores:
         """Score every completion token."""
         if self.sharers is None:
-            if self.sight is None or rows.has_images:
-                return self._score(self._feed(rows))
-            return self._with_blank(rows, self.sight)
+            missing = 0 if self.sight is None else self.sight.num_passes - len(kinds_in(rows))
+            return self._score(self._feed(rows)) if not missing else self._with_blanks(rows, missing)
         rows = rows.padded(self.sharers.size)
         return self.sharers.gather_scores(self._score(self._feed_share(rows, self.sharers)), rows)
 
-    def _with_blank(self, rows: PackedRows, sight: Sight) -> Scores:
-        """Scores that the vision tower has no part in, though it runs first, as it does where there are images."""
-        zero = sight.blank(rows.token_ids.device)
-        scores = self._score(self._feed(rows))
+    def _with_blanks(self, rows: PackedRows, count: int) -> Scores:
+        """Scores for which the vision tower runs `count` times more, as it does elsewhere, and adds nothing."""
+        assert self.sight is not None
+        blanks = [self.sight.blank(rows.token_ids.device) for _ in range(count)]
+        zero, scores = torch.stack(blanks).sum(), self._score(self._feed(rows))
         main = scores.main + zero.to(scores.main.dtype)
         return replace(scores, values=main) if scores.logprobs is None else replace(scores, logprobs=main)
 
@@ -169,8 +169,8 @@ class ValueScorer(HuggingFaceScorer):
 class PolicyScorer(HuggingFaceScorer):
     """A causal LM whose logits are never kept."""
 
-    def __init__(self, model: PreTrainedModel, wanted: Wanted) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, wanted: Wanted, *, is_compiled: bool = False) -> None:
+        super().__init__(model, is_compiled=is_compiled)
         self.head: LinearHead | None = None  # see `find_linear_head`; with None the model makes its logits itself
         self._wanted = wanted
 

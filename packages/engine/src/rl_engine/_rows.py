@@ -7,7 +7,7 @@ token of its completion (which predicts nothing): `T = sum(prompt + completion -
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,8 @@ MASK = "loss_mask"
 PAIR = "pair_id"
 ROUTED = "routed_experts"
 CANDIDATES = "candidate_token_ids"
-PIXELS = "pixel_values"
-GRIDS = "image_grid_thw"
+VISUAL = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+"""Columns of images and videos, under the names that Hugging Face processors give them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +55,8 @@ class PackedRows:
     """(T, layers, experts of a token) int64, where the batch says which experts to take."""
     candidates: Tensor | None = None
     """(C, K) int64, more tokens to be scored in the place of each completion token."""
-    pixels: Tensor | None = None
-    """(patches, numbers of a patch) of all images, in the order of the rows."""
-    grids: Tensor | None = None
-    """(images, 3) int64, frames, rows and columns of patches of each image."""
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a row has one."""
-        return self.grids is not None and len(self.grids) > 0
+    visual: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """The `VISUAL` columns' entries of these rows, in their order; see `_sight`."""
 
     def padded(self, multiple: int) -> PackedRows:
         """With one more row, which nothing looks at, where T is no multiple of `multiple`."""
@@ -237,38 +230,14 @@ class RowBatch:
                 )
         return column.values
 
-    def check_images(self, patch_size: int, merged: int, image_token_id: int) -> None:
-        """Refuse rows whose placeholders, grids and pixels do not belong together.
-
-        Args:
-            patch_size: Numbers of one patch.
-            merged: Patches that become one token.
-            image_token_id: The placeholder, one for each such token.
+    def ragged(self, name: str) -> tuple[Tensor, Tensor]:
+        """Values of a ragged column, and (B,) int64 how many of them each row has.
 
         Raises:
-            BatchError: names the row, or the column that is missing.
+            BatchError: the column is not ragged.
         """
-        marks = self.count_tokens(image_token_id)
-        if PIXELS not in self._columns and GRIDS not in self._columns:
-            if int(marks.sum()):
-                raise BatchError(f"Rows hold image tokens ({image_token_id}); give {PIXELS} and {GRIDS} too.")
-            return
-        if PIXELS not in self._columns or GRIDS not in self._columns:
-            raise BatchError(f"{PIXELS} and {GRIDS} come together; the batch has one of them.")
-        pixels, grids = self._ragged(PIXELS), self._ragged(GRIDS)
-        if pixels.values.ndim != 2 or pixels.values.shape[1] != patch_size or grids.values.shape[1:] != (3,):
-            raise BatchError(
-                f"{PIXELS} has values of shape {list(pixels.values.shape)} and {GRIDS} of {list(grids.values.shape)}; "
-                f"wanted (patches, {patch_size}) and (images, 3)."
-            )
-        patches = torch.zeros_like(marks).index_add_(0, _row_of(grids.offsets.diff()), grids.values.prod(-1))
-        wrong = (patches != pixels.offsets.diff()) | (patches != marks * merged)
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise BatchError(
-                f"Row {row} has grids of {int(patches[row])} patches, {int(pixels.offsets.diff()[row])} patches and "
-                f"{int(marks[row])} image tokens; {merged} patches belong to each such token."
-            )
+        column = self._ragged(name)
+        return column.values, column.offsets.diff()
 
     def count_tokens(self, token_id: int) -> Tensor:
         """(B,) int64, how often a token stands in each row."""
@@ -311,8 +280,7 @@ class RowBatch:
             num_valid=sum(lengths),
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
             candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
-            pixels=self._entries(PIXELS, index),
-            grids=self._entries(GRIDS, index),
+            visual={name: found for name in VISUAL if (found := self._entries(name, index)) is not None},
         )
 
     def restore(self, rows: Sequence[int], parts: Sequence[Tensor]) -> Tensor:

@@ -43,6 +43,19 @@ def check_settings(config: EngineConfig) -> None:
         _check_optimizer(config.optimizer)
 
 
+def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
+    """Refuse what the fsdp backend alone can do.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if config.lora is not None:
+        raise ConfigError(f"The {backend} backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
+    for name in ("torch_compile", "cpu_offload"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
+
+
 def check_candidates(count: int, vocab_size: int) -> None:
     """Refuse more candidates than there are tokens.
 

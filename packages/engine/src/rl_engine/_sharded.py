@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from rl_engine import _checkpoint, _folder
 from rl_engine._deal import Copies
@@ -21,8 +19,9 @@ from rl_engine._distributed import World, join_world
 from rl_engine._folder import DTYPES
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
-from rl_engine._rows import CANDIDATES, PIXELS, RowBatch, one_token_row
+from rl_engine._rows import CANDIDATES, VISUAL, RowBatch, one_token_row
 from rl_engine._settings import check_candidates, check_settings
+from rl_engine._sharding import reshard, whole
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
 from rl_engine._writer import CheckpointWriter
@@ -50,6 +49,7 @@ class ShardedEngine(Engine):
         self._scorer: Scorer | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._schedule_step = 0
+        self._home = torch.device("cpu")
         self._places: dict[str, torch.device] = {}
         self._copies: Copies | None = None
         self._cost: CostModel | None = None
@@ -95,7 +95,8 @@ class ShardedEngine(Engine):
             copy_of=tuple(rank // sp for rank in range(world.size)), speakers=tuple(range(0, world.size, sp))
         )
         self._world, self._scorer = world, scorer
-        self._places = dict.fromkeys(("model", "optimizer", "grad"), world.device)
+        self._home = torch.device("cpu") if config.cpu_offload else world.device
+        self._places = dict.fromkeys(("model", "optimizer", "grad"), self._home)
         if config.optimizer is not None:
             self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
         self._writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
@@ -119,8 +120,7 @@ class ShardedEngine(Engine):
     def _mode(self, *, train: bool) -> Generator[None]:
         scorer, places = self._built(), dict(self._places)
         was_training = scorer.training
-        home = self._group().device
-        self.to(home, model=True, optimizer=train, grad=train)
+        self.to(self._home, model=True, optimizer=train, grad=train)
         scorer.train(train)
         try:
             with torch.set_grad_enabled(train):
@@ -189,6 +189,8 @@ class ShardedEngine(Engine):
         assert self._cost is not None
         budget = self._config.max_tokens_per_gpu * self._config.parallel.sp
         agreed = agree(world, self._copies, data, make, budget, self._cost)
+        if (sight := self._built().sight) is not None:
+            sight.num_passes = max(world.exchange(sight.passes_for(agreed.batch)))
         tally = Tally()
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._config.matmul_precision)
@@ -231,8 +233,10 @@ class ShardedEngine(Engine):
             raise BatchError(f"Column {CANDIDATES} needs a language-model head. Drop it.")
         if (sight := self._built().sight) is not None:
             sight.check(batch)
-        elif batch.has(PIXELS):
-            raise BatchError(f"The batch has {PIXELS} and the model takes no images in that way. Drop the column.")
+        else:
+            for name in VISUAL:
+                if batch.has(name):
+                    raise BatchError(f"The batch has {name} and the model takes no images in that way. Drop it.")
         check_replay(batch, self._built().experts)
 
     def _run(
@@ -333,7 +337,7 @@ class ShardedEngine(Engine):
             tensors={name: list(tensor.shape) for name, tensor in tensors.items()},
         )
         assert self._writer is not None
-        self._writer.save(path, {**tensors, f"rng.{world.rank}": _rng_state(world.device)}, manifest)
+        self._writer.save(path, {**tensors, f"rng.{world.rank}": _checkpoint.rng_state(world.device)}, manifest)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
@@ -342,13 +346,9 @@ class ShardedEngine(Engine):
         self._writer.wait()
         manifest = _checkpoint.read_manifest(path)
         _checkpoint.check_tensors(path, manifest, tensors)
-        rng = _rng_state(world.device)
-        known = {f"rng.{world.rank}": rng} if world.rank < manifest.world_size else {}
-        _checkpoint.load(path, {**tensors, **known}, world)
-        if known:
-            _set_rng_state(rng, world.device)
-        else:
-            torch.manual_seed(hash((self._config.seed, manifest.step, world.rank)) % 2**63)
+        rng = _checkpoint.known_rng(manifest, world)
+        _checkpoint.load(path, {**tensors, **rng}, world)
+        _checkpoint.take_rng(rng, manifest, world, self._config.seed)
         self._schedule_step = manifest.schedule_step
         if self._optimizer is not None:
             self._apply_schedule()
@@ -373,8 +373,8 @@ class ShardedEngine(Engine):
         return rate
 
     def _resolve(self, device: torch.device | str) -> torch.device:
-        wanted, home = torch.device(device), self._group().device
-        return home if wanted == torch.device(home.type) else wanted  # no index: this rank's own
+        wanted, here = torch.device(device), self._group().device
+        return self._home if wanted in (here, torch.device(here.type)) else wanted  # no index: this rank's own
 
     def _built(self) -> Scorer:
         if self._scorer is None:
@@ -391,29 +391,3 @@ class ShardedEngine(Engine):
         if self._optimizer is None:
             raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
         return self._optimizer
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def reshard(module: nn.Module) -> None:
-    """Put this rank's shards in the place of gathered parameters."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def _rng_state(device: torch.device) -> Tensor:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)
-
-
-def _set_rng_state(state: Tensor, device: torch.device) -> None:
-    size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size].clone())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[size:].clone(), device)

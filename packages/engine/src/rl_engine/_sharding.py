@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_engine import _folder, _lora
@@ -43,6 +43,13 @@ def check_config(config: EngineConfig) -> None:
     _check_parallel(config.parallel)
     if config.lora is not None and config.optimizer is None:
         raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
+    if config.cpu_offload and not has_gpu():
+        raise ConfigError("cpu_offload is true and there is no GPU: everything lies on the CPU. Set it to false.")
+
+
+def has_gpu() -> bool:
+    """Whether there is another place than the CPU."""
+    return torch.cuda.is_available()
 
 
 def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer, PeftConfig | None]:
@@ -59,18 +66,24 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     if config.activation_checkpointing:
         _recompute_layers(model)
     if config.head == Head.LM:
-        scorer = PolicyScorer(model, Wanted.of(config))
+        scorer = PolicyScorer(model, Wanted.of(config), is_compiled=config.torch_compile)
         scorer.head = world.exchange(find_linear_head(model) if world.rank == 0 else None)[0]
     else:
-        scorer = ValueScorer(model)
+        scorer = ValueScorer(model, is_compiled=config.torch_compile)
     _check_sequence(scorer, config.parallel.sp)
     check_aux(config.router_aux_loss_coef, scorer.experts)
-    whole: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
-    if world.size > 1 or trains_narrow(config):
-        _shard(scorer, world, DTYPES[config.precision], config.parallel.dp_replicate)
+    source: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
+    if config.torch_compile:
+        compile_layers(scorer, world.device)
+    if needs_sharding(config, world.size):
+        _shard(scorer, world, config)
+    home = home_of(config, world)
     if world.size > 1:
-        _fill(scorer, whole, world)
-    scorer.to(world.device)
+        _fill(scorer, source, world, home)
+    scorer.to(home)
+    for module in scorer.modules() if config.cpu_offload else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(world.device))
     scorer.sharers = _sequence_group(world, config.parallel.sp)
     if config.lora is None:
         scorer.requires_grad_(config.optimizer is not None)
@@ -100,26 +113,36 @@ def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTraine
     return _folder.empty_model(config.model_path, dtype=dtype, head=config.head) if model is None else model
 
 
-def _fill(scorer: Scorer, whole: dict[str, Tensor], world: World) -> None:
+def needs_sharding(config: EngineConfig, size: int) -> bool:
+    """Whether the module is FSDP's: on several ranks, in two number formats, or in two places."""
+    return size > 1 or trains_narrow(config) or config.cpu_offload
+
+
+def home_of(config: EngineConfig, world: World) -> torch.device:
+    """Where parameters lie between uses."""
+    return torch.device("cpu") if config.cpu_offload else world.device
+
+
+def _fill(scorer: Scorer, source: dict[str, Tensor], world: World, home: torch.device) -> None:
     """Give every rank its shards of rank 0's weights, and its buffers. Collective."""
     if world.rank == 0:
-        scorer.to(world.device)
+        scorer.to(home)
     else:
         ties = _ties(scorer)
-        scorer.to_empty(device=world.device)
+        scorer.to_empty(device=home)
         for (first, name), *others in ties:
             for module, other in others:
                 setattr(module, other, getattr(first, name))
-    hand_out(_tensors(scorer), whole, world)
+    hand_out(_tensors(scorer), source, world)
 
 
 @torch.no_grad()
-def hand_out(tensors: Mapping[str, Tensor], whole: dict[str, Tensor], world: World) -> None:
+def hand_out(tensors: Mapping[str, Tensor], source: dict[str, Tensor], world: World) -> None:
     """Fill every rank's `tensors`, or its shards of them, one after the other. Collective.
 
     Args:
         tensors: Parameters and buffers; those that are not sharded are taken from rank 0's.
-        whole: On rank 0, the whole of those that are sharded, taken out as they go.
+        source: On rank 0, the whole of those that are sharded, taken out as they go.
         world: All ranks.
 
     Raises:
@@ -132,8 +155,10 @@ def hand_out(tensors: Mapping[str, Tensor], whole: dict[str, Tensor], world: Wor
         if not isinstance(tensor, DTensor):
             dist.broadcast(tensor, 0)
             continue
-        source = whole.pop(name).to(world.device) if world.rank == 0 else None
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device) if source is None else source
+        if world.rank == 0:
+            full = source.pop(name).to(world.device)
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
         shard = distribute_tensor(full, tensor.device_mesh, tensor.placements)
         tensor.to_local().copy_(shard.to_local())
 
@@ -207,20 +232,59 @@ def _check_sequence(scorer: HuggingFaceScorer, sp: int) -> None:
     check_heads(sp, config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
 
 
-def _shard(scorer: HuggingFaceScorer, world: World, compute: torch.dtype, replicas: int) -> None:
+def _shard(scorer: HuggingFaceScorer, world: World, config: EngineConfig) -> None:
     """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses."""
+    compute, replicas = DTYPES[config.precision], config.parallel.dp_replicate
     sizes, names = ((world.size,), ("shard",))
     if replicas > 1:
         sizes, names = (replicas, world.size // replicas), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
     wide = torch.float64 if compute == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
-    blocks = set(scorer.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    for module in list(scorer.modules()):
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(scorer, mesh=mesh, mp_policy=policy)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
+    for module in [*decoder_layers(scorer), scorer]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     sum_gradients(scorer)
+
+
+def decoder_layers(scorer: HuggingFaceScorer) -> list[nn.Module]:
+    """The modules that transformers would not part."""
+    names = set(scorer.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    return [module for module in scorer.modules() if type(module).__name__ in names]
+
+
+def compile_layers(scorer: HuggingFaceScorer, device: torch.device) -> None:
+    """Let torch compile every decoder layer at its first use, for any number of tokens.
+
+    Raises:
+        ConfigError: the model's layers cannot be compiled, or there is no compiler.
+    """
+    if not scorer.is_packed or scorer.experts is not None or scorer.sight is not None:
+        raise ConfigError(
+            f"torch_compile is true and {type(scorer.model).__name__} has routers, images or layers that mix tokens "
+            "outside attention, which are compiled anew for every batch. Set it to false."
+        )
+    try:
+        torch.compile(torch.sin)(torch.ones(2, device=device))
+    except Exception as error:  # whatever a missing compiler raises, by torch's version and the device
+        raise ConfigError(
+            "torch_compile is true and torch finds no compiler that works (a C++ compiler for the CPU, Triton for a "
+            f"GPU): {error}. Install one, or set it to false."
+        ) from error
+    for layer in decoder_layers(scorer):
+        layer.compile(dynamic=True)
+
+
+def reshard(module: nn.Module) -> None:
+    """Put this rank's shards in the place of gathered parameters."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_gradients(root: nn.Module) -> None:

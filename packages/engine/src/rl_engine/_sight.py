@@ -1,14 +1,17 @@
-"""Images in a packed batch, for models with the interface of Qwen2.5-VL and Qwen3-VL.
+"""Images and videos in a packed batch, for models with the interface of Qwen2.5-VL and Qwen3-VL.
 
 A row's images stand in it as placeholder tokens; their patches ride along as `pixel_values` and their sizes as
-`image_grid_thw`. The model puts the features in the places of the placeholders. Only positions are made here: they have
-three axes (time, height, width) and start anew in each row.
+`image_grid_thw`, those of videos as `pixel_values_videos` and `video_grid_thw`. The model puts the features in the
+places of the placeholders. Only positions are made here: they have three axes (time, height, width) and start anew in
+each row.
 
 Legend: `T` tokens fed, `B` rows, `L` longest row.
 """
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,51 +31,118 @@ def is_sighted(model: PreTrainedModel) -> bool:
     return hasattr(trunk, "visual") and hasattr(trunk, "get_rope_index")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a placeholder stands for."""
+
+    name: str
+    """`image` or `video`."""
+    pixels: str
+    """The column of its patches."""
+    grids: str
+    """The column of its sizes."""
+    code: int
+    """In the model's `mm_token_type_ids`."""
+
+
+KINDS = (
+    Kind(name="image", pixels="pixel_values", grids="image_grid_thw", code=1),
+    Kind(name="video", pixels="pixel_values_videos", grids="video_grid_thw", code=2),
+)
+_SECONDS = "second_per_grid_ts"
+
+
+def kinds_in(rows: PackedRows) -> list[Kind]:
+    """Those of which a micro-batch has any."""
+    return [kind for kind in KINDS if len(rows.visual.get(kind.grids, ()))]
+
+
 class Sight:
-    """What one model needs to see the images of a packed batch."""
+    """What one model needs to see the images and videos of a packed batch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._trunk: Any = model.base_model
-        self._token_id: int = model.config.image_token_id
-        self._video_token_id: int = model.config.video_token_id
+        self._token_ids = {kind.code: int(getattr(model.config, f"{kind.name}_token_id")) for kind in KINDS}
         self._vision: Any = model.config.vision_config
+        self._takes_seconds = _SECONDS in inspect.signature(self._trunk.get_rope_index).parameters
+        self.num_passes = 1
+        """Runs of the vision tower per micro-batch, the same on every rank: all gather its parameters together."""
+
+    def passes_for(self, batch: RowBatch) -> int:
+        """Runs that this rank's rows need in one micro-batch."""
+        return max(1, sum(batch.has(kind.grids) for kind in KINDS))
 
     def check(self, batch: RowBatch) -> None:
-        """Refuse rows whose images do not fit.
+        """Refuse rows whose images or videos do not fit.
 
         Raises:
             BatchError: says what does not belong together.
         """
-        if batch.has("pixel_values_videos") or int(batch.count_tokens(self._video_token_id).sum()):
-            raise BatchError("The batch has videos, which the engine does not take; give their frames as images.")
-        batch.check_images(self._patch_numbers(), self._vision.spatial_merge_size**2, self._token_id)
+        for kind in KINDS:
+            self._check(batch, kind)
+        if not batch.has(_SECONDS):
+            return
+        if not self._takes_seconds:
+            raise BatchError(
+                f"The batch has {_SECONDS} and {type(self._trunk).__name__} reads time from its text. Drop the column."
+            )
+        seconds = batch.ragged(_SECONDS)[1]
+        if not batch.has(KINDS[1].grids) or not torch.equal(batch.ragged(KINDS[1].grids)[1], seconds):
+            raise BatchError(f"{_SECONDS} needs one number for each video of {KINDS[1].grids}.")
+
+    def _check(self, batch: RowBatch, kind: Kind) -> None:
+        marks = batch.count_tokens(self._token_ids[kind.code])
+        has_pixels, has_grids = batch.has(kind.pixels), batch.has(kind.grids)
+        if not has_pixels and not has_grids:
+            if int(marks.sum()):
+                raise BatchError(
+                    f"Rows hold {kind.name} tokens ({self._token_ids[kind.code]}); give {kind.pixels} and {kind.grids}."
+                )
+            return
+        if not has_pixels or not has_grids:
+            raise BatchError(f"{kind.pixels} and {kind.grids} come together; the batch has one of them.")
+        (pixels, num_patches), (grids, num_grids) = batch.ragged(kind.pixels), batch.ragged(kind.grids)
+        size, merged = self._patch_numbers(), self._vision.spatial_merge_size**2
+        if pixels.ndim != 2 or pixels.shape[1] != size or grids.shape[1:] != (3,):
+            raise BatchError(
+                f"{kind.pixels} has values of shape {list(pixels.shape)} and {kind.grids} of {list(grids.shape)}; "
+                f"wanted (patches, {size}) and ({kind.name}s, 3)."
+            )
+        row_of = torch.arange(batch.num_rows, device=grids.device).repeat_interleave(num_grids)
+        patches = torch.zeros_like(marks).index_add_(0, row_of, grids.prod(-1))
+        wrong = (patches != num_patches) | (patches != marks * merged)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise BatchError(
+                f"Row {row} has grids of {int(patches[row])} patches, {int(num_patches[row])} patches and "
+                f"{int(marks[row])} {kind.name} tokens; {merged} patches belong to each such token."
+            )
 
     def arguments(self, rows: PackedRows, slot: Tensor, width: int) -> dict[str, Any]:
-        """Keyword arguments of the model: positions (3, 1, T), and the images where there are any.
+        """Keyword arguments of the model: positions (3, 1, T), and the images and videos where there are any.
 
         Args:
             rows: The micro-batch.
             slot: (T,) place of each token in a right-padded (B, L) block.
             width: L.
         """
-        if not rows.has_images:
+        present = kinds_in(rows)
+        if not present:
             return {"position_ids": rows.position_ids.expand(3, 1, -1)}
         padded = rows.token_ids.new_zeros(len(rows.lengths) * width)
         mask = torch.zeros_like(padded)
         padded[slot], mask[slot] = rows.token_ids, 1
-        kinds = (padded == self._token_id).to(torch.int32) * mask.to(torch.int32)
+        kinds = torch.zeros_like(padded, dtype=torch.int32)
+        for code, token_id in self._token_ids.items():
+            kinds[(padded == token_id) & mask.bool()] = code
         shape = (len(rows.lengths), width)
+        grids = {kind.grids: rows.visual[kind.grids] for kind in present}
+        seconds = {_SECONDS: found} if (found := rows.visual.get(_SECONDS)) is not None and len(found) else {}
         positions, _ = self._trunk.get_rope_index(
-            padded.view(shape),
-            mm_token_type_ids=kinds.view(shape),
-            image_grid_thw=rows.grids,
-            attention_mask=mask.view(shape),
+            padded.view(shape), mm_token_type_ids=kinds.view(shape), attention_mask=mask.view(shape), **grids, **seconds
         )
-        return {
-            "position_ids": positions.flatten(1)[:, None, slot],
-            "pixel_values": rows.pixels,
-            "image_grid_thw": rows.grids,
-        }
+        pixels = {kind.pixels: rows.visual[kind.pixels] for kind in present}
+        return {"position_ids": positions.flatten(1)[:, None, slot], **pixels, **grids}
 
     def blank(self, device: torch.device) -> Tensor:
         """Zero, made by the vision tower from a blank image.

@@ -176,6 +176,12 @@ class EngineConfig:
     """Layout of the model over ranks."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
+    torch_compile: bool = False
+    """Compile each layer with `torch.compile`, but for its attention over packed rows; fsdp alone. Takes a minute, and
+    again where micro-batches come to be several times as long."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the memory of the CPU, which takes the step; the GPU has the
+    parameters of a layer while it computes (FSDP2's `CPUOffloadPolicy`). fsdp alone; refused without a GPU."""
     async_checkpoints: bool = False
     """`save_checkpoint` returns once everything is copied to the CPU; a thread writes it. A failure is raised by the
     next `save_checkpoint` or `load_checkpoint`, or by `close`, which wait for it."""

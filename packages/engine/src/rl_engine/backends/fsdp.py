@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_engine import _lora
-from rl_engine._folder import trains_narrow
 from rl_engine._sharded import ShardedEngine
-from rl_engine._sharding import build_scorer, check_config
+from rl_engine._sharding import build_scorer, check_config, needs_sharding
 from rl_engine.errors import ConfigError
 from rl_engine.types import EngineConfig, LoraExport, PeftConfig, ShardSpec
 
@@ -39,7 +38,7 @@ class FsdpEngine(ShardedEngine):
 
     def _check(self) -> bool:
         check_config(self._config)
-        return trains_narrow(self._config)
+        return needs_sharding(self._config, 1)
 
     def _build(self, world: World) -> HuggingFaceScorer:
         scorer, self._peft = build_scorer(self._config, world)

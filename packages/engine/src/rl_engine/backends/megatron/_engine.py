@@ -14,8 +14,8 @@ from rl_engine import _checkpoint, _folder
 from rl_engine._distributed import join_world
 from rl_engine._optimizer import learning_rate
 from rl_engine._routing import ExpertLoad, check_replay, counts_of_column
-from rl_engine._rows import CANDIDATES, PIXELS, RowBatch
-from rl_engine._settings import check_candidates, check_settings
+from rl_engine._rows import CANDIDATES, VISUAL, RowBatch
+from rl_engine._settings import check_candidates, check_settings, refuse_fsdp_only
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, add_up, agree, columns_of
 from rl_engine.backends.megatron._config import check_divides, read_architecture
@@ -58,8 +58,7 @@ class MegatronEngine(Engine):
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
         check_settings(config)
-        if config.lora is not None:
-            raise ConfigError("The megatron backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
+        refuse_fsdp_only(config, "megatron")
         source = _folder.read_config(Path(config.model_path))
         check_parallel(config.parallel)
         arch = read_architecture(source, config.head)
@@ -198,8 +197,9 @@ class MegatronEngine(Engine):
         batch.check_tokens(arch.vocab_size)
         if batch.has(CANDIDATES) and self._config.head != Head.LM:
             raise BatchError(f"Column {CANDIDATES} needs a language-model head. Drop it.")
-        if batch.has(PIXELS):
-            raise BatchError(f"The megatron backend takes no images; use the fsdp backend, or drop {PIXELS}.")
+        for name in VISUAL:
+            if batch.has(name):
+                raise BatchError(f"The megatron backend takes no images; use the fsdp backend, or drop {name}.")
         check_replay(batch, self._built().experts)
 
     # Weights out, and to disk and back
@@ -230,23 +230,21 @@ class MegatronEngine(Engine):
             world_size=state.world.size,
             tensors={name: list(tensor.shape) for name, tensor in state.described().items()},
         )
-        tensors = state.checkpoint_tensors() | {f"rng.{state.world.rank}": torch.get_rng_state()}
+        rng = {f"rng.{state.world.rank}": _checkpoint.rng_state(state.world.device)}
+        tensors = state.checkpoint_tensors() | rng
         state.writer.save(path, tensors, manifest)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
-        state, rng = self._built(), torch.get_rng_state()
+        state = self._built()
         state.writer.wait()
         manifest = _checkpoint.read_manifest(path)
         _checkpoint.check_tensors(path, manifest, state.described())
         tensors = state.checkpoint_tensors()
-        known = {f"rng.{state.world.rank}": rng} if state.world.rank < manifest.world_size else {}
-        _checkpoint.load(path, {**tensors, **known}, state.world)
+        rng = _checkpoint.known_rng(manifest, state.world)
+        _checkpoint.load(path, {**tensors, **rng}, state.world)
         state.take_checkpoint(tensors)
-        if known:
-            torch.set_rng_state(rng)
-        else:
-            torch.manual_seed(hash((self._config.seed, manifest.step, state.world.rank)) % 2**63)
+        _checkpoint.take_rng(rng, manifest, state.world, self._config.seed)
         state.schedule_step = manifest.schedule_step
         if state.optimizer is not None:
             self._apply_schedule(state.optimizer)

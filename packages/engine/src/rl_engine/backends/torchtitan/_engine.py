@@ -16,6 +16,7 @@ from rl_engine import _folder
 from rl_engine._folder import DTYPES
 from rl_engine._routing import check_aux
 from rl_engine._scores import Wanted
+from rl_engine._settings import refuse_fsdp_only
 from rl_engine._sharded import ShardedEngine
 from rl_engine._sharding import check_replicas, hand_out, load_on_rank_0, sum_gradients
 from rl_engine.backends.torchtitan._model import TorchtitanScorer
@@ -40,8 +41,7 @@ class TorchtitanEngine(ShardedEngine):
                 f"parallel is {config.parallel}; the torchtitan backend takes dp_replicate only, 1 or more. "
                 "Use fsdp for sp, and megatron for the others."
             )
-        if config.lora is not None:
-            raise ConfigError("The torchtitan backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
+        refuse_fsdp_only(config, "torchtitan")
         return True
 
     def _build(self, world: World) -> TorchtitanScorer:
