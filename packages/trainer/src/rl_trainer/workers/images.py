@@ -32,7 +32,8 @@ def takes_images(folder: Path) -> bool:
     """Whether the model in a folder takes images in this way, and the folder says how to prepare them."""
     file = folder / "config.json"
     vision = json.loads(file.read_text()).get("vision_config") or {} if file.is_file() else {}
-    return {"spatial_merge_size", "patch_size"} <= vision.keys() and (folder / "preprocessor_config.json").is_file()
+    is_told = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return is_told and {"spatial_merge_size", "patch_size"} <= vision.keys()
 
 
 class ImageReader:
@@ -52,7 +53,9 @@ class ImageReader:
         try:
             self._processor = load(folder, local_files_only=True)
         except (ImportError, OSError, ValueError) as error:
-            raise InputError(f"the image processor in {folder} cannot be loaded: {error}") from error
+            raise InputError(
+                f"the image processor in {folder} cannot be loaded (pip install 'rl-post-trainer[images]'): {error}"
+            ) from error
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         self._place: int = config.image_token_id
         vision = config.vision_config
