@@ -1,11 +1,14 @@
 """pass@k, maj@n and their intervals by hand; and a whole evaluation with a real server in a process of its own."""
 
+import asyncio
 import json
 import math
 
 import pytest
 
-from rl_trainer.cli import main, main_eval
+import rl_rollout
+from rl_rollout.types import ServerConfig
+from rl_trainer.cli import main, main_eval, main_sample
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.evaluate import Estimate, Problem, maj_at_n, pass_at_k, summarise
 from rl_trainer.rewards import answer_of
@@ -80,3 +83,18 @@ def test_a_dry_run_tells_the_plan_and_starts_nothing(model, tmp_path, capsys):
     assert "completions per step" in told
     assert "M parameters: engine" in told
     assert not output_dir.exists()
+
+
+def test_a_server_that_runs_already_is_asked(model, tmp_path, capsys):
+    settings = ["quickstart", "data.options.num_rows=2000", "data.eval_size=4", f"model.path={model}", "timeout_s=60"]
+    server = rl_rollout.launch_server("embedded", ServerConfig(model_path=str(model), max_model_len=64))
+    with asyncio.Runner() as runner:
+        url = runner.run(server.start()).url
+        assert main_eval([*settings, "--samples", "2", "--url", url]) == 0
+        assert "4, 0 of 8 completions failed" in capsys.readouterr().out
+        assert main_sample([*settings, "--count", "2", "--url", url]) == 0
+        assert "row 2, sample 1" in capsys.readouterr().out
+        runner.run(server.stop())
+    for command in (main_eval, main_sample):
+        assert command([*settings, "--url", url]) == 1
+        assert url in capsys.readouterr().err
