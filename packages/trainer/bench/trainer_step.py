@@ -54,14 +54,14 @@ def main(run: Run) -> None:
         python = os.environ.get(VARIABLE)
         limit(run, model)
         done = {"inline": ours(run, model, root / "inline", steps, "inline")}
+        if run.quick:
+            ours(run, model, root / "ray", 8, "ray")
         if python is None:
             run.record("steps per second", "TRL", [], unit="steps/s", role=Role.PEER, note=f"{VARIABLE} is not set")
         else:
             done["TRL"] = trl(run, python, model, root / "trl", datasets.train, steps, threads)
-        if run.quick:  # speed alone
+        if run.quick:
             return
-        done["ray"] = ours(run, model, root / "ray", steps, "ray")
-        run.parameters(wrong_before=wrong(model))
         for name, trained in done.items():
             role, goal = (Role.PEER, None) if name == "TRL" else (Role.OURS, ">= 1 of best peer")
             metric = f"wrong held-out answers after {steps * PROMPTS * GROUP} samples"
