@@ -33,7 +33,7 @@ from rl_rollout import (
     create_server,
 )
 from rl_rollout._external import versions_of
-from rl_rollout.backends.vllm import read_experts
+from rl_rollout.backends.vllm import most_likely, read_experts
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 ENVIRONMENT = os.environ.get("RL_ROLLOUT_VLLM")
@@ -344,6 +344,11 @@ def test_an_update_that_was_installed_by_half_makes_the_server_refuse(qwen3_fold
             await trainer.close()
 
     assert asyncio.run(scenario()).weight_versions == (2,) * 8
+
+
+def test_what_has_no_logprob_is_not_among_the_most_likely():
+    found = [{"token_id": i, "logprob": x} for i, x in ((7, -2.0), (3, -0.5), (9, -9999.0))]
+    assert most_likely(found, 3) == ((3, -0.5), (7, -2.0))
 
 
 def test_routed_experts_are_read_from_npy():

@@ -133,11 +133,11 @@ class FakeVllm:
         )
         try:
             output = await self.server.generate(asked)
-        except GenerationError:  # the real one gives tokens all the same
+        except GenerationError:  # the real one gives tokens all the same, and this in place of NaN
             output = TokenOutput(
                 request_id=asked.request_id,
                 token_ids=(0,),
-                logprobs=(None,),
+                logprobs=(-9999.0,),
                 weight_versions=(self.server.status()["weight_version"],),
                 finish_reason=FinishReason.LENGTH,
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -42,6 +43,10 @@ SLEEP_ARGUMENT = "--enable-sleep-mode"
 ROUTED_ARGUMENT = "--enable-return-routed-experts"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Room for ranks that vLLM can be told to make."""
+
+
+NO_LOGPROB = -9999.0
+"""What vLLM tells in place of NaN, of minus infinity, and of what it does not know."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
@@ -206,7 +211,7 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
     return TokenOutput(
         request_id=request.request_id,
         token_ids=ids,
-        logprobs=tuple(each["logprob"] for each in content),
+        logprobs=tuple(math.nan if each["logprob"] <= NO_LOGPROB else each["logprob"] for each in content),
         weight_versions=tuple(versions_of(choice["weight_versions"], len(ids), "vllm")),
         finish_reason=FinishReason(choice["finish_reason"]),
         **extras,
@@ -214,8 +219,8 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
 
 
 def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[int, float], ...]:
-    """The first `count` by log-prob: vLLM puts the drawn token first, likely or not."""
-    pairs = [(each["token_id"], each["logprob"]) for each in found]
+    """The first `count` by log-prob that have one: vLLM puts the drawn token first, likely or not."""
+    pairs = [(each["token_id"], each["logprob"]) for each in found if each["logprob"] > NO_LOGPROB]
     return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
 
 

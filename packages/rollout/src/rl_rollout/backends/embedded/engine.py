@@ -23,6 +23,7 @@ from rl_rollout.backends.embedded.packing import Packer, kept
 from rl_rollout.backends.embedded.sampler import sample, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.table import BatchTable
+from rl_rollout.backends.embedded.telling import new_chunks, note_tokens
 from rl_rollout.errors import GenerationError, RequestError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
@@ -283,7 +284,9 @@ class Engine:
         else:
             logits = self.model.logits(ids, batch.positions + shifts, batch, kept(plan, asked))
         self.cache.copy(plan.copies)
-        self._note_tokens(plan, logits[len(drawn) :], asked)
+        experts = self.model.experts.take()
+        if self._reading:
+            note_tokens(plan, self._reading, table, logits[len(drawn) :], asked, experts)
         table.computed[plan.rows] += 1
         for chunk in chunks:
             self._note_computed(chunk)
@@ -337,48 +340,12 @@ class Engine:
         is_full = table.lengths[which] >= table.limits[which]
         verdict = (is_stopped + 2 * is_full + 4 * ~logprobs.isfinite()).cpu().numpy()  # the one transfer of a step
         place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True)) if self._streaming or self._reading else {}
-        self._stream(verdict, place)
+        self._events.extend(new_chunks(self._streaming, table, verdict, place))
         for sequence in self._reading:
             if sequence.row in place:
                 sequence.extras.note_draw(distribution[place[sequence.row]])
         ended = np.flatnonzero(verdict)
         self._leave([(int(drawn[i]), finish_reason(int(verdict[i]))) for i in ended])
-
-    def _note_tokens(self, plan: Plan, logits: Tensor, asked: Sequence[bool]) -> None:
-        """Keep what was asked about the tokens that were fed; logits are those of the chunks in `asked`."""
-        experts = self.model.experts.take()
-        if not self._reading:
-            return
-        at, at_logits = len(plan.rows), 0
-        for chunk, is_asked in zip(plan.chunks, asked, strict=True):
-            count = chunk.count if is_asked else 0
-            told = logits[at_logits : at_logits + count] if count else None
-            its_experts = None if experts is None else experts[at : at + chunk.count]
-            chunk.sequence.extras.note_tokens(chunk.start, told, its_experts)
-            at, at_logits = at + chunk.count, at_logits + count
-        if experts is not None:
-            place = dict(zip(plan.rows.tolist(), experts, strict=False))
-            for sequence in self._reading:
-                if sequence.row in place:
-                    start = self._length(sequence) - 1
-                    sequence.extras.note_tokens(start, None, place[sequence.row][None])
-
-    def _stream(self, verdict: np.ndarray, place: dict[int, int]) -> None:
-        """Hand out new tokens of those who want them before the end."""
-        for sequence in self._streaming:
-            row = sequence.row
-            due = sequence.due(self._length(sequence))
-            if row not in place or not due or verdict[place[row]]:  # what ends now is told with its reason
-                continue
-            new = slice(due.start, due.stop)
-            chunk = TokenChunk(
-                token_ids=tuple(self.table.tokens[row, new].tolist()),
-                logprobs=tuple(self.table.logprobs[row, new].tolist()),
-                weight_versions=tuple(self.table.versions[row, new].tolist()),
-                finish_reason=None,
-            )
-            sequence.num_told += len(due)
-            self._events.append((sequence.request.request_id, chunk))
 
     def _leave(self, ended: Sequence[tuple[int, FinishReason | None]]) -> None:
         """Take rows out of the batch, deliver what they have, close the gaps. No reason: logits were not finite."""
