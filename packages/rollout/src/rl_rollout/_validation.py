@@ -77,18 +77,17 @@ def check_adapter(request: GenerateRequest, names: Iterable[str]) -> None:
 
 
 def check_finite(output: TokenOutput) -> None:
-    """Refuse tokens that were drawn from logits that are not finite.
+    """Refuse tokens that were drawn from logits that are not finite, and a prompt that was scored by such.
 
     Raises:
         GenerationError: a log-prob is no number.
     """
-    for logprob, version in zip(output.logprobs, output.weight_versions, strict=True):
-        # JSON has no NaN: servers tell null.
-        if logprob is None or not math.isfinite(logprob):  # pyright: ignore[reportUnnecessaryComparison]
-            raise GenerationError(
-                f"request {output.request_id!r}: the model's logits are not finite; "
-                f"check the weights of version {version}"
-            )
+    told: tuple[float | None, ...] = output.logprobs + output.prompt_logprobs  # JSON has no NaN: servers tell null
+    if any(logprob is None or not math.isfinite(logprob) for logprob in told):
+        versions = ", ".join(map(str, sorted(set(output.weight_versions))))
+        raise GenerationError(
+            f"request {output.request_id!r}: the model's logits are not finite; check the weights of version {versions}"
+        )
 
 
 def check_sampling(request_id: str, params: SamplingParams) -> None:

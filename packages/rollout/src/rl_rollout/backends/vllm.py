@@ -205,17 +205,22 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
         extras["top_logprobs"] = tuple(most_likely(each["top_logprobs"], request.num_top_logprobs) for each in content)
     if request.returns_prompt_logprobs:
         rows = zip(answer["prompt_logprobs"][1:], request.prompt_token_ids[1:], strict=True)
-        extras["prompt_logprobs"] = tuple(row[str(token)]["logprob"] for row, token in rows)
+        extras["prompt_logprobs"] = tuple(as_logprob(row[str(token)]["logprob"]) for row, token in rows)
     if request.returns_routed_experts:
         extras["routed_experts"] = read_experts(choice["routed_experts"])
     return TokenOutput(
         request_id=request.request_id,
         token_ids=ids,
-        logprobs=tuple(math.nan if each["logprob"] <= NO_LOGPROB else each["logprob"] for each in content),
+        logprobs=tuple(as_logprob(each["logprob"]) for each in content),
         weight_versions=tuple(versions_of(choice["weight_versions"], len(ids), "vllm")),
         finish_reason=FinishReason(choice["finish_reason"]),
         **extras,
     )
+
+
+def as_logprob(told: float | None) -> float:
+    """A log-prob, or NaN where vLLM has none."""
+    return math.nan if told is None or told <= NO_LOGPROB else told
 
 
 def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[int, float], ...]:
