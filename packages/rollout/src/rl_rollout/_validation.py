@@ -1,9 +1,9 @@
-"""What a request must hold before any engine sees it."""
+"""What a request must hold before any engine sees it, and an output before any caller does."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import GenerationError, RequestError, UnsupportedError
 
@@ -82,7 +82,7 @@ def check_finite(output: TokenOutput) -> None:
     Raises:
         GenerationError: a log-prob is no number.
     """
-    told: tuple[float | None, ...] = output.logprobs + output.prompt_logprobs  # JSON has no NaN: servers tell null
+    told: tuple[Any, ...] = output.logprobs + output.prompt_logprobs  # JSON has no NaN: servers tell null
     if any(logprob is None or not math.isfinite(logprob) for logprob in told):
         versions = ", ".join(map(str, sorted(set(output.weight_versions))))
         raise GenerationError(
