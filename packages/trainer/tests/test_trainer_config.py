@@ -1,3 +1,4 @@
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,13 @@ def test_a_recipe_file_of_ones_own(tmp_path):
 def test_settings_of_one_rollout_backend_reach_its_server():
     config = load_config("quickstart", ["rollout.backend=vllm", "rollout.options={args: --enforce-eager}"])
     assert server_config(config, Path("model")).options == {"args": "--enforce-eager"}
+
+
+def test_the_number_of_keys_does_not_grow_unnoticed():
+    """PPO with critic, adapter and curriculum; options and parts by name count once. The goal is fewer than 100."""
+
+    def count(values):
+        return sum(count(v) for v in values.values()) if isinstance(values, dict) and values else 1
+
+    config = load_config("ppo", ["engine.lora.rank=8", "data.curriculum.low=0.1"])
+    assert count(asdict(config)) <= 120
