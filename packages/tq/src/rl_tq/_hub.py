@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ class Hub:
         self.address = address
         self.lock = threading.Lock()
         self.extents: dict[int, OpenExtent] = {}
+        self.instance = secrets.token_bytes(8)
+        """Which server this is: its numbers of extents mean nothing to another."""
         self.is_open = True
         self._service = Service(self._alias)
         self._keys = count()

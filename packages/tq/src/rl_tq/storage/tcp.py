@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from rl_tq import _handshake, _stream
 from rl_tq._hub import Hub
+from rl_tq._neighbours import Neighbours, key_of
 from rl_tq._parking import Slot, Turnstile
-from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
+from rl_tq._remote import Desk, Payload, RemoteQueue, Send, assembled, landing_place
 from rl_tq._service import Message, raise_error
 from rl_tq._session import GRACE_S
 from rl_tq._wire import close_after_fork
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from tensordict import TensorDict
 
     from rl_tq._gather import Landing
 
@@ -181,6 +183,8 @@ class TcpQueue(RemoteQueue):
     """A client in any process that reaches the server."""
 
     scheme = "tcp"
+    is_lending = True
+    """Whether what it fetches is passed on to other clients of its host."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float, secret: bytes | None = None) -> None:
         super().__init__(_address(self.scheme, host, port), timeout_s=timeout_s)
@@ -214,6 +218,7 @@ class TcpQueue(RemoteQueue):
         self._landings: dict[int, Landing] = {}
         self._why_lost: str | None = None
         self._turnstile = Turnstile(self._read)
+        self._neighbours = Neighbours(self.address, patience_s=timeout_s / 2) if self.is_lending else None
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
@@ -223,8 +228,28 @@ class TcpQueue(RemoteQueue):
             with contextlib.suppress(ServerLostError):
                 self._send({"op": "bye", "id": 0}, [])
         self._lose("this client was closed")
+        if self._neighbours is not None:
+            self._neighbours.close()
         with self._send_lock:
             self._socket.close()
+
+    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+        neighbours = self._neighbours
+        if neighbours is None or not neighbours.are_there or os.getpid() != self._pid:
+            return super()._fetch(request, num_rows, landing)
+        key = key_of(request)
+        lent = neighbours.borrow(key)
+        try:
+            asked = {"op": "fetch", **request, "unless": b"" if lent is None else lent.etag}
+            reply, payload = self._request(asked, [], self.timeout_s, landing)
+        except BaseException:
+            neighbours.give_up(key)
+            raise
+        if lent is not None and "is_same" in reply:
+            reply, payload = lent.reply, lent.payload
+        else:
+            neighbours.lend(key, reply, payload)
+        return assembled(reply, payload, num_rows, landing)
 
     def _request(
         self, request: Message, payload: list[torch.Tensor], timeout_s: float, landing: Landing | None = None
