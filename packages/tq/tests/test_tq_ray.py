@@ -9,7 +9,6 @@ import rl_tq
 from rl_tq.testing import TransferQueueContract
 
 ray = pytest.importorskip("ray")
-from ray._private import internal_api  # noqa: E402 - only where there is a Ray
 
 
 @pytest.fixture(scope="module")
@@ -64,31 +63,6 @@ def test_tasks_of_ray_exchange_rows_and_values_outlive_who_made_them():
             queue.get(meta.reorder([1, 2]))
     with pytest.raises(rl_tq.ServerLostError, match="nobody serves"):
         rl_tq.connect(queue.address)
-
-
-def stored_bytes() -> int:
-    """What lies in Ray's object store."""
-    state = internal_api.get_state_from_address(ray.get_runtime_context().gcs_address)
-    return internal_api.get_memory_info_reply(state).store_stats.object_store_bytes_used
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_rows_in_shared_memory_never_enter_rays_object_store():
-    @ray.remote(num_cpus=1)
-    class Producer:
-        def put(self, address: str) -> rl_tq.BatchMeta:
-            with rl_tq.connect(address, timeout_s=60.0) as queue:
-                return queue.put({"a": torch.arange(8 << 20).reshape(8, -1)}, partition="p")
-
-    with rl_tq.serve("shm://", timeout_s=60.0) as queue:
-        before = stored_bytes()
-        meta = ray.get(Producer.remote().put.remote(queue.address), timeout=120)
-        assert torch.equal(queue.get(meta)["a"], torch.arange(8 << 20).reshape(8, -1))
-        assert stored_bytes() - before < 1 << 20  # the rows have 64 MiB
-        held = ray.put(torch.arange(8 << 20).numpy())
-        assert stored_bytes() - before >= 64 << 20  # so much would be seen
-        del held
 
 
 @pytest.mark.slow
