@@ -2,6 +2,7 @@
 
 import random
 import sys
+import threading
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -159,17 +160,28 @@ def experts_step(engine, rank, size):
     return seen
 
 
-def peak_bytes():
-    """Of this process since it was started; `ru_maxrss` would be that of the process that started it, were it more."""
+def own_bytes():
+    """Of this process's own memory; what it maps of files comes and goes with what else the machine does."""
     status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 def loading_memory(folder, world):
-    """Bytes that each rank's peak grew by while a model of 25 M parameters was built and sharded."""
-    before = peak_bytes()
-    wide = build(folder, optimizer=None, precision=Precision.FLOAT32, init="random")
-    grown = world.exchange(peak_bytes() - before)
+    """Bytes that each rank's memory grew by at most while a model of 25 M parameters was built and sharded."""
+    before, seen, is_done = own_bytes(), [0], threading.Event()
+
+    def watch():
+        while not is_done.wait(0.002):
+            seen.append(own_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        wide = build(folder, optimizer=None, precision=Precision.FLOAT32, init="random")
+    finally:
+        is_done.set()
+        watcher.join()
+    grown = world.exchange(max(seen) - before)
     whole = sum(tensor.numel() * 4 for _, tensor in wide.get_per_tensor_param()[0])
     wide.close()
     return grown, whole
