@@ -157,8 +157,14 @@ def place(
     )
     samples = None
     if samples_folder is not None:
-        where = {"folder": str(samples_folder), "model_path": str(model_path), "queue_address": queue_address}
-        samples = runtime.create_group(SampleWorker, "queue", timeout_s=config.timeout_s, **where)
+        samples = runtime.create_group(
+            SampleWorker,
+            "queue",
+            folder=str(samples_folder),
+            model_path=str(model_path),
+            queue_address=queue_address,
+            timeout_s=config.timeout_s,
+        )
     agents = AgentFleet(workers, addresses)
     prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
     if state.order:
