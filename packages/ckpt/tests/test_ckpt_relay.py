@@ -5,6 +5,8 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -206,6 +208,57 @@ def test_a_sync_that_ends_on_its_way_ends_on_all_levels(is_cancelled):
             assert_same(mine, new)
 
     run(work)
+
+
+def test_votes_that_come_while_a_relay_calls_the_sync_off_get_their_verdict(monkeypatch):
+    """The receiver below has voted, and the relay hears of it only after it has begun to call the sync off."""
+    has_landed, is_calling_off = threading.Event(), threading.Event()
+    call_off = Relay._call_off
+
+    def stand_still_until_the_vote(relay):  # the event loop, which would hear of it
+        is_calling_off.set()
+        while relay._sender._worker._lock.locked():
+            time.sleep(0.001)
+
+    async def call_off_late(relay, *arguments):
+        stand_still_until_the_vote(relay)
+        await call_off(relay, *arguments)
+
+    def veto():
+        assert has_landed.wait(60)
+        raise RuntimeError("no")
+
+    def vote_late():
+        has_landed.set()
+        assert is_calling_off.wait(60)
+
+    monkeypatch.setattr(Relay, "_call_off", call_off_late)
+    weights, mine = weights_of(2), [blank() for _ in range(3)]
+
+    async def main():
+        top, bottom = address("shm"), address("uds")
+        async with (
+            rl_ckpt.connect(top, role="send", timeout_s=60) as sender,
+            Relay(top, bottom, timeout_s=60) as relay,
+            rl_ckpt.connect(top, role="receive", timeout_s=60) as beside,
+            rl_ckpt.connect(bottom, role="receive", timeout_s=60) as below,
+        ):
+            beside.attest_with(veto)
+            below.attest_with(vote_late)
+            outcomes = await asyncio.gather(
+                sender.send_weights(weights.items(), version=2, num_peers=2),
+                relay.receive_into(mine[0], staged=True),
+                beside.receive_into(mine[1], staged=True),
+                below.receive_into(mine[2], staged=True),
+                return_exceptions=True,
+            )
+            assert [type(outcome) for outcome in outcomes].count(RuntimeError) == 1, outcomes
+            assert isinstance(outcomes[3], SyncAbortedError), outcomes
+            assert {node.state for node in (relay, beside, below)} == {ReceiverState.IDLE}
+
+    asyncio.run(main())
+    for each in mine:
+        assert_same(each, blank())
 
 
 @pytest.mark.parametrize("who", ["leaf", "relay", "beside"])

@@ -227,17 +227,27 @@ class Sender(CheckpointEngine):
         clock = Clock()
         source = Source((), clock, passage=passage)
 
-        def attempt() -> Sync:
+        offered: list[Sync] = []
+
+        def attempt() -> None:
             try:
-                return self._attempt(source, version, clock)
+                offered.append(self._attempt(source, version, clock))
             except Exception as error:
                 raise SyncAbortedError(f"version {version} was not taken over {self.address}: {error}") from error
 
-        sync = await self._worker.run(attempt)
+        def abort(text: str) -> None:
+            self._worker.call(lambda: offered[0].abort(AbortReason.FAILED, text))
+
+        try:
+            await self._worker.run(attempt)
+        except asyncio.CancelledError as error:
+            if offered:  # all have voted in the very moment of the cancellation, and wait for a verdict
+                await asyncio.to_thread(abort, str(error))
+            raise
         return Offer(
-            sync.digest,
-            commit=lambda: self._worker.call(lambda: self._commit(sync)),
-            abort=lambda text: self._worker.call(lambda: sync.abort(AbortReason.FAILED, text)),
+            offered[0].digest,
+            commit=lambda: self._worker.call(lambda: self._commit(offered[0])),
+            abort=abort,
         )
 
     def serve_from(self, weights: Iterable[tuple[str, Tensor]], version: int, digest: int) -> SyncReport | None:
