@@ -65,7 +65,8 @@ def test_one_step_off_learns_from_tokens_of_the_weights_before(model, tmp_path):
     first, *later = [r["metrics"]["mismatch_abs"] for r in records if r["metrics"]]
     assert first < 1e-5
     assert all(value > 1e-3 for value in later)
-    assert [r["position"] for r in records] == [0, 4, 8, 12]
+    assert [r["position"] for r in records] == [0, 8, 12, 12]  # with the prompts of the next step, which are held
+    assert [r["held"] for r in records] == [0, 4, 4, 0]
 
 
 LEARNING = [  # an untrained model earns nothing, and would not change for it
