@@ -42,6 +42,20 @@ def test_group_relative_by_hand(name, first, second):
     torch.testing.assert_close(advantages, torch.tensor([first, first, second, 0.0, second, 0.0, 0.0]))
 
 
+def test_groups_of_one_by_hand():
+    data = AdvantageInput(
+        rewards=torch.tensor([0.0, 2.0, 3.0, 1.0]),
+        loss_mask=torch.ones(4),
+        cu_seqlens=torch.tensor([0, 2, 3, 4]),
+        group_ids=torch.tensor([0, 1, 1]),
+    )
+    one = 1 / (2**0.5 + 1e-6)  # of 3 and 1: mean 2, deviation 2 ** 0.5
+    torch.testing.assert_close(compute_advantages("grpo", data), torch.tensor([2.0, 2.0, one, -one]))
+    with pytest.warns(UserWarning, match="1 of 2 groups have one completion, with which rloo can compare nothing"):
+        rloo = compute_advantages("rloo", data)
+    assert rloo.tolist() == [0.0, 0.0, 2.0, -2.0]
+
+
 def test_reinforce_plus_plus_by_hand():
     data = AdvantageInput(
         rewards=torch.tensor([1.0, 2.0, 0.0, 5.0]),
@@ -87,6 +101,7 @@ def test_reinforce_pp_baseline_by_hand():
     torch.testing.assert_close(got, (centered - centered.mean()) / centered.std(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:1 of 3 groups have one completion")
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_passk", "opo", "gpg"])
 def test_a_group_s_advantage_does_not_depend_on_where_its_rows_stand(name):
     data = three_groups()

@@ -46,7 +46,8 @@ JUDGE = [
         ),
         (["batch.max_tokens_per_gpu=10"], PlanError, "more than batch.max_tokens_per_gpu=10"),
         (["rollout.max_model_len=10"], PlanError, "more than rollout.max_model_len=10"),
-        (["batch.group_size=1"], PlanError, "batch.group_size must be at least 2"),
+        (["batch.group_size=1", "algorithm.advantage=rloo"], PlanError, "batch.group_size must be at least 2"),
+        (["batch.group_size=1", "batch.dynamic_sampling=true"], PlanError, "group_size must be at least 2"),
         (["algorithm.advantage=gae2"], ConfigError, "algorithm.advantage='gae2' is not known; there are .*grpo"),
         (["algorithm.loss=pp0"], ConfigError, "algorithm.loss='pp0' is not known; there are .*ppo"),
         (["engine.world_size=2", "engine.parallel.tp=4"], PlanError, r"world_size=2 is no multiple of .* 4 x 1 x 1"),
@@ -114,6 +115,8 @@ def test_optimal_token_baseline_is_accepted_with_the_engine_s_pass():
         make_plan(load_config("quickstart", [f"algorithm.advantage={name}", "algorithm.old_logprobs=recompute"]))
 
 
-@pytest.mark.parametrize("overrides", [GDPO, JUDGE, [*JUDGE, "algorithm.advantage=gdpo", "reward.parts.b.kind=rule"]])
-def test_rewards_that_can_work_are_planned(overrides):
+@pytest.mark.parametrize(
+    "overrides", [GDPO, JUDGE, ["batch.group_size=1"], [*JUDGE, "algorithm.advantage=gdpo", "reward.parts.b.kind=rule"]]
+)
+def test_what_can_work_is_planned(overrides):
     make_plan(load_config("quickstart", overrides))

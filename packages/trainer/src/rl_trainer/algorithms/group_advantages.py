@@ -6,6 +6,7 @@ them has its advantage.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -28,7 +29,14 @@ def dr_grpo(data: AdvantageInput) -> Tensor:
 
 
 def rloo(data: AdvantageInput) -> Tensor:
-    """Reward less the mean of the group's others: RLOO, arXiv 2402.14740. 0 in groups of one."""
+    """Reward less the mean of the group's others: RLOO, arXiv 2402.14740. 0 in groups of one, with a warning."""
+    rollouts = data.rollouts()
+    if (count := sum(members.numel() == 1 for members in members_of(rollouts.group_ids))) > 0:
+        warnings.warn(
+            f"{count} of {rollouts.group_ids.unique().numel()} groups have one completion, with which rloo can compare "
+            "nothing: their advantages are 0",
+            stacklevel=2,
+        )
     return _against_group(data, "rloo")
 
 
@@ -102,11 +110,11 @@ def _against_group(data: AdvantageInput, mode: Literal["grpo", "dr_grpo", "rloo"
     return data.broadcast(rollouts.to_rows(normed))
 
 
-register_advantage("grpo", grpo, compares_group=True)
+register_advantage("grpo", grpo)
 register_advantage("dr_grpo", dr_grpo, compares_group=True)
 register_advantage("rloo", rloo, compares_group=True)
 register_advantage("reinforce_pp_baseline", group_whitened, compares_group=True)
 register_advantage("grpo_passk", best_of_group, compares_group=True)
 register_advantage("opo", length_weighted, compares_group=True)
 register_advantage("gpg", gpg, compares_group=True)
-register_advantage("gdpo", group_reward_decoupled, needs=("components",), compares_group=True)
+register_advantage("gdpo", group_reward_decoupled, needs=("components",))
