@@ -39,6 +39,8 @@ class RunState:
     """Rows among them that are to be generated again."""
     held: tuple[tuple[int, int, int, int, int], ...] = ()
     """Groups among them that are finished and in the queue: `HeldGroup`s as tuples."""
+    history: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What may be learned from again: the state of `pipelines.replay.Replay`, whose rows are in the queue."""
     kl_coef: float | None = None
     """Where the weight of the KL in the rewards stood; None: where the configuration has it."""
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -62,16 +64,18 @@ class RunState:
                 f"{folder} is not a complete checkpoint folder: it has no {STATE_FILE}, or no engine; give one that has"
             )
         values: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-        pending, held = values.get("pending", ()), values.get("held", ())
-        return cls(**values | {"pending": tuple(pending), "held": tuple(tuple(group) for group in held)})
+        values["pending"] = tuple(values.get("pending", ()))
+        values["held"] = tuple(tuple(group) for group in values.get("held", ()))
+        return cls(**values)
 
     def for_run(self, config: Config) -> RunState:
         """What a run can go on from: held groups that another pipeline or batch size made are generated again."""
+        own = replace(self, history={}) if self.history and config.batch.replay is None else self
         is_whole = config.pipeline != "one_step_off" or len(self.held) == config.batch.batch_size
         if config.pipeline == self.pipeline and is_whole:
-            return self
+            return own
         again = tuple(row_index for _, row_index, *_ in self.held)
-        return replace(self, held=(), pending=(*again, *self.pending))
+        return replace(own, held=(), pending=(*again, *self.pending))
 
     def after(self, record: StepRecord, parts: Parts, pipeline: str) -> dict[str, Any]:
         """The state's JSON once a step has ended."""
@@ -81,6 +85,7 @@ class RunState:
             "position": record.position,
             "pending": [*record.pending, *order.pop("returned")],
             "held": [group.as_tuple() for group in record.held],
+            "history": {} if parts.replay is None else parts.replay.state(),
             "kl_coef": parts.kl.coef,
             "order": order,
             "pipeline": pipeline,
@@ -102,7 +107,7 @@ def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
     """Write everything that resuming needs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier attempt at the same step
-    if state["held"]:
+    if state["held"] or state["history"].get("groups"):
         parts.queue.snapshot(folder / "queue")
     parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
     parts.actor.save_model(str(folder / "model"))
@@ -125,7 +130,8 @@ def load(parts: Parts, folder: Path) -> None:
 
 def queue_snapshot(config: Config, state: RunState) -> str | None:
     """The folder that the queue begins with; None: empty."""
-    return str(Path(config.resume_from) / "queue") if config.resume_from is not None and state.held else None
+    has_rows = state.held or state.history.get("groups")
+    return str(Path(config.resume_from) / "queue") if config.resume_from is not None and has_rows else None
 
 
 def forget_after(output_dir: Path, step: int) -> None:

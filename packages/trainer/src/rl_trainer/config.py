@@ -108,6 +108,18 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySection:
+    """Part of every batch are groups that earlier steps have learned from (arXiv 2506.05316). With pipeline=sync."""
+
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of a batch's groups, rounded down; fresh ones take the place of what there is not."""
+    max_uses: Annotated[int, Field(ge=2)] = 2
+    """Steps that may learn from one group, the one that generated it included."""
+    max_age: Positive = 4
+    """Weight versions that its oldest token may lie behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
     """How many of what: prompts, completions, tokens."""
 
@@ -124,6 +136,8 @@ class BatchConfig:
     over_sampling: Annotated[float, Field(ge=0)] = 0.0
     """Share of groups that are begun beyond those that are needed; when enough are complete the others are stopped, and
     their prompts come first in the next step, where they are waited for. Not with pipeline=fully_async."""
+    replay: ReplaySection | None = None
+    """Learn from groups again; None learns from each once."""
     max_refills: NonNegative = 2
     """Times that failed or dropped groups of a batch are replaced before the run gives up."""
 

@@ -51,11 +51,11 @@ class FakeJob:
             actor=fake, reference=reference, rollout_manager=fake, weights=fake, queue=fake, agents=fake, eval_rows=[]
         )
 
-    def generate_sequences(self, partition: str, step: int) -> Generated:
-        """A full batch of references."""
+    def generate_sequences(self, partition: str, step: int, *, num_groups: int | None = None) -> Generated:
+        """A batch of references, full or of `num_groups`."""
         self.calls.append(f"generate {step}")
         version = self._version - self._lag
-        num_groups, group_size = self._config.batch.batch_size, self._config.batch.group_size
+        num_groups, group_size = num_groups or self._config.batch.batch_size, self._config.batch.group_size
         common = {
             "weight_version_min": version,
             "weight_version_max": version,

@@ -170,6 +170,8 @@ def _check_pipeline(config: Config) -> None:
         )
     if config.pipeline != "fully_async" and config.staleness != StalenessSection():
         raise PlanError(f"the keys of staleness do nothing with pipeline={config.pipeline}; leave them out")
+    if config.batch.replay is not None:
+        _check_replay(config)
     if config.pipeline == "fully_async":
         create_policy(config)
         if config.batch.over_sampling:
@@ -180,6 +182,21 @@ def _check_pipeline(config: Config) -> None:
     is_off_policy = config.pipeline == "one_step_off" or config.staleness.max_staleness > 0
     if config.pipeline != "sync" and is_off_policy:
         _require_off_policy(algorithm, f"pipeline={config.pipeline}")
+
+
+def _check_replay(config: Config) -> None:
+    if config.pipeline != "sync":
+        raise PlanError(
+            f"batch.replay goes with pipeline=sync, and pipeline={config.pipeline} learns from older tokens in its own "
+            "way; leave it out"
+        )
+    assert config.batch.replay is not None, "the caller has checked it"
+    if int(config.batch.replay.share * config.batch.batch_size) == 0:
+        raise PlanError(
+            f"batch.replay.share={config.batch.replay.share:g} of batch.batch_size={config.batch.batch_size} groups is "
+            "less than one, so that it does nothing; raise it, or leave batch.replay out"
+        )
+    _require_off_policy(config.algorithm, "batch.replay")
 
 
 def _require_off_policy(algorithm: AlgorithmConfig, what: str) -> None:

@@ -255,5 +255,6 @@ class WeightSync:
             return
         unknown = dict.fromkeys([member for member in members if member not in self.in_use], ())
         known = self.in_use | self.servers.call(RolloutWorker.address, unknown)
-        self.in_use = {member: known[member] for member in members if not isinstance(known[member], Exception)}
+        found = {member: known[member] for member in members}
+        self.in_use = {member: each for member, each in found.items() if not isinstance(each, Exception)}
         self._agents.use_servers([*self.in_use.values()])

@@ -18,10 +18,13 @@ _COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_lo
 _WAIT_S = 10.0
 
 
-def claim_held(queue: TransferQueue, partition: str, groups: Sequence[HeldGroup]) -> dict[int, BatchMeta]:
+def claim_held(
+    queue: TransferQueue, partition: str, groups: Sequence[HeldGroup], columns: Sequence[str] = _COLUMNS
+) -> dict[int, BatchMeta]:
     """The rows of each of `groups` in a queue that began with a checkpoint's snapshot; all other rows are cleared.
 
-    What else is there was written after the step that the checkpoint is of, and will be generated again.
+    What else is there was written after the step that the checkpoint is of, and will be generated again. The references
+    are to `columns`.
 
     Raises:
         InputError: a group is not there, so the snapshot is not this checkpoint's.
@@ -32,7 +35,7 @@ def claim_held(queue: TransferQueue, partition: str, groups: Sequence[HeldGroup]
     found: dict[int, BatchMeta] = {}
     if num_rows:
         rows = queue.get_meta(
-            partition=partition, columns=_COLUMNS, batch_size=num_rows, task="resume", timeout_s=_WAIT_S
+            partition=partition, columns=columns, batch_size=num_rows, task="resume", timeout_s=_WAIT_S
         )
         rows = replace(rows, task="", leases=())
         wanted = {(group.group_id, group.attempt) for group in groups}

@@ -18,6 +18,7 @@ from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data.prompts import make_prompts
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
+from rl_trainer.pipelines.replay import Replay
 from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS
@@ -63,6 +64,8 @@ class Parts:
     """Held-out rows."""
     samples: SampleWorker | None = None
     """Writes what is learned from to disk; None keeps nothing."""
+    replay: Replay | None = None
+    """Groups that may be learned from again; None: every group is learned from once."""
     held: tuple[HeldGroup, ...] = ()
     """Groups that an earlier process finished and did not learn from; in the queue."""
     num_too_long: int = 0
@@ -109,9 +112,10 @@ def place(
     is_own_process = config.runtime != "inline"
     runtime.start(resource_pools(config))
     snapshot = queue_snapshot(config, state)
-    queue_address = runtime.create_group(
+    store = runtime.create_group(
         QueueWorker, "queue", address=f"{config.queue_storage}://{job}-queue", snapshot=snapshot
-    ).address()
+    )
+    queue_address = store.address()
     with ThreadPoolExecutor(2, thread_name_prefix="place") as threads:  # processes start side by side
         servers = threads.submit(
             runtime.create_fleet,
@@ -171,6 +175,10 @@ def place(
         prompts.order.load_state_dict({**state.order, "position": state.position, "returned": state.pending})
     held = tuple(HeldGroup.from_tuple(group) for group in state.held)
     num_groups = max((group.group_id for group in held), default=0)
+    queue, history = rl_tq.connect(queue_address, timeout_s=config.timeout_s), None
+    if (section := config.batch.replay) is not None:
+        history = Replay(section, batch_size=config.batch.batch_size, seed=config.seed, queue=queue, copy=store.copy)
+        num_groups = history.restore(state.history)
     return Parts(
         actor=actor,
         reference=reference,
@@ -182,9 +190,10 @@ def place(
             horizon=config.algorithm.kl_horizon,
         ),
         rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config, num_groups=num_groups),
+        replay=history,
         held=held,
         weights=WeightSync(actor, rollout, agents, is_colocated=config.rollout.colocated),
-        queue=rl_tq.connect(queue_address, timeout_s=config.timeout_s),
+        queue=queue,
         agents=agents,
         eval_rows=prompts.eval_rows,
         samples=samples,

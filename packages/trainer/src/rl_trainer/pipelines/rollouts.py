@@ -42,7 +42,9 @@ class Generated:
     position: int
     """Prompts taken from the data up to and including these."""
     groups: tuple[HeldGroup, ...] = ()
-    """The groups in `batch`."""
+    """The groups in `batch` that were generated for it."""
+    reused: tuple[HeldGroup, ...] = ()
+    """The groups in `batch` that an earlier step has learned from (`batch.replay`)."""
 
 
 class RolloutManager:
@@ -72,8 +74,8 @@ class RolloutManager:
         """Rows of a stream that were passed over so far because their prompts are too long."""
         return self.order.num_too_long
 
-    def generate_sequences(self, partition: str, step: int) -> Generated:
-        """Roll out `batch_size` fresh prompts; groups that failed, or have no signal, are replaced by other prompts.
+    def generate_sequences(self, partition: str, step: int, *, num_groups: int | None = None) -> Generated:
+        """Roll out `num_groups` (None: `batch_size`) fresh prompts; groups that fail or have no signal are replaced.
 
         Raises:
             RolloutFailedError: groups are still missing after `batch.max_refills`; carries the counts.
@@ -83,7 +85,8 @@ class RolloutManager:
         failures: dict[str, int] = {}
         rewards: list[float] = []
         drawn: dict[int, Job] = {}
-        missing, dropped, stopped, reason = sizes.batch_size, 0, 0, ""
+        wanted = sizes.batch_size if num_groups is None else num_groups
+        missing, dropped, stopped, reason = wanted, 0, 0, ""
         for attempt in range(1 + sizes.max_refills):
             jobs, sampling = self.draw(num_begun(missing, sizes.over_sampling)), self.sampling(f"{step}/{attempt}")
             drawn.update((job.group_id, job) for job in jobs)
@@ -122,7 +125,7 @@ class RolloutManager:
                     position=self.position,
                 )
         raise RolloutFailedError(
-            f"step {step}: {missing} of {sizes.batch_size} groups are missing after batch.max_refills="
+            f"step {step}: {missing} of {wanted} groups are missing after batch.max_refills="
             f"{sizes.max_refills}: failed rollouts {failures}, groups dropped because all their rewards are equal "
             f"{dropped}; the last failure: {reason or 'none'}"
         )

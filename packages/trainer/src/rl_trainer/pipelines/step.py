@@ -113,11 +113,12 @@ def record_of(
     phase_s: dict[str, float],
 ) -> StepRecord:
     """What the step's reports say together."""
-    tags = generated.batch.tags
+    reused = {group.group_id for group in generated.reused}
+    tags = [tags for tags in generated.batch.tags if tags["group_id"] not in reused]
     names = {name: None for update in updates for name in update.metrics}  # in order
     metrics = {name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names}
     metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
-    metrics |= {"stopped_groups": generated.stopped_groups}
+    metrics |= {"stopped_groups": generated.stopped_groups, "replayed_groups": len(reused)}
     metrics |= {"grad_norm": fmean(u.grad_norm for u in updates), "lr": updates[-1].lr, **ages}
     metrics |= part_means(tags)
     return StepRecord(

@@ -1,6 +1,7 @@
 """On-policy training: generate with the current weights, learn from it, hand the new weights to the servers, repeat.
 
-Knows: the order of a step, and that every token must come from the current version. Does not know: where anything
+Knows: the order of a step, and that every token must come from the current version, unless a part of the batch is
+replayed (`batch.replay`). Does not know: where anything
 runs, how tensors travel, which engine trains or which server generates.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_trainer.metrics import PhaseTimer, StepRecord
+from rl_trainer.pipelines.replay import generate
 from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
 
 if TYPE_CHECKING:
@@ -36,14 +38,17 @@ def run_sync(parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_st
 
     for step in range(start_step + 1, config.steps + 1):
         with timer.phase("generate"):
-            generated = parts.rollout_manager.generate_sequences(_PARTITION, step)
-        ages = ages_of(generated.batch, version=version, bound=0)
+            generated = generate(parts, config, _PARTITION, step)
+        bound = 0 if parts.replay is None else parts.replay.section.max_age
+        ages = ages_of(generated.batch, version=version, bound=bound)
         with timer.phase("yield_memory"):
             parts.weights.yield_memory()
         updates = learn(parts, config, generated.batch, step, timer)
         version = step + 1
         with timer.phase("weight_sync"):
             parts.weights.sync(version)
+        if parts.replay is not None:
+            parts.replay.keep(generated, version)
         parts.queue.clear(_PARTITION)
         accuracy = None
         if is_eval_due(config, step):

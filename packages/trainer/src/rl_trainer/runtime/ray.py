@@ -133,7 +133,8 @@ class RayRuntime(Runtime):
             "max_concurrency": CALLS_AT_A_TIME + 1,
             "scheduling_strategy": strategy,
         }
-        actor = ray.remote(Host).options(**options).remote(rank, pool.num_workers)
+        make: Any = ray.remote(Host)
+        actor = make.options(**options).remote(rank, pool.num_workers)
         return PlacedHost(pool=pool, rank=rank, group=group, bundle=bundle, actor=actor, watch=actor.watch.remote())
 
     def _located(self, host: PlacedHost) -> PlacedHost:

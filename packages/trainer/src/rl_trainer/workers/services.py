@@ -15,6 +15,7 @@ from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from rl_rollout.types import ServerAddress, ServerConfig
+    from rl_tq.types import BatchMeta
 
 
 _HEALTH_CHECK_S = 1.0
@@ -33,6 +34,11 @@ class QueueWorker:
     def address(self) -> str:
         """URL that clients connect to."""
         return self._queue.address
+
+    @register(Dispatch.RANK_ZERO)
+    def copy(self, rows: BatchMeta, partition: str) -> BatchMeta:
+        """New rows of `partition` with the columns and tags of `rows`."""
+        return self._queue.put(self._queue.get(rows), partition=partition, tags=rows.tags)
 
     def close(self) -> None:
         """Free every row."""

@@ -1,0 +1,123 @@
+"""Replay: part of a batch are groups that earlier steps have learned from, so that fewer have to be generated.
+
+Rollout replay as of arXiv 2506.05316, section 4.2, reusing history as RhymeRL does (2508.18588): a group whose rewards
+differ is kept, with the log-probs of the weights that sampled it, and may be drawn again while its tokens are young
+enough. A prompt still counts as used once, by the step that generated it (`rows` in prompts.jsonl); how often a group
+is learned from is bounded by `batch.replay.max_uses`, across resumes too.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipelines.held import claim_held
+from rl_trainer.pipelines.rollouts import rows_with_signal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rl_tq.base import TransferQueue
+    from rl_tq.types import BatchMeta
+    from rl_trainer.config import Config, ReplaySection
+    from rl_trainer.pipelines.parts import Parts
+    from rl_trainer.pipelines.rollouts import Generated
+
+PARTITION = "history"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """A group that was learned from and may be again."""
+
+    group: HeldGroup
+    """Which."""
+    num_uses: int
+    """Steps that learned from it."""
+    meta: BatchMeta
+    """Its rows in `PARTITION`: the columns that generation wrote, and no other."""
+
+    @property
+    def oldest(self) -> int:
+        """Weight version of its oldest token."""
+        return min(tags["weight_version_min"] for tags in self.meta.tags)
+
+
+class Replay:
+    """The groups that may be learned from again.
+
+    Args:
+        section: How many, how often, and how old.
+        batch_size: Groups of a step.
+        seed: Of the run: seeds the draws.
+        queue: Has the rows.
+        copy: `(rows, partition) -> rows`: the same columns once more, of rows that nothing else is written to.
+    """
+
+    def __init__(
+        self,
+        section: ReplaySection,
+        *,
+        batch_size: int,
+        seed: int,
+        queue: TransferQueue,
+        copy: Callable[[BatchMeta, str], BatchMeta],
+    ) -> None:
+        self.section, self._batch_size, self._seed = section, batch_size, seed
+        self._queue, self._copy = queue, copy
+        self._used: dict[int, Used] = {}
+
+    def draw(self, step: int) -> list[Used]:
+        """The groups that a step learns from once more: at random, the same ones for the same seed and history."""
+        known = [self._used[group] for group in sorted(self._used)]
+        count = min(int(self.section.share * self._batch_size), len(known))
+        return sorted(
+            random.Random(f"{self._seed}/replay/{step}").sample(known, count), key=lambda used: used.group.group_id
+        )
+
+    def rows_of(self, used: Sequence[Used], partition: str) -> list[BatchMeta]:
+        """Rows of these groups for a step to write to."""
+        return [self._copy(each.meta, partition) for each in used]
+
+    def keep(self, generated: Generated, version: int) -> None:
+        """Take over what a step has learned from, for steps whose weights are of `version` or newer."""
+        for group in generated.reused:
+            used = self._used[group.group_id]
+            self._used[group.group_id] = replace(used, num_uses=used.num_uses + 1)
+        rows: dict[int, list[int]] = {}
+        for row in rows_with_signal(generated.batch):
+            rows.setdefault(generated.batch.tags[row]["group_id"], []).append(row)
+        for group in generated.groups:
+            if group.group_id in rows:
+                meta = self._copy(generated.batch.reorder(rows[group.group_id]), PARTITION)
+                self._used[group.group_id] = Used(group=group, num_uses=1, meta=meta)
+        for number, used in [*self._used.items()]:
+            if used.num_uses >= self.section.max_uses or version - used.oldest > self.section.max_age:
+                self._queue.clear(used.meta)
+                del self._used[number]
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; the rows are in the queue's snapshot."""
+        columns = next((used.meta.columns for used in self._used.values()), ())
+        groups = [[*used.group.as_tuple(), used.num_uses] for _, used in sorted(self._used.items())]
+        return {"columns": [*columns], "groups": groups}
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Take over the history of an earlier process; returns its highest group id, or 0."""
+        groups = {(group := HeldGroup.from_tuple(tuple(own))): uses for *own, uses in state.get("groups", ())}
+        metas = claim_held(self._queue, PARTITION, [*groups], columns=state.get("columns", ()))
+        for group, num_uses in groups.items():
+            self._used[group.group_id] = Used(group=group, num_uses=num_uses, meta=metas[group.group_id])
+        return max(self._used, default=0)
+
+
+def generate(parts: Parts, config: Config, partition: str, step: int) -> Generated:
+    """A batch for one step: fresh groups alone, or with others of `Parts.replay` behind them."""
+    if parts.replay is None:
+        return parts.rollout_manager.generate_sequences(partition, step)
+    used = parts.replay.draw(step)
+    fresh = parts.rollout_manager.generate_sequences(partition, step, num_groups=config.batch.batch_size - len(used))
+    batch = type(fresh.batch).concat([fresh.batch, *parts.replay.rows_of(used, partition)])
+    return replace(fresh, batch=batch, reused=tuple(each.group for each in used))

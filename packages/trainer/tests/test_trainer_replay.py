@@ -1,0 +1,160 @@
+"""Groups that are learned from again: which, how often, how old, and across a resume."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+import rl_tq
+from rl_trainer.config import ReplaySection, load_config
+from rl_trainer.errors import PlanError
+from rl_trainer.job import run
+from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipelines.replay import PARTITION, Replay
+from rl_trainer.pipelines.rollouts import Generated
+from rl_trainer.pipelines.sync import run_sync
+from rl_trainer.plan import make_plan
+from rl_trainer.testing import FakeJob
+from rl_trainer.workers.services import QueueWorker
+
+REPLAY = ["batch.replay.share=0.5", "batch.replay.max_uses=3", "batch.replay.max_age=2"]
+
+
+def config(*overrides):
+    sizes = ["batch.batch_size=4", "batch.mini_batch_size=2", "batch.group_size=2", "steps=4", "eval_every=0"]
+    return load_config("quickstart", [*sizes, *REPLAY, *overrides])
+
+
+@pytest.fixture
+def queue():
+    worker = QueueWorker(None, address="inproc://")
+    yield worker
+    worker.close()
+
+
+def replay_of(queue, **section):
+    client = rl_tq.connect(queue.address(), timeout_s=10)
+    section = ReplaySection(**{"share": 0.5, "max_uses": 3, "max_age": 2, **section})
+    return Replay(section, batch_size=4, seed=0, queue=client, copy=queue.copy), client
+
+
+def generated(client, rewards, *, version, reused=()):
+    """Groups of two rows with these rewards, by id; in the queue, as generation writes them."""
+    tags = [
+        {"group_id": group, "reward": reward, "attempt": 0, "num_tokens": 1, "finish_reason": "stop"}
+        | {"weight_version_min": version, "weight_version_max": version}
+        for group, pair in rewards.items()
+        for reward in pair
+    ]
+    rewards_column = [torch.tensor([tag["reward"]]) for tag in tags]
+    columns = {"rewards": rewards_column, "group_id": torch.tensor([tag["group_id"] for tag in tags])}
+    groups = tuple(HeldGroup(group_id=g, row_index=10 * g, place=g, released=version) for g in rewards)
+    batch = client.put(columns, partition="train", tags=tags)
+    numbers = {"reward": 0.5, "failures": {}, "dropped_groups": 0, "position": 0}
+    return Generated(batch=batch, groups=groups, reused=tuple(reused), **numbers)
+
+
+def test_what_is_kept_is_what_has_signal_and_it_leaves_by_uses_and_by_age(queue):
+    replay, client = replay_of(queue)
+    assert replay.draw(1) == []
+    replay.keep(generated(client, {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0)}, version=1), version=2)
+    client.clear("train")  # as the pipeline does
+    assert [used.group.group_id for used in replay.draw(2)] == [1, 3]  # the second has nothing to teach
+    rows = replay.rows_of(replay.draw(2), "train")
+    assert [tag["reward"] for tag in rows[0].tags] == [0.0, 1.0]
+    again = client.put({"advantages": torch.tensor([1.0, 2.0])}, partition="train", sample_ids=rows[0])
+    assert client.get(rows[0].union(again))["rewards"].values().tolist() == [0.0, 1.0]
+    reused = [used.group for used in replay.draw(2)]
+    replay.keep(generated(client, {4: (0.0, 1.0)}, version=2, reused=reused), version=3)
+    assert {tuple(group) for group in replay.state()["groups"]} == {
+        (1, 10, 1, 1, 0, 2), (3, 30, 3, 1, 0, 2), (4, 40, 4, 2, 0, 1)
+    }  # fmt: skip
+    replay.keep(generated(client, {5: (0.0, 1.0)}, version=3, reused=reused[:1]), version=4)
+    # 1 has been used three times; of weights 4 the tokens of 3 are three versions old, of 4 two.
+    assert [group[0] for group in replay.state()["groups"]] == [4, 5]
+    assert client.stats()["partitions"][PARTITION]["rows"] == 4
+
+
+def test_a_history_outlives_its_process_and_draws_are_the_same(queue, tmp_path):
+    replay, client = replay_of(queue)
+    replay.keep(generated(client, dict.fromkeys(range(1, 9), (0.0, 1.0)), version=1), version=2)
+    client.snapshot(tmp_path / "queue")
+    drawn = [used.group for used in replay.draw(2)]
+    assert len(drawn) == 2
+    assert {tuple(used.group for used in replay.draw(step)) for step in range(2, 12)} != {tuple(drawn)}
+    other = QueueWorker(None, address="inproc://", snapshot=str(tmp_path / "queue"))
+    resumed, behind = replay_of(other)
+    assert resumed.restore(json.loads(json.dumps(replay.state()))) == 8
+    assert [used.group for used in resumed.draw(2)] == drawn
+    values = [behind.get(rows)["rewards"].values().tolist() for rows in resumed.rows_of(resumed.draw(2), "train")]
+    assert values == [[0.0, 1.0]] * 2
+    assert resumed.state() == replay.state()
+    other.close()
+
+
+def test_a_step_generates_what_it_does_not_replay(queue):
+    settings = config()
+    replay, client = replay_of(queue)
+
+    class Job(FakeJob):
+        def generate_sequences(self, partition, step, *, num_groups=None):
+            made = super().generate_sequences(partition, step, num_groups=num_groups)
+            first = self.position - len(made.groups)
+            rewards = {first + i + 1: (0.0, 1.0) for i in range(len(made.groups))}
+            return generated(client, rewards, version=self._version)
+
+        def clear(self, rows):
+            super().clear(rows)
+            client.clear(rows)
+
+        def compute_advantage(self, batch, *args):
+            report = super().compute_advantage(batch, *args)
+            client.put({"advantages": torch.zeros(len(batch))}, partition="train", sample_ids=batch)
+            return replace(report, batch=batch)
+
+    job = Job(settings)
+    records = list(run_sync(replace(job.parts(), replay=replay), settings, [{}]))
+    assert [r.metrics["replayed_groups"] for r in records[1:]] == [0, 2, 2, 2]
+    assert [len(r.rows) for r in records[1:]] == [4, 2, 2, 2], "a prompt counts for the step that generated it"
+    assert sorted(row for r in records for row in r.rows) == [10 * g for g in range(1, 11)]
+    assert records[2].metrics["staleness_1"] == 0.5
+    assert [c for c in job.calls if c.startswith("update")] == ["update 4"] * 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["pipeline=one_step_off"], "batch.replay goes with pipeline=sync, and pipeline=one_step_off"),
+        (["algorithm.old_logprobs=recompute"], "batch.replay learns from tokens of older weights"),
+        (["batch.replay.share=0.2"], "share=0.2 of batch.batch_size=4 groups is less than one"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(overrides, words):
+    with pytest.raises(PlanError, match=words):
+        make_plan(config(*overrides))
+
+
+@pytest.mark.slow
+def test_a_run_that_replays_resumes_with_the_same_losses(model, tmp_path):
+    """Real parts in this process; every prompt is generated once, and the history is there after the resume."""
+    sizes = ["data.options.num_rows=200", "data.eval_size=4", "rollout.max_new_tokens=5"]
+    learning = ["algorithm.entropy_coef=0.1", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "timeout_s=120"]
+    reward = tmp_path / "rewards.py"
+    reward.write_text("def f(text, row):\n    return sum(map(ord, text)) % 7 / 7\n")
+    common = [*sizes, *learning, f"reward.path={reward}:f", f"model.path={model}", "runtime=inline", "save_every=2"]
+
+    def losses(name, *overrides):
+        out = tmp_path / name
+        run(config(*common, f"output_dir={out}", *overrides), Console(quiet=True))
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return {r["step"]: (r["metrics"]["policy_loss"], r["metrics"]["replayed_groups"]) for r in records[1:]}
+
+    whole = losses("whole")
+    assert [count for _, count in whole.values()] == [0, 2, 2, 2]
+    resumed = losses("resumed", f"resume_from={tmp_path}/whole/checkpoint-2")
+    assert resumed == {step: whole[step] for step in (3, 4)}
+    lines = (tmp_path / "whole" / "prompts.jsonl").read_text().splitlines()
+    rows = [row for line in lines for row in json.loads(line)["rows"]]
+    assert len(rows) == len(set(rows)) == 4 + 2 * 3
