@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import rl_ckpt
 from rl_ckpt.testing import new_name
-from rl_ckpt.testing.servers import PROMPT, ServedModel, ServedSuite, session, tiny_model
+from rl_ckpt.testing.servers import PROMPT, ServedModel, ServedSuite, logprobs_of, session, tiny_model
 
 ENVIRONMENT = os.environ.get("RL_CKPT_VLLM")
 START_S = 600
@@ -41,7 +42,7 @@ def update_of_readme():
 class Vllm(ServedModel):
     """`vllm serve` on a folder, with its own Python."""
 
-    def __init__(self, folder, log):
+    def __init__(self, folder, log, *options):
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -55,12 +56,15 @@ class Vllm(ServedModel):
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", "64", "--skip-tokenizer-init"),
             *("--no-enable-prefix-caching", "--enable-scale-out", "--max-num-seqs", "4"),
             *("--weight-transfer-config", json.dumps({"backend": "rl_ckpt"})),
+            *options,
         ]
         super().__init__(command, settings, log)
 
-    def logprobs(self):
+    def logprobs(self, name=None):
+        """Of the model, or of an adapter on it."""
         answer = self.post(
             "/inference/v1/generate",
+            model=name,
             token_ids=PROMPT,
             sampling_params={"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
         )
@@ -99,6 +103,24 @@ def served(request, tmp_path_factory):
         server.close()
 
 
+def save_adapter(folder, model):
+    """Write a LoRA adapter as PEFT does, and return what it adds to which weight of the model."""
+    torch.manual_seed(9)
+    folder.mkdir()
+    tensors, added = {}, {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight")):
+            a, b = torch.randn(4, parameter.shape[1]) / 8, torch.randn(parameter.shape[0], 4) / 8
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+            added[name] = 2 * b @ a  # lora_alpha / r
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task_type": "CAUSAL_LM"}
+    config["target_modules"] = ["q_proj", "v_proj", "down_proj"]
+    folder.joinpath("adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
 class TestVllm(ServedSuite):
     def test_a_sync_of_a_part_is_asked_for(self, served):
         """The first of a session never is one; vLLM tells the version that is in force."""
@@ -121,3 +143,38 @@ class TestVllm(ServedSuite):
                 server.sync(sender, part, 2)
             server.sync(sender, part, 3, partial=True)
             assert server.serves(new)
+
+
+class TestVllmWithLora(ServedSuite):
+    """`--enable-lora` wraps every layer, and renames its parameters."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("lora")
+        model = tiny_model(0)
+        model.save_pretrained(folder / "model")
+        added = save_adapter(folder / "adapter", model)
+        modules = f"adapter={folder / 'adapter'}"
+        options = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", modules]
+        server = Vllm(folder / "model", folder / "log", *options)
+        server.added = added
+        try:
+            server.wait(START_S)
+            yield server, False
+        finally:
+            server.close()
+
+    def test_an_adapter_is_on_top_of_what_was_sent(self, served):
+        server, _ = served
+        model = tiny_model(1)
+        with session(server, f"uds://{new_name()}") as sender:
+            (receipt,) = server.sync(sender, model.state_dict().items(), 1).receipts
+        assert receipt.is_attested
+        assert server.serves(model)
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, difference in server.added.items():
+                parameters[name] += difference
+        torch.testing.assert_close(server.logprobs("adapter"), logprobs_of(model), atol=1e-4, rtol=0)
+        assert not server.serves(model)

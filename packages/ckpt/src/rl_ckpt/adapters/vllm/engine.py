@@ -4,6 +4,7 @@
 # vLLM is never in the environment that this is checked in.
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -26,7 +28,7 @@ from rl_ckpt.adapters._installing import Installer
 from rl_ckpt.errors import TensorError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -111,6 +113,10 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Put all weights into the model; return what it then holds of them, if that is to be attested."""
+        with _without_lora(self.model):
+            return self._load_bare(weights)
+
+    def _load_bare(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         expected = {name for name, _ in self.model.named_parameters()}
         recorder = LoadRecorder(self.model, weights)
         with recorder:
@@ -127,7 +133,8 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         loader = get_model_loader(self.vllm_config.load_config)
         if not hasattr(loader, "get_all_weights"):
             raise UsageError(f"{type(loader).__name__} has no weights on disk")
-        self._reload(loader.get_all_weights(self.model_config, self.model))
+        with _without_lora(self.model):
+            self._reload(loader.get_all_weights(self.model_config, self.model))
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Call vLLM's loader; the names of the parameters that it filled, if the model tells."""
@@ -143,6 +150,27 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         _repack_tied(self.model)
         return loaded
+
+
+@contextmanager
+def _without_lora(model: nn.Module) -> Generator[None]:
+    """Take away the wrappers of `--enable-lora` for a while: layers have the names that the model's loader knows.
+
+    What they add to a layer is an adapter's, and no part of the weights.
+    """
+    wrapped = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    try:
+        for parent, name, layer in wrapped:
+            setattr(parent, name, layer.base_layer)
+        yield
+    finally:
+        for parent, name, layer in wrapped:
+            setattr(parent, name, layer)
 
 
 def _abandon(model: nn.Module) -> None:
