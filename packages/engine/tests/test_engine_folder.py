@@ -93,6 +93,19 @@ def test_a_damaged_config_is_named(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron", "torchtitan"])
+def test_quantised_weights_and_further_layers_are_refused(folder, backend):
+    for name in ("mtp.fc.weight", "model.layers.2.eh_proj.weight"):
+        edit(folder, lambda tensors, name=name: tensors.update({name: torch.ones(2, 2)}))
+        with pytest.raises(ModelFolderError, match=rf"has, beyond what the architecture takes, 1 tensor\(s\): {name}"):
+            load(folder, backend)
+        edit(folder, lambda tensors, name=name: tensors.pop(name))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match=r"are quantised \(fp8\), .* Give the folder in bfloat16\."):
+        load(folder, backend)
+
+
 def test_layers_for_multi_token_prediction_are_not_lost_in_silence(tmp_path):
     config = AutoConfig.for_model(
         "glm4_moe", vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,

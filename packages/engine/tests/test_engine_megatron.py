@@ -385,7 +385,7 @@ def test_fsdp_refuses_layouts_that_it_has_not(tmp_path, parallel):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("gpt2", None, "Model type 'gpt2' has no mapping"),
+        ("gpt2", None, "Model type 'gpt2' has no built-in mapping"),
         ("llama", {"attention_bias": True}, "attention_bias=true"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act=gelu"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "dense layers among expert layers"),

@@ -42,7 +42,7 @@ def test_what_cannot_be_meant_is_one_sentence(changes, rate, sentence):
         check_settings(config_of(changes, rate))
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron", "fake"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron", "torchtitan", "fake"])
 def test_every_backend_asks(backend):
     config = config_of({"precision": "fp8"}, {})
     engine = FakeEngine(config) if backend == "fake" else create_engine(backend, config)

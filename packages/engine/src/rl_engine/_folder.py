@@ -175,16 +175,23 @@ def read_config(folder: Path) -> Any:
     """The folder's transformers config.
 
     Raises:
-        ModelFolderError: there is none, or transformers does not know it.
+        ModelFolderError: there is none, transformers does not know it, or its weights are quantised.
     """
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ModelFolderError(
+            f"The weights of {folder} are quantised ({method}), and no backend trains or scores with such weights. "
+            "Give the folder in bfloat16."
+        )
+    return config
 
 
 def _factory(config: Any, head: Head) -> Any:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from rl_engine.backends.megatron._bridge import check_bridged, find_registry, with_tensors
 from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.types import Head
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rl_engine.backends.megatron._bridge import Registry
     from rl_engine.types import ParallelConfig
 
 _ROPE_TYPES = ("default", "linear", "llama3")
@@ -60,23 +64,23 @@ class Architecture:
     """Inner size of an expert."""
     norm_top_k: bool
     """The chosen experts' probabilities are scaled to sum to 1."""
+    registry: Registry | None = None
+    """Megatron-Bridge's names of the tensors; None: the built-in ones."""
 
 
-def read_architecture(config: Any, head: Head) -> Architecture:
-    """Take what is needed from a transformers config.
+def read_architecture(folder: Path, config: Any, head: Head) -> Architecture:
+    """Take what is needed from a model folder's transformers config.
 
     Raises:
-        ModelFolderError: an architecture, or a variant of one, that has no mapping here.
+        ModelFolderError: an architecture, or a variant of one, that has no mapping.
     """
-    kind = config.model_type
+    kind, registry = config.model_type, None
     if kind not in _MODEL_TYPES:
-        raise ModelFolderError(
-            f"Model type {kind!r} has no mapping to megatron-core here; mapped are {', '.join(_MODEL_TYPES)}. "
-            "Use the fsdp backend, which takes any causal LM."
-        )
+        registry = find_registry(folder, kind)
+        check_bridged(config, head)
     _refuse_variants(config, kind)
     heads = config.num_attention_heads
-    return Architecture(
+    arch = Architecture(
         model_type=kind,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -96,7 +100,9 @@ def read_architecture(config: Any, head: Head) -> Architecture:
         top_k=config.num_experts_per_tok if kind == "qwen3_moe" else 0,
         expert_size=config.moe_intermediate_size if kind == "qwen3_moe" else 0,
         norm_top_k=bool(getattr(config, "norm_topk_prob", False)),
+        registry=registry,
     )
+    return arch if registry is None else with_tensors(arch, folder)
 
 
 def _refuse_variants(config: Any, kind: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from rl_engine import _checkpoint, _folder
@@ -18,6 +19,7 @@ from rl_engine._rows import CANDIDATES, VISUAL, RowBatch
 from rl_engine._settings import check_candidates, check_settings, refuse_fsdp_only
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, add_up, agree, columns_of
+from rl_engine.backends.megatron._bridge import difference, probe_row, refusal
 from rl_engine.backends.megatron._config import check_divides, read_architecture
 from rl_engine.backends.megatron._layout import (
     check_parallel,
@@ -34,8 +36,6 @@ from rl_engine.types import EngineConfig, EngineOutput, Head, PeftConfig, ShardS
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
-
-    from tensordict import TensorDict
 
     from rl_engine.backends.megatron._optimizer import ShardedAdamW
 
@@ -59,9 +59,10 @@ class MegatronEngine(Engine):
         config = self._config
         check_settings(config)
         refuse_fsdp_only(config, "megatron")
-        source = _folder.read_config(Path(config.model_path))
+        folder = Path(config.model_path)
+        source = _folder.read_config(folder)
         check_parallel(config.parallel)
-        arch = read_architecture(source, config.head)
+        arch = read_architecture(folder, source, config.head)
         check_divides(arch, config.parallel)
         check_candidates(config.num_candidates, arch.vocab_size)
         world = join_world(timeout_s=config.timeout_s, needs_group=True)
@@ -72,8 +73,11 @@ class MegatronEngine(Engine):
             world.leave()
             raise
         try:
-            self._state = State(config, source, world, layout)
+            self._state = State(config, source, arch, world, layout)
+            if arch.registry is not None:
+                self._check_scores()
         except BaseException:
+            self._state = None
             leave_layout()
             world.leave()
             raise
@@ -89,6 +93,27 @@ class MegatronEngine(Engine):
         finally:
             leave_layout()
             state.world.leave()
+
+    def _check_scores(self) -> None:
+        """Compare a probe row with transformers' own model, which rank 0 loads whole. Collective.
+
+        Raises:
+            ModelFolderError: the layers of an architecture that Megatron-Bridge maps compute something else.
+        """
+        state = self._built()
+        row, wrong = probe_row(state.arch), None
+        tokens = torch.tensor([row], device=state.world.device)
+        sizes = {"prompt_token_ids": slice(0, 1), "completion_token_ids": slice(1, None)}
+        columns = {
+            name: torch.nested.as_nested_tensor(tokens[:, part], layout=torch.jagged) for name, part in sizes.items()
+        }
+        batch = TensorDict(columns, batch_size=[1])
+        with self.eval_mode():
+            scored = self.forward_backward_batch(batch, None).columns["logprobs"].values()
+        if state.world.rank == 0:
+            wrong = difference(self._config, row, scored)
+        if (wrong := state.world.exchange(wrong)[0]) is not None:
+            raise refusal(state.arch.model_type, wrong)
 
     # Modes and places
 

@@ -18,12 +18,13 @@ from rl_engine._rows import one_token_row
 from rl_engine._scores import Wanted
 from rl_engine._step import Tally, apply_loss
 from rl_engine._writer import CheckpointWriter
-from rl_engine.backends.megatron._config import read_architecture, transformer_config
+from rl_engine.backends.megatron._bridge import plan
+from rl_engine.backends.megatron._config import transformer_config
 from rl_engine.backends.megatron._folder import SliceReader
 from rl_engine.backends.megatron._layout import megatron_calls
 from rl_engine.backends.megatron._model import Stage, StageModel, attach
 from rl_engine.backends.megatron._optimizer import MASTER, STATES, STEP, ShardedAdamW
-from rl_engine.backends.megatron._weights import export, local_parts, own_entries, plan_weights, read_into, shapes_of
+from rl_engine.backends.megatron._weights import export, local_parts, own_entries, read_into, shapes_of
 from rl_engine.types import ModelInit
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rl_engine._routing import ExpertLoad, Routing
     from rl_engine._rows import PackedRows
     from rl_engine._step import Agreed
+    from rl_engine.backends.megatron._config import Architecture
     from rl_engine.backends.megatron._layout import Layout
     from rl_engine.backends.megatron._weights import Entry
     from rl_engine.base import LossFunction
@@ -43,11 +45,10 @@ if TYPE_CHECKING:
 class State:
     """What an initialised engine holds."""
 
-    def __init__(self, config: EngineConfig, source: Any, world: World, layout: Layout) -> None:
+    def __init__(self, config: EngineConfig, source: Any, arch: Architecture, world: World, layout: Layout) -> None:
         dtype = _folder.DTYPES[config.precision]
-        self.source, self.world, self.layout = source, world, layout
-        self.arch = read_architecture(source, config.head)
-        self.entries = plan_weights(self.arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
+        self.source, self.arch, self.world, self.layout = source, arch, world, layout
+        self.entries = plan(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
         self.experts: Experts | None = None
         if self.arch.num_experts:
             self.experts = Experts(
@@ -250,7 +251,7 @@ def _copies(world: World, layout: Layout) -> Copies:
 
 
 def _cost(source: Any, entries: list[Entry]) -> CostModel:
-    trunk = {name: shape for name, shape in shapes_of(entries).items() if name.startswith("model.layers.")}
+    trunk = shapes_of([entry for entry in entries if ".decoder.layers." in entry.parameter])
     return cost_model(source, trunk)
 
 
