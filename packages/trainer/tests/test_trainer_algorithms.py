@@ -19,7 +19,7 @@ from rl_trainer.algorithms import (
     table,
 )
 from rl_trainer.config import AlgorithmConfig, load_config
-from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.errors import ConfigError
 from rl_trainer.plan import make_plan
 
 
@@ -186,14 +186,14 @@ class Point:
 
 def test_algorithms_of_other_distributions_are_found_by_entry_point(monkeypatch):
     ones = Estimator(compute=lambda data: data.loss_mask.float())
-    double = PolicyLoss(source="none", keys=("clip_low",), compute=lambda data: -2 * data.advantages * data.logprobs)
+    double = PolicyLoss(source="none", compute=lambda data: -2 * data.advantages * data.logprobs)
     points = {"rl_trainer.advantages": [Point("ones", ones)], "rl_trainer.policy_losses": [Point("double", double)]}
     monkeypatch.setattr("rl_trainer.algorithms._plugins.entry_points", lambda group: points[group])
     assert compute_advantages("ones", two_groups()).sum() == 6
     assert loss_named("double") is double
     make_plan(load_config("quickstart", [*PLAIN, "algorithm.advantage=ones", "algorithm.loss=double"]))
-    with pytest.raises(PlanError, match="clip_dual=2.0 does nothing unless"):
-        make_plan(load_config("quickstart", [*PLAIN, "algorithm.loss=double", "algorithm.clip_dual=2"]))
+    with pytest.raises(ConfigError, match="clip_dual is not read by algorithm.loss=double; its options are: none"):
+        make_plan(load_config("quickstart", [*PLAIN, "algorithm.loss=double", "algorithm.loss_options.clip_dual=2"]))
     with pytest.raises(ConfigError, match="algorithm.loss='triple' is not known; there are cispo, .*, double"):
         loss_named("triple")
     points["rl_trainer.policy_losses"] = [Point("ones", ones)]
@@ -203,7 +203,7 @@ def test_algorithms_of_other_distributions_are_found_by_entry_point(monkeypatch)
         loss_named("ones")
 
 
-PLAIN = ["algorithm.clip_high=0.2"]
+PLAIN = ["algorithm.loss_options={}"]
 
 
 def one_row_batch(mask, offsets, **columns):
@@ -275,7 +275,7 @@ def test_loss_shares_add_up_whatever_the_cut():
             batch_size=[len(local) - 1],
         )
         output = ModelOutput(token_logprobs=values, entropy=None, cu_seqlens=local, counts=counts)
-        config = AlgorithmConfig(kl_coef=0.1, aggregation=kind, correction="tis", correction_level="sequence")
+        config = AlgorithmConfig(kl_coef=0.1, aggregation=kind, correction="sequence_tis")
         loss, metrics = PolicyLossFunction(config=config)(output, data)
         loss.backward()
         return loss.detach(), values.grad, torch.stack([metrics["kl"], metrics["mismatch_k3"]])

@@ -85,7 +85,7 @@ def test_the_divergence_of_what_is_equal_is_nothing_and_otherwise_positive():
 )
 def test_what_would_do_nothing_is_refused(settings, words):
     with pytest.raises(PlanError, match=words):
-        make_plan(load_config("gsm8k", ["algorithm.clip_high=0.2", *settings]))
+        make_plan(load_config("gsm8k", settings))
 
 
 def test_a_policy_comes_nearer_to_its_teacher(model, tmp_path):

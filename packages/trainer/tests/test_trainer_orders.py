@@ -156,12 +156,12 @@ def test_a_mixture_of_files_is_loaded_filtered_and_drawn(tmp_path):
 
 def test_a_streamed_file_has_held_out_rows_of_its_own(tmp_path):
     write(tmp_path / "train.jsonl", [row(n, words) for n, words in enumerate(LENGTHS)])
-    with pytest.raises(DataError, match="data.streaming cannot hold out the last rows"):
-        load_datasets(DataConfig(path=str(tmp_path / "train.jsonl"), streaming=True), seed=0)
+    with pytest.raises(DataError, match="data.options.stream_buffer=9 cannot hold out the last rows"):
+        load_datasets(DataConfig(path=str(tmp_path / "train.jsonl"), options={"stream_buffer": 9}), seed=0)
     write(tmp_path / "test.jsonl", [row(n) for n in range(5)])
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"data: {{path: {tmp_path}, streaming: true, eval_size: 2, max_prompt_tokens: 4}}")
-    config = load_config(str(recipe), ["data.options.shuffle_buffer=3"])
+    recipe.write_text(f"data: {{path: {tmp_path}, eval_size: 2, max_prompt_tokens: 4}}")
+    config = load_config(str(recipe), ["data.options.stream_buffer=3"])
     data = load_datasets(config.data, seed=0)
     assert len(data.eval) == 2
     found = make_prompts(config, data, measure, position=0, returned=())
@@ -175,8 +175,8 @@ def test_a_streamed_file_has_held_out_rows_of_its_own(tmp_path):
     assert [resumed.rows[i]["reward_model"]["ground_truth"] for i in again] == [truths[1], *truths[4:]]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_of_the_datasets_package(tmp_path, streaming):
+@pytest.mark.parametrize("stream", [{}, {"stream_buffer": 100}])
+def test_a_dataset_of_the_datasets_package(tmp_path, stream):
     import datasets
 
     made = {
@@ -184,12 +184,11 @@ def test_a_dataset_of_the_datasets_package(tmp_path, streaming):
         "test": datasets.Dataset.from_list([row(n) for n in range(10, 14)]),
     }
     datasets.DatasetDict(made).save_to_disk(str(tmp_path / "saved"))
-    config = DataConfig(
-        path=f"hf:{tmp_path / 'saved'}", options={"train_split": "fit"}, eval_size=3, streaming=streaming
-    )
+    config = DataConfig(path=f"hf:{tmp_path / 'saved'}", options={"train_split": "fit", **stream}, eval_size=3)
     data = load_datasets(config, seed=0)
     assert [r["reward_model"]["ground_truth"] for r in data.eval] == ["10", "11", "12"]
     rows = [data.stream[i] for i in range(6)] if data.stream else data.train
+    assert (data.stream is not None) == bool(stream)
     assert sorted(r["reward_model"]["ground_truth"] for r in rows) == list("012345")
     with pytest.raises(DataError, match=r"has no split 'train'; it has fit, test"):
         load_datasets(DataConfig(path=str(tmp_path / "saved")), seed=0)
@@ -228,10 +227,10 @@ def test_what_the_pipelines_do_not_bring_to_the_engine_is_refused(tmp_path):
     ("overrides", "words"),
     [
         (["data.path=x"], "data.path='x' does nothing with data.format=reasoning_gym"),
-        (["data.streaming=true"], "data.streaming=True does nothing with data.format=reasoning_gym"),
+        (["data.options.stream_buffer=9"], "stream_buffer is no option of data.format=reasoning_gym"),
         (["data.options.num_row=5"], "data.options.num_row is no option .*; the nearest one is num_rows"),
         (["data.options.num_rows=many"], "data.options.num_rows: .*, got 'many'"),
-        (["data.curriculum.low=1.0"], "data.curriculum.low=1.0 must be below high=1.0"),
+        (["data.curriculum.pass_rate=[1, 1]"], "the first has to be the lower"),
     ],
 )
 def test_keys_that_do_nothing_with_the_dataset_are_refused(overrides, words):
@@ -243,12 +242,19 @@ def test_keys_that_do_nothing_with_the_dataset_are_refused(overrides, words):
     ("overrides", "words"),
     [
         (["data.options.num_rows=5"], "data.options.num_rows is no option of data.format=gsm8k"),
-        (["data.options.shuffle_buffer=5"], "shuffle_buffer=5 does nothing without data.streaming"),
+        (
+            ["data.mixture={a: {path: y}}", "data.options.stream_buffer=5"],
+            "stream_buffer=5 does nothing beside data.mix",
+        ),
+        (["data.mixture={a: {path: y, options: {stream_buffer: 5}}}"], "mixture.a.options.stream_buffer does nothing"),
         (["data.options.load_options={name: x}"], "does nothing unless data.path is of the datasets package"),
         (["data.format=rows", "data.options.prompt_template=x"], "prompt_template='x' does nothing with data.format"),
         (["data.mixture={a: {path: y, options: {wait: 2}}}"], "data.options.wait is no option"),
         (["data.path=x", "data.mixture={a: {path: y}}"], "data.path='x' does nothing beside data.mixture"),
-        (["data.mixture={a: {path: y}}", "data.curriculum.low=0.1"], "data.curriculum chooses among all rows of one"),
+        (
+            ["data.mixture={a: {path: y}}", "data.curriculum.revisit=0.2"],
+            "data.curriculum chooses among all rows of one",
+        ),
         (["data.mixture={a: {path: y, wait: 2}}"], "unknown configuration key data.mixture.a.wait"),
         (["data.path=hf:x", "data.eval_path=y"], "set data.options.eval_split"),
     ],
@@ -269,7 +275,7 @@ def test_a_run_on_a_stream_counts_what_it_passed_over(model, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         f"steps: 2\neval_every: 0\nruntime: inline\nmodel: {{path: {model}}}\noutput_dir: {tmp_path / 'out'}\n"
-        f"data: {{path: {tmp_path}, streaming: true, options: {{shuffle_buffer: 1}}, max_prompt_tokens: 16}}\n"
+        f"data: {{path: {tmp_path}, options: {{stream_buffer: 1}}, max_prompt_tokens: 16}}\n"
         "batch: {batch_size: 4, mini_batch_size: 4, group_size: 2}\nrollout: {max_new_tokens: 4, max_model_len: 64}\n"
         "tracking: {keep_samples: true}\n"
     )

@@ -21,8 +21,8 @@ def test_counts_by_hand():
 
 
 GDPO = ["algorithm.advantage=gdpo", "reward.path=rewards.py:f"]
-SAPO = ["algorithm.loss=sapo", "algorithm.clip_high=0.2"]
-COV = ["algorithm.loss=kl_cov", "algorithm.clip_high=0.2"]
+SAPO = ["algorithm.loss=sapo", "algorithm.loss_options={}"]
+COV = ["algorithm.loss=kl_cov", "algorithm.loss_options={}"]
 TIS = ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
 KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in_reward=true"]
 JUDGE = [
@@ -64,19 +64,23 @@ JUDGE = [
         (["critic.lr=1e-5"], PlanError, "critic do nothing with algorithm.advantage=grpo; .* one of gae, vtrace"),
         (["algorithm.advantage=vtrace", "critic.lr=1e-5"], PlanError, "reads ratio, .* set algorithm.old_logprobs=rec"),
         (["algorithm.advantage=prime"], PlanError, "a process reward model"),
-        (["algorithm.rejection=token"], PlanError, "algorithm.old_logprobs=rollout never computes"),
-        (["algorithm.loss_options.share=0.1"], ConfigError, "not read by algorithm.loss=ppo; its options are: none"),
+        (["algorithm.rejection=token_k1"], PlanError, "algorithm.old_logprobs=rollout never computes"),
+        (
+            ["algorithm.loss_options.share=0.1"],
+            ConfigError,
+            "share is not read by algorithm.loss=ppo; its options are: clip_low",
+        ),
         ([*SAPO, "algorithm.loss_options={tau: 1}"], ConfigError, "tau is not read .* options are: tau_pos, tau_neg"),
         ([*COV, "algorithm.loss_options.share=2"], PlanError, "share=2 is a share of the tokens; give 0 to 1"),
-        ([*SAPO, "algorithm.clip_low=0.1"], PlanError, "clip_low=0.1 does nothing unless algorithm.loss is one of ppo"),
-        (["algorithm.loss=sapo"], PlanError, "clip_high=0.28 does nothing .* leave it out, or set it back to 0.2"),
+        (["algorithm.loss=sapo"], ConfigError, "loss_options.clip_high is not read by algorithm.loss=sapo; .* tau_pos"),
         (["algorithm.gamma=0.9"], PlanError, "gamma=0.9 does nothing unless algorithm.advantage is one of gae, opt"),
-        (["algorithm.correction_high=3"], PlanError, "does nothing unless algorithm.correction is chosen"),
-        ([*TIS, "algorithm.correction_low=0.1"], PlanError, "does nothing unless algorithm.correction is icepop"),
+        (["algorithm.correction_bounds=[0, 3]"], PlanError, "does nothing unless algorithm.correction is chosen"),
+        ([*TIS, "algorithm.correction_bounds=[0.1, 3]"], PlanError, "tis has an upper bound alone, .*; give .0, 3"),
+        ([*TIS, "algorithm.correction_bounds=[3, 2]"], PlanError, "the first has to be the lower one"),
         ([*KL, "algorithm.kl_estimator=k3+"], PlanError, "penalty in the rewards has none; set kl_estimator=k3"),
         (["algorithm.kl_in_reward=true"], PlanError, "does nothing unless algorithm.kl_coef is positive"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_target=1"], PlanError, "unless algorithm.kl_in_reward is set"),
-        (["algorithm.rejection_low=0.1"], PlanError, "unless algorithm.rejection is chosen"),
+        (["algorithm.rejection_bounds=[0, 1]"], PlanError, "unless algorithm.rejection is chosen"),
         (["algorithm.lam=0.9"], PlanError, "unless algorithm.advantage is one of gae, vtrace"),
         (["algorithm.norm_constant=9"], PlanError, "goes with algorithm.aggregation=seq-mean-token-sum-norm"),
         (["algorithm.advantage=gdpo"], PlanError, "reads components, which takes a reward of parts: set reward.parts"),

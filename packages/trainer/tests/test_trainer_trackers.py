@@ -9,10 +9,9 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 from rich.console import Console
 
-from rl_trainer.config import TrackingSection
-from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.config import load_config
+from rl_trainer.errors import InputError
 from rl_trainer.metrics import StepRecord
-from rl_trainer.preflight import check_tracking
 from rl_trainer.trackers import RunInfo, Tracker, TrackerGroup
 
 
@@ -31,7 +30,7 @@ def run(tmp_path):
 
 
 def logged(run, *names, options=None):
-    with TrackerGroup(run, names, options or {}) as trackers:
+    with TrackerGroup(run, {name: {} for name in names} | (options or {})) as trackers:
         trackers.log(record(1))
         trackers.log(record(2, accuracy=0.75))
         trackers.finish({"steps": 2, "phase_s": {"update": 1.0}})
@@ -127,7 +126,7 @@ class Fails(Tracker):
 )
 def test_a_tracker_that_fails_is_told_once_and_loses_nothing(run, monkeypatch, at, words):
     monkeypatch.setattr(EntryPoint, "load", lambda self: Fails)
-    with TrackerGroup(run, ["console"], {"console": {"at": at}}) as trackers:
+    with TrackerGroup(run, {"console": {"at": at}}) as trackers:
         for step in (1, 2, 3) if at == "log" else (1,):
             trackers.log(record(step))
     assert run.console.file.getvalue().count("no network; all numbers are in metrics.jsonl") == 1
@@ -137,13 +136,15 @@ def test_a_tracker_that_fails_is_told_once_and_loses_nothing(run, monkeypatch, a
 
 def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(run):
     with pytest.raises(
-        InputError, match=r"tracker 'console' cannot start with tracking.options.console=\{'colour': 1\}"
+        InputError, match=r"tracker 'console' cannot start with tracking.trackers.console=\{'colour': 1\}"
     ):
-        TrackerGroup(run, ["console"], {"console": {"colour": 1}})
+        TrackerGroup(run, {"console": {"colour": 1}})
 
 
-def test_options_of_a_tracker_that_is_not_used_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"tracking.options.wandb does nothing, because tracking.trackers=\['console'\]"
-    ):
-        check_tracking(TrackingSection(options={"wandb": {"mode": "offline"}}))
+def test_trackers_are_names_or_names_with_options():
+    def trackers(*overrides):
+        return load_config("gsm8k", overrides).tracking.trackers
+
+    assert trackers() == {"console": {}}
+    assert trackers("tracking.trackers=[console, wandb]") == {"console": {}, "wandb": {}}
+    assert trackers("tracking.trackers.wandb.mode=offline") == {"wandb": {"mode": "offline"}}

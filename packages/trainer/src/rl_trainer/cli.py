@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from rl_rollout.errors import RolloutError
-from rl_trainer.config import RECIPES, load_config
+from rl_trainer.config import RECIPES, as_tree, load_config
 from rl_trainer.errors import ConfigError, InputError, TrainerError
 from rl_trainer.preflight import check_model
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.recipe, overrides)
         if arguments.print_config:
-            print(_as_yaml(config))
+            print(yaml.safe_dump(as_tree(config), sort_keys=False))
             return 0
         from rl_trainer.job import plan, resumed, run
 
@@ -154,15 +156,6 @@ def _keep_freed_memory() -> None:
     """Have the processes that this one starts keep freed memory: touching a page anew costs far more than using it."""
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31))
-
-
-def _as_yaml(config: object) -> str:
-    import json
-    from dataclasses import asdict
-
-    import yaml
-
-    return yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False)  # pyright: ignore[reportArgumentType] - a dataclass instance
 
 
 if __name__ == "__main__":

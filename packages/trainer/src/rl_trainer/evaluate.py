@@ -15,7 +15,7 @@ from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipelines.parts import server_config
 from rl_trainer.pipelines.rollouts import hash_seed
 from rl_trainer.rewards import Scorer, answer_of
-from rl_trainer.workers.agent import grading, scored
+from rl_trainer.workers.agent import MAX_ATTEMPTS, grading, scored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -127,7 +127,7 @@ async def sample(
             default_loop=config.agent.loop,
             max_concurrent=config.agent.max_concurrent,
             timeout_s=config.agent.timeout_s,
-            max_attempts=config.agent.max_attempts,
+            max_attempts=MAX_ATTEMPTS,
         )
         sampling: Mapping[str, Any] = {
             "temperature": rollout.eval_temperature if num_samples == 1 else rollout.temperature,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from rl_trainer import checkpoints, preflight, report, samples
 from rl_trainer.checkpoints import RunState
+from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, PlacementError
 from rl_trainer.plan import make_plan
@@ -79,11 +79,11 @@ def run(config: Config, console: Console | None = None) -> dict[str, Any]:
     datasets = plan(config, console)
     output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     output_dir.mkdir(parents=True, exist_ok=True)
-    values = json.loads(json.dumps(asdict(config)))
+    values = as_tree(config)
     (output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     about = RunInfo(name=config.name, output_dir=output_dir, num_steps=config.steps, config=values, console=console)
     traced = profiled(output_dir if config.tracking.profile else None)
-    with TrackerGroup(about, config.tracking.trackers, config.tracking.options) as trackers, traced:
+    with TrackerGroup(about, config.tracking.trackers) as trackers, traced:
         return _train(config, datasets, output_dir, console, trackers)
 
 

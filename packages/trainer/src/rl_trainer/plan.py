@@ -144,6 +144,7 @@ def _check_data(data: DataConfig) -> None:
     """Keys of `data` that would do nothing with this source."""
     default = DataConfig()
     is_file = data.format in {"rows", "gsm8k"}
+    is_streamed = is_file and data.options.get("stream_buffer") is not None
     is_dataset = is_file and data.path is not None and (data.path.startswith(HUB) or is_saved_dataset(data.path))
 
     def refuse(is_used: bool, why: str, *names: str) -> None:
@@ -153,16 +154,15 @@ def _check_data(data: DataConfig) -> None:
 
     with_format = f"with data.format={data.format}"
     refuse(data.format != "reasoning_gym", with_format, "path", "eval_path")
-    refuse(is_file, with_format, "streaming", "mixture")
+    refuse(is_file, with_format, "mixture")
     refuse(not data.mixture, "beside data.mixture", "path", "eval_path")
-    refuse(not data.mixture, "beside data.mixture, which draws without reading ahead", "streaming")
-    if data.curriculum is not None and (data.streaming or data.mixture):
+    if data.curriculum is not None and (is_streamed or data.mixture):
         raise PlanError(
-            "data.curriculum chooses among all rows of one dataset, so it goes with neither data.streaming nor "
-            "data.mixture; leave it out"
+            "data.curriculum chooses among all rows of one dataset, so it goes with neither data.options.stream_buffer "
+            "nor data.mixture; leave it out"
         )
-    if data.curriculum is not None and data.curriculum.low >= data.curriculum.high:
-        raise PlanError(f"data.curriculum.low={data.curriculum.low} must be below high={data.curriculum.high}")
+    if data.curriculum is not None and data.curriculum.pass_rate[0] >= data.curriculum.pass_rate[1]:
+        raise PlanError(f"data.curriculum.pass_rate={list(data.curriculum.pass_rate)}: the first has to be the lower")
     uses_datasets = is_dataset or any(
         part.path.startswith(HUB) or is_saved_dataset(part.path) for part in data.mixture.values()
     )

@@ -55,13 +55,7 @@ def check(config: Config, rows: list[Row]) -> None:
 
 
 def check_tracking(tracking: TrackingSection) -> None:
-    """Check that every option is of a tracker that is used, and that samples can be written."""
-    for name in tracking.options:
-        if name not in tracking.trackers:
-            raise ConfigError(
-                f"tracking.options.{name} does nothing, because tracking.trackers={list(tracking.trackers)} does not "
-                "name that tracker; add it, or leave the options out"
-            )
+    """Check that samples can be written."""
     if tracking.keep_samples and not _is_installed("pyarrow"):
         raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
 

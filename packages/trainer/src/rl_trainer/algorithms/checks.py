@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
+from rl_trainer.algorithms import ADVANTAGES, estimator_named, loss_named
+from rl_trainer.algorithms.correction import correction_bounds, rejection_bounds
 from rl_trainer.algorithms.distillation import ALONE
 from rl_trainer.config import AlgorithmConfig, StalenessSection, TeacherSection
 from rl_trainer.errors import ConfigError, PlanError
@@ -77,13 +78,6 @@ def _lacking(config: Config, need: Need) -> str | None:
 
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     loss = loss_named(algorithm.loss)
-    for key in ("clip_low", "clip_high", "clip_dual"):
-        if key not in loss.keys:
-            _refuse(
-                algorithm,
-                f"algorithm.loss is one of {', '.join(n for n, each in POLICY_LOSSES.items() if key in each.keys)}",
-                key,
-            )
     for name in algorithm.loss_options:
         if name not in loss.options:
             raise ConfigError(
@@ -123,7 +117,7 @@ def _check_kl(config: Config) -> None:
     if algorithm.kl_coef == 0:
         _refuse(algorithm, "algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator")
     if not algorithm.kl_in_reward:
-        _refuse(algorithm, "algorithm.kl_in_reward is set", "kl_target", "kl_horizon")
+        _refuse(algorithm, "algorithm.kl_in_reward is set", "kl_target")
         return
     if algorithm.kl_estimator.endswith("+"):
         raise PlanError(
@@ -139,13 +133,11 @@ def _check_kl(config: Config) -> None:
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
     if algorithm.rejection == "none":
-        _refuse(algorithm, "algorithm.rejection is chosen", "rejection_divergence", "rejection_low", "rejection_high")
-    elif algorithm.rejection_divergence != "k1":
-        _refuse(algorithm, "algorithm.rejection_divergence is k1", "rejection_low")
+        _refuse(algorithm, "algorithm.rejection is chosen", "rejection_bounds")
     if algorithm.correction == "none":
-        _refuse(algorithm, "algorithm.correction is chosen", "correction_level", "correction_low", "correction_high")
-    elif algorithm.correction != "icepop":
-        _refuse(algorithm, "algorithm.correction is icepop", "correction_low")
+        _refuse(algorithm, "algorithm.correction is chosen", "correction_bounds")
+    _check_bounds("correction", algorithm.correction, correction_bounds(algorithm), has_low="icepop")
+    _check_bounds("rejection", algorithm.rejection, rejection_bounds(algorithm), has_low="k1")
     if algorithm.old_logprobs == "recompute":
         return
     if algorithm.rejection != "none":
@@ -157,6 +149,17 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         raise PlanError(
             f"algorithm.correction={algorithm.correction} corrects from the sampler's log-probs to the engine's, which "
             "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
+        )
+
+
+def _check_bounds(key: str, scheme: str, bounds: tuple[float, float], *, has_low: str) -> None:
+    low, high = bounds
+    if low >= high:
+        raise PlanError(f"algorithm.{key}_bounds={[low, high]} are no bounds: the first has to be the lower one")
+    if scheme != "none" and not scheme.endswith(has_low) and low > 0:
+        raise PlanError(
+            f"algorithm.{key}={scheme} has an upper bound alone, but algorithm.{key}_bounds={[low, high]}; give "
+            f"[0, {high:g}]"
         )
 
 

@@ -7,7 +7,7 @@ sampling as in AReaL (arXiv 2505.24298), IcePop's two-sided mask.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -16,13 +16,36 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Correction = Literal["none", "tis", "icepop"]
+    from rl_trainer.config import AlgorithmConfig
+
 Level = Literal["token", "sequence"]
-Rejection = Literal["none", "token", "sequence", "sequence_mean", "sequence_max"]
+RejectionLevel = Literal["token", "sequence", "sequence_mean", "sequence_max"]
 Divergence = Literal["k1", "k2", "k3"]
 
 _LOG_MAX = 20.0
 """Log ratios are cut here before exp; any bound is far below."""
+
+
+def split_correction(correction: str) -> tuple[Literal["tis", "icepop"], Level]:
+    """Scheme and level of an `algorithm.correction`, such as sequence_tis."""
+    level, _, scheme = correction.rpartition("_")
+    return cast("Literal['tis', 'icepop']", scheme), cast("Level", level or "token")
+
+
+def split_rejection(rejection: str) -> tuple[RejectionLevel, Divergence]:
+    """Level and divergence of an `algorithm.rejection`, such as sequence_mean_k3."""
+    level, _, divergence = rejection.rpartition("_")
+    return cast("RejectionLevel", level), cast("Divergence", divergence)
+
+
+def correction_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """`algorithm.correction_bounds`, or what it is if it was left out."""
+    return algorithm.correction_bounds or (0.5 if algorithm.correction.endswith("icepop") else 0.0, 2.0)
+
+
+def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """`algorithm.rejection_bounds`, or what it is if it was left out."""
+    return algorithm.rejection_bounds or (0.5 if algorithm.rejection.endswith("k1") else 0.0, 2.0)
 
 
 def correction_weights(
@@ -67,7 +90,7 @@ def rejection_mask(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    level: Literal["token", "sequence", "sequence_mean", "sequence_max"],
+    level: RejectionLevel,
     divergence: Divergence,
     low: float,
     high: float,

@@ -32,17 +32,15 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) 
 
 @dataclass(slots=True, kw_only=True)
 class AdaptiveKl:
-    """A coefficient that follows a target, arXiv 1909.08593, section 2.2: proportional, cut at a fifth per update."""
+    """A coefficient that follows a target: coef *= 1 + 0.1 clip(kl / target - 1, -0.2, 0.2), arXiv 1909.08593, 2.2."""
 
     coef: float
     """Weight of the KL in the reward."""
     target: float
     """KL per token to keep; 0 keeps the coefficient as it is."""
-    horizon: float
-    """Completions after which a KL a fifth too large has raised the coefficient by a fifth."""
 
-    def update(self, kl: float, num_completions: int) -> None:
+    def update(self, kl: float) -> None:
         """Take the mean KL of a batch into account."""
         if self.target > 0:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * num_completions / self.horizon
+            self.coef *= 1 + 0.1 * error

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = "rl_trainer.policy_losses"
-CLIP = ("clip_low", "clip_high")
-CLIP_DUAL = (*CLIP, "clip_dual")
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+"""The importance ratio is clipped at 1 - clip_low and 1 + clip_high; of gmpo its logarithm, of dppo the divergence."""
+CLIP_DUAL = {"clip_dual": 3.0}
+"""Bound on the ratio for negative advantages; 0 turns it off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,6 @@ class PolicyLossInput:
     """(T,) bool, true where the model wrote the token; nothing else is aggregated."""
     cu_seqlens: Tensor
     """(B + 1,) int64 row offsets into T."""
-    clip_low: float
-    """`algorithm.clip_low`."""
-    clip_high: float
-    """`algorithm.clip_high`."""
-    clip_dual: float
-    """`algorithm.clip_dual`."""
     options: Mapping[str, float]
     """`algorithm.loss_options` over the loss's own defaults."""
 
@@ -52,8 +48,6 @@ class PolicyLoss:
 
     source: str
     """arXiv number or other reference."""
-    keys: tuple[str, ...] = ()
-    """Keys of `algorithm` that it reads, of `clip_low`, `clip_high` and `clip_dual`."""
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     """What `algorithm.loss_options` may hold, and the values it has otherwise."""
     selects_tokens: bool = False
@@ -64,17 +58,19 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", keys=CLIP_DUAL),
-    "gspo": PolicyLoss(source="2507.18071", keys=CLIP_DUAL),
-    "cispo": PolicyLoss(source="2506.13585", keys=CLIP),
+    "ppo": PolicyLoss(source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", options=CLIP | CLIP_DUAL),
+    "gspo": PolicyLoss(source="2507.18071", options={"clip_low": 3e-4, "clip_high": 4e-4} | CLIP_DUAL),
+    "cispo": PolicyLoss(source="2506.13585", options={"clip_low": 1.0, "clip_high": 0.28}),
     "sapo": PolicyLoss(source="2511.20347", options={"tau_pos": 1.0, "tau_neg": 1.05}),
-    "gmpo": PolicyLoss(source="2507.20673", keys=CLIP),
-    "dppo_tv": PolicyLoss(source="2602.04879", keys=CLIP, options={"ratio_max": 20.0}),
-    "dppo_kl": PolicyLoss(source="2602.04879", keys=CLIP, options={"ratio_max": 20.0}),
+    "gmpo": PolicyLoss(source="2507.20673", options={"clip_low": 0.4, "clip_high": 0.4}),
+    "dppo_tv": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
+    "dppo_kl": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
     "dro": PolicyLoss(source="direct reward optimisation", options={"dro_beta": 0.1}),
     "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546"),
     "clip_cov": PolicyLoss(
-        source="2505.22617", keys=CLIP_DUAL, options={"share": 0.0002, "low": 1.0, "high": 5.0}, selects_tokens=True
+        source="2505.22617",
+        options=CLIP | CLIP_DUAL | {"share": 0.0002, "low": 1.0, "high": 5.0},
+        selects_tokens=True,
     ),
     ALONE: PolicyLoss(source="2306.13649; the teacher alone (`teacher`)"),
     "kl_cov": PolicyLoss(source="2505.22617", options={"share": 0.0002, "kl_coef": 1.0}, selects_tokens=True),

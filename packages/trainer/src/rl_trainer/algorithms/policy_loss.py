@@ -10,7 +10,15 @@ import torch
 import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
-from rl_trainer.algorithms.correction import correction_weights, mismatch_metrics, rejection_mask
+from rl_trainer.algorithms.correction import (
+    correction_bounds,
+    correction_weights,
+    mismatch_metrics,
+    rejection_bounds,
+    rejection_mask,
+    split_correction,
+    split_rejection,
+)
 from rl_trainer.algorithms.losses import PolicyLossInput, loss_named
 
 if TYPE_CHECKING:
@@ -22,6 +30,9 @@ if TYPE_CHECKING:
 
 _NO_CLIP = 1e9
 """An upper bound of the importance ratio that nothing reaches."""
+
+_SELECTION = ("share", "low", "high")
+"""Options of a loss that `selection` reads."""
 
 _PER_TOKEN = ("log_ratio", "k3", "clipped_high", "clipped_low", "clipped_dual", "ratio")
 
@@ -53,8 +64,9 @@ class PolicyLossFunction:
             "num_sequences": output.counts.sequences,
             "norm_constant": config.norm_constant,
         }
-        bounds: dict[str, Any] = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-        bounds["clip_dual"] = config.clip_dual or None
+        bounds: dict[str, Any] = {name: value for name, value in options.items() if name not in _SELECTION}
+        if "clip_dual" in bounds:
+            bounds["clip_dual"] = bounds["clip_dual"] or None
         name, extra = config.loss, torch.zeros((), device=old.device)
         if spec.compute is not None:
             per_token = spec.compute(
@@ -64,14 +76,11 @@ class PolicyLossFunction:
                     advantages=advantages,
                     loss_mask=mask.bool(),
                     cu_seqlens=output.cu_seqlens,
-                    clip_low=config.clip_low,
-                    clip_high=config.clip_high,
-                    clip_dual=config.clip_dual,
                     options=options,
                 )
             )
             extra = aggregate(per_token if weights is None else per_token * weights, mask, output, config)
-            name, advantages = "reinforce", torch.zeros_like(old)  # KL, entropy and the metrics are left to it
+            name, advantages, bounds = "reinforce", torch.zeros_like(old), {}  # KL, entropy and metrics are left to it
         elif name == distillation.ALONE:
             name, advantages = "reinforce", torch.zeros_like(old)
         elif name == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
@@ -80,8 +89,6 @@ class PolicyLossFunction:
         elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
             name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
             extra = _penalty(output, rows, options["kl_coef"], counted)
-        else:
-            bounds |= options
         has_reference = config.kl_coef > 0 and not config.kl_in_reward
         result = rl_csrc.policy_loss(
             output.logprobs,
@@ -121,27 +128,17 @@ class PolicyLossFunction:
         old, rollout = rows["old_logprobs"].values(), rows["rollout_logprobs"].values()
         weights = clipped = None
         if config.correction != "none":
+            correction, level = split_correction(config.correction)
+            low, high = correction_bounds(config)
             weights = correction_weights(
-                old,
-                rollout,
-                mask,
-                output.cu_seqlens,
-                correction=config.correction,
-                level=config.correction_level,
-                low=config.correction_low,
-                high=config.correction_high,
+                old, rollout, mask, output.cu_seqlens, correction=correction, level=level, low=low, high=high
             )
-            clipped = (weights >= config.correction_high) if config.correction == "tis" else (weights == 0)
+            clipped = (weights >= high) if correction == "tis" else (weights == 0)
         if config.rejection != "none":
+            level, divergence = split_rejection(config.rejection)
+            low, high = rejection_bounds(config)
             accepted = rejection_mask(
-                old,
-                rollout,
-                mask,
-                output.cu_seqlens,
-                level=config.rejection,
-                divergence=config.rejection_divergence,
-                low=config.rejection_low,
-                high=config.rejection_high,
+                old, rollout, mask, output.cu_seqlens, level=level, divergence=divergence, low=low, high=high
             ).float()
             weights = accepted if weights is None else weights * accepted
         metrics = mismatch_metrics(old, rollout, mask, weights, output.counts.tokens)

@@ -34,12 +34,11 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## `algorithm.loss`"
     yield ""
-    yield "| name | source (arXiv) | reads | `algorithm.loss_options` |"
-    yield "|---|---|---|---|"
+    yield "| name | source (arXiv) | `algorithm.loss_options` |"
+    yield "|---|---|---|"
     for name, loss in POLICY_LOSSES.items():
-        keys = ", ".join(f"`{key}`" for key in loss.keys) or "-"
         options = ", ".join(f"`{option}: {value:g}`" for option, value in loss.options.items()) or "-"
-        yield f"| `{name}` | {loss.source} | {keys} | {options} |"
+        yield f"| `{name}` | {loss.source} | {options} |"
 
 
 def _first_paragraph(function: Any) -> str:

@@ -42,7 +42,7 @@ class Datasets:
 
 
 def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
-    """Read both datasets; with `data.streaming` only the held-out one.
+    """Read both datasets; of a stream only the held-out one.
 
     Raises:
         DataError: a file is missing, or a row lacks a field (names the file and the row number, from 1).
@@ -59,13 +59,14 @@ def load_datasets(config: DataConfig, *, seed: int) -> Datasets:
     held_out: list[Row] = []
     if eval_source is not None:
         held_out = [make(r.read(), r.where) for r in itertools.islice(eval_source.records(), config.eval_size)]
-    if config.streaming:
+    buffer_size = record_options(config).stream_buffer
+    if buffer_size is not None:
         if eval_source is None:
             raise DataError(
-                f"data.streaming cannot hold out the last rows of {train_source.name}, which it has not read; give "
-                "data.eval_path, or a folder or dataset with a part for tests"
+                f"data.options.stream_buffer={buffer_size} cannot hold out the last rows of {train_source.name}, which "
+                "a stream has not read; give data.eval_path, or a folder or dataset with a part for tests"
             )
-        stream = StreamedRows(train_source, make, seed=seed, buffer_size=record_options(config).shuffle_buffer)
+        stream = StreamedRows(train_source, make, seed=seed, buffer_size=buffer_size)
         return Datasets(train=[], eval=held_out, stream=stream)
     train = [make(record.read(), record.where) for record in train_source.records()]
     if eval_source is not None:

@@ -25,8 +25,8 @@ class RecordOptions:
 
     prompt_template: str = "{question}"
     """How a prompt is made of `{question}`; gsm8k only."""
-    shuffle_buffer: Positive = 10000
-    """Rows that a stream is shuffled within; with `data.streaming`."""
+    stream_buffer: Positive | None = None
+    """Read rows as they are needed, shuffled within so many, for what does not fit into memory; None reads them all."""
     train_split: str = "train"
     """Split to train on, of a dataset of the datasets package."""
     eval_split: str = "test"
@@ -78,6 +78,10 @@ def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
     """
     for name, part in config.mixture.items():
         own = replace(config, format=part.format or config.format, options=part.options or {})
+        if "stream_buffer" in own.options:
+            raise PlanError(
+                f"data.mixture.{name}.options.stream_buffer does nothing: a mixture draws from rows it has read"
+            )
         if own.format == "reasoning_gym":
             raise PlanError(f"data.mixture.{name}.format=reasoning_gym has no path, which every part of a mixture has")
         if own.format in RECORDS:
@@ -87,7 +91,7 @@ def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
     if config.format not in RECORDS:
         return
     record_options(config)
-    unless = {"shuffle_buffer": (config.streaming, "without data.streaming")}
+    unless = {"stream_buffer": (not config.mixture, "beside data.mixture, which draws from rows that it has read")}
     unless["prompt_template"] = (config.format != "rows" or bool(config.mixture), "with data.format=rows")
     for name in ("train_split", "eval_split", "load_options"):
         unless[name] = (uses_datasets, "unless data.path is of the datasets package")

@@ -60,9 +60,9 @@ def make_prompts(
         weights = {name: part.weight for name, part in data.mixture.items()}
         order = MixtureOrder(parts=parts, weights=weights, seed=config.seed, **where)
     elif data.curriculum is not None:
-        bounds = data.curriculum
+        low, high = data.curriculum.pass_rate
         order = CurriculumOrder(
-            num_rows=len(rows), seed=config.seed, low=bounds.low, high=bounds.high, revisit=bounds.revisit, **where
+            num_rows=len(rows), seed=config.seed, low=low, high=high, revisit=data.curriculum.revisit, **where
         )
     else:
         order = PromptOrder(num_rows=len(rows), seed=config.seed, **where)

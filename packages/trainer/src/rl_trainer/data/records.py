@@ -133,7 +133,7 @@ def _dataset_sources(name: str, config: DataConfig) -> tuple[Source, Source | No
         if is_saved_dataset(name):
             loaded = datasets.load_from_disk(name, **options.load_options)  # streams as it is: it is mapped, not read
         else:
-            loaded = datasets.load_dataset(name, streaming=config.streaming, **options.load_options)
+            loaded = datasets.load_dataset(name, streaming=options.stream_buffer is not None, **options.load_options)
     except Exception as error:
         raise DataError(f"dataset {name!r} cannot be loaded with {dict(options.load_options)}: {error}") from error
     if not isinstance(loaded, dict):  # one split: nothing is set apart

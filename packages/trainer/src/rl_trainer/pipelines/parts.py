@@ -50,7 +50,7 @@ class Parts:
     """A frozen model that the policy is pulled towards."""
     critic: CriticWorker | None = None
     """The value function; None without one."""
-    kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0, horizon=1.0))
+    kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
     """Weight of the KL in the rewards."""
     rollout_manager: RolloutManager
     """Generation."""
@@ -187,7 +187,6 @@ def place(
         kl=AdaptiveKl(
             coef=config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef,
             target=config.algorithm.kl_target,
-            horizon=config.algorithm.kl_horizon,
         ),
         rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config, num_groups=num_groups),
         replay=history,
@@ -302,12 +301,13 @@ def engine_config_of(config: Config, model_path: Path, lr: float) -> EngineConfi
         warmup_steps=section.lr_warmup_steps,
         total_steps=config.steps * num_updates if section.lr_schedule == "cosine" else None,
     )
+    precision, _, matmul = section.precision.partition("_")
     return EngineConfig(
         model_path=str(model_path),
         optimizer=optimizer,
         parallel=section.parallel,
-        precision=Precision(section.precision),
-        matmul_precision=MatmulPrecision(section.matmul_precision),
+        precision=Precision(precision),
+        matmul_precision=MatmulPrecision(matmul or "highest"),
         max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
         temperature=config.rollout.temperature,
         activation_checkpointing=section.activation_checkpointing,

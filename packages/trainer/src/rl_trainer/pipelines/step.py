@@ -44,7 +44,7 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
         with timer.phase("keep_samples"):
             parts.samples.write(batch, step)
     if report.reward_kl is not None:
-        parts.kl.update(report.reward_kl, len(batch))
+        parts.kl.update(report.reward_kl)
     updates: list[UpdateReport] = []
     for mini_batch in mini_batches(batch, config, step):
         reports: list[UpdateReport] = []

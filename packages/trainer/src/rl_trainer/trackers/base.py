@@ -34,7 +34,7 @@ class RunInfo:
 class Tracker(ABC):
     """Takes the numbers of a run.
 
-    Constructed in the controller's process as `tracker(run, **tracking.options[name])`, before anything else is
+    Constructed in the controller's process as `tracker(run, **tracking.trackers[name])`, before anything else is
     started: what is wrong with its options or its account should show there. Then `log` after every step, in order and
     on one thread, and `close` once. What either raises ends the tracker, not the run.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_trainer.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from types import TracebackType
 
     from rl_trainer.metrics import StepRecord
@@ -25,27 +25,25 @@ class TrackerGroup:
 
     Args:
         run: The run.
-        names: Installed trackers.
-        options: Keyword arguments, by tracker.
+        trackers: Installed trackers, by name, with their keyword arguments.
 
     Raises:
         InputError: a tracker could not be made; those before it are closed.
     """
 
-    def __init__(self, run: RunInfo, names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, run: RunInfo, trackers: Mapping[str, Mapping[str, Any]]) -> None:
         self._run = run
         self._trackers: dict[str, Tracker] = {}
         self._summary: Mapping[str, Any] | None = None
-        for name in names:
-            given = options.get(name, {})
+        for name, given in trackers.items():
             (point,) = entry_points(group=GROUP, name=name)
             try:
                 self._trackers[name] = point.load()(run, **given)
             except Exception as error:
                 self._close()
                 raise InputError(
-                    f"tracker {name!r} cannot start with tracking.options.{name}={dict(given)}: "
-                    f"{type(error).__name__}: {error}; mend it, or take it out of tracking.trackers"
+                    f"tracker {name!r} cannot start with tracking.trackers.{name}={dict(given)}: "
+                    f"{type(error).__name__}: {error}; mend it, or take it out"
                 ) from error
 
     def log(self, record: StepRecord) -> None:

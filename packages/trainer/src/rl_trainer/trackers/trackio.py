@@ -1,4 +1,4 @@
-"""trackio: a local SQLite file. `tracking.options.trackio` are arguments of `trackio.init`, such as `{project: x}`."""
+"""trackio: a local SQLite file. `tracking.trackers.trackio` are arguments of `trackio.init`, such as `{project: x}`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases. `tracking.options.wandb` are arguments of `wandb.init`, such as `{project: x, mode: offline}`."""
+"""Weights & Biases. `tracking.trackers.wandb` are arguments of `wandb.init`, such as `{project: x, mode: offline}`."""
 
 from __future__ import annotations
 

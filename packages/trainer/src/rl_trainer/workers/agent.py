@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from rl_trainer.data import Row
     from rl_trainer.workers.columns import Group, Sample
 
+MAX_ATTEMPTS = 3
+"""At a rollout whose failure may be transient."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -186,7 +189,7 @@ class AgentWorker:
             default_loop=config.loop,
             max_concurrent=config.max_concurrent,
             timeout_s=config.timeout_s,
-            max_attempts=config.max_attempts,
+            max_attempts=MAX_ATTEMPTS,
         )
 
     def use_servers(self, servers: list[ServerAddress]) -> None:

@@ -1,0 +1,152 @@
+"""A configuration of a recipe file and `key=value` overrides; YAML and strings exist only here.
+
+A key that no component owns is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from rl_engine.types import ParallelConfig
+from rl_trainer.config.run import Config
+from rl_trainer.errors import ConfigError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+MOVED = {
+    "agent.max_attempts": "no more: a rollout whose failure may be transient is tried three times",
+    "algorithm.clip_dual": "algorithm.loss_options.clip_dual",
+    "algorithm.clip_high": "algorithm.loss_options.clip_high",
+    "algorithm.clip_low": "algorithm.loss_options.clip_low",
+    "algorithm.correction_high": "algorithm.correction_bounds=[low, high]",
+    "algorithm.correction_level": "a part of algorithm.correction, such as sequence_tis",
+    "algorithm.correction_low": "algorithm.correction_bounds=[low, high]",
+    "algorithm.kl_horizon": "no more: the coefficient follows by a tenth of the error per step, as in arXiv 1909.08593",
+    "algorithm.rejection_divergence": "a part of algorithm.rejection, such as token_k3",
+    "algorithm.rejection_high": "algorithm.rejection_bounds=[low, high]",
+    "algorithm.rejection_low": "algorithm.rejection_bounds=[low, high]",
+    "data.curriculum.high": "data.curriculum.pass_rate=[low, high]",
+    "data.curriculum.low": "data.curriculum.pass_rate=[low, high]",
+    "data.streaming": "data.options.stream_buffer, the number of rows that a stream is shuffled within",
+    "engine.lora.dropout": "no more: with it, the probabilities of an update are not those of the policy",
+    "engine.matmul_precision": "a part of engine.precision, such as float32_medium",
+    "tracking.options": "tracking.trackers.NAME, such as tracking.trackers='{wandb: {mode: offline}}'",
+}
+"""What became of keys of earlier versions."""
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe (a shipped name or a YAML file) and apply `key=value` overrides.
+
+    Raises:
+        ConfigError: no such recipe, an unknown key (names the nearest), or a value of the wrong type or range.
+    """
+    tree = _read_recipe(recipe)
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+        _set(tree, key.strip(), yaml.safe_load(value))
+    _reject_unknown(tree, Config, "")
+    try:
+        return TypeAdapter(Config).validate_python(tree)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        raise ConfigError(f"the configuration cannot be used: {problems}") from error
+
+
+def _read_recipe(recipe: str, beside: Path | None = None) -> dict[str, Any]:
+    """A recipe's tree, laid over that of the recipe it `extends`; a file's name is looked up beside the file."""
+    path = Path(recipe)
+    if path.suffix not in {".yaml", ".yml"}:
+        path = RECIPES / f"{recipe}.yaml"
+    elif beside is not None:
+        path = beside / path
+    if not path.is_file():
+        shipped = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+        raise ConfigError(
+            f"there is no recipe {recipe!r}: give one of {', '.join(shipped)}, or the path of a .yaml file"
+        )
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of configuration keys")
+    base = tree.pop("extends", None)
+    return tree if base is None else _laid_over(_read_recipe(str(base), path.parent), tree)
+
+
+def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in tree.items():
+        below = merged.get(key)
+        is_section = isinstance(value, dict) and isinstance(below, dict)
+        merged[key] = _laid_over(below, value) if is_section else value
+    return merged
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = tree.get(parent)
+        if child is None:
+            child = tree[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {key!r}: {parent!r} is a value, not a section")
+        tree = child
+    tree[last] = value
+
+
+def _reject_unknown(tree: Mapping[str, Any], cls: type, prefix: str) -> None:
+    known = {f.name for f in fields(cls)}
+    for key, value in tree.items():
+        if f"{prefix}{key}" in MOVED:
+            raise ConfigError(f"configuration key {prefix}{key} is now {MOVED[f'{prefix}{key}']}")
+        if key not in known:
+            near = difflib.get_close_matches(str(key), _all_keys(Config, ""), n=1, cutoff=0.0)
+            nested = difflib.get_close_matches(f"{prefix}{key}", _all_keys(Config, ""), n=1, cutoff=0.5)
+            raise ConfigError(f"unknown configuration key {prefix}{key!s}; the nearest one is {(nested or near)[0]}")
+        section = _section_of(cls, key)
+        if section is None or not isinstance(value, Mapping):
+            continue
+        below = {f"{prefix}{key}.{name}.": part for name, part in value.items()} if _is_by_name(cls, key) else {}
+        for name, part in (below or {f"{prefix}{key}.": value}).items():
+            if isinstance(part, Mapping):
+                _reject_unknown(part, section, name)
+
+
+def _is_by_name(cls: type, key: str) -> bool:
+    """Whether a key holds sections under names of the user's own."""
+    return get_origin(get_type_hints(cls)[key]) is Mapping
+
+
+def _section_of(cls: type, key: str) -> type | None:
+    hint = get_type_hints(cls)[key]
+    return next((t for t in (hint, *getattr(hint, "__args__", ())) if is_dataclass(t) and isinstance(t, type)), None)
+
+
+def _all_keys(cls: type, prefix: str) -> list[str]:
+    keys: list[str] = []
+    for f in fields(cls):
+        section = _section_of(cls, f.name)
+        keys.append(prefix + f.name)
+        if section is not None:
+            name = "NAME." if _is_by_name(cls, f.name) else ""
+            keys += _all_keys(section, f"{prefix}{f.name}.{name}")
+    return keys
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """What `load_config` read, with every key that was left out; of the engine's layout only what was set."""
+    tree = asdict(config)
+    default = asdict(ParallelConfig())
+    tree["engine"]["parallel"] = {k: v for k, v in tree["engine"]["parallel"].items() if v != default[k]}
+    return json.loads(json.dumps(tree))
