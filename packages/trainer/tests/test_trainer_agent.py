@@ -60,8 +60,8 @@ def test_turn_rewards_stand_at_the_end_of_their_turns_and_add_up_to_the_reward()
 
 
 def test_a_completion_is_punished_over_its_last_tokens():
-    got = [overlong_penalty(n, longest=100, buffer=20, penalty=2.0) for n in (10, 80, 90, 100, 120)]
-    assert got == [0.0, 0.0, 1.0, 2.0, 2.0]
+    got = [overlong_penalty(n, longest=100, buffer=20) for n in (10, 80, 90, 100, 120)]
+    assert got == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
 def test_a_group_s_greedy_reward_is_a_column_of_its_rows():

@@ -225,14 +225,11 @@ def test_a_loss_of_one_s_own_is_aggregated_corrected_and_penalised_as_the_others
     start = torch.randn(8) * 0.1
     found = {}
     for name in ("reinforce", "own"):
-        config = AlgorithmConfig(
-            loss=name, kl_coef=0.1, correction="tis", aggregation=aggregation,
-            norm_constant=7.0 if aggregation.endswith("norm") else None,
-        )  # fmt: skip
+        config = AlgorithmConfig(loss=name, kl_coef=0.1, correction="tis", aggregation=aggregation)
         logprobs = start.clone().requires_grad_()
         counts = BatchCounts(tokens=6.0, sequences=3.0)
         output = ModelOutput(token_logprobs=logprobs, entropy=None, cu_seqlens=offsets, counts=counts)
-        loss, metrics = PolicyLossFunction(config=config)(output, rows)
+        loss, metrics = PolicyLossFunction(config=config, max_new_tokens=7)(output, rows)
         loss.backward()
         found[name] = (loss.detach(), logprobs.grad, metrics)
     torch.testing.assert_close(found["own"], found["reinforce"])

@@ -82,7 +82,6 @@ JUDGE = [
         (["algorithm.kl_coef=0.1", "algorithm.kl_target=1"], PlanError, "unless algorithm.kl_in_reward is set"),
         (["algorithm.rejection_bounds=[0, 1]"], PlanError, "unless algorithm.rejection is chosen"),
         (["algorithm.lam=0.9"], PlanError, "unless algorithm.advantage is one of gae, vtrace"),
-        (["algorithm.norm_constant=9"], PlanError, "goes with algorithm.aggregation=seq-mean-token-sum-norm"),
         (["algorithm.advantage=gdpo"], PlanError, "reads components, which takes a reward of parts: set reward.parts"),
         ([*GDPO, "algorithm.kl_coef=1", "algorithm.kl_in_reward=true"], PlanError, "kl_in_reward leaves as they are"),
         (["reward.path=a.py:f", "reward.parts.a.kind=rule"], PlanError, "set one of them"),
@@ -96,7 +95,6 @@ JUDGE = [
         (["reward.parts.a.kind=loop", "reward.parts.a.max_attempts=9"], PlanError, "max_attempts does nothing with ki"),
         (["reward.parts.a.kind=rule", "reward.parts.a.wait=1"], ConfigError, "key reward.parts.a.wait; the nearest"),
         (["reward.parts.a.kind=guess"], ConfigError, "reward.parts.a.kind: Input should be 'rule', 'loop'"),
-        (["reward.overlong_penalty=2"], PlanError, "does nothing without reward.overlong_buffer"),
         (["reward.overlong_buffer=6"], PlanError, "longer than the longest completion, rollout.max_new_tokens=5"),
     ],
 )

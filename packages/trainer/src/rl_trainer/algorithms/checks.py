@@ -87,11 +87,6 @@ def _check_loss(algorithm: AlgorithmConfig) -> None:
     options = {**loss.options, **algorithm.loss_options}
     if loss.selects_tokens and not 0 < options["share"] <= 1:
         raise PlanError(f"algorithm.loss_options.share={options['share']:g} is a share of the tokens; give 0 to 1")
-    if (algorithm.norm_constant is None) != (algorithm.aggregation != "seq-mean-token-sum-norm"):
-        raise PlanError(
-            f"algorithm.norm_constant={algorithm.norm_constant} goes with "
-            f"algorithm.aggregation=seq-mean-token-sum-norm and with no other, but aggregation={algorithm.aggregation}"
-        )
 
 
 def _check_teacher(config: Config) -> None:

@@ -50,6 +50,8 @@ class PolicyLossFunction:
     """Loss, clipping, aggregation and coefficients."""
     teacher: TeacherSection | None = None
     """What is learned from a teacher."""
+    max_new_tokens: int = 1
+    """Tokens of the longest completion, the constant that seq-mean-token-sum-norm divides by."""
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
@@ -62,7 +64,7 @@ class PolicyLossFunction:
             "aggregation": config.aggregation,
             "num_tokens": output.counts.tokens,
             "num_sequences": output.counts.sequences,
-            "norm_constant": config.norm_constant,
+            "norm_constant": self.max_new_tokens if config.aggregation.endswith("norm") else None,
         }
         bounds: dict[str, Any] = {name: value for name, value in options.items() if name not in _SELECTION}
         if "clip_dual" in bounds:
@@ -79,7 +81,7 @@ class PolicyLossFunction:
                     options=options,
                 )
             )
-            extra = aggregate(per_token if weights is None else per_token * weights, mask, output, config)
+            extra = self._aggregate(per_token if weights is None else per_token * weights, mask, output)
             name, advantages, bounds = "reinforce", torch.zeros_like(old), {}  # KL, entropy and metrics are left to it
         elif name == distillation.ALONE:
             name, advantages = "reinforce", torch.zeros_like(old)
@@ -146,22 +148,22 @@ class PolicyLossFunction:
             metrics["correction_clipped"] = (clipped & mask.bool()).sum().float() / max(output.counts.tokens, 1.0)
         return weights, metrics
 
+    def _aggregate(self, per_token: Tensor, loss_mask: Tensor, output: ModelOutput) -> Tensor:
+        """This micro-batch's share of the loss that the global batch's (T,) token losses make, aggregated.
 
-def aggregate(per_token: Tensor, loss_mask: Tensor, output: ModelOutput, config: AlgorithmConfig) -> Tensor:
-    """This micro-batch's share of the loss that the global batch's (T,) token losses make, by `algorithm.aggregation`.
-
-    As `rl_csrc.policy_loss` does it.
-    """
-    masked = torch.where(loss_mask.bool(), per_token, 0.0)
-    if config.aggregation == "seq-mean-token-mean":
-        counts = torch.segment_reduce(loss_mask.float(), "sum", offsets=output.cu_seqlens).clamp(min=1.0)
-        masked = masked / counts.repeat_interleave(output.cu_seqlens.diff())
-    total, counts = masked.sum(), output.counts
-    if config.aggregation == "token-sum":
-        return total
-    if config.aggregation == "token-mean":
-        return total / max(counts.tokens, 1.0)
-    return total / (max(counts.sequences, 1.0) * (config.norm_constant or 1.0))
+        As `rl_csrc.policy_loss` does it.
+        """
+        masked = torch.where(loss_mask.bool(), per_token, 0.0)
+        if self.config.aggregation == "seq-mean-token-mean":
+            counts = torch.segment_reduce(loss_mask.float(), "sum", offsets=output.cu_seqlens).clamp(min=1.0)
+            masked = masked / counts.repeat_interleave(output.cu_seqlens.diff())
+        total, counts = masked.sum(), output.counts
+        if self.config.aggregation == "token-sum":
+            return total
+        if self.config.aggregation == "token-mean":
+            return total / max(counts.tokens, 1.0)
+        constant = self.max_new_tokens if self.config.aggregation.endswith("norm") else 1
+        return total / (max(counts.sequences, 1.0) * constant)
 
 
 def _penalty(output: ModelOutput, rows: TensorDict, coef: float, counted: dict[str, Any]) -> Tensor:

@@ -38,9 +38,7 @@ class AlgorithmConfig:
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
-    """How token losses become one number."""
-    norm_constant: Annotated[float, Field(gt=0)] | None = None
-    """What aggregation=seq-mean-token-sum-norm divides by, such as the longest completion."""
+    """How token losses become one number; seq-mean-token-sum-norm divides by rollout.max_new_tokens."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty against the frozen start policy; 0 starts no reference."""
     kl_in_reward: bool = False

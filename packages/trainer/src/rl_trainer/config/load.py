@@ -29,6 +29,7 @@ MOVED = {
     "algorithm.correction_level": "a part of algorithm.correction, such as sequence_tis",
     "algorithm.correction_low": "algorithm.correction_bounds=[low, high]",
     "algorithm.kl_horizon": "no more: the coefficient follows by a tenth of the error per step, as in arXiv 1909.08593",
+    "algorithm.norm_constant": "no more: seq-mean-token-sum-norm divides by rollout.max_new_tokens",
     "algorithm.rejection_divergence": "a part of algorithm.rejection, such as token_k3",
     "algorithm.rejection_high": "algorithm.rejection_bounds=[low, high]",
     "algorithm.rejection_low": "algorithm.rejection_bounds=[low, high]",
@@ -37,6 +38,7 @@ MOVED = {
     "data.streaming": "data.options.stream_buffer, the number of rows that a stream is shuffled within",
     "engine.lora.dropout": "no more: with it, the probabilities of an update are not those of the policy",
     "engine.matmul_precision": "a part of engine.precision, such as float32_medium",
+    "reward.overlong_penalty": "no more: the longest completion loses 1, as in arXiv 2503.14476; weigh the other parts",
     "tracking.options": "tracking.trackers.NAME, such as tracking.trackers='{wandb: {mode: offline}}'",
 }
 """What became of keys of earlier versions."""

@@ -66,6 +66,4 @@ class RewardSection:
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Deadline of one call or request, seconds; a function that is stuck is killed."""
     overlong_buffer: NonNegative = 0
-    """Last tokens of rollout.max_new_tokens over which a longer completion is punished, linearly; 0: none."""
-    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    """What a completion of full length loses; only with overlong_buffer."""
+    """Last tokens of rollout.max_new_tokens over which a longer completion is punished, linearly, up to 1; 0: none."""

@@ -252,6 +252,7 @@ def create_engine(
         algorithm=algorithm,
         inputs=inputs,
         teacher=config.teacher,
+        max_new_tokens=config.rollout.max_new_tokens,
         queue_address=queue_address,
         weights_address=weights_address,
         timeout_s=config.timeout_s,

@@ -47,8 +47,6 @@ def check_reward(reward: RewardSection) -> None:
             "reward.path gives the whole reward, and reward.parts its parts; set one of them (a part of kind=function "
             "has a path of its own)"
         )
-    if reward.overlong_buffer == 0 and reward.overlong_penalty != default.overlong_penalty:
-        raise PlanError("reward.overlong_penalty does nothing without reward.overlong_buffer; set it, or leave it out")
     kinds = {part.kind for part in reward.parts.values()}
     if kinds and not kinds & {"function", "rule"} and reward.num_processes != default.num_processes:
         raise PlanError("reward.num_processes does nothing without a part of kind=function or rule; leave it out")

@@ -340,19 +340,19 @@ class AgentWorker:
         self._queue.close()
 
 
-def overlong_penalty(num_tokens: int, longest: int, buffer: int, penalty: float) -> float:
-    """What a completion loses for its length: nothing up to `longest - buffer` tokens, then linearly up to `penalty`.
+def overlong_penalty(num_tokens: int, longest: int, buffer: int) -> float:
+    """What a completion loses for its length: nothing up to `longest - buffer` tokens, then linearly up to 1.
 
     Soft overlong punishment, arXiv 2503.14476, equation 13.
     """
-    return penalty * min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0)
+    return min(max(num_tokens - (longest - buffer), 0) / buffer, 1.0)
 
 
 def overlong(num_tokens: int, longest: int, section: RewardSection) -> float:
     """What a completion of so many tokens loses, as `reward.overlong_buffer` says."""
     if not section.overlong_buffer:
         return 0.0
-    return overlong_penalty(num_tokens, longest, section.overlong_buffer, section.overlong_penalty)
+    return overlong_penalty(num_tokens, longest, section.overlong_buffer)
 
 
 def grading(

@@ -176,6 +176,7 @@ class EngineWorker(_EngineRank):
         config: EngineConfig,
         algorithm: AlgorithmConfig,
         teacher: TeacherSection | None = None,
+        max_new_tokens: int = 1,
         queue_address: str,
         inputs: Sequence[str] = (),
         weights_address: str | None = None,
@@ -187,7 +188,7 @@ class EngineWorker(_EngineRank):
         self._algorithm = algorithm
         self._has_adapter = config.lora is not None
         self._teacher = teacher
-        self._loss = PolicyLossFunction(config=algorithm, teacher=teacher)
+        self._loss = PolicyLossFunction(config=algorithm, teacher=teacher, max_new_tokens=max_new_tokens)
         self._loop = LoopThread("weights")
         self._sender = None
         if weights_address is not None and context.rank == 0:
