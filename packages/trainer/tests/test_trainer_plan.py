@@ -61,7 +61,11 @@ JUDGE = [
         (["rollout.colocated=true", "rollout.num_replicas=2"], PlanError, "num_replicas=2 and engine.world_size=1"),
         (["rollout.top_p=0.9", "algorithm.old_logprobs=recompute"], PlanError, "set top_p=1"),
         (["algorithm.advantage=gae"], PlanError, "reads values, which takes a critic: set a key of critic"),
-        (["critic.lr=1e-5"], PlanError, "critic do nothing with algorithm.advantage=grpo; .* one of gae, vtrace"),
+        (
+            ["critic.lr=1e-5"],
+            PlanError,
+            "critic do nothing with algorithm.advantage=grpo; .* gae, prime, vtrace",
+        ),
         (["algorithm.advantage=vtrace", "critic.lr=1e-5"], PlanError, "reads ratio, .* set algorithm.old_logprobs=rec"),
         (["algorithm.advantage=prime"], PlanError, "a process reward model"),
         (["algorithm.rejection=token_k1"], PlanError, "algorithm.old_logprobs=rollout never computes"),

@@ -19,7 +19,7 @@ from rl_trainer.plan import make_plan
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.services import QueueWorker
 
-REPLAY = ["batch.replay.share=0.5", "batch.replay.max_uses=3", "batch.replay.max_age=2"]
+REPLAY = ["batch.replay.share=0.5", "batch.replay.max_age=2"]
 
 
 def config(*overrides):
@@ -36,7 +36,7 @@ def queue():
 
 def replay_of(queue, **section):
     client = rl_tq.connect(queue.address(), timeout_s=10)
-    section = ReplaySection(**{"share": 0.5, "max_uses": 3, "max_age": 2, **section})
+    section = ReplaySection(**{"share": 0.5, "max_age": 2, **section})
     return Replay(section, batch_size=4, seed=0, queue=client, copy=queue.copy), client
 
 
@@ -56,7 +56,7 @@ def generated(client, rewards, *, version, reused=()):
     return Generated(batch=batch, groups=groups, reused=tuple(reused), **numbers)
 
 
-def test_what_is_kept_is_what_has_signal_and_it_leaves_by_uses_and_by_age(queue):
+def test_what_is_kept_is_what_has_signal_until_it_is_too_old(queue):
     replay, client = replay_of(queue)
     assert replay.draw(1) == []
     replay.keep(generated(client, {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0)}, version=1), version=2)
@@ -68,11 +68,9 @@ def test_what_is_kept_is_what_has_signal_and_it_leaves_by_uses_and_by_age(queue)
     assert client.get(rows[0].union(again))["rewards"].values().tolist() == [0.0, 1.0]
     reused = [used.group for used in replay.draw(2)]
     replay.keep(generated(client, {4: (0.0, 1.0)}, version=2, reused=reused), version=3)
-    assert {tuple(group) for group in replay.state()["groups"]} == {
-        (1, 10, 1, 1, 0, 2), (3, 30, 3, 1, 0, 2), (4, 40, 4, 2, 0, 1)
-    }  # fmt: skip
+    assert replay.state()["groups"] == [(1, 10, 1, 1, 0), (3, 30, 3, 1, 0), (4, 40, 4, 2, 0)]
     replay.keep(generated(client, {5: (0.0, 1.0)}, version=3, reused=reused[:1]), version=4)
-    # 1 has been used three times; of weights 4 the tokens of 3 are three versions old, of 4 two.
+    # To weights 4 the tokens of 1 and 3 are three versions old, those of 4 are two.
     assert [group[0] for group in replay.state()["groups"]] == [4, 5]
     assert client.stats()["partitions"][PARTITION]["rows"] == 4
 

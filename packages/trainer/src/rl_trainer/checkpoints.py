@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.metrics import StepRecord
     from rl_trainer.pipelines.parts import Parts
+    from rl_trainer.workers.engine import CriticWorker, ProcessRewardWorker
 
 STATE_FILE = "trainer_state.json"
 LOGS = ("metrics.jsonl", "prompts.jsonl")
@@ -111,8 +112,10 @@ def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
         parts.queue.snapshot(folder / "queue")
     parts.actor.save_checkpoint(str(folder / "engine"), state["step"])
     parts.actor.save_model(str(folder / "model"))
-    if parts.critic is not None:
-        parts.critic.save_checkpoint(str(folder / "critic"), state["step"])
+    for name, engine in _beside(parts):
+        engine.save_checkpoint(str(folder / name), state["step"])
+    if parts.moving_reference is not None:
+        parts.moving_reference.save(folder)
     unfinished = folder / f"{STATE_FILE}.unfinished"
     with unfinished.open("w") as file:
         file.write(json.dumps(state) + "\n")
@@ -124,8 +127,14 @@ def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
 def load(parts: Parts, folder: Path) -> None:
     """Give the engines their state back. The queue's was given to whoever serves it."""
     parts.actor.load_checkpoint(str(folder / "engine"))
-    if parts.critic is not None:
-        parts.critic.load_checkpoint(str(folder / "critic"))
+    for name, engine in _beside(parts):
+        engine.load_checkpoint(str(folder / name))
+
+
+def _beside(parts: Parts) -> list[tuple[str, CriticWorker | ProcessRewardWorker]]:
+    """What learns beside the policy, by the folder that its state has in a checkpoint."""
+    engines = (("critic", parts.critic), ("process_reward", parts.process_reward))
+    return [(name, engine) for name, engine in engines if engine is not None]
 
 
 def queue_snapshot(config: Config, state: RunState) -> str | None:

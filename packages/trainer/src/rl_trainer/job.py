@@ -14,7 +14,8 @@ import yaml
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 from rich.console import Console
 
-from rl_trainer import checkpoints, preflight, report, samples
+from rl_trainer import checkpoints, preflight, report
+from rl_trainer.capabilities import check_backends
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
@@ -45,7 +46,8 @@ def plan(config: Config, console: Console | None = None) -> Datasets:
     datasets = load_datasets(config.data, seed=config.seed)
     preflight.check(config, [*datasets.train, *datasets.eval])
     preflight.check_resume(config, len(datasets.train))  # none of a stream
-    report.show_plan(console or Console(), counts, _facts(config, datasets))
+    backends = check_backends(config)
+    report.show_plan(console or Console(), counts, [*_facts(config, datasets), *backends])
     return datasets
 
 
@@ -123,8 +125,7 @@ def _train(
     with ExitStack() as stack:
         runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
         with console.status("starting the workers"):
-            samples_folder = output_dir / samples.FOLDER if config.tracking.keep_samples else None
-            parts = place(config, runtime, model_path, datasets, state, samples_folder=samples_folder)
+            parts = place(config, runtime, model_path, datasets, state, output_dir=output_dir)
         stack.callback(parts.queue.close)
         if parts.num_too_long:
             console.print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_trainer.algorithms import estimator_named
 from rl_trainer.algorithms.checks import check_algorithm
 from rl_trainer.config import DataConfig
 from rl_trainer.data.options import check_options
@@ -114,6 +115,16 @@ def longest_sequence(config: Config) -> tuple[int, str]:
     if (completion := agent.options.get("max_completion_tokens")) is not None:
         return prompt + int(completion), "data.max_prompt_tokens + agent.options.max_completion_tokens"
     return config.rollout.max_model_len, f"(agent.loop={agent.loop} sets no bound) rollout.max_model_len"
+
+
+def has_reference(config: Config) -> bool:
+    """Whether anything is compared with the start policy, or with what it has become."""
+    return config.algorithm.kl_coef > 0 or has_process_rewards(config)
+
+
+def has_process_rewards(config: Config) -> bool:
+    """Whether the critic is an implicit process reward model."""
+    return "process_rewards" in estimator_named(config.algorithm.advantage).needs
 
 
 def _check_layout(config: Config) -> None:

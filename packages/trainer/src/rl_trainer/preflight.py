@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
+from rl_trainer.capabilities import scheme_of
 from rl_trainer.checkpoints import RunState
 from rl_trainer.errors import ConfigError, InputError
-from rl_trainer.plan import longest_sequence
+from rl_trainer.plan import has_reference, longest_sequence
 from rl_trainer.rewards import check_function, check_packages, resolve_reward
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
@@ -34,8 +35,8 @@ def check(config: Config, rows: list[Row]) -> None:
     for group, name, key in (
         ("rl_engine.backends", config.engine.backend, "engine.backend"),
         ("rl_rollout.backends", config.rollout.backend, "rollout.backend"),
-        ("rl_ckpt.backends", config.weights_transport, "weights_transport"),
-        ("rl_tq.storage", config.queue_storage, "queue_storage"),
+        ("rl_ckpt.backends", scheme_of(config.weights_transport), "weights_transport"),
+        ("rl_tq.storage", scheme_of(config.queue_storage), "queue_storage"),
         ("rl_agent.loops", config.agent.loop, "agent.loop"),
         *((TRACKERS, name, "tracking.trackers") for name in config.tracking.trackers),
     ):
@@ -148,9 +149,7 @@ def memory_estimate(config: Config) -> str:
     ranks, gb = config.engine.world_size, 1e-9 * count
     per_rank = (16 * gb if config.engine.lora is None else 4 * gb) / ranks
     parts = [f"engine {per_rank:.1f} GB per rank"]
-    parts += (
-        [f"reference {4 * gb / ranks:.1f} GB"] if config.algorithm.kl_coef > 0 and config.engine.lora is None else []
-    )
+    parts += [f"reference {4 * gb / ranks:.1f} GB"] if has_reference(config) and config.engine.lora is None else []
     if config.teacher is not None:
         size = num_parameters(Path(config.teacher.path))
         parts += ["teacher unknown" if size is None else f"teacher {4e-9 * size / ranks:.1f} GB"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rl_trainer.algorithms import ADVANTAGES, estimator_named, loss_named
 from rl_trainer.algorithms.correction import correction_bounds, rejection_bounds
 from rl_trainer.algorithms.distillation import ALONE
-from rl_trainer.config import AlgorithmConfig, StalenessSection, TeacherSection
+from rl_trainer.config import AlgorithmConfig, CriticSection, StalenessSection, TeacherSection
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipelines.staleness import create_policy
 
@@ -40,11 +40,14 @@ def _check_estimator(config: Config) -> None:
     for need in estimator.needs:
         if (lacking := _lacking(config, need)) is not None:
             raise PlanError(f"algorithm.advantage={name} reads {need}, which takes {lacking}")
-    if config.critic is not None and "values" not in estimator.needs:
+    learned = ("values", "process_rewards")
+    if config.critic is not None and not {*learned} & {*estimator.needs}:
         raise PlanError(
             f"the keys of critic do nothing with algorithm.advantage={name}; leave them out, or choose "
-            f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if 'values' in e.needs)}"
+            f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if {*learned} & {*e.needs})}"
         )
+    if "process_rewards" in estimator.needs:
+        _check_process_reward(config)
     for key in ("gamma", "lam"):
         if key not in estimator.keys:
             readers = [other for other, e in sorted(ADVANTAGES.items()) if key in e.keys]
@@ -59,9 +62,26 @@ def _check_estimator(config: Config) -> None:
         )
 
 
+def _check_process_reward(config: Config) -> None:
+    assert config.critic is not None, "prime has asked for one"
+    if config.critic.clip != CriticSection().clip:
+        raise PlanError("critic.clip is a value function's, and algorithm.advantage=prime has none; leave it out")
+    if config.algorithm.ref_ema is not None:
+        raise PlanError(
+            "algorithm.advantage=prime compares with the start policy, which algorithm.ref_ema moves away; leave it out"
+        )
+    if config.reward.overlong_buffer:
+        raise PlanError(
+            "algorithm.advantage=prime learns outcomes from 0 to 1, and reward.overlong_buffer takes rewards below 0; "
+            "leave it out"
+        )
+
+
 def _lacking(config: Config, need: Need) -> str | None:
     """What a run would have to have for an optional input of estimators; None if it has it."""
-    if need in {"greedy_rewards", "logprobs"} or (need == "values" and config.critic is not None):
+    if need in {"greedy_rewards", "logprobs"}:
+        return None
+    if need in {"values", "process_rewards"} and config.critic is not None:
         return None
     if need == "components" and (config.reward.parts or config.reward.path):
         return None
@@ -72,7 +92,7 @@ def _lacking(config: Config, need: Need) -> str | None:
         "ratio": "the engine's log-probs beside the sampler's: set algorithm.old_logprobs=recompute",
         "sum_pi_squared": "the engine's pass over the old policy: set algorithm.old_logprobs=recompute",
         "components": "a reward of parts: set reward.parts, or reward.path to a function that gives numbers by name",
-        "process_rewards": "a process reward model, which the pipelines have not got: compose your own trainer",
+        "process_rewards": "a process reward model: set a key of critic, such as critic.lr",
     }[need]
 
 
@@ -110,7 +130,12 @@ def _check_teacher(config: Config) -> None:
 def _check_kl(config: Config) -> None:
     algorithm = config.algorithm
     if algorithm.kl_coef == 0:
-        _refuse(algorithm, "algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator")
+        _refuse(algorithm, "algorithm.kl_coef is positive", "kl_in_reward", "kl_estimator", "ref_ema")
+    if algorithm.ref_ema is not None and config.engine.lora is not None:
+        raise PlanError(
+            "algorithm.ref_ema moves the weights of a reference, and with engine.lora the reference is the policy "
+            "without its adapter, whose weights stand still; leave one of them out"
+        )
     if not algorithm.kl_in_reward:
         _refuse(algorithm, "algorithm.kl_in_reward is set", "kl_target")
         return

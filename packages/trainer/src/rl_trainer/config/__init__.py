@@ -1,6 +1,6 @@
 """The configuration of a training run: one tree of dataclasses, filled from a recipe file and `key=value` overrides."""
 
-from rl_trainer.config.algorithm import AlgorithmConfig, StalenessSection
+from rl_trainer.config.algorithm import AlgorithmConfig, EmaSection, StalenessSection
 from rl_trainer.config.data import BatchConfig, CurriculumSection, DataConfig, MixturePart, ReplaySection
 from rl_trainer.config.load import RECIPES, as_tree, load_config
 from rl_trainer.config.parts import (
@@ -25,6 +25,7 @@ __all__ = [
     "CriticSection",
     "CurriculumSection",
     "DataConfig",
+    "EmaSection",
     "EngineSection",
     "LoraSection",
     "MixturePart",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_trainer.config._types import Bounds  # noqa: TC001 - so it does these
+from rl_trainer.config._types import Bounds, Positive  # noqa: TC001 - so it does these
 
 Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_icepop"]
 Rejection = Literal[
@@ -18,6 +18,16 @@ Rejection = Literal[
     "sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3",
     "sequence_max_k1", "sequence_max_k2", "sequence_max_k3",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaSection:
+    """How fast the reference of the KL follows the policy."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Of its weights that the reference keeps each time; the rest becomes the policy's. 0 sets it to the policy."""
+    every: Positive = 1
+    """Training steps between two times; each writes and reads the model once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,8 @@ class AlgorithmConfig:
     coefficient."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Estimator of that KL; in the loss `+` takes the gradient of k2."""
+    ref_ema: EmaSection | None = None
+    """The reference follows the policy; None keeps the start policy."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"

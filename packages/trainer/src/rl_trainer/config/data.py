@@ -64,10 +64,8 @@ class ReplaySection:
 
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Of a batch's groups, rounded down; fresh ones take the place of what there is not."""
-    max_uses: Annotated[int, Field(ge=2)] = 2
-    """Steps that may learn from one group, the one that generated it included."""
     max_age: Positive = 4
-    """Weight versions that its oldest token may lie behind."""
+    """Weight versions that its oldest token may lie behind: it is learned from so many times more at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,14 +140,15 @@ class AgentSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSection:
-    """The value function that advantage=gae and vtrace learn beside the policy."""
+    """What learns beside the policy: the value function of gae and vtrace, or the process reward model of prime."""
 
     path: str | None = None
-    """A Hugging Face folder to start from; None starts from the policy's, with a value head of zeros."""
+    """A Hugging Face folder to start from; None starts from the policy's, a value function with a head of zeros."""
     lr: float = 1e-5
     """Learning rate."""
     clip: Annotated[float, Field(ge=0)] = 0.2
-    """A value may leave its old one by this much per step before it stops being pulled; 0 turns that off."""
+    """A value may leave its old one by this much per step before it stops being pulled; 0 turns that off. Not of
+    prime's."""
     warmup_steps: NonNegative = 0
     """First training steps in which the critic learns alone."""
 

@@ -75,13 +75,13 @@ class Config:
     agent: AgentSection = field(default_factory=AgentSection)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticSection | None = None
-    """Train a value function, for the estimators that read it."""
+    """Train a critic, for the estimators that read what it says."""
     teacher: TeacherSection | None = None
     """Distill another model into the policy: beside the policy loss, or alone with `algorithm.loss=distill`."""
     reward: RewardSection = field(default_factory=RewardSection)
     staleness: StalenessSection = field(default_factory=StalenessSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
     weights_transport: str = "shm"
-    """Name of an installed rl-ckpt backend."""
+    """Name of an installed rl-ckpt backend, or a whole address, such as tcp://HOST:PORT, with its options."""
     queue_storage: str = "shm"
-    """Name of an installed rl-tq storage."""
+    """Name of an installed rl-tq storage, or a whole address."""

@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import rl_tq
 from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
@@ -14,28 +14,36 @@ from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named
 from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
+from rl_trainer.capabilities import address_of, check_started
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data.prompts import make_prompts
 from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipelines import moving_reference
 from rl_trainer.pipelines.fleets import AgentFleet, WeightSync
+from rl_trainer.pipelines.moving_reference import MovingReference
 from rl_trainer.pipelines.replay import Replay
 from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.plan import has_process_rewards, has_reference
+from rl_trainer.samples import FOLDER
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS
-from rl_trainer.workers.engine import CriticWorker, EngineWorker
+from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
 from rl_trainer.workers.images import IMAGES, takes_images
+from rl_trainer.workers.reference import ReferenceWorker
 from rl_trainer.workers.samples import SampleWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from rl_rollout.types import ServerAddress
     from rl_tq.base import TransferQueue
     from rl_trainer.base import Fleet, Runtime
     from rl_trainer.checkpoints import RunState
     from rl_trainer.config import Config
     from rl_trainer.data import Datasets, Row
+
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +54,14 @@ class Parts:
     """The policy being trained."""
     reference: EngineWorker | None
     """The frozen start policy: an engine of its own, or the actor, if it trains an adapter; None without a penalty."""
+    moving_reference: MovingReference | None = None
+    """Has the reference follow the policy; None: it stands still."""
     teacher: EngineWorker | None = None
     """A frozen model that the policy is pulled towards."""
     critic: CriticWorker | None = None
     """The value function; None without one."""
+    process_reward: ProcessRewardWorker | None = None
+    """The implicit process reward model; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))
     """Weight of the KL in the rewards."""
     rollout_manager: RolloutManager
@@ -98,22 +110,22 @@ def place(
     datasets: Datasets,
     state: RunState,
     *,
-    samples_folder: Path | None = None,
+    output_dir: Path | None = None,
 ) -> Parts:
     """Start every worker of a job that goes on from `state`. The engines' own state is not loaded yet.
 
-    What is learned from is kept in `samples_folder`, if one is given.
+    Samples that are kept, and a reference that moves, have their folders in `output_dir`.
 
     Raises:
         InputError: no training or no held-out prompt is short enough.
     """
     job = f"{config.name}-{os.getpid()}"
-    weights_address = f"{config.weights_transport}://{job}-weights"
+    weights_address = address_of(config.weights_transport, f"{job}-weights")
     is_own_process = config.runtime != "inline"
     runtime.start(resource_pools(config))
     snapshot = queue_snapshot(config, state)
     store = runtime.create_group(
-        QueueWorker, "queue", address=f"{config.queue_storage}://{job}-queue", snapshot=snapshot
+        QueueWorker, "queue", address=address_of(config.queue_storage, f"{job}-queue"), snapshot=snapshot
     )
     queue_address = store.address()
     with ThreadPoolExecutor(2, thread_name_prefix="place") as threads:  # processes start side by side
@@ -131,21 +143,33 @@ def place(
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
         actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
-        reference = None
-        if config.algorithm.kl_coef > 0:
+        reference = moving = None
+        if has_reference(config):
+            start = moving_reference.start_of(config, model_path)
             reference = (
                 actor
                 if is_own_reference(config)
-                else create_engine(config, runtime, model_path, queue_address, None, is_trained=False)
+                else create_engine(config, runtime, start, queue_address, None, is_trained=False)
             )
+            if (ema := config.algorithm.ref_ema) is not None:
+                assert output_dir is not None, "a run whose reference moves has a folder"
+                folder = output_dir / moving_reference.FOLDER
+                moved = cast("ReferenceWorker", reference)
+                moving = MovingReference(
+                    actor, moved, ema, folder=folder, start=start, is_colocated=config.rollout.colocated
+                )
         teacher = create_teacher(config, runtime, queue_address) if config.teacher is not None else None
-        critic = create_critic(config, runtime, model_path, queue_address) if config.critic is not None else None
+        critic = create_critic(config, runtime, model_path, queue_address)
+        process_reward = create_process_reward(config, runtime, model_path, queue_address)
         rollout = servers.result()
     if config.rollout.colocated:
-        for engine in (reference, teacher, critic):
+        for engine in (reference, teacher, critic, process_reward):
             if engine is not None and engine is not actor:
                 engine.offload()
-    addresses = server_addresses(rollout)
+    addresses = _answers(rollout, RolloutWorker.address)
+    has_images = any(row.get("images") for row in (*datasets.train, *datasets.eval))
+    for can in _answers(rollout, RolloutWorker.capabilities):
+        check_started(config, can, has_images=has_images)
     workers = runtime.create_fleet(
         AgentWorker,
         "agent",
@@ -160,11 +184,12 @@ def place(
         timeout_s=config.timeout_s,
     )
     samples = None
-    if samples_folder is not None:
+    if config.tracking.keep_samples:
+        assert output_dir is not None, "a run that keeps samples has a folder"
         samples = runtime.create_group(
             SampleWorker,
             "queue",
-            folder=str(samples_folder),
+            folder=str(output_dir / FOLDER),
             model_path=str(model_path),
             queue_address=queue_address,
             timeout_s=config.timeout_s,
@@ -182,8 +207,10 @@ def place(
     return Parts(
         actor=actor,
         reference=reference,
+        moving_reference=moving,
         teacher=teacher,
         critic=critic,
+        process_reward=process_reward,
         kl=AdaptiveKl(
             coef=config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef,
             target=config.algorithm.kl_target,
@@ -212,9 +239,9 @@ def put_to_sleep(servers: Fleet[RolloutWorker]) -> None:
             raise answer
 
 
-def server_addresses(servers: Fleet[RolloutWorker]) -> list[ServerAddress]:
-    """Where the replicas answer."""
-    answers = servers.call(RolloutWorker.address, dict.fromkeys(servers.wait(), ()))
+def _answers(servers: Fleet[RolloutWorker], method: Callable[[RolloutWorker], R]) -> list[R]:
+    """What the replicas say."""
+    answers = servers.call(method, dict.fromkeys(servers.wait(), ()))
     for answer in answers.values():
         if isinstance(answer, Exception):
             raise answer
@@ -245,7 +272,7 @@ def create_engine(
         router_aux_loss_coef=config.engine.router_aux_loss_coef if is_trained else 0.0,
     )
     return runtime.create_group(
-        EngineWorker,
+        EngineWorker if is_trained else ReferenceWorker,
         "engine",
         backend=config.engine.backend,
         config=engine_config if is_trained else replace(engine_config, optimizer=None),
@@ -274,9 +301,10 @@ def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> Engi
     )
 
 
-def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker:
-    """Place the value function on the engine pool, laid out like the policy."""
-    assert config.critic is not None, "the caller has checked it"
+def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker | None:
+    """Place the value function on the engine pool, laid out like the policy, if there is to be one."""
+    if config.critic is None or has_process_rewards(config):
+        return None
     path = Path(config.critic.path) if config.critic.path is not None else model_path
     return runtime.create_group(
         CriticWorker,
@@ -284,6 +312,25 @@ def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_addr
         backend=config.engine.backend,
         config=replace(engine_config_of(config, path, config.critic.lr), head=Head.VALUE),
         clip=config.critic.clip,
+        inputs=IMAGES if takes_images(model_path) else (),
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def create_process_reward(
+    config: Config, runtime: Runtime, model_path: Path, queue_address: str
+) -> ProcessRewardWorker | None:
+    """Place the process reward model on the engine pool, laid out like the policy, if there is to be one."""
+    section = config.critic
+    if section is None or not has_process_rewards(config):
+        return None
+    path = Path(section.path) if section.path is not None else model_path
+    return runtime.create_group(
+        ProcessRewardWorker,
+        "engine",
+        backend=config.engine.backend,
+        config=engine_config_of(config, path, section.lr),
         inputs=IMAGES if takes_images(model_path) else (),
         queue_address=queue_address,
         timeout_s=config.timeout_s,

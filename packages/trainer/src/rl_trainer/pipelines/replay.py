@@ -2,8 +2,8 @@
 
 Rollout replay as of arXiv 2506.05316, section 4.2, reusing history as RhymeRL does (2508.18588): a group whose rewards
 differ is kept, with the log-probs of the weights that sampled it, and may be drawn again while its tokens are young
-enough. A prompt still counts as used once, by the step that generated it (`rows` in prompts.jsonl); how often a group
-is learned from is bounded by `batch.replay.max_uses`, across resumes too.
+enough: one that is `max_age` versions old has been learned from `1 + max_age` times at most, across resumes too. A
+prompt still counts as used once, by the step that generated it (`rows` in prompts.jsonl).
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class Used:
 
     group: HeldGroup
     """Which."""
-    num_uses: int
-    """Steps that learned from it."""
     meta: BatchMeta
     """Its rows in `PARTITION`: the columns that generation wrote, and no other."""
 
@@ -83,33 +81,29 @@ class Replay:
 
     def keep(self, generated: Generated, version: int) -> None:
         """Take over what a step has learned from, for steps whose weights are of `version` or newer."""
-        for group in generated.reused:
-            used = self._used[group.group_id]
-            self._used[group.group_id] = replace(used, num_uses=used.num_uses + 1)
         rows: dict[int, list[int]] = {}
         for row in rows_with_signal(generated.batch):
             rows.setdefault(generated.batch.tags[row]["group_id"], []).append(row)
         for group in generated.groups:
             if group.group_id in rows:
                 meta = self._copy(generated.batch.reorder(rows[group.group_id]), PARTITION)
-                self._used[group.group_id] = Used(group=group, num_uses=1, meta=meta)
+                self._used[group.group_id] = Used(group=group, meta=meta)
         for number, used in [*self._used.items()]:
-            if used.num_uses >= self.section.max_uses or version - used.oldest > self.section.max_age:
+            if version - used.oldest > self.section.max_age:
                 self._queue.clear(used.meta)
                 del self._used[number]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; the rows are in the queue's snapshot."""
         columns = next((used.meta.columns for used in self._used.values()), ())
-        groups = [[*used.group.as_tuple(), used.num_uses] for _, used in sorted(self._used.items())]
-        return {"columns": [*columns], "groups": groups}
+        return {"columns": [*columns], "groups": [used.group.as_tuple() for _, used in sorted(self._used.items())]}
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Take over the history of an earlier process; returns its highest group id, or 0."""
-        groups = {(group := HeldGroup.from_tuple(tuple(own))): uses for *own, uses in state.get("groups", ())}
-        metas = claim_held(self._queue, PARTITION, [*groups], columns=state.get("columns", ()))
-        for group, num_uses in groups.items():
-            self._used[group.group_id] = Used(group=group, num_uses=num_uses, meta=metas[group.group_id])
+        groups = [HeldGroup.from_tuple(tuple(group)) for group in state.get("groups", ())]
+        metas = claim_held(self._queue, PARTITION, groups, columns=state.get("columns", ()))
+        for group in groups:
+            self._used[group.group_id] = Used(group=group, meta=metas[group.group_id])
         return max(self._used, default=0)
 
 

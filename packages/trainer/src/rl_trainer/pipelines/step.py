@@ -37,6 +37,9 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
     if parts.critic is not None:
         with timer.phase("values"):
             batch = batch.union(parts.critic.compute_values(batch))
+    if parts.process_reward is not None:
+        with timer.phase("process_rewards"):
+            batch = batch.union(parts.process_reward.compute_process_rewards(batch))
     with timer.phase("advantage"):
         report = parts.actor.compute_advantage(batch, parts.kl.coef, hash_seed(f"{config.seed}/{step}"))
         batch = batch.union(report.batch)
@@ -52,11 +55,18 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
             with timer.phase("update_critic"):
                 critic = parts.critic.update_critic(mini_batch)
             reports.append(replace(critic, metrics=critic.metrics | {"critic_grad_norm": critic.grad_norm}))
+        if parts.process_reward is not None:
+            with timer.phase("update_process_reward"):
+                process = parts.process_reward.update_process_reward(mini_batch)
+            reports.append(replace(process, metrics=process.metrics | {"process_grad_norm": process.grad_norm}))
         if config.critic is None or step > config.critic.warmup_steps:
             with timer.phase("update"):
                 reports.append(parts.actor.update_actor(mini_batch))
         metrics = {name: value for report in reports for name, value in report.metrics.items()}
         updates.append(replace(reports[-1], metrics=metrics))
+    if parts.moving_reference is not None:
+        with timer.phase("move_reference"):
+            parts.moving_reference.follow(step)
     if report.reward_kl is not None:
         updates[-1].metrics.update(reward_kl=report.reward_kl, kl_coef=parts.kl.coef)
     return updates

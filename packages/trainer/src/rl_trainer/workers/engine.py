@@ -1,4 +1,4 @@
-"""One rank of a model engine, fed from the queue: the actor, the reference, and the critic."""
+"""One rank of a model engine, fed from the queue: the actor, the reference, and what learns beside them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from rl_trainer.algorithms import (
 from rl_trainer.algorithms.correction import derived_metrics
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl import estimate_kl
+from rl_trainer.algorithms.process_reward import ProcessRewardLoss
 from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.algorithms.token_advantages import value_scan
 from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.errors import TrainerError
 from rl_trainer.profiling import span
 from rl_trainer.workers._loop_thread import LoopThread
 
@@ -34,11 +36,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_ckpt.types import SyncReport
+    from rl_engine.base import LossFunction
     from rl_engine.types import EngineConfig
     from rl_tq.types import BatchMeta
+    from rl_trainer.algorithms.advantages import Need
     from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 _TOKENS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
+_READ: tuple[Need, ...] = ("values", "greedy_rewards", "sum_pi_squared", "process_rewards", "components")
+"""What estimators need that are columns."""
 _OLD = {"recompute": "old_logprobs", "rollout": "rollout_logprobs"}
 """By `algorithm.old_logprobs`, the column of the policy before the update."""
 
@@ -87,7 +93,7 @@ class _EngineRank:
             outputs = self._engine.forward_backward_batch(data, None, forward_only=True)
         return self._put(batch, {column: outputs.columns[output] for output, column in columns.items()})
 
-    def _update(self, data: TensorDict, loss: PolicyLossFunction | ValueLossFunction) -> UpdateReport:
+    def _update(self, data: TensorDict, loss: LossFunction) -> UpdateReport:
         with self._engine.train_mode():
             self._engine.optimizer_zero_grad()
             with span("forward_backward"):
@@ -165,6 +171,52 @@ class CriticWorker(_EngineRank):
         return self._update(self._queue.get(batch, (*self._inputs, "values", "returns")), self._loss)
 
 
+class ProcessRewardWorker(_EngineRank):
+    """One rank of an implicit process reward model: a model whose log-ratio to the start policy is a reward."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        backend: str,
+        config: EngineConfig,
+        queue_address: str,
+        inputs: Sequence[str] = (),
+        timeout_s: float = 600.0,
+    ) -> None:
+        del context
+        super().__init__(
+            backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
+        )
+        self._loss = ProcessRewardLoss()
+
+    @register(Dispatch.SPLIT)
+    def compute_process_rewards(self, batch: BatchMeta) -> BatchMeta:
+        """Write beta times the log-ratio of every completion token to `ref_logprobs` as `process_rewards`.
+
+        Raises:
+            TrainerError: a completion's reward is no outcome, so that the model could not learn it.
+        """
+        data = self._queue.get(batch, (*self._inputs, "ref_logprobs", "rewards"))
+        outcomes = torch.stack([row.sum() for row in data["rewards"].unbind()])
+        if wrong := [value for value in outcomes.tolist() if not 0 <= value <= 1]:
+            raise TrainerError(
+                f"a completion has the reward {wrong[0]:g}, and advantage=prime learns outcomes from 0 to 1; scale the "
+                "rewards, or choose another algorithm.advantage"
+            )
+        with self._engine.eval_mode(), span("forward"):
+            output = self._engine.forward_backward_batch(data, None, forward_only=True)
+        ref = data["ref_logprobs"]
+        rewards = self._loss.beta * (output.columns["logprobs"].values() - ref.values())
+        jagged = torch.nested.nested_tensor_from_jagged(rewards, ref.offsets())
+        return self._put(batch, {"process_rewards": jagged})
+
+    @register(Dispatch.SPLIT_REDUCED)
+    def update_process_reward(self, batch: BatchMeta) -> UpdateReport:
+        """One optimizer step on one mini-batch."""
+        return self._update(self._queue.get(batch, (*self._inputs, "ref_logprobs", "rewards")), self._loss)
+
+
 class EngineWorker(_EngineRank):
     """One rank of the policy, trained or frozen."""
 
@@ -236,7 +288,7 @@ class EngineWorker(_EngineRank):
         columns += [_OLD[config.old_logprobs]] if has_policy else []
         columns += ["rollout_logprobs"] if "ratio" in needs else []
         columns += ["ref_logprobs"] if has_kl else []
-        columns += [name for name in ("values", "greedy_rewards", "sum_pi_squared", "components") if name in needs]
+        columns += [name for name in _READ if name in needs]
         columns += ["component_weights"] if "components" in needs else []
         data = self._queue.get(batch, columns)
         offsets, mask, rewards = data["rewards"].offsets(), data["loss_mask"].values(), data["rewards"].values()
@@ -259,6 +311,7 @@ class EngineWorker(_EngineRank):
             values=data["values"].values() if "values" in needs else None,
             sum_pi_squared=data["sum_pi_squared"].values() if "sum_pi_squared" in needs else None,
             greedy_rewards=data["greedy_rewards"] if "greedy_rewards" in needs else None,
+            process_rewards=data["process_rewards"].values() if "process_rewards" in needs else None,
             components=data["components"] if "components" in needs else None,
             component_weights=data["component_weights"][0] if "components" in needs else None,
             ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,

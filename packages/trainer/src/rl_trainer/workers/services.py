@@ -14,7 +14,7 @@ from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from rl_rollout.types import ServerAddress, ServerConfig
+    from rl_rollout.types import Capabilities, ServerAddress, ServerConfig
     from rl_tq.types import BatchMeta
 
 
@@ -82,6 +82,10 @@ class RolloutWorker:
     def address(self) -> ServerAddress:
         """Where the replica answers."""
         return self._address
+
+    def capabilities(self) -> Capabilities:
+        """What the replica can do."""
+        return self._server.capabilities
 
     def check_health(self) -> None:
         """Raise `ServerLostError` if the server is gone."""

@@ -1,0 +1,174 @@
+"""What the chosen backends can do, held against what the configuration asks of them, before any process starts.
+
+A server says it by `rl_rollout.types.Capabilities`, a transport by opening one end of a session, which calls no peer.
+What a server knows only with its model loaded is asked again once it is there, and before anything is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import rl_ckpt
+import rl_rollout
+from rl_ckpt.errors import CkptError
+from rl_rollout.errors import RolloutError
+from rl_rollout.types import ServerConfig
+from rl_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from rl_rollout.types import Capabilities
+    from rl_trainer.config import Config
+
+_IN_ONE_PROCESS = "inproc"
+"""The transport, and the storage, whose ends have to be in one process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """Something that a run may ask of its servers."""
+
+    asks: Callable[[Config], bool]
+    """Whether a configuration does."""
+    is_met: Callable[[Capabilities], bool]
+    """Whether a server can."""
+    sentence: str
+    """What is wrong otherwise, and what to do; after the backend's name."""
+    is_known_early: bool = True
+    """Whether a server can tell before it has loaded its model."""
+
+
+_NEEDS = (
+    _Need(
+        asks=lambda _: True,
+        is_met=lambda can: can.takes_token_ids and can.has_logprobs,
+        sentence="does not give the ids and log-probs of the tokens that it sampled, so that nothing can be learned "
+        "from them; choose another backend",
+    ),
+    _Need(
+        asks=lambda _: True,
+        is_met=lambda can: can.updates_weights,
+        sentence="takes no new weights with these rollout.options, so that the policy could not be updated; choose "
+        "other options, or another backend",
+    ),
+    _Need(
+        asks=lambda _: True,
+        is_met=lambda can: can.is_seeded,
+        sentence="does not seed its requests with these rollout.options, and seed gives every rollout a seed of its "
+        "own; have its options turn that on (sglang: --enable-deterministic-inference among args)",
+    ),
+    _Need(
+        asks=lambda config: config.rollout.colocated,
+        is_met=lambda can: 2 in can.sleep_levels,
+        sentence="cannot give the memory of its weights back with these rollout.options, which rollout.colocated=true "
+        "needs; have its options turn sleeping on (vllm: --enable-sleep-mode among args), or set colocated=false",
+    ),
+    _Need(
+        asks=lambda config: config.engine.router_replay,
+        is_met=lambda can: can.gives_routed_experts,
+        sentence="does not tell the experts that it chose, which engine.router_replay=true needs; have its options "
+        "turn that on (vllm: --enable-return-routed-experts among args), or leave router_replay out",
+        is_known_early=False,
+    ),
+)
+_IMAGES = _Need(
+    asks=lambda _: True,
+    is_met=lambda can: can.takes_images,
+    sentence="takes no images for this model, and rows of the data have some; choose another backend, or other rows",
+    is_known_early=False,
+)
+
+
+def check_backends(config: Config) -> list[tuple[str, str]]:
+    """Check the backends' own settings, and what they can do; returns `(what, how)` for the screen.
+
+    Raises:
+        ConfigError: a setting does nothing, or asks for what its backend cannot do; names the backend.
+    """
+    for key in ("weights_transport", "queue_storage"):
+        backend: str = getattr(config, key)
+        if scheme_of(backend) == _IN_ONE_PROCESS and config.runtime != "inline":
+            raise ConfigError(
+                f"{key}={backend} moves data inside one process, and runtime={config.runtime} has several; choose "
+                "another, or runtime=inline"
+            )
+    _check_transport(config)
+    can = _server_capabilities(config)
+    _require(config, can, [need for need in _NEEDS if need.is_known_early])
+    levels = " and ".join(str(level) for level in can.sleep_levels) or "none"
+    return [("server", f"{config.rollout.backend}: new weights, seeded requests, levels of sleep: {levels}")]
+
+
+def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:
+    """Check what a server that is there can do.
+
+    Raises:
+        ConfigError: less than is asked for.
+    """
+    _require(config, can, [*_NEEDS, *([_IMAGES] if has_images else [])])
+
+
+def _require(config: Config, can: Capabilities, needs: list[_Need]) -> None:
+    for need in needs:
+        if need.asks(config) and not need.is_met(can):
+            raise ConfigError(f"rollout.backend={config.rollout.backend} {need.sentence}")
+
+
+def scheme_of(backend: str) -> str:
+    """The installed name in `weights_transport` or `queue_storage`, which may be a whole address."""
+    return backend.partition("://")[0]
+
+
+def address_of(backend: str, name: str) -> str:
+    """The address of a session: the backend's own, or one of `name`."""
+    return backend if "://" in backend else f"{backend}://{name}"
+
+
+def _check_transport(config: Config) -> None:
+    address = address_of(config.weights_transport, "plan")
+    try:
+        session = rl_ckpt.connect(address, role="receive", timeout_s=config.timeout_s)
+        asyncio.run(session.close())
+    except CkptError as error:
+        raise ConfigError(f"weights_transport={config.weights_transport} cannot be used: {error}") from error
+
+
+def _server_capabilities(config: Config) -> Capabilities:
+    rollout = config.rollout
+    with _folder(config) as folder:
+        try:
+            server = rl_rollout.create_server(
+                rollout.backend,
+                ServerConfig(
+                    model_path=folder,
+                    max_model_len=rollout.max_model_len,
+                    max_num_seqs=rollout.max_num_seqs,
+                    options=rollout.options,
+                    timeout_s=config.timeout_s,
+                ),
+            )
+            can = server.capabilities
+            asyncio.run(server.stop())
+        except RolloutError as error:
+            raise ConfigError(f"rollout.backend={rollout.backend} cannot be used as configured: {error}") from error
+    return can
+
+
+@contextmanager
+def _folder(config: Config) -> Generator[str]:
+    """The model's folder; where the model is yet to be made, one with its description."""
+    if config.model.path is not None:
+        yield config.model.path
+        return
+    from rl_trainer.warmup import write_config
+
+    assert config.model.warmup is not None, "it was checked that there is a model"
+    with TemporaryDirectory(prefix="rl-trainer-") as folder:
+        write_config(Path(folder), config.model.warmup)
+        yield folder

@@ -1,0 +1,175 @@
+"""Every key of the backends' sections reaches what its backend is built from, or is refused; and what backends can do.
+
+What a backend then makes of it is held to account where the backend is: rl-engine's `test_engine_keys` has such a table
+for every field of `EngineConfig`; a server refuses options that it has not.
+"""
+
+import tempfile
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from rl_rollout.testing import write_tiny_model
+from rl_rollout.types import Capabilities
+from rl_trainer.capabilities import address_of, check_backends, check_started
+from rl_trainer.config import EngineSection, RolloutSection, load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.errors import ConfigError
+from rl_trainer.pipelines.parts import create_engine, resource_pools, server_config
+from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.testing import FakeAgents
+
+# key: (another value, the part of `built` that it changes)
+EFFECTS = {
+    "engine.backend": ("megatron", "engine"),
+    "engine.world_size": ("2", "pools"),
+    "engine.lr": ("0.5", "engine"),
+    "engine.betas": ("[0.5, 0.6]", "engine"),
+    "engine.weight_decay": ("0.5", "engine"),
+    "engine.max_grad_norm": ("7", "engine"),
+    "engine.lr_warmup_steps": ("3", "engine"),
+    "engine.lr_schedule": ("constant", "engine"),
+    "engine.precision": ("bfloat16", "engine"),
+    "engine.activation_checkpointing": ("true", "engine"),
+    "engine.router_aux_loss_coef": ("0.5", "engine"),
+    "engine.router_replay": ("true", "engine"),
+    "engine.async_checkpoints": ("true", "engine"),
+    "engine.lora.rank": ("3", "engine"),
+    "engine.lora.alpha": ("3", "engine"),
+    "engine.lora.target_modules": ("[q_proj]", "engine"),
+    "engine.parallel.tp": ("2", "engine"),
+    "engine.parallel.pp": ("2", "engine"),
+    "engine.parallel.ep": ("2", "engine"),
+    "engine.parallel.vpp": ("2", "engine"),
+    "engine.parallel.cp": ("2", "engine"),
+    "engine.parallel.sequence_parallel": ("true", "engine"),
+    "engine.parallel.sp": ("2", "engine"),
+    "engine.parallel.dp_replicate": ("2", "engine"),
+    "rollout.num_replicas": ("2", "pools"),
+    "rollout.colocated": ("true", "pools"),
+    "rollout.temperature": ("0.5", "sampling"),
+    "rollout.eval_temperature": ("0.5", "evaluation"),
+    "rollout.top_p": ("0.5", "sampling"),
+    "rollout.max_new_tokens": ("3", "sampling"),
+    "rollout.max_num_seqs": ("3", "server"),
+    "rollout.max_model_len": ("99", "server"),
+    "rollout.options": ("{block_size: 8}", "server"),
+    "rollout.backend": ("vllm", "server's kind"),
+    "weights_transport": ("uds", "addresses"),
+    "queue_storage": ("tcp", "addresses"),
+}
+# what a key's configuration has beside it, and the one that it is compared with
+BESIDE = {key: ["engine.lora={}"] for key in EFFECTS if key.startswith("engine.lora.")}
+
+
+def keys_of(section, prefix):
+    for field in fields(section):
+        hint = get_type_hints(section)[field.name]
+        nested = next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
+        yield from keys_of(nested, f"{prefix}.{field.name}") if nested else [f"{prefix}.{field.name}"]
+
+
+class Recorder:
+    """A runtime that keeps what a worker is to be built from."""
+
+    def create_group(self, worker, pool, **kwargs):
+        return kwargs
+
+
+def built(*overrides):
+    """What the parts of a job are built from."""
+    config = load_config("quickstart", overrides)
+    told = {}
+
+    class Agents(FakeAgents):
+        def evaluate(self, rows, sampling_params):
+            told.update(sampling_params)
+            return super().evaluate(rows, sampling_params)
+
+    manager = RolloutManager(Agents(config), [{}], PromptOrder(num_rows=1, seed=0), config)
+    manager.evaluate([{}])
+    return {
+        "engine": {
+            name: value
+            for name, value in create_engine(config, Recorder(), Path("m"), "q", None, is_trained=True).items()
+            if name in ("backend", "config", "inputs")
+        },
+        "server": server_config(config, Path("m")),
+        "server's kind": config.rollout.backend,
+        "pools": resource_pools(config),
+        "sampling": manager.sampling("1/0"),
+        "evaluation": told,
+        "addresses": [address_of(config.weights_transport, "n"), address_of(config.queue_storage, "n")],
+    }
+
+
+def test_every_key_is_in_the_table():
+    found = {*keys_of(EngineSection, "engine"), *keys_of(RolloutSection, "rollout")}
+    assert found | {"weights_transport", "queue_storage"} == EFFECTS.keys()
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_a_key_reaches_its_backend(key):
+    value, part = EFFECTS[key]
+    beside = BESIDE.get(key, [])
+    assert built(*beside, f"{key}={value}")[part] != built(*beside)[part]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("keys") / "model")
+
+
+VLLM, SGLANG = "rollout.backend=vllm", "rollout.backend=sglang"
+REFUSED = [
+    ([], ["rollout.options={blok_size: 3}"], "backend=embedded cannot .* no option 'blok_size'; did you mean 'block_"),
+    ([VLLM], ["rollout.options={block_size: 3}"], "rollout.backend=vllm cannot be used .* no option 'block_size'"),
+    ([VLLM], ["rollout.colocated=true"], "rollout.backend=vllm cannot give the memory of its weights back"),
+    ([SGLANG], [], "rollout.backend=sglang does not seed its requests with these rollout.options"),
+    (["rollout.backend=tensorrt_llm"], [], "rollout.backend=tensorrt_llm takes no new weights"),
+    ([], ["weights_transport=inproc"], "weights_transport=inproc moves data inside one process, and runtime=ray"),
+    ([], ["queue_storage=inproc"], "queue_storage=inproc moves data inside one process"),
+    ([], ["weights_transport=tcp"], "weights_transport=tcp cannot be used: .* write tcp://host:port"),
+    ([], ["weights_transport=shm://a?b=1"], r"shm://a\?b=1 cannot be used: .* has an option 'b'; options of this back"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "overrides", "words"), REFUSED)
+def test_what_a_backend_cannot_do_is_refused_by_name_before_anything_starts(folder, chosen, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_backends(load_config("quickstart", [f"model.path={folder}", *chosen, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "levels"),
+    [
+        ([], "1 and 2"),
+        ([VLLM], "none"),
+        ([VLLM, "rollout.options={args: --enable-sleep-mode}", "rollout.colocated=true"], "1 and 2"),
+        ([SGLANG, "rollout.options={args: --enable-deterministic-inference}"], "none"),
+        (["weights_transport=inproc", "runtime=inline"], "1 and 2"),
+    ],
+)
+def test_what_a_backend_can_do_is_told_and_leaves_nothing_behind(folder, overrides, levels, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ((what, how),) = check_backends(load_config("quickstart", [f"model.path={folder}", *overrides]))
+    assert (what, how.rpartition(": ")[2]) == ("server", levels)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_yet_to_be_made_is_described_to_the_server():
+    check_backends(load_config("quickstart"))
+    with pytest.raises(ConfigError, match="no option 'blok_size'"):
+        check_backends(load_config("quickstart", ["rollout.options={blok_size: 3}"]))
+
+
+def test_what_only_a_loaded_model_tells_is_checked_once_it_is_there():
+    config = load_config("quickstart", ["engine.router_replay=true"])
+    with pytest.raises(ConfigError, match="rollout.backend=embedded does not tell the experts that it chose"):
+        check_started(config, Capabilities(), has_images=False)
+    check_started(config, Capabilities(gives_routed_experts=True), has_images=False)
+    with pytest.raises(ConfigError, match="takes no images for this model, and rows of the data have some"):
+        check_started(config, Capabilities(gives_routed_experts=True), has_images=True)
+    check_started(load_config("quickstart"), Capabilities(takes_images=True), has_images=True)
