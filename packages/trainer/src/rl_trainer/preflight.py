@@ -150,7 +150,7 @@ def memory_estimate(config: Config) -> str:
     per_rank = (16 * gb if config.engine.lora is None else 4 * gb) / ranks
     parts = [f"engine {per_rank:.1f} GB per rank"]
     parts += [f"reference {4 * gb / ranks:.1f} GB"] if has_reference(config) and config.engine.lora is None else []
-    if config.teacher is not None:
+    if config.teacher is not None and config.teacher.url is None:
         size = num_parameters(Path(config.teacher.path))
         parts += ["teacher unknown" if size is None else f"teacher {4e-9 * size / ranks:.1f} GB"]
     parts += [f"critic {16 * gb / ranks:.1f} GB"] if config.critic is not None else []
@@ -218,11 +218,17 @@ def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
     Raises:
         InputError: it is not, or a tokenizer is in no `tokenizer.json`, which is what can be compared.
     """
+    from rl_trainer.workers.images import takes_images
+
     if model_path is None:
         raise ConfigError(
             "teacher.path needs model.path: a policy that learns a teacher's words has the same tokenizer"
         )
-    if not (Path(teacher.path) / "config.json").is_file():
+    if teacher.url is not None and takes_images(Path(model_path)):
+        raise InputError(
+            f"the policy in {model_path} takes images, which a teacher at teacher.url is not shown; leave url out"
+        )
+    if teacher.url is None and not (Path(teacher.path) / "config.json").is_file():
         raise InputError(f"teacher.path={teacher.path} has no config.json, so it is not a Hugging Face model folder")
     policy, other = (_vocabulary(Path(path)) for path in (model_path, teacher.path))
     if policy != other:

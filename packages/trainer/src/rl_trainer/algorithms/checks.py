@@ -123,6 +123,18 @@ def _check_teacher(config: Config) -> None:
                 f"teacher.{name}={getattr(teacher, name)} does nothing unless teacher.divergence is "
                 f"{' or '.join(kinds)}; leave it out"
             )
+    if teacher.url is None and teacher.model is not None:
+        raise PlanError(f"teacher.model={teacher.model} names a model of a server, and teacher.url is not set; set it")
+    if teacher.url is not None and teacher.divergence != "reverse":
+        raise PlanError(
+            f"teacher.divergence={teacher.divergence} compares the teacher's likeliest tokens, which the server at "
+            "teacher.url does not tell of a prompt; choose reverse, or leave url out"
+        )
+    if teacher.url is not None and config.rollout.temperature != 1:
+        raise PlanError(
+            f"the server at teacher.url tells log-probs at temperature 1, and rollout.temperature="
+            f"{config.rollout.temperature:g}; make it 1, or leave url out"
+        )
     if algorithm.loss == ALONE:
         _refuse(algorithm, f"algorithm.loss is another than {ALONE}, which looks at no reward", *_OF_REWARDS)
 

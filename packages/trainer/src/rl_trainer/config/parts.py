@@ -158,7 +158,12 @@ class TeacherSection:
     """A larger model that the policy is pulled towards on its own completions: on-policy distillation."""
 
     path: str
-    """A Hugging Face folder, with the same tokenizer."""
+    """A Hugging Face folder, with the same tokenizer; with `url` its tokenizer is all that is read."""
+    url: str | None = None
+    """Of a server that has the teacher already: one of rl-rollout's, or with `model` any OpenAI-compatible one that
+    tells prompt_logprobs (/v1 included). With divergence=reverse."""
+    model: str | None = None
+    """What the server at `url` calls it."""
     divergence: Literal["reverse", "forward", "mixed"] = "reverse"
     """`reverse`: KL(policy, teacher) from the tokens that were sampled; `forward`: KL(teacher, policy) over the
     teacher's likeliest tokens and the rest of the vocabulary as one; `mixed`: both."""

@@ -32,6 +32,7 @@ from rl_trainer.workers.images import IMAGES, takes_images
 from rl_trainer.workers.reference import ReferenceWorker
 from rl_trainer.workers.samples import SampleWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
+from rl_trainer.workers.teacher import ServedTeacherWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class Parts:
     """The frozen start policy: an engine of its own, or the actor, if it trains an adapter; None without a penalty."""
     moving_reference: MovingReference | None = None
     """Has the reference follow the policy; None: it stands still."""
-    teacher: EngineWorker | None = None
+    teacher: EngineWorker | ServedTeacherWorker | None = None
     """A frozen model that the policy is pulled towards."""
     critic: CriticWorker | None = None
     """The value function; None without one."""
@@ -158,7 +159,17 @@ def place(
                 moving = MovingReference(
                     actor, moved, ema, folder=folder, start=start, is_colocated=config.rollout.colocated
                 )
-        teacher = create_teacher(config, runtime, queue_address) if config.teacher is not None else None
+        teacher = served = None
+        if config.teacher is not None and config.teacher.url is not None:
+            served = runtime.create_group(
+                ServedTeacherWorker,
+                "queue",
+                teacher=config.teacher,
+                queue_address=queue_address,
+                timeout_s=config.timeout_s,
+            )
+        elif config.teacher is not None:
+            teacher = create_teacher(config, runtime, queue_address)
         critic = create_critic(config, runtime, model_path, queue_address)
         process_reward = create_process_reward(config, runtime, model_path, queue_address)
         rollout = servers.result()
@@ -208,7 +219,7 @@ def place(
         actor=actor,
         reference=reference,
         moving_reference=moving,
-        teacher=teacher,
+        teacher=teacher or served,
         critic=critic,
         process_reward=process_reward,
         kl=AdaptiveKl(

@@ -1,0 +1,104 @@
+"""A teacher that is served somewhere: it scores what the policy wrote, by the log-probs of a prompt's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+
+import rl_rollout
+import rl_tq
+from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig
+from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.errors import ConfigError, TrainerError
+from rl_trainer.workers._loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from rl_rollout.base import RolloutServer
+    from rl_tq.types import BatchMeta
+    from rl_trainer.config import TeacherSection
+
+_AT_A_TIME = 256
+"""Requests in flight."""
+
+
+class ServedTeacherWorker:
+    """Asks a server for the log-probs that its model gives to every completion token, and writes them to the queue.
+
+    With `teacher.model` any OpenAI-compatible server that tells `prompt_logprobs`; without, one of rl-rollout's.
+
+    Raises:
+        ConfigError: the server does not tell the log-probs of a prompt.
+    """
+
+    def __init__(
+        self, context: WorkerContext, *, teacher: TeacherSection, queue_address: str, timeout_s: float
+    ) -> None:
+        del context
+        assert teacher.url is not None, "the caller has checked it"
+        self._url, self._timeout_s = teacher.url, timeout_s
+        self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
+        self._loop = LoopThread("teacher")
+        self._server = self._loop.run(self._connect(teacher), timeout_s)
+        if not self._server.capabilities.gives_prompt_logprobs:
+            raise ConfigError(
+                f"teacher.url={self._url} does not tell the log-probs of a prompt's tokens; choose another"
+            )
+
+    async def _connect(self, teacher: TeacherSection) -> RolloutServer:
+        if teacher.model is None:
+            server = rl_rollout.connect_server(self._url, timeout_s=self._timeout_s)
+            await server.check_health()
+            return server
+        options = {"url": self._url, "tokenizer": teacher.path}
+        config = ServerConfig(
+            model_path=teacher.model, max_model_len=1 << 30, options=options, timeout_s=self._timeout_s
+        )
+        server = rl_rollout.create_server("openai", config)
+        await server.start()
+        return server
+
+    @register(Dispatch.RANK_ZERO)
+    def teach(self, batch: BatchMeta) -> BatchMeta:
+        """Write `teacher_logprobs`, float32 of every completion token."""
+        data = self._queue.get(batch, ("prompt_token_ids", "completion_token_ids"))
+        prompts, completions = (data[name].unbind() for name in ("prompt_token_ids", "completion_token_ids"))
+        pairs = [(p.tolist(), c.tolist()) for p, c in zip(prompts, completions, strict=True)]
+        scored = self._loop.run(self._score_all(pairs), self._timeout_s)
+        values = torch.tensor([value for row in scored for value in row], dtype=torch.float32)
+        column = torch.nested.nested_tensor_from_jagged(values, data["completion_token_ids"].offsets())
+        columns = TensorDict({"teacher_logprobs": column}, batch_size=[len(batch)])
+        return self._queue.put(columns, partition=batch.partition, sample_ids=batch.sample_ids)
+
+    async def _score_all(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, ...]]:
+        turns = asyncio.Semaphore(_AT_A_TIME)
+
+        async def score(number: int) -> tuple[float, ...]:
+            prompt, completion = pairs[number]
+            request = GenerateRequest(
+                request_id=f"teach-{number}",
+                prompt_token_ids=(*prompt, *completion),
+                sampling_params=SamplingParams(max_new_tokens=1),
+                returns_prompt_logprobs=True,
+                timeout_s=self._timeout_s,
+            )
+            async with turns:
+                output = await self._server.generate(request)
+            found = output.prompt_logprobs[len(prompt) - 1 :]
+            if len(found) != len(completion) or not all(map(math.isfinite, found)):
+                raise TrainerError(
+                    f"teacher.url={self._url} told {len(found)} log-probs of a completion of {len(completion)} tokens, "
+                    f"{sum(map(math.isfinite, found))} of them finite; every token needs one"
+                )
+            return found
+
+        return await asyncio.gather(*map(score, range(len(pairs))))
+
+    def close(self) -> None:
+        """Leave the server, which goes on, and the queue."""
+        self._loop.run(self._server.stop(), 30.0)
+        self._loop.close()
+        self._queue.close()
