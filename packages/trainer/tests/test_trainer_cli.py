@@ -1,10 +1,14 @@
 """Bad input ends with one sentence and exit code 2 before anything is started."""
 
 import json
+import platform
+import resource
+import subprocess
+import sys
 
 import pytest
 
-from rl_trainer import cli
+from rl_trainer import _memory, cli
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +158,19 @@ def test_print_config_round_trips(capsys, tmp_path):
     path = tmp_path / "printed.yaml"
     path.write_text(capsys.readouterr().out)
     assert load_config(str(path)) == load_config("quickstart", ["seed=4"])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_freed_memory_is_used_again():
+    """By this process, not only by those that it starts. 64 MiB are more than glibc keeps of itself."""
+    script = (
+        "import resource, runpy\n"
+        f"runpy.run_path({_memory.__file__!r})['keep_freed_memory']()\n"
+        "def touch(): return [bytearray(b'x') * 2**23 for _ in range(8)]\n"
+        "touch()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(5): touch()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 5 * 2**26 / resource.getpagesize() / 4

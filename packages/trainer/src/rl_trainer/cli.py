@@ -6,7 +6,6 @@ Bad input ends with one sentence and exit code 2 before anything is started.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from rl_rollout.errors import RolloutError
+from rl_trainer._memory import keep_freed_memory
 from rl_trainer.config import RECIPES, as_tree, load_config
 from rl_trainer.errors import ConfigError, InputError, TrainerError
 from rl_trainer.preflight import check_model
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     overrides = [*arguments.overrides, *([f"runtime={arguments.runtime}"] if arguments.runtime else [])]
     overrides += ["tracking.profile=true"] if arguments.profile else []
-    _keep_freed_memory()
+    keep_freed_memory()
     try:
         config = load_config(arguments.recipe, overrides)
         if arguments.print_config:
@@ -150,12 +150,6 @@ def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
         raise ConfigError("model.path is not set: give the folder of the policy")
     check_model(config)
     return config
-
-
-def _keep_freed_memory() -> None:
-    """Have the processes that this one starts keep freed memory: touching a page anew costs far more than using it."""
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31))
 
 
 if __name__ == "__main__":
