@@ -48,8 +48,8 @@ class Trainer:
 
 @pytest.fixture(scope="session")
 def long_folder(tmp_path_factory):
-    """A model with room for requests that take a second."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-long", max_position_embeddings=2048)
+    """A model with room for requests that take seconds."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-long", max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="session")

@@ -106,6 +106,27 @@ def test_greedy_is_that_of_transformers_beside_neighbours_with_other_images(serv
     assert [output.token_ids for output in run(all_twice())] == wanted * 2
 
 
+def test_logprobs_are_of_the_whole_vocabulary_as_a_trainer_computes_them(served, folder):
+    """Placeholders are never given and keep their share: of a random model, up to a sixth."""
+    from transformers import AutoModelForImageTextToText
+
+    run, server, _ = served
+    ids = (12, 13, 14)
+    asked = replace(request_of("scored", ids, (), temperature=0.7, seed=1), returns_prompt_logprobs=True)
+    output = run(server.generate(replace(asked, num_top_logprobs=60)))
+    assert not {IMAGE, VIDEO} & set(output.token_ids)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    row = torch.tensor([[*ids, *output.token_ids]])
+    with torch.inference_mode():
+        logits = model(row).logits[0, :-1]
+    told = torch.tensor(output.prompt_logprobs + output.logprobs)
+    temperature = torch.tensor([1.0] * 2 + [0.7] * 24)[:, None]
+    want = (logits / temperature).log_softmax(-1)
+    torch.testing.assert_close(told, want.gather(-1, row[0, 1:, None])[:, 0], atol=1e-4, rtol=0)
+    assert want[:, [IMAGE, VIDEO]].exp().sum(-1).max() > 0.01  # there is something to keep
+    assert all({IMAGE, VIDEO} < dict(top).keys() for top in output.top_logprobs)
+
+
 def test_tokens_do_not_depend_on_who_writes_the_places_out(served):
     run, server, _ = served
     ids, images = CASES[1]

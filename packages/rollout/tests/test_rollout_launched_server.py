@@ -33,14 +33,19 @@ START_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def served(qwen3_folder, new_trainer):
+def served(long_folder, new_trainer):
     with asyncio.Runner() as runner:
         trainer = new_trainer(START_S)
-        config = config_of(qwen3_folder, api_token=TOKEN)
+        config = config_of(long_folder, api_token=TOKEN)
         server = launch_server("embedded", config)
         runner.run(server.start())
         yield Served(
-            server=server, run=runner.run, model_path=str(qwen3_folder), update=trainer.update, api_token=TOKEN
+            server=server,
+            run=runner.run,
+            model_path=str(long_folder),
+            max_model_len=4096,
+            update=trainer.update,
+            api_token=TOKEN,
         )
         runner.run(server.stop())
         runner.run(trainer.close())

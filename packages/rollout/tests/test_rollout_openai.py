@@ -4,14 +4,17 @@ import asyncio
 import json
 import math
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
+import torch
 from aiohttp import web
 
 from rl_rollout import (
     ConfigError,
     FinishReason,
     GenerateRequest,
+    GenerationError,
     RequestError,
     RequestTimeoutError,
     SamplingParams,
@@ -21,7 +24,8 @@ from rl_rollout import (
     UnsupportedError,
     create_server,
 )
-from rl_rollout.testing import FakeReceiver
+from rl_rollout.backends.openai import Gathered
+from rl_rollout.testing import FakeReceiver, load_weights
 
 KEY = "a-secret"
 
@@ -161,6 +165,59 @@ def test_bad_requests_and_deadlines(site):
     with pytest.raises(RequestTimeoutError, match=r"within 0\.2 s"):
         run(client.generate(request(timeout_s=0.2)))
     run(served.resume())
+
+
+def test_weights_that_are_not_numbers_are_an_error_and_the_next_ones_serve(site, qwen3_folder):
+    served, client, run, _ = site
+    weights, want = load_weights(qwen3_folder), run(client.generate(request()))
+    version = served.status()["weight_version"]
+    spoilt = {**weights, "model.norm.weight": torch.full_like(weights["model.norm.weight"], math.nan)}
+    run(served.update_weights(FakeReceiver(spoilt), version + 1))
+    with pytest.raises(GenerationError, match="not finite"):
+        run(client.generate(request()))
+    run(served.update_weights(FakeReceiver(weights), version + 2))
+    assert run(client.generate(request())).token_ids == want.token_ids
+
+
+def test_a_full_cache_is_told_and_a_request_that_fits_is_served(qwen3_folder):
+    config = ServerConfig(model_path=str(qwen3_folder), num_threads=1, kv_cache_bytes=2**14)  # 64 tokens
+
+    async def scenario():
+        served = create_server("embedded", config)
+        client = client_of((await served.start()).url + "/v1", tokenizer=str(qwen3_folder))
+        try:
+            await client.start()
+            with pytest.raises(
+                RequestError, match="it needs 83 tokens of cache and there are 64; raise kv_cache_bytes"
+            ):
+                await client.generate(request(max_new_tokens=80))
+            alone = await client.generate(request(max_new_tokens=40))
+            return alone, await asyncio.gather(*(client.generate(request(str(i), max_new_tokens=40)) for i in range(4)))
+        finally:
+            await client.stop()
+            await served.stop()
+
+    alone, outputs = asyncio.run(scenario())
+    assert [output.token_ids for output in outputs] == [alone.token_ids] * 4
+    assert len(alone.token_ids) == 40
+
+
+def test_a_port_in_use(site):
+    _, _, run, url = site
+    port = int(url.split(":")[2].split("/")[0])
+    options = {"url": url, "api_key_variable": "TEST_ROLLOUT_KEY"}
+    other = create_server("openai", ServerConfig(model_path="tiny-qwen3", options=options, port=port))
+    with pytest.raises(ServerStartError, match=f"port {port} of 127.0.0.1 cannot be bound"):
+        run(other.start())
+
+
+@pytest.mark.parametrize("told", [None, -9999.0])
+def test_logprobs_that_are_no_numbers_are_an_error(told):
+    logprobs = SimpleNamespace(token_logprobs=[-0.5, told])
+    found = Gathered(request())
+    found.add(SimpleNamespace(token_ids=[5, 6], logprobs=logprobs, finish_reason="stop"))
+    with pytest.raises(GenerationError, match="not finite"):
+        found.output(is_aborted=False)
 
 
 @pytest.mark.parametrize(

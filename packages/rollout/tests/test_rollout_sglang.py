@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_rollout import ConfigError, GenerationError, ServerConfig, ServerStartError, UnsupportedError, create_server
+from rl_rollout import (
+    ConfigError,
+    GenerateRequest,
+    GenerationError,
+    RequestError,
+    SamplingParams,
+    ServerConfig,
+    ServerStartError,
+    UnsupportedError,
+    create_server,
+)
 from rl_rollout.backends.sglang import lora_arguments, read_answer, session_payload
 from rl_rollout.testing import Served, ServerConformance, write_tiny_model
 
@@ -29,18 +39,54 @@ def config_of(folder, *args, command=FAKE, env=None, adapters=(), **fields):
     return ServerConfig(model_path=str(folder), options=options, **fields)
 
 
-def real_config(folder, *args, **fields):
+def real_config(folder, *args, max_total_tokens=65536, **fields):
     return config_of(
         folder,
         *args,
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.1"),
-        *("--max-total-tokens", "65536"),
+        *("--max-total-tokens", str(max_total_tokens)),
         command=f"{ENVIRONMENT}/bin/python -m sglang.launch_server",
         env={"SGLANG_USE_CPU_ENGINE": "1"},
         device="cpu",
         **fields,
     )
+
+
+def real_model(folder):
+    sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    return write_tiny_model(folder / "model", **sizes)
+
+
+def request(request_id="r", prompt=(5, 6, 7), **params):
+    params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
+    return GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
+
+
+async def fill_the_cache(config, room):
+    """Requests that could never fit, those that just fit one at a time, and what a lone one gives.
+
+    Args:
+        config: Of a server with room for `room` tokens beside the two that SGLang keeps.
+        room: At least 200.
+    """
+    server = create_server("sglang", config)
+    await server.start()
+    try:
+        for prompt, count in (((5,) * room, 1), ((5,), room)):
+            with pytest.raises(RequestError, match=f"it needs {room + 1} tokens of cache and there are {room}; raise"):
+                await server.generate(request(prompt=prompt, max_new_tokens=count))
+        alone = await server.generate(request(max_new_tokens=room - 3))
+        requests = [request(str(i), max_new_tokens=room - 3) for i in range(4)]
+        return alone, await asyncio.gather(*map(server.generate, requests))
+    finally:
+        await server.stop()
+
+
+def check_full_cache(config, room):
+    alone, outputs = asyncio.run(fill_the_cache(config, room))
+    assert len(alone.token_ids) == room - 3
+    assert [output.token_ids for output in outputs] == [alone.token_ids] * 4
 
 
 def serve(config, trainer, **fields):
@@ -56,9 +102,9 @@ def serve(config, trainer, **fields):
 class TestProtocol(ServerConformance):
     @pytest.fixture(scope="class")
     @classmethod
-    def served(cls, qwen3_folder, new_trainer):
-        config = config_of(qwen3_folder, "--enable-memory-saver", "--enable-deterministic-inference")
-        yield from serve(config, new_trainer(60), max_model_len=254)
+    def served(cls, long_folder, new_trainer):
+        config = config_of(long_folder, "--enable-memory-saver", "--enable-deterministic-inference")
+        yield from serve(config, new_trainer(60), max_model_len=4094)
 
     def test_where_something_is_cut_off_the_logprobs_are_the_behaviour_ones(self, served):
         output = served.generate(temperature=0.7, top_k=5)
@@ -81,9 +127,9 @@ class TestRealSglang(ServerConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def served(cls, tmp_path_factory, new_trainer):
-        sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
-        folder = write_tiny_model(tmp_path_factory.mktemp("sglang") / "model", **sizes)
-        yield from serve(real_config(folder), new_trainer(60), max_model_len=1022, num_long=600)
+        folder = real_model(tmp_path_factory.mktemp("sglang"))
+        config = real_config(folder, max_model_len=8192)
+        yield from serve(config, new_trainer(60), max_model_len=8190)
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
         """Temperature and top-k, recomputed by transformers: as our own sampler defines them."""
@@ -109,7 +155,15 @@ class TestRealSglang(ServerConformance):
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_SGLANG names no environment with SGLang and rl-ckpt")
 class TestLimitsOfTheRealOneOnCpu:
-    """Its own words: this is all that adapters and sleep have been run against."""
+    """Its own words where it dies at start: this is all that adapters and sleep have been run against."""
+
+    def test_a_full_cache(self, tmp_path):
+        check_full_cache(real_config(real_model(tmp_path), max_total_tokens=402), 400)
+
+    def test_an_argument_that_it_does_not_know(self, qwen3_folder):
+        server = create_server("sglang", real_config(qwen3_folder, "--no-such-argument"))
+        with pytest.raises(ServerStartError, match=r"(?s)sglang .* ended with code .*--no-such-argument"):
+            asyncio.run(server.start())
 
     def test_adapters(self, qwen3_folder, write_adapters):
         folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder).items()}
@@ -121,6 +175,10 @@ class TestLimitsOfTheRealOneOnCpu:
         server = create_server("sglang", real_config(qwen3_folder, "--enable-memory-saver"))
         with pytest.raises(ServerStartError, match="torch_memory_saver"):
             asyncio.run(server.start())
+
+
+def test_a_full_cache(long_folder):
+    check_full_cache(config_of(long_folder, "--max-total-tokens", "402"), 400)
 
 
 def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adapters):
@@ -149,8 +207,6 @@ def test_the_payload_is_a_name_and_a_tensor_of_the_version():
 
 
 def test_an_abort_for_a_fault_of_the_server_is_an_error():
-    from rl_rollout import GenerateRequest
-
     told = {"finish_reason": {"type": "abort", "status_code": 500, "message": "out of memory"}}
     with pytest.raises(GenerationError, match="'r': out of memory"):
         read_answer(GenerateRequest(request_id="r", prompt_token_ids=(1,)), {"output_ids": [], "meta_info": told})

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,18 +22,22 @@ import torch
 
 from rl_rollout import (
     ConfigError,
+    FinishReason,
     GenerateRequest,
+    GenerationError,
     ModelFolderError,
     RequestError,
     SamplingParams,
     ServerConfig,
     ServerLostError,
     ServerStartError,
+    TokenOutput,
     UnsupportedError,
     WeightUpdateError,
     create_server,
 )
 from rl_rollout._external import versions_of
+from rl_rollout._validation import check_length
 from rl_rollout.backends.vllm import most_likely, read_experts
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
@@ -58,10 +63,10 @@ def real_config(folder, *args, **fields):
     )
 
 
-def real_model(folder):
+def real_model(folder, **overrides):
     """Heads of 32: vLLM's attention on a CPU has no smaller ones."""
-    sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}
-    return write_tiny_model(folder / "model", **sizes)
+    sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    return write_tiny_model(folder / "model", **sizes, **overrides)
 
 
 def serve(config, trainer, **fields):
@@ -77,8 +82,8 @@ def serve(config, trainer, **fields):
 class TestProtocol(ServerConformance):
     @pytest.fixture(scope="class")
     @classmethod
-    def served(cls, qwen3_folder, new_trainer):
-        yield from serve(config_of(qwen3_folder, "--enable-sleep-mode"), new_trainer(60))
+    def served(cls, long_folder, new_trainer):
+        yield from serve(config_of(long_folder, "--enable-sleep-mode"), new_trainer(60), max_model_len=4096)
 
 
 class WithAdapters:
@@ -93,7 +98,7 @@ class WithAdapters:
     @classmethod
     def served(cls, folder, adapters, new_trainer):
         folders = {name: path for name, (path, _) in adapters.items()}
-        yield from serve(cls.config(folder, folders), new_trainer(60), max_model_len=2048)
+        yield from serve(cls.config(folder, folders), new_trainer(60), max_model_len=256)
 
     def test_adapters_mixed_in_a_batch_equal_merged_models(self, served, adapters):
         names = [None, "one", "two", "one", None, "two"]
@@ -142,7 +147,8 @@ class TestRealVllm(ServerConformance):
     @classmethod
     def served(cls, tmp_path_factory, new_trainer):
         folder = real_model(tmp_path_factory.mktemp("vllm"))
-        yield from serve(real_config(folder), new_trainer(60), max_model_len=2048, num_long=1200)
+        config = real_config(folder, max_model_len=8192)
+        yield from serve(config, new_trainer(60), max_model_len=8192)
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
         """Temperature, top-k and top-p, recomputed by transformers: as our own sampler defines them."""
@@ -188,6 +194,18 @@ def test_the_real_one_on_a_cpu_cannot_sleep(qwen3_folder):
         asyncio.run(server.start())
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_VLLM names no environment with vLLM and rl-ckpt")
+def test_the_real_one_on_a_cpu_tells_no_routed_experts(tmp_path):
+    """Its own words, where Triton has no backend for CPUs: the runner that tells them is asked for, and needs it."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = real_model(tmp_path, family="qwen3_moe", **experts)
+    server = create_server("vllm", real_config(folder, "--enable-return-routed-experts"))
+    with pytest.raises(ServerStartError, match="Model Runner V2 requires Triton"):
+        asyncio.run(server.start())
+
+
 def alone(folder, request):
     """What a model without adapters gives."""
 
@@ -213,6 +231,28 @@ def test_a_server_that_dies_at_start_shows_its_last_lines(qwen3_folder):
         asyncio.run(server.start())
 
 
+def test_a_port_in_use_is_told_before_anything_starts(qwen3_folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = create_server("vllm", config_of(qwen3_folder, port=port))
+        with pytest.raises(ServerStartError, match=f"port {port} of 127.0.0.1 cannot be bound"):
+            asyncio.run(server.start())
+    assert not server.process.was_started
+
+
+def test_an_output_that_was_cut_is_no_output():
+    output = TokenOutput(
+        request_id="r",
+        token_ids=(1, 2),
+        logprobs=(-1.0, -1.0),
+        weight_versions=(0, 0),
+        finish_reason=FinishReason.LENGTH,
+    )
+    check_length(output, 2)
+    with pytest.raises(GenerationError, match="ended it for its length after 2 of 3 tokens"):
+        check_length(output, 3)
+
+
 def test_a_command_that_is_none(qwen3_folder):
     server = create_server("vllm", config_of(qwen3_folder, command=["/no/such/python"]))
     with pytest.raises(ServerStartError, match="/no/such/python"):
@@ -228,6 +268,10 @@ def test_a_command_that_is_none(qwen3_folder):
         ({"options": {"adapters": ["one"]}}, "object of names and folders"),
         ({"options": {"adapters": {"tiny-qwen3": "here"}}}, "is the name of the model"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        (
+            {"options": {"args": "--enable-return-routed-experts", "env": {"VLLM_USE_V2_MODEL_RUNNER": 0}}},
+            "VLLM_USE_V2_MODEL_RUNNER='0' and args have --enable-return-routed-experts, .* leave one of them out",
+        ),
     ],
 )
 def test_bad_settings_are_told_before_anything_starts(qwen3_folder, fields, told):
@@ -334,6 +378,13 @@ def test_routed_experts_are_read_from_npy():
     np.save(file, np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
     experts = read_experts(base64.b64encode(file.getvalue()).decode())
     assert experts == (((0, 1), (2, 3)), ((4, 5), (6, 7)), ((8, 9), (10, 11)))
+
+
+def test_routed_experts_are_asked_of_the_runner_that_tells_them(qwen3_folder):
+    plain = create_server("vllm", config_of(qwen3_folder))
+    telling = create_server("vllm", config_of(qwen3_folder, "--enable-return-routed-experts"))
+    assert [server.capabilities.gives_routed_experts for server in (plain, telling)] == [False, True]
+    assert [server.process.environment.get("VLLM_USE_V2_MODEL_RUNNER") for server in (plain, telling)] == [None, "1"]
 
 
 def test_versions_are_never_guessed():

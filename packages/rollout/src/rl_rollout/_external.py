@@ -19,7 +19,7 @@ from rl_rollout._http import Endpoint
 from rl_rollout._partial import empty_output
 from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
 from rl_rollout._upstream import Upstream
-from rl_rollout._validation import check_adapter, check_extras, check_finite, check_request
+from rl_rollout._validation import check_adapter, check_extras, check_finite, check_length, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     RequestError,
@@ -148,6 +148,7 @@ class ExternalServer(RolloutServer):
             return self._address
         if self._is_stopped:
             raise ServerLostError("this server was stopped; create another")
+        await self._endpoint.check_port()
         self.process.start()
         try:
             await self.process.wait_until(self.upstream.is_ready, timeout_s=self.config.timeout_s, check_s=CHECK_S)
@@ -182,6 +183,7 @@ class ExternalServer(RolloutServer):
                 flight.is_sent = True
                 output = await self.post_generate(request)
                 check_finite(output)
+                check_length(output, self.max_new_tokens(request))
                 return output
         except TimeoutError as error:
             if isinstance(error, RolloutError):

@@ -77,6 +77,29 @@ class Endpoint:
         """Answers by status."""
         self._runner: web.AppRunner | None = None
 
+    async def check_port(self) -> None:
+        """See that the port is free, before what takes minutes is started.
+
+        Raises:
+            ServerStartError: it is taken, or the interface cannot be bound.
+        """
+        if not self._config.port:
+            return
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                asyncio.Protocol, self._config.host, self._config.port
+            )
+        except OSError as error:
+            raise self._not_bound(error) from error
+        server.close()
+        await server.wait_closed()
+
+    def _not_bound(self, error: OSError) -> ServerStartError:
+        return ServerStartError(
+            f"port {self._config.port} of {self._config.host} cannot be bound ({error.strerror or error}); "
+            "choose another port, or 0 for a free one"
+        )
+
     async def start(self) -> str:
         """Bind, and return the base URL.
 
@@ -107,10 +130,7 @@ class Endpoint:
             await site.start()
         except OSError as error:
             await self.stop()
-            raise ServerStartError(
-                f"port {self._config.port} of {self._config.host} cannot be bound ({error.strerror or error}); "
-                "choose another port, or 0 for a free one"
-            ) from error
+            raise self._not_bound(error) from error
         port = self._runner.addresses[0][1]
         host = self._config.host
         if host in ("0.0.0.0", "::"):  # every interface: tell a name that others can reach

@@ -46,7 +46,8 @@ class ServerProcess:
         on_line: Callable[[str], bool] = lambda line: False,
     ) -> None:
         self._command = list(command)
-        self._environment = dict(environment)
+        self.environment = dict(environment)
+        """Variables beside those of this process."""
         self._name = name
         self._on_line = on_line
         self._process: subprocess.Popen[str] | None = None
@@ -90,7 +91,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | self._environment,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | self.environment,
                 start_new_session=True,
             )
         except OSError as error:

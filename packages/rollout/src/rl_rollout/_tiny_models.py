@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._conformance import TINY_ALPHABET
+from rl_rollout._served import TINY_ALPHABET
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,12 +6,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import GenerationError, RequestError, UnsupportedError
+from rl_rollout.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, TokenOutput
 
+NO_LOGPROB = -9999.0
+"""What vLLM tells in place of NaN, of minus infinity, and of what it does not know."""
 SEED_RANGE = 2**63
 """Seeds lie in [-2**63, 2**63)."""
 
@@ -87,6 +90,24 @@ def check_finite(output: TokenOutput) -> None:
         versions = ", ".join(map(str, sorted(set(output.weight_versions))))
         raise GenerationError(
             f"request {output.request_id!r}: the model's logits are not finite; check the weights of version {versions}"
+        )
+
+
+def as_logprob(told: float | None) -> float:
+    """A log-prob as the servers of others tell it, or NaN where they have none."""
+    return math.nan if told is None or told <= NO_LOGPROB else told
+
+
+def check_length(output: TokenOutput, max_new_tokens: int) -> None:
+    """Refuse an output that claims to have reached its length and has not: its engine has cut what was asked for.
+
+    Raises:
+        GenerationError: tells both lengths.
+    """
+    if output.finish_reason is FinishReason.LENGTH and len(output.token_ids) < max_new_tokens:
+        raise GenerationError(
+            f"request {output.request_id!r}: the engine ended it for its length after {len(output.token_ids)} of "
+            f"{max_new_tokens} tokens; raise what its cache or its own limits hold, or ask for fewer"
         )
 
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_rollout import errors
+from rl_rollout._wire_experts import experts_from_json, experts_to_json
 from rl_rollout.errors import RequestError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
@@ -41,8 +42,8 @@ REQUEST_TYPES: dict[str, tuple[type, ...]] = {
 
 _PLAIN_FIELDS = REQUEST_TYPES.keys() - {"request_id", "prompt_token_ids", "sampling_params", "images"}
 
-_EXTRAS = ("top_logprobs", "prompt_logprobs", "routed_experts")
-"""Fields of an output that are sent if they were asked for."""
+_EXTRAS = ("top_logprobs", "prompt_logprobs")
+"""Fields of an output that are sent as they are, if they were asked for; routed experts are packed."""
 
 STATUS_OF = {
     errors.RequestError: 400,
@@ -144,6 +145,7 @@ def output_to_json(output: TokenOutput) -> dict[str, Any]:
         "weight_versions": output.weight_versions,
         "finish_reason": output.finish_reason,
         **{name: getattr(output, name) for name in _EXTRAS if getattr(output, name)},
+        **({"routed_experts": experts_to_json(output.routed_experts)} if output.routed_experts else {}),
     }
 
 
@@ -156,6 +158,7 @@ def output_from_json(message: Mapping[str, Any]) -> TokenOutput:
         weight_versions=tuple(message["weight_versions"]),
         finish_reason=FinishReason(message["finish_reason"]),
         **{name: _tuples(message[name]) for name in _EXTRAS if name in message},
+        routed_experts=experts_from_json(message.get("routed_experts", [])),
     )
 
 

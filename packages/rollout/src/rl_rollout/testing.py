@@ -4,11 +4,11 @@ A backend passes the suite like this:
 
     @pytest.fixture(scope="module")
     def served(tmp_path_factory):
-        folder = write_tiny_model(tmp_path_factory.mktemp("model"))
+        folder = write_tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
         with asyncio.Runner() as runner:
             server = create_server("mine", ServerConfig(model_path=str(folder)))
             runner.run(server.start())
-            yield Served(server=server, run=runner.run, model_path=str(folder))
+            yield Served(server=server, run=runner.run, model_path=str(folder), max_model_len=4096)
             runner.run(server.stop())
 
     class TestMine(ServerConformance):
@@ -21,7 +21,8 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
-from rl_rollout._conformance import Served, ServerConformance
+from rl_rollout._conformance import ServerConformance
+from rl_rollout._served import Served
 from rl_rollout._tiny_models import load_weights, write_tiny_model, write_tiny_vl_model
 from rl_rollout._validation import check_extras, check_request
 from rl_rollout.base import RolloutServer

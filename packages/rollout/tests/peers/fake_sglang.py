@@ -53,6 +53,7 @@ def parse():
     parser.add_argument("--enable-deterministic-inference", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-total-tokens", type=int, default=2**20)
     arguments = parser.parse_args()
     assert arguments.custom_weight_loader == LOADER
     return arguments
@@ -80,7 +81,7 @@ class FakeSglang:
             return web.json_response({})
 
         async def info(request):
-            return web.json_response({"tp_size": 1})
+            return web.json_response({"tp_size": 1, "max_total_num_tokens": self.arguments.max_total_tokens})
 
         posts = {
             "/generate": self.generate,

@@ -9,6 +9,7 @@ are; weight versions are -1: nobody knows them. Text goes through `chat` and `co
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import openai
 
 from rl_rollout._http import Endpoint
 from rl_rollout._registry import check_options
-from rl_rollout._validation import check_extras, check_request
+from rl_rollout._validation import as_logprob, check_extras, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     ConfigError,
@@ -328,11 +329,13 @@ class Gathered:
         self.logprobs: list[float] = []
         self.prompt_logprobs: tuple[float, ...] = ()
         self.finish_reason: str | None = None
+        self._is_finite = True
 
     def add(self, choice: Any) -> None:
         """A piece of the stream, or the whole."""
         ids = list(getattr(choice, "token_ids", None) or ())
-        logprobs = list(choice.logprobs.token_logprobs or ()) if choice.logprobs else []
+        logprobs = [as_logprob(told) for told in choice.logprobs.token_logprobs or ()] if choice.logprobs else []
+        self._is_finite &= all(map(math.isfinite, logprobs))
         if len(logprobs) != len(ids):
             logprobs = [float("nan")] * len(ids)
         self.token_ids += ids
@@ -340,14 +343,18 @@ class Gathered:
         self.finish_reason = choice.finish_reason or self.finish_reason
         if self.request.returns_prompt_logprobs:
             rows = zip(choice.prompt_logprobs[1:], self.request.prompt_token_ids[1:], strict=True)
-            self.prompt_logprobs = tuple(row[str(token)]["logprob"] for row, token in rows)
+            self.prompt_logprobs = tuple(as_logprob(row[str(token)]["logprob"]) for row, token in rows)
+            self._is_finite &= all(map(math.isfinite, self.prompt_logprobs))
 
     def output(self, *, is_aborted: bool) -> TokenOutput:
         """All of it.
 
         Raises:
-            GenerationError: the server ended it for a reason of its own, or for none.
+            GenerationError: the server ended it for a reason of its own, or for none; or it told log-probs that are
+                no numbers.
         """
+        if not self._is_finite:
+            raise GenerationError(f"request {self.request.request_id!r}: the model's logits are not finite")
         params = self.request.sampling_params
         is_plain = params.temperature in (0, 1) and params.top_p == 1 and params.top_k == 0
         count = len(self.token_ids)

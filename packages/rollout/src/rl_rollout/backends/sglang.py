@@ -24,7 +24,7 @@ from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
 from rl_rollout._external_options import ADAPTER_OPTIONS, COMMON_OPTIONS, words
 from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
-from rl_rollout.errors import ConfigError, GenerationError, RolloutError, UnsupportedError
+from rl_rollout.errors import ConfigError, GenerationError, RequestError, RolloutError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class SglangServer(ExternalServer):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self._num_ranks = 1
+        self._cache_room = self.max_model_len
         # A connection per request: SGLang closes idle ones, perhaps while the next request is sent.
         self.run_as(
             self._command(),
@@ -103,9 +104,9 @@ class SglangServer(ExternalServer):
 
     async def after_start(self) -> None:
         """The weights on disk are version 0."""
-        self._num_ranks = int(
-            (await self.upstream.call("GET", "/server_info", timeout_s=self.config.timeout_s))["tp_size"]
-        )
+        told = await self.upstream.call("GET", "/server_info", timeout_s=self.config.timeout_s)
+        self._num_ranks = int(told["tp_size"])
+        self._cache_room = int(told["max_total_num_tokens"]) - 2  # which it keeps to itself here too
         await self.upstream.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
     async def post_generate(self, request: GenerateRequest) -> TokenOutput:
@@ -120,6 +121,12 @@ class SglangServer(ExternalServer):
             raise UnsupportedError(
                 f"request {request.request_id!r}: top_p={params.top_p}: SGLang tells no behaviour log-probs of a "
                 "nucleus alone, and beside top_k takes that of what there is before top-k; leave top_p at 1"
+            )
+        needed = len(request.prompt_token_ids) + self.max_new_tokens(request)
+        if needed > self._cache_room:  # SGLang would generate fewer tokens, and call it their length
+            raise RequestError(
+                f"request {request.request_id!r}: it needs {needed} tokens of cache and there are {self._cache_room}; "
+                "raise --max-total-tokens or --mem-fraction-static among args"
             )
         sampling: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens(request),

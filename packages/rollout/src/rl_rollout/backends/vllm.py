@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 import shutil
 import sys
 import tempfile
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
-from rl_rollout._external_options import ADAPTER_OPTIONS, COMMON_OPTIONS, words
+from rl_rollout._external_options import ADAPTER_OPTIONS, COMMON_OPTIONS, read_environment, words
 from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
+from rl_rollout._validation import NO_LOGPROB, as_logprob
 from rl_rollout.errors import ConfigError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 
@@ -41,12 +41,10 @@ OPTIONS = {
 
 SLEEP_ARGUMENT = "--enable-sleep-mode"
 ROUTED_ARGUMENT = "--enable-return-routed-experts"
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM 0.32 tells routed experts with its second model runner alone, and does not start with the first."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Room for ranks that vLLM can be told to make."""
-
-
-NO_LOGPROB = -9999.0
-"""What vLLM tells in place of NaN, of minus infinity, and of what it does not know."""
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
@@ -78,6 +76,7 @@ class VllmServer(ExternalServer):
             "http://vllm",
             lambda: aiohttp.UnixConnector(self._socket, limit=0, force_close=True),
             VLLM_SERVER_DEV_MODE="1",
+            **self._runner(),
         )
 
     @property
@@ -89,6 +88,18 @@ class VllmServer(ExternalServer):
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
         )
+
+    def _runner(self) -> dict[str, str]:
+        """The environment variable that chooses vLLM's model runner, where it matters."""
+        if ROUTED_ARGUMENT not in self.arguments:
+            return {}
+        asked = read_environment(self.config.options.get("env", {})).get(RUNNER_VARIABLE, "1")
+        if asked != "1":
+            raise ConfigError(
+                f"option env has {RUNNER_VARIABLE}={asked!r} and args have {ROUTED_ARGUMENT}, which vLLM gives with "
+                f"{RUNNER_VARIABLE}=1 alone; leave one of them out"
+            )
+        return {RUNNER_VARIABLE: "1"}
 
     def _command(self) -> list[str]:
         config = self.config
@@ -216,11 +227,6 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
         finish_reason=FinishReason(choice["finish_reason"]),
         **extras,
     )
-
-
-def as_logprob(told: float | None) -> float:
-    """A log-prob, or NaN where vLLM has none."""
-    return math.nan if told is None or told <= NO_LOGPROB else told
 
 
 def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[int, float], ...]:

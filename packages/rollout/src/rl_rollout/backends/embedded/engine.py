@@ -330,6 +330,7 @@ class Engine:
             positions=lengths,
             top_k=table.top_k[which] if self._truncating else None,
             top_p=table.top_p[which] if self._truncating else None,
+            never=None if self.model.sight is None else self.model.sight.placeholder_ids,
         )
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs

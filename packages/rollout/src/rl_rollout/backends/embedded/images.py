@@ -59,8 +59,9 @@ class Sight:
         self._processor = processor
         self._token_id: int = module.config.image_token_id
         self._num_merged: int = module.config.vision_config.spatial_merge_size**2
-        self.placeholder_ids = [module.config.image_token_id, module.config.video_token_id]
-        """What stands for images and videos, and is never sampled."""
+        ids = [module.config.image_token_id, module.config.video_token_id]
+        self.placeholder_ids = torch.tensor(ids, device=module.device)
+        """What stands for images and videos; never given, as it would stand for an image that is not there."""
 
     def see(self, request: GenerateRequest) -> tuple[GenerateRequest, SeenPrompt]:
         """The request with its images' places written out, and what the model is to see there.

@@ -72,10 +72,7 @@ class ServedModel:
         # Transformers reads 0 as all, and computes one at least.
         which = 0 if kept is None else torch.tensor(kept or [0], device=self.device)
         logits = self._run(ids[None], positions[None], batch, which)[0]
-        logits = logits[: len(kept) if kept is not None else None].float()
-        if self.sight is not None:  # a sampled placeholder would stand for an image that is not there
-            logits[:, self.sight.placeholder_ids] = float("-inf")
-        return logits
+        return logits[: len(kept) if kept is not None else None].float()
 
     def note_new_weights(self) -> None:
         """The module's weights have changed, or are gone: so do their packed copies."""

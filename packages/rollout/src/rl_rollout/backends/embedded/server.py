@@ -83,6 +83,7 @@ class EmbeddedServer(RolloutServer):
             return self._address
         if self._is_stopped:
             raise ServerLostError("this server was stopped; create another")
+        await self._endpoint.check_port()
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(self._build, self._post, num_threads=self.config.num_threads)
         self._engine = await asyncio.wrap_future(self._thread.start())
