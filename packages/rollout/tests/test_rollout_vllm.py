@@ -39,7 +39,7 @@ from rl_rollout import (
 from rl_rollout._external import versions_of
 from rl_rollout._validation import check_length
 from rl_rollout.backends.vllm import most_likely, read_experts
-from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
+from rl_rollout.testing import FakeReceiver, Served, ServerConformance, load_weights, write_tiny_model
 
 ENVIRONMENT = os.environ.get("RL_ROLLOUT_VLLM")
 START_S = 600.0
@@ -123,7 +123,7 @@ class WithAdapters:
 
     def test_new_weights_are_refused(self, served):
         with pytest.raises(UnsupportedError, match="vllm as it was started takes no new weights beside adapters"):
-            served.install(load_weights(served.model_path))
+            served.run(served.server.update_weights(FakeReceiver({}, 1), 1))
 
 
 @pytest.mark.contract
