@@ -107,7 +107,10 @@ def test_what_the_loader_leaves_out_or_rounds_is_seen():
     held = loaded(model, {**weights, "unknown": torch.ones(3)})
     assert "unknown" not in held
     rounded = {**weights, "norm": torch.randn(6)}  # float32 into bfloat16
-    assert rl_ckpt.tree_digest(loaded(model, rounded)) != rl_ckpt.tree_digest(rounded)
+    with pytest.raises(rl_ckpt.AttestationError, match=r"keeps 'norm' as torch.bfloat16 and was sent torch.float32"):
+        rl_ckpt.tree_digest(loaded(model, rounded))
+    exact = {**weights, "norm": torch.ones(6)}
+    assert rl_ckpt.tree_digest(loaded(model, exact)) == rl_ckpt.tree_digest(exact)
     model.load_weights = lambda items: (
         Fused.load_weights(model, items),
         model.register_parameter("norm", nn.Parameter(model.norm.float())),
@@ -373,9 +376,9 @@ def test_sglang_goes_back_from_names_that_the_version_before_did_not_have(pair, 
     model.load_weights(weights_of(9).items())
     without = {name: tensor for name, tensor in weights_of(1).items() if name not in {"k", "norm"}}
     pair.sync(without, 1, take(1))
-    for name in ("unknown", "norm"):
+    for name, fails in {"unknown": "lost or changed", "norm": "keeps 'norm' as torch.bfloat16"}.items():
         wrong = {**weights_of(2), name: torch.full((6,), 0.1)}  # float32, which norm would round
-        errors = pair.sync(wrong, 2, take(2), fails="lost or changed")
+        errors = pair.sync(wrong, 2, take(2), fails=fails)
         assert not hasattr(errors[0], "__notes__")
         assert same(model, {**without, "k": weights_of(9)["k"]})
         assert torch.equal(model.norm, weights_of(9)["norm"])

@@ -190,7 +190,8 @@ class ServerConfig:
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto` takes a CUDA device where there is one."""
     dtype: str = "auto"
-    """`float32`, `bfloat16` or `float16`; `auto` is float32 on CPU and bfloat16 on CUDA."""
+    """`float32`, `bfloat16` or `float16`. `auto` is float32 on CPU and bfloat16 on CUDA; the engines of others follow
+    rules of their own then (vLLM takes bfloat16 for a model in float32)."""
     kv_cache_bytes: int = 0
     """Most memory that keys and values may take, bytes; 0 allows a quarter of the machine's memory, or half of what is
     free on a CUDA device."""

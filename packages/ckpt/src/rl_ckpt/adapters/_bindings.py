@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_ckpt._tensors import as_bytes
+from rl_ckpt.errors import AttestationError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -184,8 +185,14 @@ class Held(Mapping[str, "Tensor"]):
             for copy in self._all_copies(binding):
                 tensor = given.clone()
                 binding.source.view(tensor).copy_(binding.part.view(copy))
-                if not torch.equal(as_bytes(tensor), as_bytes(given)):
-                    return tensor
+                if torch.equal(as_bytes(tensor), as_bytes(given)):
+                    continue
+                if copy.dtype != given.dtype:
+                    raise AttestationError(
+                        f"the engine keeps {name!r} as {copy.dtype} and was sent {given.dtype}, which does not fit; "
+                        "start it with the number format of the sender, or send its own"
+                    )
+                return tensor
         return tensor
 
     def _is_readable(self, name: str) -> bool:

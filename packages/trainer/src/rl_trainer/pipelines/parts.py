@@ -377,11 +377,12 @@ def engine_config_of(config: Config, model_path: Path, lr: float) -> EngineConfi
 
 
 def server_config(config: Config, model_path: Path) -> ServerConfig:
-    """What one rollout server is built from."""
+    """What one rollout server is built from; it computes in the number format that the engine computes and sends in."""
     return ServerConfig(
         model_path=str(model_path),
         max_model_len=config.rollout.max_model_len,
         max_num_seqs=config.rollout.max_num_seqs,
+        dtype=config.engine.precision,
         options=config.rollout.options,
         seed=config.seed,
         timeout_s=config.timeout_s,

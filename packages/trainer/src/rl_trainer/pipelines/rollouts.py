@@ -177,7 +177,8 @@ class RolloutManager:
         rewards = [reward for report in reports for reward in report.rewards]
         num_failed = sum(report.num_failed for report in reports)
         if num_failed * 10 > len(rows):
-            raise RolloutFailedError(f"{num_failed} of {len(rows)} evaluation rollouts failed")
+            reason = next(report.last_failure for report in reports if report.last_failure)
+            raise RolloutFailedError(f"{num_failed} of {len(rows)} evaluation rollouts failed; one of them: {reason}")
         return sum(rewards) / len(rewards)
 
     def draw(self, count: int, first_place: int = 0) -> list[Job]:

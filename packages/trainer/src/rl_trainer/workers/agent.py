@@ -80,6 +80,8 @@ class EvalReport:
     """One per completion that ended well."""
     num_failed: int
     """Completions that did not."""
+    last_failure: str = ""
+    """One failure's sentence."""
 
 
 class _Ledger:
@@ -321,13 +323,17 @@ class AgentWorker:
 
     async def _evaluate(self, rows: list[Row], sampling_params: dict[str, Any]) -> EvalReport:
         rewards: list[float] = []
-        num_failed = 0
+        failures: list[Failure] = []
         async for group in self._runner.run_groups(
             rows, sampling_params, group_size=1, grade=grading(rows, self._scorer)
         ):
             rewards += [score.reward for rollout in group.rollouts for _, score in scored(rollout)]
-            num_failed += len(group.failures)
-        return EvalReport(rewards=tuple(rewards), num_failed=num_failed)
+            failures += group.failures
+        return EvalReport(
+            rewards=tuple(rewards),
+            num_failed=len(failures),
+            last_failure=failures[-1].message if failures else "",
+        )
 
     def close(self) -> None:
         """End what still streams, leave the servers and the queue, and stop the loop."""
