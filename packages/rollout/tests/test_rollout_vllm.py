@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from rl_rollout import (
     create_server,
 )
 from rl_rollout._external import versions_of
+from rl_rollout._upstream import Upstream
 from rl_rollout._validation import check_length
 from rl_rollout.backends.vllm import most_likely, read_experts
 from rl_rollout.testing import FakeReceiver, Served, ServerConformance, load_weights, write_tiny_model
@@ -84,6 +86,21 @@ class TestProtocol(ServerConformance):
     @classmethod
     def served(cls, long_folder, new_trainer):
         yield from serve(config_of(long_folder, "--enable-sleep-mode"), new_trainer(60), max_model_len=4096)
+
+
+def test_an_answer_that_only_points_to_the_log_brings_the_errors_in_it():
+    class Answer:
+        status = 500
+
+        async def text(self):
+            return json.dumps({"error": {"message": "See stack trace (above) for the root cause."}})
+
+    process = SimpleNamespace(first_errors=("(Worker) RuntimeError: head_dim=56",))
+    upstream = Upstream(process, name="vllm", url="http://none", connector=object, timeout_s=1.0)
+    with pytest.raises(
+        GenerationError, match=r"500 to /generate: See .* in its log:\n  \| \(Worker\) RuntimeError: head_dim"
+    ):
+        asyncio.run(upstream.check(Answer(), "/generate"))
 
 
 class WithAdapters:

@@ -61,6 +61,11 @@ class ServerProcess:
         return tuple(self._last_lines)
 
     @property
+    def first_errors(self) -> tuple[str, ...]:
+        """The first lines that look like errors, of all it wrote."""
+        return tuple(self._first_errors)
+
+    @property
     def was_started(self) -> bool:
         """Whether `start` was called."""
         return self._process is not None

@@ -108,9 +108,13 @@ class Upstream:
 
     async def check(self, response: aiohttp.ClientResponse, path: str) -> None:
         """Raise what an answer other than 200 means: `RequestError` for 4xx, else `GenerationError`."""
-        if response.status != 200:
-            kind = RequestError if 400 <= response.status < 500 else GenerationError
-            raise kind(f"{self.name} answered {response.status} to {path}: {error_text(await response.text())}")
+        if response.status == 200:
+            return
+        what = f"{self.name} answered {response.status} to {path}: {error_text(await response.text())}"
+        if 400 <= response.status < 500:
+            raise RequestError(what)
+        errors = "".join(f"\n  | {line}" for line in self.process.first_errors)
+        raise GenerationError(what + (f"; the first errors in its log:{errors}" if errors else ""))
 
     async def lost(self, error: aiohttp.ClientError) -> ServerLostError:
         """What to raise when the connection failed: how the process ended, if it did."""
