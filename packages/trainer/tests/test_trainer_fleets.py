@@ -61,10 +61,10 @@ class LocalFleet(Fleet):
 
 class Agent:
     def __init__(self, number):
-        self.number, self.jobs, self.servers = number, [], None
+        self.number, self.jobs, self.servers, self.rewards = number, [], None, {}
 
-    def use_servers(self, servers):
-        self.servers = [address.url for address in servers]
+    def use_servers(self, servers, reward_urls):
+        self.servers, self.rewards = [address.url for address in servers], reward_urls
 
     def prompt_lengths(self, rows):
         return [len(row) for row in rows]
@@ -139,9 +139,11 @@ def test_every_new_worker_knows_the_servers_before_it_works():
     fleet, workers = agents(1)
     workers.use_servers([address(1), address(2)])
     assert fleet.workers[0].servers == ["http://1", "http://2"]
+    workers.use_rewards({"liked": "http://3"})
     fleet.resize(2)
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
     assert fleet.workers[1].servers == ["http://1", "http://2"]
+    assert fleet.workers[0].rewards == fleet.workers[1].rewards == {"liked": "http://3"}
     assert len(fleet.workers[1].jobs) == 1
 
 
@@ -256,14 +258,23 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
             told.append(f"send {version}")
             return super().send_weights(version, num_receivers)
 
-    _, workers = agents(1)
-    weights = WeightSync(Mover(), LocalFleet(Sleeper, 1), workers, is_colocated=True)
+    class Rewards:
+        def wake(self):
+            told.append("rewards wake")
+            return {"liked": f"http://{len(told)}"}
+
+        def sleep(self):
+            told.append("rewards sleep")
+
+    fleet, workers = agents(1)
+    weights = WeightSync(Mover(), LocalFleet(Sleeper, 1), workers, rewards=Rewards(), is_colocated=True)
     weights.sync(1)
     weights.yield_memory()
     weights.sync(2)
-    turn = ["servers wake weights", "send {}", "actor offload", "servers wake kv_cache"]
+    turn = ["servers wake weights", "send {}", "actor offload", "servers wake kv_cache", "rewards wake"]
     sent = [[line.format(version) for line in turn] for version in (1, 2)]
-    assert told == [*sent[0], "servers sleep", "actor onload", *sent[1]]
+    assert told == [*sent[0], "servers sleep", "rewards sleep", "actor onload", *sent[1]]
+    assert fleet.workers[0].rewards == {"liked": f"http://{len(told)}"}, "it answers elsewhere every time"
 
 
 def test_fleet_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):

@@ -25,6 +25,7 @@ SAPO = ["algorithm.loss=sapo", "algorithm.loss_options={}"]
 COV = ["algorithm.loss=kl_cov", "algorithm.loss_options={}"]
 TIS = ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
 KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in_reward=true"]
+OWN = ["reward.parts.a.kind=classifier", "reward.parts.a.path=folder"]
 JUDGE = [
     f"reward.parts.a.{setting}"
     for setting in ("kind=judge", "url=http://localhost:1/v1", "model=m", "prompt='good? {completion}'")
@@ -98,6 +99,17 @@ JUDGE = [
         ([*JUDGE, "reward.num_processes=2"], PlanError, "num_processes does nothing without a part of kind=function"),
         (["reward.parts.a.kind=loop", "reward.parts.a.max_attempts=9"], PlanError, "max_attempts does nothing with ki"),
         (["reward.parts.a.kind=rule", "reward.parts.a.wait=1"], ConfigError, "key reward.parts.a.wait; the nearest"),
+        (
+            ["reward.parts.a.kind=classifier"],
+            PlanError,
+            "needs one of reward.parts.a.url .*a.path",
+        ),
+        ([*OWN, "reward.parts.a.url=http://a"], PlanError, "which needs one of"),
+        (
+            [*OWN, "reward.parts.a.score_at=x"],
+            PlanError,
+            "score_at is of a server at reward.parts.a.url",
+        ),
         (["reward.parts.a.kind=guess"], ConfigError, "reward.parts.a.kind: Input should be 'rule', 'loop'"),
         (["reward.overlong_buffer=6"], PlanError, "longer than the longest completion, rollout.max_new_tokens=5"),
     ],

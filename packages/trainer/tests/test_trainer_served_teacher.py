@@ -15,6 +15,7 @@ from rl_trainer.config import TeacherSection, load_config
 from rl_trainer.errors import ConfigError, PlanError, TrainerError
 from rl_trainer.job import run
 from rl_trainer.plan import make_plan
+from rl_trainer.workers._loop_thread import LoopThread
 from rl_trainer.workers.teacher import ServedTeacherWorker
 
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
@@ -135,12 +136,12 @@ def test_a_policy_comes_nearer_to_a_teacher_that_is_served(model, tmp_path):
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
         return [record["metrics"]["teacher_kl"] for record in records]
 
-    async def main():
-        server = rl_rollout.create_server("embedded", ServerConfig(model_path=str(model), num_threads=1))
-        address = await server.start()
-        try:
-            return await asyncio.to_thread(losses, "served", f"teacher.url={address.url}")
-        finally:
-            await server.stop()
-
-    assert asyncio.run(main()) == pytest.approx(losses("engine"), abs=1e-4)
+    loop = LoopThread("teacher")
+    server = rl_rollout.create_server("embedded", ServerConfig(model_path=str(model), num_threads=1))
+    try:
+        url = loop.run(server.start(), 120).url
+        served = losses("served", f"teacher.url={url}")
+    finally:
+        loop.run(server.stop(), 60)
+        loop.close()
+    assert served == pytest.approx(losses("engine"), abs=1e-4)

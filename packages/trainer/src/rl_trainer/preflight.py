@@ -63,10 +63,14 @@ def check_tracking(tracking: TrackingSection) -> None:
 
 def _check_rewards(config: Config, rows: list[Row]) -> None:
     reward = config.reward
-    for path in (reward.path, *(part.path for part in reward.parts.values())):
+    for path in (reward.path, *(part.path for part in reward.parts.values() if part.kind == "function")):
         if path is not None:
             check_function(path)
     for name, part in reward.parts.items():
+        if part.kind == "classifier" and part.path is not None and not (Path(part.path) / "config.json").is_file():
+            raise InputError(
+                f"reward.parts.{name}.path={part.path} has no config.json, so it is no folder of a reward model"
+            )
         if part.api_key_env is not None and not os.environ.get(part.api_key_env):
             raise ConfigError(f"reward.parts.{name}.api_key_env={part.api_key_env} is not set in the environment")
         if part.rule is not None:

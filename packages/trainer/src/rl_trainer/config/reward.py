@@ -25,7 +25,8 @@ class RewardPart:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of that rule, such as {pattern: "answer: (.*)"}."""
     path: str | None = None
-    """FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards; kind=function."""
+    """FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards; kind=function. Of a classifier, in the
+    place of url: the folder of a reward model with one label, which the run serves, colocated as the servers are."""
     url: str | None = None
     """Of a judge the base URL, /v1 included; of a classifier the endpoint, such as http://host:8000/classify."""
     model: str | None = None

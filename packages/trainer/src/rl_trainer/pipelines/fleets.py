@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rl_trainer.data import Row
     from rl_trainer.workers.agent import EvalReport, GenerateReport, Job
     from rl_trainer.workers.engine import EngineWorker
+    from rl_trainer.workers.reward_server import RewardServers
 
 R = TypeVar("R")
 
@@ -46,13 +47,18 @@ class AgentFleet:
 
     def __init__(self, fleet: Fleet[AgentWorker], servers: Sequence[ServerAddress]) -> None:
         self.fleet = fleet
-        self._servers = tuple(servers)
-        self._connected = dict.fromkeys(fleet.members, self._servers)
+        self._servers, self._reward_urls = tuple(servers), dict[str, str]()
+        self._connected = dict.fromkeys(fleet.members, (self._servers, self._reward_urls))
         self._running: dict[int, dict[int, _Submission]] = {}
 
     def use_servers(self, servers: Sequence[ServerAddress]) -> None:
         """Have all members generate on these servers, and on no others, from now on."""
         self._servers = tuple(servers)
+        self._members()
+
+    def use_rewards(self, urls: dict[str, str]) -> None:
+        """Have all members ask the reward models that the run serves at these places from now on."""
+        self._reward_urls = urls
         self._members()
 
     def prompt_lengths(self, rows: list[Row]) -> list[int]:
@@ -136,12 +142,12 @@ class AgentFleet:
 
     def _members(self) -> tuple[int, ...]:
         """Those that are there, each with the servers in use."""
-        members = self.fleet.wait()
-        behind = [member for member in members if self._connected.get(member) != self._servers]
+        members, wanted = self.fleet.wait(), (self._servers, self._reward_urls)
+        behind = [member for member in members if self._connected.get(member) != wanted]
         if behind:
-            told = dict.fromkeys(behind, (list(self._servers),))
+            told = dict.fromkeys(behind, (list(self._servers), self._reward_urls))
             self._raise_unless_dead(self.fleet.call(AgentWorker.use_servers, told))
-            self._connected |= dict.fromkeys(behind, self._servers)
+            self._connected |= dict.fromkeys(behind, wanted)
         return members
 
     def _raise_unless_dead(self, answers: dict[int, Any]) -> None:
@@ -165,14 +171,20 @@ class WeightSync:
     A replica that dies is left out, and a version that its death called off is sent again to the others. One that
     joined serves its first request once it has taken part in a sync.
 
-    Colocated with the actor, replicas and actor have the GPU in turn: the replicas from the end of a sync to
+    Colocated with the actor, they have the GPU in turn: replicas and reward models from the end of a sync to
     `yield_memory`, the actor from there to the end of the next sync.
     """
 
     def __init__(
-        self, actor: EngineWorker, servers: Fleet[RolloutWorker], agents: AgentFleet, *, is_colocated: bool = False
+        self,
+        actor: EngineWorker,
+        servers: Fleet[RolloutWorker],
+        agents: AgentFleet,
+        *,
+        rewards: RewardServers | None = None,
+        is_colocated: bool = False,
     ) -> None:
-        self._actor, self.servers, self._agents = actor, servers, agents
+        self._actor, self.servers, self._agents, self._rewards = actor, servers, agents, rewards
         self._is_colocated = is_colocated
         self.in_use: dict[int, ServerAddress] = {}
         """By member, the replicas that the agents generate on."""
@@ -181,6 +193,8 @@ class WeightSync:
         """The actor's turn, where it shares a GPU with the replicas; nothing where it does not."""
         if self._is_colocated:
             self._on_all(RolloutWorker.sleep)
+            if self._rewards is not None:
+                self._rewards.sleep()
             self._actor.onload()
 
     def sync(self, version: int) -> SyncReport:
@@ -195,6 +209,8 @@ class WeightSync:
         report = self._sync(version)
         self._actor.offload()
         self._on_all(RolloutWorker.wake, ("kv_cache",))
+        if self._rewards is not None:
+            self._agents.use_rewards(self._rewards.wake())
         return report
 
     def _on_all(self, method: Callable[..., None], *arguments: Any) -> None:

@@ -30,6 +30,7 @@ from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
 from rl_trainer.workers.images import IMAGES, takes_images
 from rl_trainer.workers.reference import ReferenceWorker
+from rl_trainer.workers.reward_server import RewardServers
 from rl_trainer.workers.samples import SampleWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
 from rl_trainer.workers.teacher import ServedTeacherWorker
@@ -86,7 +87,7 @@ class Parts:
 
 
 def resource_pools(config: Config) -> list[ResourcePool]:
-    """The pools of a job: for engines, for servers (unless they are colocated), for agent loops, for the queue."""
+    """The pools of a job: for engines, agent loops, the queue, and, unless colocated, servers and reward models."""
     num_gpus = 1.0 if _num_gpus() > 0 else 0.0
     pools = [
         ResourcePool(name="engine", num_workers=config.engine.world_size, num_gpus=num_gpus),
@@ -95,7 +96,15 @@ def resource_pools(config: Config) -> list[ResourcePool]:
     ]
     if not config.rollout.colocated:
         pools.append(ResourcePool(name="rollout", num_workers=config.rollout.num_replicas, num_gpus=num_gpus))
+        if reward_models(config):
+            pools.append(ResourcePool(name="reward", num_workers=1, num_gpus=num_gpus))
     return pools
+
+
+def reward_models(config: Config) -> dict[str, str]:
+    """By part of the reward, the folders of the models that the run serves."""
+    parts = config.reward.parts.items()
+    return {name: part.path for name, part in parts if part.kind == "classifier" and part.path is not None}
 
 
 def _num_gpus() -> int:
@@ -143,6 +152,7 @@ def place(
         )
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
+        rewards = create_rewards(config, runtime)
         actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
         reference = moving = None
         if has_reference(config):
@@ -206,6 +216,8 @@ def place(
             timeout_s=config.timeout_s,
         )
     agents = AgentFleet(workers, addresses)
+    if rewards is not None and not config.rollout.colocated:
+        agents.use_rewards(rewards.wake())
     prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
     if state.order:
         prompts.order.load_state_dict({**state.order, "position": state.position, "returned": state.pending})
@@ -229,7 +241,7 @@ def place(
         rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config, num_groups=num_groups),
         replay=history,
         held=held,
-        weights=WeightSync(actor, rollout, agents, is_colocated=config.rollout.colocated),
+        weights=WeightSync(actor, rollout, agents, rewards=rewards, is_colocated=config.rollout.colocated),
         queue=queue,
         agents=agents,
         eval_rows=prompts.eval_rows,
@@ -241,6 +253,19 @@ def place(
 def is_own_reference(config: Config) -> bool:
     """Whether the actor, with its adapter turned off, is the reference too."""
     return config.engine.lora is not None
+
+
+def create_rewards(config: Config, runtime: Runtime) -> RewardServers | None:
+    """Place the reward models that the run serves, asleep where they are colocated; None if there are none."""
+    folders = reward_models(config)
+    if not folders:
+        return None
+    pool = "engine" if config.rollout.colocated else "reward"
+    rewards = runtime.create_group(RewardServers, pool, folders=folders, timeout_s=config.timeout_s)
+    if config.rollout.colocated:
+        rewards.wake()  # what cannot be loaded is told now
+        rewards.sleep()
+    return rewards
 
 
 def put_to_sleep(servers: Fleet[RolloutWorker]) -> None:

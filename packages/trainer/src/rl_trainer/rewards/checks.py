@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _KEYS_OF_KINDS = {
     "rule": ("rule",),
     "options": ("rule",),
-    "path": ("function",),
+    "path": ("function", "classifier"),
     "url": ("classifier", "judge"),
     "model": ("classifier", "judge"),
     "prompt": ("classifier", "judge"),
@@ -32,7 +32,7 @@ _KEYS_OF_KINDS = {
     "max_tokens": ("judge",),
     "score_at": ("classifier",),
 }
-_NEEDED_KEYS = {"function": ("path",), "classifier": ("url",), "judge": ("url", "model", "prompt")}
+_NEEDED_KEYS = {"function": ("path",), "judge": ("url", "model", "prompt")}
 
 
 def check_reward(reward: RewardSection) -> None:
@@ -64,6 +64,8 @@ def _check_part(key: str, part: RewardPart) -> None:
             raise PlanError(
                 f"{key}.{name} does nothing with kind={part.kind}, only with {' or '.join(kinds)}; leave it out"
             )
+    if part.kind == "classifier":
+        _check_classifier(key, part)
     _check_rule(key, part)
     if part.prompt is not None and "{completion}" not in part.prompt:
         raise PlanError(
@@ -77,6 +79,18 @@ def _check_part(key: str, part: RewardPart) -> None:
         raise PlanError(f"{key}.pattern={part.pattern!r} has {num_groups} groups; one is needed, around the score")
     if part.url is not None and not part.url.startswith(("http://", "https://")):
         raise PlanError(f"{key}.url={part.url!r} is no URL; it starts with http:// or https://")
+
+
+def _check_classifier(key: str, part: RewardPart) -> None:
+    if (part.url is None) == (part.path is None):
+        raise PlanError(
+            f"{key} is of kind=classifier, which needs one of {key}.url (of a server that is there) and {key}.path "
+            "(of a model that the run serves)"
+        )
+    default = RewardPart(kind=part.kind)
+    for name in ("model", "score_at", "api_key_env"):
+        if part.path is not None and getattr(part, name) != getattr(default, name):
+            raise PlanError(f"{key}.{name} is of a server at {key}.url, and the run serves {key}.path; leave it out")
 
 
 def _check_rule(key: str, part: RewardPart) -> None:

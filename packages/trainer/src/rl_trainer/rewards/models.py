@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _CHARACTERS_PER_TOKEN = 4
 """A guess, until the server's answer tells how many there were."""
+_OWN_SCORE_AT = "data.0.data.0"
+"""Where the answer of `rl-serve --task score` has the score."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
 _PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
 
@@ -43,10 +45,11 @@ class ServedReward:
     """
 
     def __init__(self, name: str, part: RewardPart, *, num_sharing: int = 1, timeout_s: float = 60.0) -> None:
-        assert part.url is not None, "the plan has checked it"
         self._name, self._part, self._timeout_s = name, part, timeout_s
-        is_judge = part.kind == "judge"
-        self._url = part.url.rstrip("/") + "/chat/completions" if is_judge else part.url
+        is_judge, url = part.kind == "judge", part.url or ""
+        self.url = url.rstrip("/") + "/chat/completions" if is_judge else url
+        """Where it is asked; of a model that the run serves told before it is."""
+        self._score_at = part.score_at if part.path is None else _OWN_SCORE_AT
         self._pattern = re.compile(part.pattern)
         self._running = asyncio.Semaphore(max(part.max_concurrent // num_sharing, 1))
         self._limit = RateLimit(
@@ -61,6 +64,11 @@ class ServedReward:
         Raises:
             RewardError: none came in `max_attempts` attempts, or the server refuses the request.
         """
+        if not self.url:
+            raise RewardError(
+                f"reward {self._name!r} is of a model that rl-train serves; serve it here (rl-serve {self._part.path} "
+                "--task score), and give its url"
+            )
         body = self._body(text, row)
         num_tokens = len(str(body)) / _CHARACTERS_PER_TOKEN + (
             self._part.max_tokens if self._part.kind == "judge" else 0
@@ -82,7 +90,7 @@ class ServedReward:
                 except (aiohttp.ClientError, _NoScoreError) as error:
                     last = str(error) or type(error).__name__
         raise RewardError(
-            f"reward {self._name!r} got no score from {self._url} in {self._part.max_attempts} attempts; the last: "
+            f"reward {self._name!r} got no score from {self.url} in {self._part.max_attempts} attempts; the last: "
             f"{last}"
         )
 
@@ -97,13 +105,13 @@ class ServedReward:
             key = os.environ.get(self._part.api_key_env, "") if self._part.api_key_env else ""
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
-        async with self._session.post(self._url, json=body) as response:
+        async with self._session.post(self.url, json=body) as response:
             said = await response.text()
             if response.status == 429 or response.status >= 500:
                 raise _NoScoreError(f"HTTP {response.status}: {said[:300]}")
             if response.status >= 400:
                 raise RewardError(
-                    f"reward {self._name!r}: {self._url} refuses the request, HTTP {response.status}: {said[:300]}"
+                    f"reward {self._name!r}: {self.url} refuses the request, HTTP {response.status}: {said[:300]}"
                 )
             try:
                 return await response.json(content_type=None)
@@ -141,7 +149,7 @@ class ServedReward:
             self._limit.correct(total - num_guessed)
 
     def _read(self, answer: Any) -> float:
-        path = "choices.0.message.content" if self._part.kind == "judge" else self._part.score_at
+        path = "choices.0.message.content" if self._part.kind == "judge" else self._score_at
         value = at(answer, path)
         if value is None:
             raise _NoScoreError(f"the answer has no {path}: {str(answer)[:300]}")

@@ -90,6 +90,13 @@ class Scorer:
         """
         await asyncio.gather(*(s.start() for s in self._sources.values() if isinstance(s, (FunctionPool, CodeTests))))
 
+    def use(self, urls: Mapping[str, str]) -> None:
+        """Ask served models at other places, by part."""
+        for name, url in urls.items():
+            source = self._sources[name]
+            assert isinstance(source, ServedReward), "no other part is served"
+            source.url = url
+
     async def score(self, text: str, row: Mapping[str, Any], loop_reward: float | None = None) -> Score:
         """What a completion is worth.
 

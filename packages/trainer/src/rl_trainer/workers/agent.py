@@ -194,9 +194,10 @@ class AgentWorker:
             max_attempts=MAX_ATTEMPTS,
         )
 
-    def use_servers(self, servers: list[ServerAddress]) -> None:
-        """See `Replicas.use`."""
+    def use_servers(self, servers: list[ServerAddress], reward_urls: Mapping[str, str]) -> None:
+        """See `Replicas.use` and `Scorer.use`."""
         self._loop.run(self._replicas.use(servers), self._timeout_s)
+        self._scorer.use(reward_urls)
 
     @register(Dispatch.SPLIT)
     def prompt_lengths(self, rows: list[Row]) -> list[int]:
