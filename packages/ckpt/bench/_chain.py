@@ -5,7 +5,7 @@ import itertools
 import os
 
 import torch
-from packages.ckpt.bench import ckpt
+from packages.ckpt.bench._child import TOKEN, Child, tensors
 
 import rl_ckpt
 
@@ -14,14 +14,14 @@ class Chain:
     """A sender, and `count` receivers of which each serves the next."""
 
     def __init__(self, stack, size, count, cores):
-        self._engine = stack.enter_context(rl_ckpt.connect("tcp://127.0.0.1:0", role="send", token=ckpt.TOKEN))
+        self._engine = stack.enter_context(rl_ckpt.connect("tcp://127.0.0.1:0", role="send", token=TOKEN))
         asyncio.run(self._engine.prepare())
         self._versions, self._children = itertools.count(), []
         address = self._engine.address
         for i in range(count):
             is_last = i == count - 1
             where = address if is_last else f"{address} tcp://127.0.0.1:0"
-            child = ckpt.Child("ckpt-into" if is_last else "relay", size, where, cores)
+            child = Child("ckpt-into" if is_last else "relay", size, where, cores)
             stack.callback(child.close)
             address = None if is_last else child.hear()
             child.wait()
@@ -39,10 +39,10 @@ class Fan:
     """A sender and `count` receivers of its own."""
 
     def __init__(self, stack, size, count, cores):
-        self._engine = stack.enter_context(rl_ckpt.connect("tcp://127.0.0.1:0", role="send", token=ckpt.TOKEN))
+        self._engine = stack.enter_context(rl_ckpt.connect("tcp://127.0.0.1:0", role="send", token=TOKEN))
         asyncio.run(self._engine.prepare())
         self._versions = itertools.count()
-        self._children = [ckpt.Child("ckpt-into", size, self._engine.address, cores) for _ in range(count)]
+        self._children = [Child("ckpt-into", size, self._engine.address, cores) for _ in range(count)]
         for child in self._children:
             stack.callback(child.close)
             child.wait()
@@ -56,9 +56,9 @@ class Fan:
 
 
 def measure(run, stack):
-    """In small on any machine; each process with all cores, and each link with the speed that `ckpt.pace` sets."""
+    """In small on any machine; each process with all cores, and each link with the speed that `pace` sets."""
     size, cores = (4, 9_496), range(os.cpu_count())
-    weights = ckpt.tensors(size, torch.randn)
+    weights = tensors(size, torch.randn)
     one, fan, chain = Fan(stack, size, 1, cores), Fan(stack, size, 3, cores), Chain(stack, size, 3, cores)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     run.compare(

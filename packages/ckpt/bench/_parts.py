@@ -1,8 +1,8 @@
 """What one core has to do for a sync, each part alone: the floor under what a whole sync can reach."""
 
 import torch
+from packages.ckpt.bench._child import digest
 
-import rl_csrc
 from rl_ckpt._digest import LEAF_BYTES, leaves_of, pack_leaves, unpack_leaves
 from rl_csrc.bucket import pack, plan
 
@@ -75,9 +75,3 @@ def verification(run, weights):
         unit="ms",
         goal=">= 0.9 of limit",
     )
-
-
-def digest(tensors):
-    """Read every byte once."""
-    for tensor in tensors.values():
-        rl_csrc.digest(raw(tensor))

@@ -8,185 +8,36 @@ processes have half of the cores each.
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import uuid
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 import torch
+from packages.ckpt.bench import _parts
+from packages.ckpt.bench._child import (
+    TOKEN,
+    Child,
+    copy_into,
+    digest,
+    halves,
+    join_group,
+    listen,
+    pace,
+    queue_child,
+    raw,
+    tensors,
+)
 
 import rl_ckpt
 from rl_bench import missing
-from rl_ckpt.relay import Relay
 
-TIMEOUT = timedelta(seconds=60)
-TOKEN = "of the benchmark"
-PACE = "RL_BENCH_PACE"
-"""Variable for the processes of a benchmark: see `pace`."""
-SO_MAX_PACING_RATE = 47
 CHANGED = 0.01
 """Part of the elements that differ, for differences."""
-
-
-def shapes(num_layers, vocab_size):
-    """Qwen3: hidden 1024, 16 query and 8 key-value heads of 128, intermediate 3072. The 0.6B has 28 layers."""
-    layer = {
-        "self_attn.q_proj": (2048, 1024),
-        "self_attn.k_proj": (1024, 1024),
-        "self_attn.v_proj": (1024, 1024),
-        "self_attn.o_proj": (1024, 2048),
-        "self_attn.q_norm": (128,),
-        "self_attn.k_norm": (128,),
-        "mlp.gate_proj": (3072, 1024),
-        "mlp.up_proj": (3072, 1024),
-        "mlp.down_proj": (1024, 3072),
-        "input_layernorm": (1024,),
-        "post_attention_layernorm": (1024,),
-    }
-    layers = {f"model.layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in layer.items()}
-    return {"model.embed_tokens.weight": (vocab_size, 1024), **layers, "model.norm.weight": (1024,)}
-
-
-def tensors(size, make):
-    return {name: make(shape, dtype=torch.bfloat16) for name, shape in shapes(*size).items()}
-
-
-def copy_into(mine, items):
-    for name, tensor in items:
-        mine[name].copy_(tensor)
-
-
-def halves():
-    """The cores of the sending and of the receiving process."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = max(1, len(cores) // 2)
-    return cores[:half], cores[half:] or cores
-
-
-def raw(tensor):
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
-
-
-def join_group(rank, file):
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2, timeout=TIMEOUT)
-    return dist
-
-
-def listen(where):
-    if where.startswith("tcp"):
-        return socket.create_server(("127.0.0.1", 0))
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(f"\0{where}")
-    server.listen()
-    return server
-
-
-def dial(where):
-    if where.startswith("tcp"):
-        return socket.create_connection(("127.0.0.1", int(where.rpartition(":")[2])))
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(f"\0{where}")
-    return connection
-
-
-class Child:
-    """This file as a process that takes weights by one system: a line to it starts a sync, a line back ends it."""
-
-    def __init__(self, system, size, where, cores):
-        command = [sys.executable, __file__, system, *map(str, size), str(where), *map(str, cores)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-
-    def wait(self):
-        """Until it has its tensors and its connection."""
-        if self.process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the receiving process {self.process.args} died")
-
-    def tell(self, what="go"):
-        self.process.stdin.write(f"{what}\n")
-
-    def hear(self):
-        if not (said := self.process.stdout.readline().strip()):
-            raise RuntimeError(f"the receiving process {self.process.args} died")
-        return said
-
-    def resident_bytes(self):
-        """Memory that is its own."""
-        self.tell("memory")
-        return int(self.hear())
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(30)
-
-
-def resident_bytes():
-    """Memory of this process that is its own: anonymous pages."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def child(system, num_layers, vocab_size, where, *cores):
-    """Take a sync for every `go` on stdin, into tensors of this process."""
-    os.sched_setaffinity(0, map(int, cores))
-    torch.set_num_threads(1)
-    if PACE in os.environ:
-        pace(int(os.environ[PACE]))
-    mine = tensors((int(num_layers), int(vocab_size)), torch.zeros)
-    if system.startswith("ckpt"):
-        token = TOKEN if where.startswith("tcp") else None
-        engine = rl_ckpt.connect(where, role="receive", token=token)
-    elif system == "relay":
-        relay = Relay(*where.split(), token=TOKEN)
-        runner = asyncio.Runner()
-        runner.run(relay.prepare())
-        print(relay.address, flush=True)
-    elif system == "gloo":
-        dist = join_group(1, where)
-    elif system == "socket":
-        connection = dial(where)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        if line == "memory\n":  # takes as long as a fifth of a sync, so not with each
-            print(resident_bytes(), flush=True)
-            continue
-        if system == "ckpt-into":
-            engine.recv_into(mine)
-        elif system == "relay":
-            runner.run(relay.receive_into(mine))
-        elif system == "ckpt-iterate":
-            copy_into(mine, engine.recv())
-        elif system == "gloo":
-            for tensor in mine.values():
-                dist.recv(tensor, src=0)
-        elif system == "socket":
-            for tensor in mine.values():
-                view = raw(tensor)
-                while view:
-                    view = view[connection.recv_into(view) :]
-        else:
-            from safetensors.torch import load_file
-
-            copy_into(mine, load_file(where).items())
-        print("done", flush=True)
-
-
-def queue_child(queue, done, size, cores):
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(1)
-    mine = tensors(size, torch.zeros)
-    while (items := queue.get()) is not None:
-        copy_into(mine, items.items())
-        done.put(True)
+LINK = 1_250_000_000
+"""What a link between machines carries, bytes per second; loopback is as quick as a core copies."""
 
 
 class Sending:
@@ -231,17 +82,20 @@ def measure(run, cores):
         num_bytes=num_bytes, num_tensors=len(weights), shapes="Qwen3-0.6B", dtype="bfloat16", changed=CHANGED
     )  # fmt: skip
     memcpy = {"memcpy, one process": lambda: copy_into(mine, weights.items())}
-    from packages.ckpt.bench import _parts
-
     _parts.measure(run, weights, mine, num_bytes)
     _parts.verification(run, weights)
+    with ExitStack() as stack:
+        copies_at_once(run, stack, size, cores, memcpy, num_bytes)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder, ExitStack() as stack:
         shared_memory(run, stack, Path(folder), size, cores, weights, memcpy, num_bytes)
     for scheme in ("uds", "tcp"):
         with ExitStack() as stack:
             sockets(run, stack, scheme, size, cores, weights, num_bytes)
     with ExitStack() as stack:
-        differences(run, stack, size, cores, weights)
+        differences(run, stack, size, cores, weights, "tcp")
+    with ExitStack() as stack:
+        stack.callback(pace(LINK))
+        differences(run, stack, size, cores, weights, "a tcp link of 10 Gbit/s")
     with ExitStack() as stack:
         from packages.ckpt.bench import _chain
 
@@ -254,6 +108,27 @@ def measure(run, cores):
 
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder:
             _gpu.measure(run, Path(folder))
+
+
+def copies_at_once(run, stack, size, cores, memcpy, num_bytes):
+    """What the cores of both processes leave one another: no sync through memory can be faster than this for long."""
+    child = Child("copy", size, "", cores)
+    stack.callback(child.close)
+    child.wait()
+    (alone,) = memcpy.values()
+
+    def both():
+        child.tell()
+        alone()
+        child.hear()
+
+    run.compare(
+        "a copy in each of two processes at once",
+        {"memcpy, both processes": both},
+        limit=memcpy,
+        unit="GB/s",
+        amount=num_bytes / 1e9,
+    )
 
 
 def beside_nixl(run, stack, size, cores, weights, num_bytes):
@@ -296,6 +171,9 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
         amount=num_bytes / 1e9,
         goal=">= 0.75 of limit",
     )
+    record_cpu(
+        run, "weights into another process", {"rl-ckpt shm, receive_into": into, "rl-ckpt shm, iterate": iterate}
+    )
     for name, sending in (("receive_into", into), ("iterate", iterate)):
         system = f"rl-ckpt shm, {name}"
         run.record("first sync, memory touched for the first time", system, [sending.reports[0].wall_s], unit="s")
@@ -332,7 +210,9 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
 
     def by_queue():
         queue.put({name: tensor.clone() for name, tensor in weights.items()})  # it moves its tensors to shared memory
-        done.get(timeout=60)
+        by_queue.cpu_ms.append(done.get(timeout=60))
+
+    by_queue.cpu_ms = []
 
     run.compare(
         "weights into another process, beside others",
@@ -346,20 +226,15 @@ def shared_memory(run, stack, folder, size, cores, weights, memcpy, num_bytes):
         amount=num_bytes / 1e9,
         goal=">= 1.5 of best peer",
     )
+    takers = {"gloo send/recv": gloo, "safetensors in /dev/shm": files, "torch.multiprocessing queue": by_queue}
+    record_cpu(run, "weights into another process, beside others", takers)
 
 
-def pace(bytes_per_s):
-    """Let the kernel send no faster on any connection that is accepted from now on in this process, or in `child`s."""
-    os.environ[PACE] = str(bytes_per_s)
-    listen = socket.socket.listen
-
-    def paced(self, backlog=0):
-        if self.family == socket.AF_INET:
-            self.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_s)
-        listen(self, backlog)
-
-    socket.socket.listen = paced
-    return lambda: (os.environ.pop(PACE), setattr(socket.socket, "listen", listen))
+def record_cpu(run, metric, takers):
+    """What the receiving processes have worked for each sync but the first; that of the sender is in its own rows."""
+    for system, taker in takers.items():
+        cpu_ms = taker.child.cpu_ms if isinstance(taker, Sending) else taker.cpu_ms
+        run.record(f"{metric}: CPU time of the receiving process", system, cpu_ms[1:], unit="ms")
 
 
 def growth_of(sending, weights, count):
@@ -396,9 +271,10 @@ def sockets(run, stack, scheme, size, cores, weights, num_bytes):
         amount=num_bytes / 1e9,
         goal=">= 0.9 of limit",
     )
+    record_cpu(run, f"weights over {scheme}", {f"rl-ckpt {scheme}, receive_into": into, f"bare {scheme} socket": bare})
 
 
-def differences(run, stack, size, cores, weights):
+def differences(run, stack, size, cores, weights, over):
     dense = Sending(stack, "ckpt-into", size, "tcp://127.0.0.1:0", cores)
     delta = Sending(stack, "ckpt-into", size, "tcp://127.0.0.1:0", cores, delta=True)
     delta(weights)
@@ -408,27 +284,27 @@ def differences(run, stack, size, cores, weights):
             change(weights, step.changed)
             step.changed += 1
 
-    from packages.ckpt.bench import _parts
-
     copies = {name: tensor.clone() for name, tensor in weights.items()}
+    reader = Child("read", size, "", cores)
+    stack.callback(reader.close)
+    reader.wait()
 
     def read():
-        _parts.digest(weights)
-        _parts.digest(copies)
+        reader.tell()
+        digest(weights)
+        digest(copies)
+        reader.hear()
 
     step.changed = 1
     run.compare(
-        "1% changed, over tcp",
+        f"1% changed, over {over}",
         {"rl-ckpt delta": lambda: delta(weights)},
         peers={"rl-ckpt dense": lambda: dense(weights)},
-        limit={"reading the weights and a copy of them": read},
+        limit={"reading the weights and a copy of them, while the other process reads its own": read},
         unit="ms",
         before=step,
         goal=">= 8 of best peer",
     )
+    record_cpu(run, f"1% changed, over {over}", {"rl-ckpt delta": delta, "rl-ckpt dense": dense})
     sent = [report.num_wire_bytes / report.num_bytes for report in delta.reports[1:] if report.num_deltas]
-    run.record("bytes sent, of the weights", "rl-ckpt delta", sent, unit="share", goal="<= 0.02 share")
-
-
-if __name__ == "__main__" and multiprocessing.parent_process() is None:
-    child(*sys.argv[1:])
+    run.record(f"bytes sent, of the weights, over {over}", "rl-ckpt delta", sent, unit="share", goal="<= 0.02 share")

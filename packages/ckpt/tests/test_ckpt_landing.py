@@ -9,10 +9,10 @@ import rl_csrc
 from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
 from rl_ckpt._digest import leaves_of
 from rl_ckpt._landing import Landing, Scratch
+from rl_ckpt._messages import Bucket
 from rl_ckpt._plan import BucketPlan, Codec, Span, aligned
 from rl_ckpt._shelf import Shelf
 from rl_ckpt._tensors import TensorSpec, as_bytes
-from rl_ckpt._wire import Bucket
 
 BUCKET_BYTES = 1024
 SPECS = [

@@ -15,7 +15,7 @@ import torch
 
 from rl_ckpt import AddressError, ProtocolError, Role, SessionConfig, connect
 from rl_ckpt._link import Link
-from rl_ckpt._wire import Session
+from rl_ckpt._messages import Session
 from rl_ckpt.testing import assert_same, failure, new_name, receive_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
@@ -79,7 +79,7 @@ def test_fifty_syncs_declare_their_tensors_once():
                 await asyncio.gather(
                     sender.send_weights(weights_of(version % 8).items(), version=version), receive_all(receiver)
                 )
-            assert len(receiver._line.specs) == len(sender._schema.specs) == 8
+            assert len(receiver._caller.line.specs) == len(sender._schema.specs) == 8
 
     asyncio.run(work())
 

@@ -11,16 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_ckpt import ProtocolError
-from rl_ckpt._plan import Span
-from rl_ckpt._tensors import DTYPE_CODES, TensorSpec
-from rl_ckpt._wire import (
+from rl_ckpt._messages import (
     Abort,
     AbortReason,
     Begin,
     Bucket,
     Commit,
     Committed,
-    Decoder,
     Free,
     Hello,
     Manifest,
@@ -33,9 +30,10 @@ from rl_ckpt._wire import (
     Sources,
     Staged,
     Stream,
-    decode,
-    encode,
 )
+from rl_ckpt._plan import Span
+from rl_ckpt._tensors import DTYPE_CODES, TensorSpec
+from rl_ckpt._wire import Decoder, decode, encode
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 span = st.builds(Span, u32, u32, u64, u64, u64, u64, u64, u64)

@@ -8,17 +8,18 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from rl_ckpt._fork import close_in_children
+from rl_ckpt._messages import Session, Stream
 from rl_ckpt._outbox import set_patience
 from rl_ckpt._tensors import memory_of
-from rl_ckpt._wire import Session, Stream, encode
+from rl_ckpt._wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from rl_ckpt._messages import Bucket
     from rl_ckpt._transport import ReceiveTransport, Waits
-    from rl_ckpt._wire import Bucket
 
 
 MAX_BUFFERS = 512
@@ -72,13 +73,13 @@ class Inlet:
             stream.sendall(encode(Stream(self._session.ticket, index, sync), 0))
             set_patience(stream)
 
-    def fetch(self, bucket: Bucket, contents: Sequence[Tensor]) -> bool:
+    def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
         """Read a bucket into memory. See `rl_ckpt._landing.Memory`."""
         if self._session.num_streams == 0:
             self._transport.pull(bucket.slot, self.slots[bucket.slot][: bucket.used_bytes], self._waits)
             return False
         stream = self._streams[bucket.sequence % len(self._streams)]
-        views = deque(memory_of(content) for content in contents)
+        views = deque(memory_of(content) for content in contents())
         while views:
             try:
                 num_bytes = stream.recvmsg_into(list(islice(views, MAX_BUFFERS)), 0, socket.MSG_WAITALL)[0]

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._passage import Passage
+    from rl_ckpt._messages import Bucket
     from rl_ckpt._shelf import Shelf
     from rl_ckpt._stage import Stage
-    from rl_ckpt._wire import Bucket
     from rl_ckpt.types import ReceiverState
 
 
@@ -41,8 +40,8 @@ class Memory(Protocol):
     is_lent: bool
     """Whether they are the sender's own, and can be written: tensors in them are not handed out."""
 
-    def fetch(self, bucket: Bucket, contents: Sequence[Tensor]) -> bool:
-        """Read a bucket into `contents`, uint8 each, that follow one another; False if it is in its slot instead."""
+    def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
+        """Read a bucket into `contents()`, uint8 each, one after the other; False if it is in its slot instead."""
         ...
 
     def refresh(self, slot: int) -> bool:
@@ -120,8 +119,6 @@ class Landing:
     """Whether the consumer was given something."""
     is_over: bool = False
     """Whether it was committed or given up."""
-    passage: Passage | None = None
-    """Who is told of everything that has landed, where this is a relay."""
     _names: set[str] = field(default_factory=set[str])
     _partial: Span | None = None
     """The last piece of a tensor that is not whole yet."""
@@ -150,7 +147,7 @@ class Landing:
         slot = slots[bucket.slot]
         places = self._places(bucket, slot.device, is_lent=memory.is_lent)
         self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
-        is_fetched = memory.fetch(bucket, _contents(bucket, places, slot))
+        is_fetched = memory.fetch(bucket, lambda: _contents(bucket, places, slot))
         since = time.perf_counter()
         found = [self._check(place, bucket, slot, is_fetched, memory.refresh) for place in places]
         checked = time.perf_counter()
@@ -260,7 +257,7 @@ class Landing:
         is_whole = span.num_bytes == span.total_bytes
         target = None if self.targets is None else self._target(spec)
         if span.codec == Codec.RAW and target is not None and _is_plain(target, device):
-            content = as_bytes(target)[span.start : span.start + span.total_bytes]
+            content = _part(as_bytes(target), span.start, span.total_bytes)
             return Place(span, spec, content, is_target=True)
         if span.codec == Codec.RAW and span.total_bytes < spec.num_bytes:
             raise ProtocolError(f"{self.sender} sent a leaf of {spec.name!r}, which this end did not ask for")
@@ -287,7 +284,7 @@ class Landing:
         """Bring the piece where it goes, and compare its digest; return those of its leaves."""
         span = place.span
         piece = _piece(slot, span)
-        into = piece if place.content is None else place.content[span.offset : span.offset + span.num_bytes]
+        into = piece if place.content is None else _part(place.content, span.offset, span.num_bytes)
 
         def bring() -> list[int]:
             return leaves_of(into) if is_fetched or place.content is None else unpack_leaves(piece, into)
@@ -366,6 +363,10 @@ def _is_plain(target: Tensor, device: torch.device = _CPU) -> bool:
 
 def _piece(slot: Tensor, span: Span) -> Tensor:
     return slot[span.bucket_offset : span.bucket_offset + span.num_bytes]
+
+
+def _part(content: Tensor, start: int, num_bytes: int) -> Tensor:
+    return content if num_bytes == content.numel() else content[start : start + num_bytes]
 
 
 def _contents(bucket: Bucket, places: Sequence[Place], slot: Tensor) -> list[Tensor]:

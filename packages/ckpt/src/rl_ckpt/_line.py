@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING
 from rl_ckpt._inlet import Inlet
 from rl_ckpt._link import Deadline, Link, Waker, wait_for
 from rl_ckpt._mapped import Mirror
-from rl_ckpt._proof import is_proof, proof_of
-from rl_ckpt._tensors import TensorSpec
-from rl_ckpt._wire import (
+from rl_ckpt._messages import (
     NONCE_BYTES,
-    WIRE_VERSION,
     Abort,
     AbortReason,
     Commit,
@@ -28,6 +25,9 @@ from rl_ckpt._wire import (
     Session,
     Sources,
 )
+from rl_ckpt._proof import is_proof, proof_of
+from rl_ckpt._tensors import TensorSpec
+from rl_ckpt._wire import WIRE_VERSION
 from rl_ckpt.errors import AddressError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ class Line:
         """
         while True:
             self._read()
-            has_verdict = any(isinstance(message, Commit) for _, message in self.inbox)
-            if self.link.is_closed and not has_verdict:
+            if self.link.is_closed and not any(isinstance(message, Commit) for _, message in self.inbox):
                 raise self.link.loss()
             if self.inbox:
                 return self.inbox.popleft()[1]
@@ -199,6 +198,7 @@ class Line:
             messages = self.link.receive()
         except ProtocolError as error:
             raise ProtocolError(f"{self.peer}: {error}") from error
+        abort: Abort | None = None
         for sync, message in messages:
             if isinstance(message, Manifest):
                 if message.first != len(self.specs):
@@ -209,9 +209,10 @@ class Line:
             elif isinstance(message, Sources):
                 segments = self.transport.map_segments(message.segments, self.link)
                 self.mirror = Mirror(message, segments, self.specs, self.peer)
+            elif isinstance(message, Abort) and sync == self.sync:
+                abort = message
             elif sync in {0, self.sync}:
                 self.inbox.append((sync, message))
-        for sync, message in self.inbox:
-            if isinstance(message, Abort) and sync == self.sync:
-                self.inbox.clear()
-                raise SyncAbortedError(f"{self.peer} called the sync off: {message.text}")
+        if abort is not None:
+            self.inbox.clear()
+            raise SyncAbortedError(f"{self.peer} called the sync off: {abort.text}")

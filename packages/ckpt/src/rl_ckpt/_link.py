@@ -9,11 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 from rl_ckpt._fork import close_in_children
-from rl_ckpt._wire import GREETING_BYTES, MAX_BODY_BYTES, Decoder, Message, encode
+from rl_ckpt._wire import GREETING_BYTES, MAX_BODY_BYTES, Decoder, encode
 from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rl_ckpt._messages import Message
 
 _READ_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ from rl_ckpt.errors import DigestError
 
 if TYPE_CHECKING:
     from asyncio import Future
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from rl_ckpt._landing import Landing
-    from rl_ckpt._sender import Offer
     from rl_ckpt._tensors import TensorSpec
+    from rl_ckpt.types import SyncReport
 
 
 class Bell:
@@ -50,6 +52,18 @@ class Bell:
         """Free the sockets."""
         self._reader.close()
         self._writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that all receivers of a session have voted for. Exactly one of the two must be called."""
+
+    digest: int
+    """Tree digest of what was sent."""
+    commit: Callable[[], SyncReport]
+    """Puts it in force."""
+    abort: Callable[[str], None]
+    """Calls it off, and says why."""
 
 
 class Passage:

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt._link import Deadline, Link, Waker, wait_for
-from rl_ckpt._outbox import Outbox
-from rl_ckpt._proof import is_proof, proof_of
-from rl_ckpt._wire import (
+from rl_ckpt._messages import (
     NO_VERSION,
     NONCE_BYTES,
-    WIRE_VERSION,
     Abort,
     AbortReason,
     Committed,
@@ -27,6 +24,9 @@ from rl_ckpt._wire import (
     Staged,
     Stream,
 )
+from rl_ckpt._outbox import Outbox
+from rl_ckpt._proof import is_proof, proof_of
+from rl_ckpt._wire import WIRE_VERSION
 from rl_ckpt.errors import (
     CkptError,
     DigestError,

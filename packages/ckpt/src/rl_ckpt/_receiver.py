@@ -9,13 +9,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rl_ckpt._caller import Caller, reason_of
 from rl_ckpt._digest import tree_digest
 from rl_ckpt._landing import Landing, Scratch, is_base, readable_codecs
-from rl_ckpt._line import Line
-from rl_ckpt._link import Deadline, wait_for
-from rl_ckpt._shelf import Shelf
-from rl_ckpt._stage import Stage
-from rl_ckpt._wire import (
+from rl_ckpt._messages import (
     NO_VERSION,
     AbortReason,
     Begin,
@@ -28,12 +25,12 @@ from rl_ckpt._wire import (
     Seal,
     Staged,
 )
+from rl_ckpt._shelf import Shelf
+from rl_ckpt._stage import Stage
 from rl_ckpt._worker import Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     DigestError,
-    PeerLostError,
-    PeerTimeoutError,
     ProtocolError,
     SyncAbortedError,
     TensorError,
@@ -46,17 +43,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt._line import Line
     from rl_ckpt._mapped import Mirror
+    from rl_ckpt._passage import Passage
     from rl_ckpt._transport import ReceiveTransport
     from rl_ckpt.base import Hold
     from rl_ckpt.types import SessionConfig, SyncReport
-
-DIAL_AGAIN_S = 0.02
-_REASONS: dict[type[BaseException], AbortReason] = {
-    DigestError: AbortReason.DIGEST,
-    ProtocolError: AbortReason.PROTOCOL,
-    PeerTimeoutError: AbortReason.TIMEOUT,
-}
 
 
 class Receiver(CheckpointEngine):
@@ -65,10 +57,11 @@ class Receiver(CheckpointEngine):
     def __init__(self, config: SessionConfig, transport: ReceiveTransport) -> None:
         self.address = config.address
         self._config = config
-        self._transport = transport
         self._worker = Worker(f"the receiver of {config.address}")
-        self._line: Line | None = None
+        self._caller = Caller(config, transport, self._worker.waker)
         self._landing: Landing | None = None
+        self._passage: Passage | None = None
+        """Who is told of everything that has landed, where this is a relay."""
         self._scratch = Scratch()
         self._stage = Stage()
         self._handed_at: float | None = None
@@ -105,7 +98,7 @@ class Receiver(CheckpointEngine):
         """Wait until the sender exists, and join its session."""
         if num_peers != 1:
             raise UsageError(f"num_peers is {num_peers}; a receiver has one peer, its sender")
-        await self._worker.run(lambda: self._dial(Deadline(self._config.timeout_s)))
+        await self._worker.run(self._caller.connect)
 
     async def send_weights(
         self,
@@ -187,7 +180,7 @@ class Receiver(CheckpointEngine):
     def _release(self) -> None:
         if self._landing is not None:
             self._give_up(self._landing, AbortReason.FAILED, "it was closed")
-        self._hang_up()
+        self._caller.hang_up()
 
     async def begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
         """Wait until a sync begins; whoever calls it goes on with `take`, or leaves it to `receive_into`."""
@@ -198,11 +191,13 @@ class Receiver(CheckpointEngine):
                 self._give_up(self._landing, AbortReason.FAILED, "it was cancelled")
             raise
 
-    async def take(self, landing: Landing, *, strict: bool) -> None:
-        """Land all of a sync that has begun in its targets, to the commit."""
+    async def take(self, landing: Landing, *, strict: bool, passage: Passage | None = None) -> None:
+        """Land all of a sync that has begun in its targets, to the commit; tell a passage of what has landed."""
+        self._passage = passage
         try:
             await self._worker.run(lambda: self._take_all(landing, strict))
         finally:
+            self._passage = None
             self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
 
     def _begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
@@ -213,21 +208,10 @@ class Receiver(CheckpointEngine):
         stage = self._stage if staged and targets is not None else None
         if targets is not None and targets is self._base and self._state is ReceiverState.COMMITTED and stage is None:
             held = NO_VERSION if self._version is None else self._version
-        deadline = Deadline(self._config.timeout_s)
-        while True:
-            try:
-                line = self._dial(deadline)
-                begin = self._ask(line, held, deadline)
-            except PeerLostError as error:
-                self._hang_up()  # it died before this sync began: wait for its successor
-                if not self._pause(deadline):
-                    raise PeerTimeoutError(f"{error}, and none began a sync within {deadline.timeout_s:g} s") from error
-            except BaseException as error:
-                self._leave(_REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
-                self._hang_up()
-                raise
-            else:
-                return self._land_on(line, begin, targets, stage)
+        has = self._version if self._state is ReceiverState.COMMITTED else None
+        ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, codecs=readable_codecs())
+        line, begin = self._caller.ask(ready)
+        return self._land_on(line, begin, targets, stage)
 
     def _land_on(self, line: Line, begin: Begin, targets: Mapping[str, Tensor] | None, stage: Stage | None) -> Landing:
         self._landing = Landing(
@@ -244,40 +228,6 @@ class Receiver(CheckpointEngine):
         )
         self._state, self._handed_at = ReceiverState.PREPARING, None
         return self._landing
-
-    def _dial(self, deadline: Deadline) -> Line:
-        """The connection, a new one if there is none."""
-        while self._line is None:
-            link = self._transport.dial()
-            if link is not None:
-                self._line = Line(
-                    link, self._transport, self._worker.waker, self.address, timeout_s=self._config.timeout_s
-                )
-                self._line.greet(deadline)
-            elif not self._pause(deadline):
-                raise PeerTimeoutError(f"no sender came to {self.address} within {deadline.timeout_s:g} s")
-        return self._line
-
-    def _pause(self, deadline: Deadline) -> bool:
-        """Wait a moment before dialling again. False when the deadline has passed."""
-        wait_for(self._worker.waker, Deadline(min(DIAL_AGAIN_S, deadline.remaining_s())))
-        return deadline.remaining_s() > 0
-
-    def _ask(self, line: Line, held: int, deadline: Deadline) -> Begin:
-        inlet = line.inlet or line.join(deadline)
-        line.inbox.clear()  # what is left of a sync that was given up
-        line.sync += 1
-        try:
-            inlet.open(line.sync, self._config.timeout_s)
-        except OSError as error:
-            raise PeerLostError(f"{line.peer} took no connection for payload: {error}") from error
-        has = self._version if self._state is ReceiverState.COMMITTED else None
-        ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, inlet.opened, readable_codecs())
-        line.post(ready, deadline)
-        message = line.next(deadline, "began no sync")
-        if isinstance(message, Begin) and message.base in {held, NO_VERSION}:
-            return message
-        raise ProtocolError(f"{line.peer} sent {message} where a sync should begin; version {held} is held here")
 
     def _next_step(self, landing: Landing) -> Callable[[], list[tuple[str, Tensor]] | None]:
         if landing.is_over:
@@ -315,10 +265,10 @@ class Receiver(CheckpointEngine):
                     return None
                 else:
                     raise ProtocolError(f"{line.peer} sent {type(message).__name__} inside a sync")
-                if landing.passage is not None:
-                    landing.passage.landed()
+                if self._passage is not None:
+                    self._passage.landed()
         except BaseException as error:
-            self._give_up(landing, _REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
+            self._give_up(landing, reason_of(error), str(error) or repr(error))
             raise
 
     def _mirror(self, landing: Landing, mirror: Mirror, message: Mapped) -> list[tuple[str, Tensor]]:
@@ -331,9 +281,9 @@ class Receiver(CheckpointEngine):
         return tensors
 
     def _line_of(self, landing: Landing) -> Line:
-        if self._line is None or landing.is_over:
+        if self._caller.line is None or landing.is_over:
             raise UsageError(f"this sync of {self.address} was given up; call receive_weights again for the next")
-        return self._line
+        return self._caller.line
 
     def _finish(self, line: Line, landing: Landing, seal: Seal, strict: bool) -> None:
         """Vote, and wait for the verdict."""
@@ -346,10 +296,10 @@ class Receiver(CheckpointEngine):
                 f"{len(missing)} tensors were to be received into and did not come, {missing[0]!r} the first; "
                 "strict=False allows that"
             )
-        if landing.passage is not None:
-            landing.passage.end()
-            line.until_rung(landing.passage.outcome)
-            landing.passage.require_votes(digest)
+        if self._passage is not None:
+            self._passage.end()
+            line.until_rung(self._passage.outcome)
+            self._passage.require_votes(digest)
         vote = Staged(
             landing.version,
             digest,
@@ -398,7 +348,7 @@ class Receiver(CheckpointEngine):
             self._base = None
             is_mixed = landing.is_touched if landing.stage is None else not self._restore(landing, landing.stage)
             self._state = ReceiverState.POISONED if is_mixed else landing.previous
-            self._leave(reason, text)
+            self._caller.leave(reason, text)
 
     def _restore(self, landing: Landing, stage: Stage) -> bool:
         """Put back what was before. False if it may not be served: the version may be in force, or that failed."""
@@ -408,14 +358,3 @@ class Receiver(CheckpointEngine):
         except Exception:  # noqa: BLE001  # the error that ended the sync is the one to raise; the state tells of this one
             return False
         return not is_in_doubt
-
-    def _leave(self, reason: AbortReason, text: str) -> None:
-        """Tell the sender, if it can still hear it, and hang up if it cannot or if the two are out of step."""
-        if self._line is not None and not self._line.leave(reason, text):
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-            self._transport.release()

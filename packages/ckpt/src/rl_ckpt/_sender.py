@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from rl_ckpt._delta import Snapshot
+from rl_ckpt._messages import AbortReason, Session
+from rl_ckpt._passage import Offer
 from rl_ckpt._peers import Peers
 from rl_ckpt._plan import Codec
 from rl_ckpt._registered import Registered, items_of
 from rl_ckpt._source import Clock, Schema, Source, copy_gb_per_s
 from rl_ckpt._sync import Sync
-from rl_ckpt._wire import AbortReason, Session
 from rl_ckpt._worker import AsyncSource, Worker
 from rl_ckpt._zstd import compressor
 from rl_ckpt.base import CheckpointEngine
@@ -48,18 +48,6 @@ _REASONS: dict[type[BaseException], AbortReason] = {
     PeerTimeoutError: AbortReason.TIMEOUT,
     PeerLostError: AbortReason.PEER_LOST,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A version that all receivers of a session have voted for. Exactly one of the two must be called."""
-
-    digest: int
-    """Tree digest of what was sent."""
-    commit: Callable[[], SyncReport]
-    """Puts it in force."""
-    abort: Callable[[str], None]
-    """Calls it off, and says why."""
 
 
 class Sender(CheckpointEngine):
@@ -314,13 +302,14 @@ class Sender(CheckpointEngine):
             peers=peers,
             participants=participants,
             slots=self._slots,
+            source=source,
             schema=self._schema,
             snapshot=snapshot,
             clock=clock,
             limit_gb_per_s=self._limit_gb_per_s,
         )
         try:
-            sync.stream(source)
+            sync.stream()
             sync.stage()
         except BaseException as error:
             sync.abort(_REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._link import Link
+    from rl_ckpt._messages import Session
     from rl_ckpt._transport import Listener
-    from rl_ckpt._wire import Session
     from rl_ckpt.types import SessionConfig
 
 MAX_BUCKET_BYTES = 1 << 30

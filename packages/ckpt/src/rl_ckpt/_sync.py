@@ -1,42 +1,37 @@
-"""One sync as the sender drives it: pack, publish, stage, commit. Knows no names and no threads."""
+"""One sync as the sender drives it: what is sent of each tensor, the votes, the commit. Knows no threads."""
 
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
-from rl_ckpt._digest import LEAF_BYTES, combine, digests_of, leaves_of, model_digest, pack_leaves
+from rl_ckpt._digest import combine, digests_of, model_digest
+from rl_ckpt._filler import Filler
 from rl_ckpt._link import Deadline
-from rl_ckpt._outbox import Run
-from rl_ckpt._plan import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
-from rl_ckpt._tensors import TensorSpec, as_bytes, memory_of, spec_of
-from rl_ckpt._wire import NO_VERSION, Begin, Bucket, Commit, Manifest, Mapped, Seal, Sources
+from rl_ckpt._messages import (
+    NO_VERSION,
+    Begin,
+    Commit,
+    Mapped,
+    Seal,
+    Sources,
+)
+from rl_ckpt._plan import Codec
+from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.types import Receipt, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from rl_ckpt._delta import Snapshot
     from rl_ckpt._mapped import SourceMap
+    from rl_ckpt._messages import AbortReason, Staged
     from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer, Peers
-    from rl_ckpt._plan import Piece
     from rl_ckpt._source import Clock, Schema, Source
-    from rl_ckpt._wire import AbortReason, Staged
-
-MANIFEST_CHUNK = 4096
-"""Most tensors in one Manifest message."""
-MAX_SPANS = 1 << 16
-"""Most pieces in one Bucket message."""
-DIRECT_BYTES = 1 << 20
-"""From this size on, streams are written straight from the source's tensor where that saves a copy."""
-_FILLING = memoryview(bytes(ALIGNMENT_BYTES))
-EAGER_BYTES = 256 << 10
-"""From this size on, a bucket of differences is sent to receivers that have nothing to do."""
 
 
 class Sync:
@@ -53,6 +48,7 @@ class Sync:
         peers: Peers,
         participants: Sequence[Peer],
         slots: Sequence[Tensor],
+        source: Source,
         schema: Schema,
         snapshot: Snapshot | None,
         clock: Clock,
@@ -63,55 +59,43 @@ class Sync:
         self.version = version
         self._peers = peers
         self._participants = participants
-        self._slots = slots
+        self._source = source
         self._schema = schema
         self._snapshot = snapshot
         self._clock = clock
-        self._has_streams = peers.session.num_streams > 0
-        self._plan = BucketPlan(peers.session.bucket_bytes)
-        self._num_buckets = 0
-        self._slot = 0
-        """Slot of the bucket being filled."""
-        self._in_slot: dict[int, int] = {}
-        """The last bucket that each slot was given to."""
-        self._spans: list[Span] = []
-        self._direct: dict[int, memoryview] = {}
-        """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
+        self._filler = Filler(peers, participants, slots, schema, clock, source.passage)
         self._digests: dict[TensorSpec, int] = {}
         self._names: set[str] = set()
         self._num_bytes = 0
-        self._num_wire_bytes = 0
         self._num_deltas = 0
         self.digest = 0
         self._base: int | None = None
-        self._is_stable = False
-        self._passage: Passage | None = None
+        self._is_stable = source.registered is not None or source.passage is not None
 
-    def stream(self, source: Source) -> None:
+    def stream(self) -> None:
         """Send every tensor of the source, bucket by bucket."""
+        source = self._source
         self._base = base = self._choose_base()
         self._began = time.perf_counter()
         self._peers.regroup(self._participants)
         for peer in self._participants:
             self._peers.send(peer, Begin(self.version, NO_VERSION if base is None else base))
-        self._passage = source.passage
-        self._is_stable = source.registered is not None or source.passage is not None
         source_map = self._map(source)
         items = source if source_map is None else self._tell(source_map)
         for name, tensor in items if source.passage is None else self._pass_on(source.passage):
             self._pack(spec_of(name, tensor), tensor)
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
-        self._publish()
+        self._filler.close()
 
     def stage(self) -> None:
         """Wait until every receiver holds all of it, and compare what each attests."""
         with self._clock("verify_s"):
             self.digest = model_digest(self._digests.items())
-        seal = Seal(self._num_buckets, len(self._names), self._num_bytes, self.digest)
+        seal = Seal(self._filler.num_buckets, len(self._names), self._num_bytes, self.digest)
         for peer in self._participants:
             self._peers.send(peer, seal)
-        self._wait(lambda peer: peer.staged is not None, "take every tensor")
+        self._filler.wait(lambda peer: peer.staged is not None, "take every tensor")
         for peer in self._participants:
             if peer.staged is not None:
                 self._examine(peer.name, peer.staged)
@@ -138,7 +122,7 @@ class Sync:
             digest=self.digest,
             num_tensors=len(self._names),
             num_bytes=self._num_bytes,
-            num_wire_bytes=self._num_wire_bytes,
+            num_wire_bytes=self._filler.num_wire_bytes,
             num_deltas=self._num_deltas,
             export_s=clock.export_s,
             pack_s=clock.pack_s,
@@ -202,7 +186,7 @@ class Sync:
         if found is not None and found.places:
             indices = tuple((self._schema.index(spec), segment, offset) for spec, segment, offset in found.places)
             for peer in self._participants:
-                self._declare(peer)
+                self._filler.declare(peer)
                 if peer.mapped != found.generation:
                     self._peers.send(peer, Sources(tuple(found.segments), indices))
                     peer.mapped = found.generation
@@ -216,37 +200,25 @@ class Sync:
             if isinstance(step, tuple):
                 yield step
                 continue
-            self._publish()
-            self._plan.close()
+            self._filler.close()
             with self._clock("verify_s"):
                 digests = digests_of(step.contents)
-            message = Mapped(self._num_buckets, step.first, tuple(digests))
-            for peer in self._participants:
-                self._peers.send(peer, message)
-                peer.num_sent += 1
-            self._num_buckets += 1
-            self._plan = BucketPlan(self._plan.bucket_bytes, bucket=self._num_buckets)
+            num_bytes = sum(spec.num_bytes for spec in step.specs)
+            self._filler.announce(Mapped(self._filler.num_buckets, step.first, tuple(digests)), num_bytes)
             self._digests |= zip(step.specs, digests, strict=True)
             self._names |= {spec.name for spec in step.specs}
-            num_bytes = sum(spec.num_bytes for spec in step.specs)
             self._num_bytes += num_bytes
-            self._num_wire_bytes += num_bytes
 
     def _pass_on(self, passage: Passage) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a relay, each when its first bytes have landed, or all of them where it is not one memory."""
         while True:
             if not passage.has_next():
-                self._publish()  # rather than let those below wait until the bucket is full
-                self._plan.close()
-            self._wait_to_land(passage, passage.has_next, "the next tensor")
+                self._filler.close()  # rather than let those below wait until the bucket is full
+            self._filler.wait_to_land(passage, passage.has_next, "the next tensor")
             taken = passage.take()
             if taken is None:
                 return
             yield taken[0].name, taken[1]
-
-    def _wait_to_land(self, passage: Passage, is_there: Callable[[], bool], what: str) -> None:
-        with self._clock("export_s"):
-            self._peers.wait_for_news(self._participants, passage.news, is_there, what)
 
     def _pack(self, spec: TensorSpec, tensor: Tensor) -> None:
         if spec.name in self._names:
@@ -258,11 +230,11 @@ class Sync:
         index = self._schema.index(spec)
         if self._snapshot is None:
             stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # and not a copy made here
-            self._digests[spec] = combine(self._place(index, 0, Codec.RAW, raw, stays=stays))
+            self._digests[spec] = combine(self._filler.place(index, 0, Codec.RAW, raw, stays=stays))
         elif self._base is None or not self._snapshot.can_advance(spec):
             with self._clock("pack_s"):
                 copied = self._snapshot.replace(spec, raw)
-            leaves = self._place(index, 0, Codec.RAW, copied, stays=True)
+            leaves = self._filler.place(index, 0, Codec.RAW, copied, stays=True)
             self._snapshot.note(spec, leaves)
             self._digests[spec] = combine(leaves)
         else:
@@ -280,134 +252,14 @@ class Sync:
                 break
             for part in told:
                 is_whole = part.codec is Codec.RAW
-                self._place(index, part.start, part.codec, part.content, stays=is_whole, known=part.content_digest)
+                self._filler.place(
+                    index, part.start, part.codec, part.content, stays=is_whole, known=part.content_digest
+                )
                 leaves.append(part.digest)
                 is_different = is_different or not is_whole
-            if self._plan.offset >= EAGER_BYTES and self._is_awaited():
-                self._publish()
-                self._plan.close()
+            self._filler.close_if_awaited()
         self._num_deltas += is_different
         return combine(leaves)
-
-    def _is_awaited(self) -> bool:
-        """Whether a receiver has taken all that was sent."""
-        self._peers.poll()
-        return any(len(peer.freed) == self._num_buckets for peer in self._participants)
-
-    def _place(
-        self, index: int, start: int, codec: Codec, raw: Tensor, *, stays: bool, known: int | None = None
-    ) -> list[int]:
-        """Put the content of a part of a tensor into buckets; return the digests of its leaves.
-
-        `stays`: it does not change before the sync ends. `known` is the digest of content that is one leaf, where it
-        was made before.
-        """
-        total = raw.numel()
-        is_direct = self._peers.transport.is_direct and total >= DIRECT_BYTES and raw.device.type == "cpu"
-        leaves: list[int] = []
-        if len(self._spans) == MAX_SPANS:
-            self._plan.close()
-        for piece in self._plan.place(total):
-            if piece.bucket > self._num_buckets:
-                self._publish()
-            if not self._spans:
-                self._wait_for_slot()
-            if self._passage is not None:
-                self._wait_to_land(self._passage, partial(self._has_landed, self._passage, index, piece), "more bytes")
-            part = raw[piece.offset : piece.offset + piece.num_bytes]
-            if is_direct:
-                self._direct[len(self._spans)] = memory_of(part)
-            with self._clock("verify_s" if is_direct else "pack_s"):
-                slot = self._slots[self._slot]
-                into = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-                if known is not None and piece.num_bytes == total:
-                    found = [known]
-                    if not is_direct:
-                        into.copy_(part)
-                else:
-                    found = leaves_of(part) if is_direct else pack_leaves(part, into)
-            leaves += found
-            digest = combine(found)
-            self._spans.append(
-                Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
-            )
-        if self._plan.offset == self._plan.bucket_bytes:  # nothing fits it any more: the source may take its time
-            self._publish()
-            self._plan.close()
-        if is_direct and not stays:
-            self._publish()
-            self._plan.close()
-            self._wait(lambda peer: peer.outbox.is_empty, "take the bytes of a tensor")
-        is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
-        return leaves if is_cut_into_leaves else leaves_of(raw)
-
-    def _has_landed(self, passage: Passage, index: int, piece: Piece) -> bool:
-        return passage.num_landed(self._schema.specs[index]) >= piece.offset + piece.num_bytes
-
-    def _publish(self) -> None:
-        """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""
-        if not self._spans:
-            return
-        sequence, slot, last = self._num_buckets, self._slot, self._spans[-1]
-        bucket = Bucket(sequence, slot, aligned(last.bucket_offset + last.num_bytes), tuple(self._spans))
-        payload = self._payload(slot, bucket.used_bytes) if self._has_streams else []
-        with self._clock("wire_s"):
-            for peer in self._participants:
-                self._declare(peer)
-                self._peers.send(peer, bucket)
-                peer.num_sent += 1
-                if self._has_streams:
-                    self._peers.put(peer, sequence, payload)
-            self._peers.transport.publish(self._slots[slot][: bucket.used_bytes])
-        self._num_wire_bytes += bucket.used_bytes
-        self._num_buckets += 1
-        self._spans = []
-        self._direct = {}
-
-    def _payload(self, slot: int, used_bytes: int) -> list[Run]:
-        """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
-        runs: list[Run] = []
-        packed = 0
-        for i, view in self._direct.items():
-            span = self._spans[i]
-            end = span.bucket_offset + span.num_bytes
-            runs += [
-                Run(span.bucket_offset - packed, slot, packed),
-                Run(view.nbytes, view=view),
-                Run(aligned(end) - end, view=_FILLING[: aligned(end) - end]),
-            ]
-            packed = aligned(end)
-        return [*runs, Run(used_bytes - packed, slot, packed)]
-
-    def _declare(self, peer: Peer) -> None:
-        specs = self._schema.specs
-        while peer.num_declared < len(specs) and peer.error is None:
-            first = peer.num_declared
-            chunk = tuple(specs[first : first + MANIFEST_CHUNK])
-            self._peers.send(peer, Manifest(first, chunk))
-            peer.num_declared += len(chunk)
-
-    def _wait_for_slot(self) -> None:
-        """Choose a slot that no receiver looks at any more for the next bucket."""
-
-        def is_done(peer: Peer) -> bool:
-            return self._free_slot() is not None or peer.freed.issuperset(self._in_slot.values())
-
-        if self._free_slot() is None:
-            self._wait(is_done, f"take the tensors of bucket {min(self._in_slot.values())}")
-        self._slot = self._free_slot() or 0
-        self._in_slot[self._slot] = self._num_buckets
-
-    def _free_slot(self) -> int | None:
-        for slot in range(len(self._slots)):
-            sequence = self._in_slot.get(slot)
-            if sequence is None or all(sequence in peer.freed for peer in self._participants):
-                return slot
-        return None
-
-    def _wait(self, is_done: Callable[[Peer], bool], doing: str) -> None:
-        with self._clock("wire_s"):
-            self._peers.wait_for_all(self._participants, is_done, doing)
 
     def _confirm(self) -> None:
         deadline = Deadline(self._peers.timeout_s)

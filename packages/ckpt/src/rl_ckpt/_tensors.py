@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ class TensorSpec:
     """One of `DTYPES`."""
     shape: tuple[int, ...]
     """Elements along each axis; () for a scalar."""
+    num_bytes: int = field(init=False, repr=False, compare=False)
+    """Size of the elements, bytes."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the elements, bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", math.prod(self.shape) * self.dtype.itemsize)  # read often
 
 
 def spec_of(name: object, tensor: object) -> TensorSpec:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt._link import Link
     from rl_ckpt._mapped import SourceMap
-    from rl_ckpt._wire import Regroup, Session
+    from rl_ckpt._messages import Regroup, Session
     from rl_ckpt.types import SessionConfig
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._sender import Offer
+    from rl_ckpt._passage import Offer
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SyncReport
 
@@ -96,11 +96,11 @@ class Relay:
         await self.prepare()
         receiver, sender = cast("Receiver", self._receiver), cast("Sender", self._sender)
         landing = await receiver.begin(targets, staged=staged)
-        passage = landing.passage = Passage(landing)
+        passage = Passage(landing)
         offering = asyncio.ensure_future(sender.offer(passage, landing.version, num_peers=num_peers))
         offering.add_done_callback(passage.settle)
         try:
-            await receiver.take(landing, strict=strict)
+            await receiver.take(landing, strict=strict, passage=passage)
         except BaseException as error:
             await self._call_off(offering, f"its sender has not got the version itself: {error!r}")
             raise

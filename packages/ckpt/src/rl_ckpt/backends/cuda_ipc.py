@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt._cuda import CudaDriver, Driver
 from rl_ckpt._mapped import map_source
+from rl_ckpt._messages import HANDLE_BYTES
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
 from rl_ckpt._transport import ListeningSend, ReceiveTransport, checked_name
 from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
-from rl_ckpt._wire import HANDLE_BYTES
 from rl_ckpt.errors import BackendError, ProtocolError
 from rl_ckpt.types import Role
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt._link import Link
     from rl_ckpt._mapped import SourceMap
-    from rl_ckpt._wire import Session
+    from rl_ckpt._messages import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._wire import Session
+    from rl_ckpt._messages import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._link import Link
-    from rl_ckpt._wire import Session
+    from rl_ckpt._messages import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

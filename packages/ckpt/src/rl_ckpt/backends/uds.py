@@ -12,7 +12,7 @@ from rl_ckpt._receiver import Receiver
 from rl_ckpt._ring import make_ring
 from rl_ckpt._sender import Sender
 from rl_ckpt._stream import StreamReceive, StreamSend, stream_count
-from rl_ckpt._transport import SendTransport, checked_name
+from rl_ckpt._transport import checked_name
 from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
 from rl_ckpt.types import Role
 
@@ -43,7 +43,6 @@ class UdsSend(StreamSend):
     """Owns a ring in a memfd, whose pages the kernel lends to the receiver's socket instead of copying them."""
 
     is_direct = False
-    bucket_bytes = SendTransport.bucket_bytes
     _memory = -1
     _bucket_bytes = 0
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._wire import Message
+    from rl_ckpt._messages import Message
     from rl_ckpt.base import CheckpointEngine
 
 BUCKET_BYTES = 1024

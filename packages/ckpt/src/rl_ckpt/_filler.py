@@ -1,0 +1,221 @@
+"""The sender's buckets: tensors in, slots filled and announced. Knows no transaction."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, pack_leaves
+from rl_ckpt._messages import Bucket, Manifest
+from rl_ckpt._outbox import Run
+from rl_ckpt._plan import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
+from rl_ckpt._tensors import memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from rl_ckpt._messages import Mapped
+    from rl_ckpt._passage import Passage
+    from rl_ckpt._peers import Peer, Peers
+    from rl_ckpt._plan import Piece
+    from rl_ckpt._source import Clock, Schema
+
+MANIFEST_CHUNK = 4096
+"""Most tensors in one Manifest message."""
+MAX_SPANS = 1 << 16
+"""Most pieces in one Bucket message."""
+DIRECT_BYTES = 1 << 20
+"""From this size on, streams are written straight from the source's tensor where that saves a copy."""
+_FILLING = memoryview(bytes(ALIGNMENT_BYTES))
+EAGER_BYTES = 256 << 10
+"""From this size on, a bucket of differences is sent to receivers that have nothing to do."""
+
+
+class Filler:
+    """Fills the slots of one sync, and tells the receivers that take part what is in them.
+
+    Args:
+        peers: Of the session.
+        participants: Who takes part.
+        slots: uint8 [bucket_bytes] each.
+        schema: The manifest.
+        clock: Counts the time.
+        passage: Where the bytes come from, where this is a relay: each is waited for.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        participants: Sequence[Peer],
+        slots: Sequence[Tensor],
+        schema: Schema,
+        clock: Clock,
+        passage: Passage | None,
+    ) -> None:
+        self.num_buckets = 0
+        """That were announced."""
+        self.num_wire_bytes = 0
+        """Payload in them."""
+        self._peers = peers
+        self._participants = participants
+        self._slots = slots
+        self._schema = schema
+        self._clock = clock
+        self._passage = passage
+        self._has_streams = peers.session.num_streams > 0
+        self._plan = BucketPlan(peers.session.bucket_bytes)
+        self._slot = 0
+        """Slot of the bucket being filled."""
+        self._in_slot: dict[int, int] = {}
+        """The last bucket that each slot was given to."""
+        self._spans: list[Span] = []
+        self._direct: dict[int, memoryview] = {}
+        """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
+
+    def place(
+        self, index: int, start: int, codec: Codec, raw: Tensor, *, stays: bool, known: int | None = None
+    ) -> list[int]:
+        """Put the content of a part of a tensor into buckets; return the digests of its leaves.
+
+        `stays`: it does not change before the sync ends. `known` is the digest of content that is one leaf, where it
+        was made before.
+        """
+        total = raw.numel()
+        is_direct = self._peers.transport.is_direct and total >= DIRECT_BYTES and raw.device.type == "cpu"
+        leaves: list[int] = []
+        if len(self._spans) == MAX_SPANS:
+            self._plan.close()
+        for piece in self._plan.place(total):
+            if piece.bucket > self.num_buckets:
+                self._publish()
+            if not self._spans:
+                self._wait_for_slot()
+            if self._passage is not None:
+                self.wait_to_land(self._passage, partial(self._has_landed, self._passage, index, piece), "more bytes")
+            part = raw if piece.num_bytes == total else raw[piece.offset : piece.offset + piece.num_bytes]
+            if is_direct:
+                self._direct[len(self._spans)] = memory_of(part)
+            with self._clock("verify_s" if is_direct else "pack_s"):
+                slot = self._slots[self._slot]
+                into = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
+                if known is not None and piece.num_bytes == total:
+                    found = [known]
+                    if not is_direct:
+                        into.copy_(part)
+                else:
+                    found = leaves_of(part) if is_direct else pack_leaves(part, into)
+            leaves += found
+            digest = combine(found)
+            self._spans.append(
+                Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
+            )
+        if self._plan.offset == self._plan.bucket_bytes:  # nothing fits it any more: the source may take its time
+            self._publish()
+            self._plan.close()
+        if is_direct and not stays:
+            self._publish()
+            self._plan.close()
+            self.wait(lambda peer: peer.outbox.is_empty, "take the bytes of a tensor")
+        is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
+        return leaves if is_cut_into_leaves else leaves_of(raw)
+
+    def close(self) -> None:
+        """Announce the bucket that is being filled, as it is."""
+        self._publish()
+        self._plan.close()
+
+    def announce(self, message: Mapped, num_bytes: int) -> None:
+        """Count a bucket of tensors that receivers read where they are."""
+        for peer in self._participants:
+            self._peers.send(peer, message)
+            peer.num_sent += 1
+        self.num_buckets += 1
+        self._plan = BucketPlan(self._plan.bucket_bytes, bucket=self.num_buckets)
+        self.num_wire_bytes += num_bytes
+
+    def close_if_awaited(self) -> None:
+        """Do not let a receiver wait that has taken all that was sent, if there is something to send."""
+        if self._plan.offset < EAGER_BYTES:
+            return
+        self._peers.poll()
+        if any(len(peer.freed) == self.num_buckets for peer in self._participants):
+            self.close()
+
+    def declare(self, peer: Peer) -> None:
+        """Tell a receiver of the tensors that it does not know yet."""
+        specs = self._schema.specs
+        while peer.num_declared < len(specs) and peer.error is None:
+            first = peer.num_declared
+            chunk = tuple(specs[first : first + MANIFEST_CHUNK])
+            self._peers.send(peer, Manifest(first, chunk))
+            peer.num_declared += len(chunk)
+
+    def wait(self, is_done: Callable[[Peer], bool], doing: str) -> None:
+        """Wait until every receiver has done it."""
+        with self._clock("wire_s"):
+            self._peers.wait_for_all(self._participants, is_done, doing)
+
+    def wait_to_land(self, passage: Passage, is_there: Callable[[], bool], what: str) -> None:
+        """Wait until a relay has what it is to pass on."""
+        with self._clock("export_s"):
+            self._peers.wait_for_news(self._participants, passage.news, is_there, what)
+
+    def _has_landed(self, passage: Passage, index: int, piece: Piece) -> bool:
+        return passage.num_landed(self._schema.specs[index]) >= piece.offset + piece.num_bytes
+
+    def _publish(self) -> None:
+        """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""
+        if not self._spans:
+            return
+        sequence, slot, last = self.num_buckets, self._slot, self._spans[-1]
+        bucket = Bucket(sequence, slot, aligned(last.bucket_offset + last.num_bytes), tuple(self._spans))
+        payload = self._payload(slot, bucket.used_bytes) if self._has_streams else []
+        with self._clock("wire_s"):
+            for peer in self._participants:
+                self.declare(peer)
+                self._peers.send(peer, bucket)
+                peer.num_sent += 1
+                if self._has_streams:
+                    self._peers.put(peer, sequence, payload)
+            self._peers.transport.publish(self._slots[slot][: bucket.used_bytes])
+        self.num_wire_bytes += bucket.used_bytes
+        self.num_buckets += 1
+        self._spans = []
+        self._direct = {}
+
+    def _payload(self, slot: int, used_bytes: int) -> list[Run]:
+        """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
+        runs: list[Run] = []
+        packed = 0
+        for i, view in self._direct.items():
+            span = self._spans[i]
+            end = span.bucket_offset + span.num_bytes
+            runs += [
+                Run(span.bucket_offset - packed, slot, packed),
+                Run(view.nbytes, view=view),
+                Run(aligned(end) - end, view=_FILLING[: aligned(end) - end]),
+            ]
+            packed = aligned(end)
+        return [*runs, Run(used_bytes - packed, slot, packed)]
+
+    def _wait_for_slot(self) -> None:
+        """Choose a slot that no receiver looks at any more for the next bucket."""
+
+        def is_done(peer: Peer) -> bool:
+            return self._free_slot() is not None or peer.freed.issuperset(self._in_slot.values())
+
+        slot = self._free_slot()
+        if slot is None:
+            self.wait(is_done, f"take the tensors of bucket {min(self._in_slot.values())}")
+            slot = self._free_slot()
+        self._slot = slot or 0
+        self._in_slot[self._slot] = self.num_buckets
+
+    def _free_slot(self) -> int | None:
+        for slot in range(len(self._slots)):
+            sequence = self._in_slot.get(slot)
+            if sequence is None or all(sequence in peer.freed for peer in self._participants):
+                return slot
+        return None
