@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from packages.ckpt.bench import _parts
+from packages.ckpt.bench import _pairs, _parts
 from packages.ckpt.bench._child import (
     TOKEN,
     Child,
@@ -84,8 +84,7 @@ def measure(run, cores):
     memcpy = {"memcpy, one process": lambda: copy_into(mine, weights.items())}
     _parts.measure(run, weights, mine, num_bytes)
     _parts.verification(run, weights)
-    with ExitStack() as stack:
-        copies_at_once(run, stack, size, cores, memcpy, num_bytes)
+    _pairs.measure(run, Sending, (size[0], size[1] // 6), cores)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder, ExitStack() as stack:
         shared_memory(run, stack, Path(folder), size, cores, weights, memcpy, num_bytes)
     for scheme in ("uds", "tcp"):
@@ -108,27 +107,6 @@ def measure(run, cores):
 
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder:
             _gpu.measure(run, Path(folder))
-
-
-def copies_at_once(run, stack, size, cores, memcpy, num_bytes):
-    """What the cores of both processes leave one another: no sync through memory can be faster than this for long."""
-    child = Child("copy", size, "", cores)
-    stack.callback(child.close)
-    child.wait()
-    (alone,) = memcpy.values()
-
-    def both():
-        child.tell()
-        alone()
-        child.hear()
-
-    run.compare(
-        "a copy in each of two processes at once",
-        {"memcpy, both processes": both},
-        limit=memcpy,
-        unit="GB/s",
-        amount=num_bytes / 1e9,
-    )
 
 
 def beside_nixl(run, stack, size, cores, weights, num_bytes):

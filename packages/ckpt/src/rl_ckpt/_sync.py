@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 from rl_ckpt._digest import combine, digests_of, model_digest
 from rl_ckpt._filler import Filler
 from rl_ckpt._link import Deadline
-from rl_ckpt._messages import (
-    NO_VERSION,
-    Begin,
-    Commit,
-    Mapped,
-    Seal,
-    Sources,
-)
+from rl_ckpt._messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
 from rl_ckpt._plan import Codec
 from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
