@@ -1,7 +1,8 @@
 """Generation on one machine: the embedded server beside transformers and vLLM, on a small random Qwen3.
 
-All systems hold the same weights in float32, draw at temperature 1, and run every request to its length. vLLM is a
-peer where RL_ROLLOUT_VLLM is the folder of an environment with vLLM and rl-ckpt.
+All systems hold the same weights in float32 on the CPU, draw at temperature 1, and run every request to its length.
+vLLM is a peer where RL_ROLLOUT_VLLM is the folder of an environment with vLLM and rl-ckpt. Where there is a CUDA
+device, a model of the shape of Qwen3-0.6B follows, in bfloat16 on it.
 """
 
 import asyncio
@@ -29,10 +30,24 @@ MODEL = {
     "initializer_range": 0.02,
 }
 
+GPU_MODEL = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.02,
+}
+"""The shape of Qwen3-0.6B."""
+GPU_PROMPT_TOKENS = 64
 
-def make_requests(count: int, new_tokens: int, turn: int) -> list[GenerateRequest]:
+
+def make_requests(count: int, new_tokens: int, turn: int, prompt_tokens: int) -> list[GenerateRequest]:
     """Other prompts in every turn, in groups of 8."""
-    prompts = torch.randint(3, 50, (-(-count // 8), PROMPT_TOKENS), generator=torch.Generator().manual_seed(turn))
+    prompts = torch.randint(3, 50, (-(-count // 8), prompt_tokens), generator=torch.Generator().manual_seed(turn))
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     return [
         GenerateRequest(
@@ -50,12 +65,13 @@ def with_length(request: GenerateRequest, new_tokens: int) -> GenerateRequest:
 class Turns:
     """Numbers the calls, so that no two see the same prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_tokens: int = PROMPT_TOKENS) -> None:
         self.turn = 0
+        self._prompt_tokens = prompt_tokens
 
     def requests(self, count: int, new_tokens: int) -> list[GenerateRequest]:
         self.turn += 1
-        return make_requests(count, new_tokens, self.turn)
+        return make_requests(count, new_tokens, self.turn, self._prompt_tokens)
 
 
 def main(run: Run) -> None:
@@ -77,7 +93,9 @@ def main(run: Run) -> None:
             num_threads=torch.get_num_threads(),
             **MODEL,
         )
-        config = ServerConfig(model_path=folder, max_num_seqs=1024, num_threads=torch.get_num_threads())
+        config = ServerConfig(
+            model_path=folder, max_num_seqs=1024, num_threads=torch.get_num_threads(), device="cpu", dtype="float32"
+        )
         servers = {
             "embedded, in process": create_server("embedded", config),
             "embedded, rl-serve over HTTP": launch_server("embedded", config),
@@ -165,6 +183,47 @@ def main(run: Run) -> None:
         for dtype in ("float32", "bfloat16"):
             _agreement(run, runner, config, dtype, turns)
         for server in (*servers.values(), *peers.values()):
+            runner.run(server.stop())
+    if torch.cuda.is_available():
+        _on_a_gpu(run)
+
+
+def _on_a_gpu(run: Run) -> None:
+    """256 requests x 256 tokens from prompts of 64, on a model of the shape of Qwen3-0.6B in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    count, new_tokens = (32, 32) if run.quick else (256, 256)
+    turns = Turns(GPU_PROMPT_TOKENS)
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        write_tiny_model(Path(folder), **GPU_MODEL)
+        config = ServerConfig(model_path=folder, max_num_seqs=count, device="cuda", dtype="bfloat16", timeout_s=600)
+        servers = {
+            "embedded, in process": create_server("embedded", config),
+            "embedded, rl-serve over HTTP": launch_server("embedded", replace(config, kv_cache_bytes=2**34)),
+        }
+        for server in servers.values():
+            runner.run(server.start())
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+
+        async def generate(server):
+            await asyncio.gather(*map(server.generate, turns.requests(count, new_tokens)))
+
+        def transformers_generate():
+            prompts = torch.tensor([r.prompt_token_ids for r in turns.requests(count, new_tokens)], device="cuda")
+            with torch.inference_mode():
+                model.generate(prompts, do_sample=True, top_k=0, min_new_tokens=new_tokens, max_new_tokens=new_tokens)
+            torch.cuda.synchronize()
+
+        run.compare(
+            f"GPU, Qwen3-0.6B shape, bfloat16: {count} requests x {new_tokens} tokens, prompts of {GPU_PROMPT_TOKENS}",
+            {name: lambda server=server: runner.run(generate(server)) for name, server in servers.items()},
+            peers={"transformers generate": transformers_generate},
+            unit="tokens/s",
+            amount=count * new_tokens,
+            goal=">= 40000 tokens/s",
+            can_tell=not run.quick,
+        )
+        for server in servers.values():
             runner.run(server.stop())
 
 

@@ -35,6 +35,20 @@ def test_experts_one_by_one_make_the_joined_tensors(folders):
         assert torch.equal(served.state_dict()[name], tensor), name
 
 
+def test_weights_may_keep_their_places_for_graphs_that_hold_addresses(folders):
+    served, wanted = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
+    store, first, second = WeightStore(served, keeps_places=True), *map(load_weights, folders)
+    places = {name: tensor.data_ptr() for name, tensor in served.state_dict().items()}
+    for weights in (second, first, second):
+        install(store, weights)
+        assert {name: tensor.data_ptr() for name, tensor in served.state_dict().items()} == places
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(served.state_dict()[name], tensor), name
+    store.release()
+    install(store, first)  # elsewhere, as what they had was given back
+    assert torch.equal(served.state_dict()["model.norm.weight"], first["model.norm.weight"])
+
+
 def test_a_missing_or_misshapen_part_is_refused(folders):
     store = WeightStore(AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32))
     weights = load_weights(folders[1])

@@ -190,12 +190,15 @@ class Engine:
         self.scheduler.waiting.extend(self._held)
         self._held.clear()
 
-    def set_version(self, version: int) -> None:
-        """The model's weights are now of this version: whatever was computed from the old ones is dropped."""
+    def set_version(self, version: int, *, has_moved: bool = True) -> None:
+        """The model's weights are now of this version: whatever was computed from the old ones is dropped.
+
+        `has_moved` says that they lie elsewhere, which makes graphs void.
+        """
         self.weight_version = version
         self.has_weights = True
         self._num_updates += 1
-        if self.graphs is not None:
+        if self.graphs is not None and has_moved:
             self.graphs.clear()
         for sequence in self._by_id.values():
             sequence.root = self._root_of(sequence.request)

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from rl_rollout._http import Endpoint
 from rl_rollout._validation import check_adapter, check_extras, check_request
 from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
@@ -98,7 +100,10 @@ class EmbeddedServer(RolloutServer):
 
     def _build(self) -> Engine:
         model = load_model(self.config)
-        self._weights = WeightStore(model.module)
+        is_cuda = model.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.set_device(model.device)  # of this thread, which is the engine's
+        self._weights = WeightStore(model.module, keeps_places=is_cuda)
         return Engine(model, self.config)
 
     async def stop(self) -> None:
@@ -289,11 +294,12 @@ class EmbeddedServer(RolloutServer):
             raise WeightUpdateError(f"version {receive.version} arrived instead")
 
     def _install(self, engine: Engine, version: int) -> None:
+        has_moved = False
         if self._weights.has_arrived:
-            self._weights.swap()
+            has_moved = self._weights.swap()
             self._model.note_new_weights()
         self._model.adapters.swap()
-        engine.set_version(version)
+        engine.set_version(version, has_moved=has_moved)
 
     def _who_serves(self) -> str:
         if self._engine.has_weights:

@@ -19,9 +19,15 @@ class WeightStore:
     """The parameters and persistent buffers of a module, which arrive under the names that they have on disk.
 
     `stage` and `check_complete` run while the module is in use; `swap` and `release` must not.
+
+    Args:
+        module: Served.
+        keeps_places: New weights are copied to where the old ones lie, for CUDA graphs, which hold addresses; else the
+            two change places.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, *, keeps_places: bool = False) -> None:
+        self._keeps_places = keeps_places
         self._tensors: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
         self._layouts = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in self._tensors.items()}
         self._places = find_places(module, self._tensors)
@@ -77,15 +83,21 @@ class WeightStore:
         if missing:
             raise WeightUpdateError(f"{len(missing)} weights did not arrive, e.g. {missing[0]!r}")
 
-    def swap(self) -> None:
-        """Serve what was staged. What was served becomes the room for the next update."""
+    def swap(self) -> bool:
+        """Serve what was staged, and keep room for the next update. Returns whether weights lie elsewhere now."""
+        has_moved = False
         for owner, new in self._staged.items():
             served = self._tensors[owner]
             old = served.data
+            if self._keeps_places and old.numel():
+                old.copy_(new)
+                continue
             served.data = new
             self._staged[owner] = old
+            has_moved = True
         self._staged = {owner: old for owner, old in self._staged.items() if old.numel()}
         self._arrived.clear()
+        return has_moved
 
     def release_staging(self) -> None:
         """Give the second copy back."""
