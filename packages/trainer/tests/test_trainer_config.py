@@ -80,6 +80,8 @@ def test_a_recipe_file_of_ones_own(tmp_path):
 def test_settings_of_one_rollout_backend_reach_its_server():
     config = load_config("quickstart", ["rollout.backend=vllm", "rollout.options={args: --enforce-eager}"])
     assert server_config(config, Path("model")).options == {"args": "--enforce-eager"}
+    assert config.engine.precision == "float32_medium"
+    assert server_config(config, Path("model")).dtype == "float32"
 
 
 def test_the_number_of_keys_does_not_grow_unnoticed():

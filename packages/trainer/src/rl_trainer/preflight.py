@@ -45,6 +45,11 @@ def check(config: Config, rows: list[Row]) -> None:
     check_model(config)
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
+    if config.engine.router_replay and any(row.get("images") for row in rows):
+        raise InputError(
+            "engine.router_replay=true takes the experts that the servers chose, and they do not tell those of prompts "
+            "with images, which rows of the data have; leave router_replay out, or those rows"
+        )
     _check_rewards(config, rows)
     output_dir = Path(config.output_dir) if config.output_dir is not None else None
     is_own = config.resume_from is not None and Path(config.resume_from).parent == output_dir
