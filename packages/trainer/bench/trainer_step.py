@@ -1,8 +1,8 @@
 """A GRPO step of 64 completions of 32 tokens on a tiny model, beside TRL's; and how soon the first one is done.
 
-Both start from the same model, which adds two-digit numbers right now and then (answers are padded to 32 tokens), have
-the same task, batch, learning rate, clipping and number of steps, and are measured on the same held-out problems by
-`rl-eval` afterwards.
+Both start from the same model, which adds two digits and mostly writes the answer down in a form that is not rewarded,
+have the same task, batch, learning rate, clipping and number of steps, and are measured by the rewards of their own
+samples, three seeds each.
 TRL is an optional peer in an environment of its own, because it pins other versions than the workspace:
 
     uv venv trl && uv pip install --python trl/bin/python trl==1.16.0 transformers==5.23.0 datasets==5.2.0
@@ -18,8 +18,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
+from packages.trainer.bench._long_sums import mostly_wrong
 
 from rl_bench import Role, Run
 from rl_trainer.config import WarmupConfig, load_config
@@ -27,45 +29,58 @@ from rl_trainer.data import load_datasets
 from rl_trainer.warmup import make_small_model
 
 VARIABLE = "RL_BENCH_TRL_PYTHON"
-PROMPTS, GROUP, MAX_NEW_TOKENS, LR, SEED = 8, 8, 32, 6.0e-4, 0
+PROMPTS, GROUP, MAX_NEW_TOKENS, LR, LR_WARMUP_STEPS, SEED = 8, 8, 32, 2.0e-4, 2, 0
+WINDOW = 6
+"""Steps whose samples make one point of the learning curve."""
 TIMEOUT_S = 500
-WARMUP = WarmupConfig(hidden_size=192, num_layers=2, steps=300, batch_size=64, target_accuracy=0.12)
+WARMUP = WarmupConfig(hidden_size=192, num_layers=2, steps=100, batch_size=64, target_accuracy=0.25)
+WRONG_SHARE = 0.7
 DATA = Path(__file__).with_name("_long_sums.py:LongSums")
 SIZES = [
     f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}", f"batch.group_size={GROUP}",
-    f"rollout.max_new_tokens={MAX_NEW_TOKENS}", f"engine.lr={LR}", f"seed={SEED}", "eval_every=0", "save_every=0",
-    f"data={{format: {DATA}, eval_size: 256, max_prompt_tokens: 16}}",
+    f"rollout.max_new_tokens={MAX_NEW_TOKENS}", f"engine.lr={LR}", f"engine.lr_warmup_steps={LR_WARMUP_STEPS}",
+    "eval_every=0",
+    f"data={{format: {DATA}, eval_size: 16, max_prompt_tokens: 16}}",
 ]  # fmt: skip
 
 
 def main(run: Run) -> None:
-    steps = 12 if run.quick else 40
+    steps, seeds = (12, (SEED,)) if run.quick else (4 * WINDOW, (SEED, SEED + 1, SEED + 2))
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     run.parameters(
-        prompts=PROMPTS, group_size=GROUP, max_new_tokens=MAX_NEW_TOKENS, lr=LR, steps=steps, threads=threads, seed=SEED
-    )
+        prompts=PROMPTS, group_size=GROUP, max_new_tokens=MAX_NEW_TOKENS, lr=LR, steps=steps, threads=threads,
+        seeds=str(seeds),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        config = load_config("quickstart", SIZES)
-        datasets = load_datasets(config.data, seed=SEED)
+        rows = load_datasets(load_config("quickstart", SIZES).data, seed=SEED).train
         model = make_small_model(
-            root / "made", WARMUP, datasets.train, seed=SEED, timeout_s=TIMEOUT_S, on_line=lambda _: None
-        )
-        python = os.environ.get(VARIABLE)
+            root / "made", WARMUP, mostly_wrong(rows, share=WRONG_SHARE, seed=SEED), seed=SEED, timeout_s=TIMEOUT_S,
+            on_line=lambda _: None,
+        )  # fmt: skip
         limit(run, model)
-        done = {"inline": ours(run, model, root / "inline", steps, "inline")}
+        rewards = {"ours, runtime=inline": ours(run, model, root / "inline", steps, "inline", seeds)}
         if run.quick:
-            ours(run, model, root / "ray", 8, "ray")
-        if python is None:
+            ours(run, model, root / "ray", 8, "ray", seeds)
+        if (python := os.environ.get(VARIABLE)) is None:
             run.record("steps per second", "TRL", [], unit="steps/s", role=Role.PEER, note=f"{VARIABLE} is not set")
         else:
-            done["TRL"] = trl(run, python, model, root / "trl", datasets.train, steps, threads)
-        if run.quick:
-            return
-        for name, trained in done.items():
-            role, goal = (Role.PEER, None) if name == "TRL" else (Role.OURS, ">= 1 of best peer")
-            metric = f"wrong held-out answers after {steps * PROMPTS * GROUP} samples"
-            run.record(metric, name, [wrong(trained)], unit="share", role=role, goal=goal)
+            rewards["TRL"] = trl(run, python, model, root / "trl", rows, steps, threads, seeds)
+        if not run.quick:
+            learning(run, rewards)
+
+
+def learning(run, rewards):
+    """Record what share of the samples was wrong, in windows of steps, of every seed."""
+    for name, by_seed in rewards.items():
+        role = Role.PEER if name == "TRL" else Role.OURS
+        for first in range(0, 4 * WINDOW, WINDOW):
+            is_last = first == 3 * WINDOW
+            run.record(
+                f"wrong of samples {first * PROMPTS * GROUP + 1} to {(first + WINDOW) * PROMPTS * GROUP}", name,
+                [1 - fmean(means[first : first + WINDOW]) for means in by_seed], unit="share", role=role,
+                goal=">= 1 of best peer" if is_last and role is Role.OURS else None,
+            )  # fmt: skip
 
 
 def limit(run, model):
@@ -100,12 +115,14 @@ def limit(run, model):
     run.record("steps per second", "matrix products alone", speeds, unit="steps/s", role=Role.LIMIT)
 
 
-def ours(run, model, out, steps, runtime):
-    """Record the steps but the first two, and when the first was done; returns the trained model."""
+def ours(run, model, out, steps, runtime, seeds):
+    """Record the steps but the first two, and when the first was done; returns every step's mean reward, by seed."""
+    overrides = [*SIZES, f"steps={steps}", f"runtime={runtime}", f"model.path={model}"]
+    commands = [["quickstart", *overrides, f"seed={seed}", f"output_dir={out}/{seed}"] for seed in seeds]
+    script = "import json, sys\nfrom rl_trainer.cli import main\nsys.exit(any(map(main, json.loads(sys.argv[1]))))"
     start = time.time()
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", *SIZES, f"steps={steps}", f"runtime={runtime}"]
-    process = subprocess.Popen([*command, f"model.path={model}", f"output_dir={out}"], stdout=subprocess.DEVNULL)
-    first_s, metrics = None, out / "metrics.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", script, json.dumps(commands)], stdout=subprocess.DEVNULL)
+    first_s, metrics = None, out / str(seeds[0]) / "metrics.jsonl"
     while process.poll() is None:
         if first_s is None and metrics.exists() and metrics.read_text().count("\n") >= 2:
             first_s = time.time() - start
@@ -113,35 +130,31 @@ def ours(run, model, out, steps, runtime):
             process.kill()
         time.sleep(0.05)
     assert process.returncode == 0, f"rl-train ended with {process.returncode}"
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    speeds = [1 / (r["wall_s"] - r["phase_s"].get("eval", 0.0)) for r in records[3:]]
+    records = [
+        [json.loads(line) for line in (out / str(seed) / "metrics.jsonl").read_text().splitlines()] for seed in seeds
+    ]
+    speeds = [1 / (r["wall_s"] - r["phase_s"].get("eval", 0.0)) for each in records for r in each[3:]]
     name = f"ours, runtime={runtime}"
     run.record("steps per second", name, speeds, unit="steps/s", goal=">= 4 of best peer")
     run.record("first step done after", name, [first_s], unit="s", goal="<= 40 s")
-    return out / f"checkpoint-{steps}" / "model"
+    for phase in ("generate", "update", "weight_sync"):
+        run.record(f"{phase} of a step", name, [r["phase_s"][phase] for each in records for r in each[3:]], unit="s")
+    return [[r["reward"] for r in each if r["reward"] is not None] for each in records]
 
 
-def trl(run, python, model, out, rows, steps, threads):
-    """Record the steps but the first two; returns the trained model."""
+def trl(run, python, model, out, rows, steps, threads, seeds):
+    """Record the steps but the first two; returns every step's mean reward, by seed."""
     out.mkdir()
     settings = {
-        "model": str(model), "output_dir": str(out), "steps": steps,
-        "completions": PROMPTS * GROUP, "group_size": GROUP,
-        "max_new_tokens": MAX_NEW_TOKENS, "lr": LR, "seed": SEED, "threads": threads,
+        "model": str(model), "output_dir": str(out), "results": str(out / "results.json"), "steps": steps,
+        "completions": PROMPTS * GROUP, "group_size": GROUP, "max_new_tokens": MAX_NEW_TOKENS, "lr": LR,
+        "lr_warmup_steps": LR_WARMUP_STEPS, "seeds": seeds, "threads": threads,
         "rows": [{"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]} for row in rows],
     }  # fmt: skip
     (out / "settings.json").write_text(json.dumps(settings))
     script = Path(__file__).with_name("_trl_grpo.py")
     subprocess.run([python, script, out / "settings.json"], check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
-    speeds = [1 / seconds for seconds in json.loads((out / "steps.json").read_text())[2:]]
+    done = json.loads((out / "results.json").read_text()).values()
+    speeds = [1 / seconds for each in done for seconds in each["seconds"][2:]]
     run.record("steps per second", "TRL", speeds, unit="steps/s", role=Role.PEER)
-    return out / "model"
-
-
-def wrong(model):
-    """Share of the held-out problems that the greedy answer gets wrong."""
-    command = [sys.executable, "-c", "import rl_trainer.cli as c; raise SystemExit(c.main_eval())", "quickstart"]
-    done = subprocess.run(
-        [*command, *SIZES, f"model.path={model}"], check=True, timeout=TIMEOUT_S, capture_output=True, text=True
-    )
-    return 1.0 - float(next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("accuracy")))
+    return [each["rewards"] for each in done]
