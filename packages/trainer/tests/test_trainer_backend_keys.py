@@ -17,7 +17,8 @@ from rl_trainer.capabilities import address_of, check_backends, check_started
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
-from rl_trainer.pipelines.parts import create_engine, resource_pools, server_config
+from rl_trainer.pipelines.engines import create_engine, server_config
+from rl_trainer.pipelines.parts import resource_pools
 from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.testing import FakeAgents
 

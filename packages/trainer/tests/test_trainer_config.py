@@ -7,7 +7,7 @@ import yaml
 from rl_trainer.config import RECIPES, as_tree, load_config
 from rl_trainer.config.load import MOVED
 from rl_trainer.errors import ConfigError
-from rl_trainer.pipelines.parts import server_config
+from rl_trainer.pipelines.engines import server_config
 from rl_trainer.plan import make_plan
 
 

@@ -12,7 +12,7 @@ import rl_agent
 import rl_rollout
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import RolloutFailedError
-from rl_trainer.pipelines.parts import server_config
+from rl_trainer.pipelines.engines import server_config
 from rl_trainer.pipelines.rollouts import hash_seed
 from rl_trainer.rewards import Scorer, answer_of
 from rl_trainer.workers.agent import MAX_ATTEMPTS, grading, scored
