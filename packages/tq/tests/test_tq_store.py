@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rl_tq._ready import ReadyRows
 from rl_tq._requests import Batch, Claim, Put
 from rl_tq._rows import Row
-from rl_tq._schema import ColumnKind, ColumnSchema
+from rl_tq._schema import ColumnKind, ColumnSchema, Schema
 from rl_tq._store import MetadataStore
 from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError, WaitTimeoutError
 
@@ -26,7 +26,7 @@ def put(store: MetadataStore, columns: str, ids: list[str] | int, tags=None, **o
     options = {"partition": "p", "deadline": 1e9, "key": next(KEYS), **options}
     return store.put(
         Put(
-            num_rows=num_rows, schema=dict.fromkeys(columns, FLOAT), extent=next(EXTENTS), nbytes=100,
+            num_rows=num_rows, schema=Schema(dict.fromkeys(columns, FLOAT)), extent=next(EXTENTS), nbytes=100,
             sample_ids=None if isinstance(ids, int) else ids, tags=tags, **options,
         )
     )  # fmt: skip

@@ -75,7 +75,7 @@ class Admissions:
         """
         existing = self.check(put)
         if self._options(put.partition) is _DEFAULTS and not put.credit:
-            return self._enter(put, existing)
+            return self.enter(put, existing)
         num_new = existing.count(None) if existing else put.num_rows
         promise = self._promise(put) if put.credit else None
         if num_new and self._has_limits(put.partition):
@@ -89,7 +89,7 @@ class Admissions:
             promise.num_bytes = max(0, promise.num_bytes - put.nbytes)
             if not promise.num_rows:
                 del self._promises[put.credit]
-        return self._enter(put, existing)
+        return self.enter(put, existing)
 
     def spill(self, put: Put) -> str | None:
         """The directory that a put's values belong in; None: they may stay in memory."""
@@ -110,7 +110,8 @@ class Admissions:
         held, limit = (in_files, options.spill_bytes) if put.is_spilled else (in_memory, options.max_bytes)
         return limit is None or held + put.nbytes <= limit
 
-    def _enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
+    def enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
+        """Enter a put that is checked and for which there is room; `existing` is what `check` returned."""
         state = self._state
         if put.partition not in state.partitions:
             state.open(put.partition, state.next_generation)
@@ -124,12 +125,10 @@ class Admissions:
             numbers = range(state.next_row, state.next_row + put.num_rows)
             if home.by_name:
                 names = [_untaken(f"row{number}", home) for number in numbers]
-        schema = {name: column.to_json() for name, column in put.schema.items()}
-        rows = state.put(
-            put.partition, put.extent, schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags,
+        rows = state.enter(
+            put.partition, put.extent, put.schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags,
             put.is_spilled,
         )  # fmt: skip
-
         if put.shared:
             _sharing.lend(state, home, put, rows, self._alias)
         return rows
@@ -218,7 +217,7 @@ class Admissions:
         )  # fmt: skip
         rows, nbytes = self._promised(request.partition)
         holders = sorted({p.label for p in self._promises.values() if p.partition == request.partition})
-        leased = sum(row.num_leases > 0 for row in home.rows.values()) if home else 0
+        leased = sum(map(home.is_leased, home.rows)) if home else 0
         return (
             f"partition {request.partition!r} has no room for {wanted}: it holds {len(home.rows) if home else 0} of "
             f"{options.row_limit} rows ({leased} leased), {home.nbytes if home else 0} of {options.max_bytes} bytes, "
@@ -332,7 +331,7 @@ class Admissions:
     def _unit(self, home: Partition, row: Row) -> set[int]:
         """What goes together: the row's group, or itself; empty while somebody has a lease on any of it."""
         mates = home.by_group[row.group] if row.group is not None else {row.number}
-        return set() if any(home.rows[number].num_leases for number in mates) else set(mates)
+        return set() if any(map(home.is_leased, mates)) else set(mates)
 
 
 def _untaken(name: str, home: Partition) -> str | None:

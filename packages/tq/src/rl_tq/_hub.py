@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,60 @@ if TYPE_CHECKING:
     import torch
 
 
+class Reply:
+    """A message that may still come: a `Future` of one waiter and one callback, which costs a tenth of one."""
+
+    __slots__ = ("_callbacks", "_message", "_wake")
+
+    def __init__(self) -> None:
+        self._message: Message | None = None
+        self._callbacks: list[Callable[[Message], None]] = []
+        self._wake: threading.Lock | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it came."""
+        return self._message is not None
+
+    def put(self, message: Message) -> None:
+        """It comes. Call it once."""
+        # Whoever waits or adds a callback leaves his mark first, and looks then: one of the two sees the other.
+        self._message = message
+        if self._wake is not None:
+            self._wake.release()
+        self._call_back(message)
+
+    def result(self, timeout_s: float = 0.0) -> Message:
+        """Wait for it. One thread may.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        if self._message is None:
+            if self._wake is None:
+                wake = threading.Lock()
+                wake.acquire()
+                self._wake = wake
+            if self._message is None:
+                self._wake.acquire(timeout=timeout_s)
+        if self._message is None:
+            raise TimeoutError
+        return self._message
+
+    def when_done(self, callback: Callable[[Message], None]) -> None:
+        """Have something called with it, in whatever thread; at once if it is there."""
+        self._callbacks.append(callback)
+        if self._message is not None:
+            self._call_back(self._message)
+
+    def _call_back(self, message: Message) -> None:
+        try:
+            callback = self._callbacks.pop()  # by one thread, whoever comes first
+        except IndexError:
+            return
+        callback(message)
+
+
 class Hub:
     """The service, the extents and one lock around both."""
 
@@ -35,7 +88,7 @@ class Hub:
         self._service = Service(self._alias)
         self._keys = count()
         self._numbers = count(1)
-        self._parked: dict[int, Future[Message]] = {}
+        self._parked: dict[int, Reply] = {}
         if snapshot is not None:
             self.restore(snapshot, lambda memory, spill: memory if spill is None else write_spilled(memory, spill))
 
@@ -59,48 +112,49 @@ class Hub:
         self.extents[number] = self.extents[extent]
         return number
 
-    def call(self, request: Message, owner: object) -> Future[Message]:
+    def call(self, request: Message, owner: object) -> Reply:
         """The future reply. Errors of the store are replies too."""
-        future: Future[Message] = Future()
+        future = Reply()
         with self.lock:
             self.answer(request, future, owner)
         return future
 
-    def answer(self, request: Message, future: Future[Message], owner: object) -> None:
+    def answer(self, request: Message, future: Reply, owner: object) -> None:
         """Handle a request. Call it with the lock held."""
         if not self.is_open:
             raise ServerLostError(f"the queue {self.address} was closed")
         key = next(self._keys)
-        self._parked[key] = future
         caller = Caller(key=key, owner=owner, label=str(owner))
         try:
             reply = self._service.handle(request, caller, time.monotonic())
         except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
             reply = error_reply(error)
-        if reply is not None:
-            self._parked.pop(key).set_result(reply)
+        if reply is None:
+            self._parked[key] = future
+        else:
+            future.put(reply)
         self._deliver()
 
-    def publish(self, request: Message, memory: torch.Tensor, owner: object) -> Future[Message]:
+    def publish(self, request: Message, memory: torch.Tensor, owner: object) -> Reply:
         """The future reply to a put; its extent is kept unless it fails."""
         future = self._publish(request, memory, owner)
-        if future.done() and (directory := future.result().get("spill")):
+        if future.is_done and (directory := future.result().get("spill")):
             try:
                 spilled = write_spilled(memory, directory)
             except QueueFullError as error:
-                failed: Future[Message] = Future()
-                failed.set_result(error_reply(error))
+                failed = Reply()
+                failed.put(error_reply(error))
                 return failed
             return self._publish({**request, "is_spilled": True}, spilled, owner)
         return future
 
-    def _publish(self, request: Message, memory: torch.Tensor, owner: object) -> Future[Message]:
-        future: Future[Message] = Future()
+    def _publish(self, request: Message, memory: torch.Tensor, owner: object) -> Reply:
+        future = Reply()
         with self.lock:
             extent = next(self._numbers)
             self.extents[extent] = OpenExtent(memory=memory, is_private=False)
             self.answer({**request, "extent": extent}, future, owner)
-            if future.done() and "error" in future.result():
+            if future.is_done and "error" in future.result():
                 self.extents.pop(extent, None)  # unless it was parked, its time was up at once, and it was freed
         return future
 
@@ -114,24 +168,24 @@ class Hub:
 
     def locate(self, request: Message, owner: object) -> tuple[Message, dict[int, OpenExtent]]:
         """The reply to a locate, and the extents that it names: whatever is cleared from now on, they are readable."""
-        future: Future[Message] = Future()
+        future = Reply()
         with self.lock:
             self.answer(request, future, owner)
             reply = future.result()
             return reply, {number: self.extents[number] for number in reply.get("extents", [])}
 
-    def snapshot(self, path: Path, owner: object) -> Future[Message]:
+    def snapshot(self, path: Path, owner: object) -> Reply:
         """The future reply to a snapshot, which a thread of its own writes to a directory of this host."""
-        future: Future[Message] = Future()
+        future = Reply()
 
         def write() -> None:
             try:
                 reply, opened = self.locate({"op": "snapshot"}, owner)
                 raise_error(reply)
                 write_snapshot(path, reply["records"], {n: extent.memory for n, extent in opened.items()})
-                future.set_result({})
+                future.put({})
             except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see
-                future.set_result(error_reply(error))
+                future.put(error_reply(error))
 
         threading.Thread(target=write, name=f"rl-tq-snapshot-{self.address}", daemon=True).start()
         return future
@@ -146,11 +200,11 @@ class Hub:
         with self.lock:
             return self._service.next_deadline()
 
-    def abandon(self, future: Future[Message], why: str) -> None:
+    def abandon(self, future: Reply, why: str) -> None:
         """Fail a request that is still parked, because nobody waits for its answer any more."""
         with self.lock:
             for key in [key for key, parked in self._parked.items() if parked is future]:
-                self._parked.pop(key).set_result(error_reply(ServerLostError(why)))
+                self._parked.pop(key).put(error_reply(ServerLostError(why)))
                 self._service.withdraw(key)
             self._deliver()
 
@@ -161,12 +215,15 @@ class Hub:
             self.extents.clear()
             lost = error_reply(ServerLostError(f"the queue {self.address} was closed"))
             for future in self._parked.values():
-                future.set_result(lost)
+                future.put(lost)
             self._parked.clear()
 
     def _deliver(self) -> None:
-        settled, freed = self._service.drain(time.monotonic())
+        now = time.monotonic()
+        if not self._service.has_news(now):
+            return
+        settled, freed = self._service.drain(now)
         for key, reply in settled:
-            self._parked.pop(key).set_result(reply)
+            self._parked.pop(key).put(reply)
         for extent in freed:
             del self.extents[extent]

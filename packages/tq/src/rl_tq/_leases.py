@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rl_tq._admission import Admissions
     from rl_tq._ledger import Lease, Timers
+    from rl_tq._ready import ReadyRows
     from rl_tq._rows import Partition
     from rl_tq._state import State
 
@@ -26,19 +27,20 @@ class Leases:
         self._timers = timers
         self._owned: dict[Any, set[int]] = {}
 
-    def give(self, home: Partition, claim: Claim, rows: Sequence[int], now: float) -> Batch:
-        """Lease rows to a claim."""
+    def give(
+        self, home: Partition, claim: Claim, rows: Sequence[int], now: float, *, taken_from: ReadyRows | None = None
+    ) -> Batch:
+        """Lease rows to a claim; `taken_from` as in `State.lease`."""
         is_grouped = isinstance(claim.policy, GroupComplete | FirstK)
         number = self._state.next_lease
-        lease = self._state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped)
+        lease = self._state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped, taken_from)
         lease.owner, lease.label = claim.owner, claim.label
         self._owned.setdefault(claim.owner, set()).add(number)
         if claim.lease_s is not None:
             self._timers.set(("lease", number), now + claim.lease_s)
-        found = tuple(map(home.rows.__getitem__, rows))
         return Batch(
-            partition=home.name, generation=home.generation, rows=found, version=home.changed, task=claim.task,
-            lease=number, columns=frozenset(claim.columns),
+            partition=home.name, generation=home.generation, rows=list(map(home.rows.__getitem__, rows)), numbers=rows,
+            is_bare=home.is_bare, version=home.changed, task=claim.task, lease=number, columns=frozenset(claim.columns),
         )  # fmt: skip
 
     def extend(self, leases: Iterable[int], lease_s: float, now: float) -> None:

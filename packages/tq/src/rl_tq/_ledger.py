@@ -75,11 +75,14 @@ class TaskLedger:
                     index.add(row, is_back=number in self.returned)
         return index
 
-    def lease(self, lease: Lease) -> None:
-        """Give rows to a lease."""
+    def lease(self, lease: Lease, taken_from: ReadyRows | None) -> None:
+        """Give rows to a lease; one index, if any, has let go of them already."""
         self.leased.update(dict.fromkeys(lease.rows, lease))
-        self.returned -= lease.rows
-        self.withdraw(lease.rows)
+        if self.returned:
+            self.returned -= lease.rows
+        for index in self.indexes.values():
+            if index is not taken_from:
+                index.discard(lease.rows)
 
     def withdraw(self, rows: Collection[int]) -> None:
         """Take rows out of every index."""
@@ -93,11 +96,11 @@ class TaskLedger:
                 if columns <= row.columns and self.is_free(row.number):
                     index.add(row, is_back=row.number in self.returned)
 
-    def offer_new(self, rows: Sequence[Row], columns: frozenset[str]) -> None:
-        """The same for rows that were just made, all of them with these columns."""
+    def offer_new(self, numbers: Sequence[int], rows: Sequence[Row], columns: frozenset[str]) -> None:
+        """The same for rows that were just made, of these numbers, all of them with these columns."""
         for (wanted, _), index in self.indexes.items():
             if wanted <= columns:
-                index.extend(rows)
+                index.extend(numbers, rows)
 
     def ack(self, row: Row, step: int) -> None:
         """A leased row is consumed."""

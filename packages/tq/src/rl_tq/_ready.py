@@ -52,9 +52,8 @@ class ReadyRows:
         else:
             heapq.heappush(self._late, number)
 
-    def extend(self, rows: Sequence[Row]) -> None:
-        """Add rows that are younger than all others, the oldest first."""
-        numbers = [row.number for row in rows]
+    def extend(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        """Add rows of these numbers that are younger than all others, the oldest first."""
         self.members.update(zip(numbers, rows, strict=True))
         self._line += numbers
 
@@ -72,7 +71,18 @@ class ReadyRows:
         Raises:
             PolicyError: a row stands in the way that no claim can ever be given.
         """
-        return None if len(self.members) < count else [row.number for row in self._pull(count)]
+        members, head, line = self.members, self._head, self._line
+        if len(members) < count:
+            return None
+        if not self._late and len(line) - head >= count:
+            numbers = line[head : head + count]
+            if members.keys() >= set(numbers):  # none of them left since: most claims
+                self._head = head + count
+                for number in numbers:
+                    del members[number]
+                self._shorten()
+                return numbers
+        return [row.number for row in self._pull(count)]
 
     def lacks(self) -> str:
         """Why a claim waits although rows are ready; empty where there is nothing to add."""
@@ -108,7 +118,8 @@ class ReadyRows:
 class _OneByOne(ReadyRows):
     """What has another order than the line of all rows."""
 
-    def extend(self, rows: Sequence[Row]) -> None:
+    def extend(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        del numbers
         for row in rows:
             self.add(row)
 

@@ -24,12 +24,11 @@ from rl_tq.errors import SchemaError, TransferQueueError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from tensordict import TensorDict
 
     from rl_tq._extent import Layout
-    from rl_tq._hub import Hub
+    from rl_tq._hub import Hub, Reply
 
 Payload: TypeAlias = "list[torch.Tensor]"
 """uint8 tensors, one after the other."""
@@ -47,7 +46,7 @@ class Desk:
         self._hub = hub
         self._label = label
         self._send = send
-        self._pending: dict[int, Future[Message]] = {}
+        self._pending: dict[int, Reply] = {}
         self.has_left = False
         """It said good-bye: it did not die."""
 
@@ -98,13 +97,13 @@ class Desk:
         told = encode([self._hub.instance, reply["columns"], reply["runs"]])
         return hashlib.blake2b(told, digest_size=16).digest()
 
-    def _expect(self, number: int, future: Future[Message]) -> None:
-        def answer(done: Future[Message]) -> None:
+    def _expect(self, number: int, future: Reply) -> None:
+        def answer(message: Message) -> None:
             self._pending.pop(number, None)
-            self._send({**done.result(), "id": number}, [])
+            self._send({**message, "id": number}, [])
 
         self._pending[number] = future
-        future.add_done_callback(answer)
+        future.when_done(answer)
 
     def extent_of(self, message: Message, payload: torch.Tensor | None) -> Any:
         """The extent that a put brings, as `fetched` will have it.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_tq._rows import Row, Run
-    from rl_tq._schema import ColumnSchema
+    from rl_tq._schema import ColumnSchema, Schema
     from rl_tq.errors import TransferQueueError
     from rl_tq.types import Credit, Policy
 
@@ -26,8 +26,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Their partition."""
     generation: int
     """Its generation."""
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     """In the order asked for, or in that of the policy."""
+    numbers: Sequence[int]
+    """Theirs."""
+    is_bare: bool
+    """Whether none of them has a name or tags."""
     version: int
     """Grows whenever the partition changes."""
     task: str = ""
@@ -93,7 +97,7 @@ class Put(Request, kw_only=True, eq=False):
     """An extent to make visible: row i lies at index i."""
 
     num_rows: int
-    schema: Mapping[str, ColumnSchema]
+    schema: Schema
     extent: int
     nbytes: int
     sample_ids: Sequence[str] | None = None
@@ -110,6 +114,11 @@ class Put(Request, kw_only=True, eq=False):
     """Whether the extent lies in a file."""
     shared: Sequence[str] = ()
     """Columns that each row has of its group."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it makes all of its rows, and says nothing of them but their values and tags."""
+        return not (self.sample_ids or self.rows or self.credit or self.shared or self.leases)
 
 
 class Admission(Request, kw_only=True, eq=False):

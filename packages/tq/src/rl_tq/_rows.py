@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from rl_tq._schema import pack_schema
+from rl_tq._schema import Schema, pack_schema
 from rl_tq.types import PartitionOptions
 
 if TYPE_CHECKING:
@@ -66,8 +66,6 @@ class Row(msgspec.Struct, eq=False, gc=False):
     """What it has."""
     pieces: tuple[tuple[Extent, int], ...]
     """Extents that hold its values, and its index in each; no two hold the same column."""
-    num_leases: int = 0
-    """Leases on it, over all tasks."""
 
     @property
     def sample_id(self) -> str:
@@ -111,6 +109,10 @@ class Partition:
     """Training step to the rows that every declared task acked at it or before, for `keep_steps`."""
     changed: int = 0
     """Grows whenever it changes."""
+    is_bare: bool = True
+    """Whether no row was ever named or tagged by a caller."""
+    accepted: Schema | None = None
+    """Columns of its last put: the same again agree with the others, and need not be compared."""
     _packed: dict[frozenset[str], bytes] = field(default_factory=dict[frozenset[str], bytes])
 
     def packed_schema(self, columns: frozenset[str]) -> bytes:
@@ -127,14 +129,29 @@ class Partition:
         else:
             self.nbytes += times * extent.nbytes
 
-    def enter(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]] | None) -> None:
-        """Take new rows in, with their tags."""
-        self.rows.update(zip([row.number for row in rows], rows, strict=True))
-        self.by_name.update({row.name: row for row in rows if row.name is not None})
+    def accept(self, schema: Schema) -> None:
+        """Take in the columns of a put, which agree with those that it has."""
+        if self.accepted is not schema:
+            self.schema |= schema
+            self.accepted = schema
+
+    def is_leased(self, number: int) -> bool:
+        """Whether any task has a lease on a row."""
+        return any(number in ledger.leased for ledger in self.tasks.values())
+
+    def enter(
+        self, numbers: Sequence[int], rows: Sequence[Row], *, has_names: bool, tags: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Take new rows of these numbers in, with their tags."""
+        self.rows.update(zip(numbers, rows, strict=True))
+        if has_names:
+            self.by_name.update({row.name: row for row in rows if row.name is not None})
+            self.is_bare = self.is_bare and not self.by_name
         by_version, by_group = self.by_version, self.by_group
         for row, given in zip(rows, tags or (), strict=False):
             if not given:
                 continue
+            self.is_bare = False
             row.tags = given
             if (version := given.get("weight_version_min")) is not None:
                 by_version[version].add(row.number)
@@ -162,7 +179,7 @@ class Partition:
     def tag(self, row: Row, tags: Mapping[str, Any]) -> None:
         """Merge tags into a row's."""
         self._declassify(row)
-        self.enter([row], [{**row.tags, **tags}])
+        self.enter([row.number], [row], has_names=False, tags=[{**row.tags, **tags}])
 
     def _declassify(self, row: Row) -> None:
         if not row.tags:

@@ -62,19 +62,35 @@ class ColumnSchema:
         return f"{self.kind.value} {self.dtype} [{', '.join(sizes)}]"
 
 
+class Schema(dict[str, ColumnSchema]):
+    """The columns of an extent, with what is asked of them again and again. Not to be changed."""
+
+    __slots__ = ("as_json", "names")
+
+    def __init__(self, columns: Mapping[str, ColumnSchema]) -> None:
+        super().__init__(columns)
+        self.names = frozenset(self)
+        self.as_json = {name: column.to_json() for name, column in self.items()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, list[Any]]) -> Schema:
+        """The inverse of `as_json`."""
+        return cls({name: ColumnSchema.from_json(each) for name, each in value.items()})
+
+
 def pack_schema(columns: Iterable[tuple[str, ColumnSchema]]) -> bytes:
     """What `read_schema` reads."""
     return _ENCODE({name: column.to_json() for name, column in columns})
 
 
 @lru_cache(maxsize=4096)
-def read_schema(packed: bytes) -> Mapping[str, ColumnSchema]:
-    """The columns of an extent out of a message; the same bytes again cost a look-up. Not to be changed.
+def read_schema(packed: bytes) -> Schema:
+    """The columns of an extent out of a message; the same bytes again cost a look-up, and give the same object.
 
     Raises:
         msgspec.DecodeError, TypeError, ValueError: they are none.
     """
-    return {name: ColumnSchema.from_json(value) for name, value in _DECODE(packed).items()}
+    return Schema.from_json(_DECODE(packed))
 
 
 _ENCODE = msgspec.msgpack.Encoder().encode

@@ -50,6 +50,11 @@ class Service:
         bytes, slot and stamp of an extent, if clients can read it without asking.
         """
         self.store = MetadataStore(alias)
+        # At every turn of a host: without a call in between.
+        self.next_deadline = self.store.next_deadline
+        """When `drain` must be called again at the latest."""
+        self.has_news = self.store.has_news
+        """Whether `drain(now)` has anything to do or to tell."""
         self._where = where
         self._operations: dict[str, Callable[[Message, Caller], Message | None]] = {
             "put": self._put,
@@ -95,10 +100,6 @@ class Service:
         self.store.expire()
         settled, freed = self.store.drain()
         return [(request.key, self._reply(outcome)) for request, outcome in settled], freed
-
-    def next_deadline(self) -> float | None:
-        """When `drain` must be called again at the latest."""
-        return self.store.next_deadline()
 
     def withdraw(self, key: Any) -> None:
         """Forget a parked request."""
@@ -247,25 +248,27 @@ class Service:
     def _reply(self, outcome: Outcome) -> Message:
         if not isinstance(outcome, Batch):
             return asdict(outcome) if isinstance(outcome, Credit) else error_reply(outcome)
-        rows = outcome.rows
-        numbers = [row.number for row in rows]
-        names = [row.name for row in rows]
-        tags = [row.tags for row in rows]
         reply: Message = {
             "generation": outcome.generation,
             "version": outcome.version,
             "lease": outcome.lease,
-            "rows": shorten(numbers),
-            "sample_ids": [row.sample_id for row in rows] if any(names) else None,
-            "tags": [each or {} for each in tags] if any(tags) else [],
+            "rows": shorten(outcome.numbers),
+            "sample_ids": None,
+            "tags": [],
         }
-        if self._where is not None and outcome.columns and (hints := self._hints(outcome, numbers, self._where)):
+        if not outcome.is_bare:
+            rows = outcome.rows
+            if any(row.name is not None for row in rows):
+                reply["sample_ids"] = [row.sample_id for row in rows]
+            if any(row.tags for row in rows):
+                reply["tags"] = [row.tags or {} for row in rows]
+        if self._where is not None and outcome.columns and (hints := self._hints(outcome, self._where)):
             reply["hints"] = hints
         return reply
 
-    def _hints(self, batch: Batch, numbers: list[int], where: Callable[[int], Sequence[int] | None]) -> Message | None:
+    def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> Message | None:
         """Where the columns lie; None where that is too long to tell."""
-        pieces = pieces_of(batch.rows, numbers, batch.columns)
+        pieces = pieces_of(batch.rows, batch.numbers, batch.columns)
         home = self.store.state.partitions[batch.partition]
         layouts: dict[frozenset[str], int] = {}
         told: list[list[int]] = []

@@ -197,19 +197,14 @@ class ControlServer:
             reply = error_reply(error)
         # What this made free is told first, so that whoever asked can use it again once he is answered; but never ahead
         # of an answer that names segments, which must still be known when it arrives.
-        if reply is None:
+        names_segments = reply is not None and "places" in reply
+        if not names_segments:
             self._deliver()
-        elif "places" in reply:
-            self._answer(connection, message, reply)
-            self._deliver()
-        else:
-            self._deliver()
-            self._answer(connection, message, reply)
-
-    def _answer(self, connection: _Connection, message: Message, reply: Message) -> None:
-        if "id" in message:
+        if reply is not None and "id" in message:
             reply["id"] = message["id"]
             self._send(connection, reply)
+        if names_segments:
+            self._deliver()
 
     def _send(self, connection: _Connection, message: Message, segment: Segment | Stamps | None = None) -> None:
         connection.outbox.append((pack(message, has_fd=segment is not None), segment))
@@ -249,7 +244,10 @@ class ControlServer:
         self._deliver()
 
     def _deliver(self) -> None:
-        settled, freed = self._service.drain(time.monotonic())
+        now = time.monotonic()
+        if not self._service.has_news(now):
+            return
+        settled, freed = self._service.drain(now)
         for (connection, number), reply in settled:
             connection.parked.discard((connection, number))
             self._send(connection, {**reply, "id": number})

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq._ledger import Lease, TaskLedger
 from rl_tq._rows import NO_TAGS, Extent, Partition, Row, rows_of
-from rl_tq._schema import ColumnSchema
+from rl_tq._schema import ColumnSchema, Schema
 from rl_tq.types import PartitionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from rl_tq._ready import ReadyRows
 
 Record: TypeAlias = list[Any]
 """`[method, *arguments]` of one change."""
@@ -107,16 +109,34 @@ class State:
         Rows whose number is known get its columns; the others are new, of that id (None, as a whole or of one row:
         `row` and the number).
         """
+        read = Schema.from_json(schema)
+        return self.enter(
+            partition, extent, read, nbytes, num_rows, owner, places, numbers, sample_ids, tags, is_spilled
+        )
+
+    def enter(
+        self,
+        partition: str,
+        extent: int,
+        schema: Schema,
+        nbytes: int,
+        num_rows: int,
+        owner: str,
+        places: Sequence[int] | None,
+        numbers: Sequence[int],
+        sample_ids: Sequence[str | None] | None,
+        tags: Sequence[Mapping[str, Any]] | None,
+        is_spilled: bool,
+    ) -> list[Row]:
+        """`put`, with columns that were read before."""
         if self.log is not None:
             self._record(
-                "put", partition, extent, schema, nbytes, num_rows, owner, places, list(numbers), sample_ids, tags,
-                is_spilled,
+                "put", partition, extent, schema.as_json, nbytes, num_rows, owner, places, list(numbers), sample_ids,
+                tags, is_spilled,
             )  # fmt: skip
         home = self.partitions[partition]
-        for name, value in schema.items():
-            if name not in home.schema:
-                home.schema[name] = ColumnSchema.from_json(value)
-        columns = self._interned(frozenset(schema))
+        home.accept(schema)
+        columns = self._interned(schema.names)
         whole = _as_range(numbers)
         held = self.extents[extent] = Extent(
             number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner,
@@ -128,7 +148,7 @@ class State:
         is_all_new = least >= self.next_row
         if is_all_new:
             rows = rows_of(held, numbers, sample_ids, indexes)
-            home.enter(rows, tags)
+            home.enter(numbers, rows, has_names=sample_ids is not None, tags=tags)
         else:
             rows = [
                 self._extended(
@@ -146,7 +166,7 @@ class State:
         self.next_row = max(self.next_row, most + 1)
         for ledger in home.tasks.values():
             if is_all_new:
-                ledger.offer_new(rows, columns)
+                ledger.offer_new(numbers, rows, columns)
             else:
                 ledger.offer(rows)
         self.touch(home)
@@ -217,9 +237,19 @@ class State:
             self.shrunk.add(extent)
 
     def lease(
-        self, partition: str, task: str, number: int, rows: Sequence[int], lease_s: float | None, is_grouped: bool
+        self,
+        partition: str,
+        task: str,
+        number: int,
+        rows: Sequence[int],
+        lease_s: float | None,
+        is_grouped: bool,
+        taken_from: ReadyRows | None = None,
     ) -> Lease:
-        """Give rows to a claim. Its owner is the caller's to fill in: it does not outlive the server."""
+        """Give rows to a claim. Its owner is the caller's to fill in: it does not outlive the server.
+
+        `taken_from` is the index that they were taken out of, if they were; no part of the record.
+        """
         if self.log is not None:
             self._record("lease", partition, task, number, rows, lease_s, is_grouped)
         self.next_lease = max(self.next_lease, number + 1)
@@ -228,10 +258,7 @@ class State:
             is_grouped=is_grouped,
         )  # fmt: skip
         home = self.partitions[partition]
-        self.ledger(home, task).lease(lease)
-        found = home.rows
-        for row in rows:
-            found[row].num_leases += 1
+        self.ledger(home, task).lease(lease, taken_from)
         self.touch(home)
         return lease
 
@@ -241,10 +268,8 @@ class State:
         home = self.partitions[partition]
         ledger = home.tasks[task]
         for number in rows:
-            row = home.rows[number]
             lease = ledger.leased[number]
-            row.num_leases -= 1
-            ledger.ack(row, step)
+            ledger.ack(home.rows[number], step)
             self._end_if_empty(lease)
         self.touch(home)
 
@@ -259,7 +284,6 @@ class State:
             row = home.rows[number]
             lease = ledger.leased.pop(number)
             lease.rows.discard(number)
-            row.num_leases -= 1
             self._end_if_empty(lease)
             if is_counted:
                 ledger.attempts[number] = ledger.attempts.get(number, 0) + 1
@@ -408,7 +432,7 @@ class State:
         """A row that gets columns, with its new tags; made if it is not there."""
         if row is None:
             row = Row(number, name, NO_TAGS, frozenset(), ())
-            home.enter([row], [tags])
+            home.enter([number], [row], has_names=name is not None, tags=[tags] if tags else None)
         elif tags:
             for ledger in home.tasks.values():
                 ledger.withdraw([number])

@@ -23,7 +23,7 @@ from rl_tq.policies import RankAware
 from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rl_tq._ledger import TaskLedger
     from rl_tq._rows import Partition, Row
@@ -43,6 +43,8 @@ class MetadataStore:
         self._parked: dict[str, dict[Any, Request]] = {}
         self._where: dict[Any, str] = {}
         self._timers = Timers()
+        self.next_deadline = self._timers.next
+        """When `expire` must be called again at the latest; None: nothing has a deadline."""
         self._leases = Leases(self.state, self._admissions, self._timers)
         self._replicas = Replicas()
         self._has_rejected = False
@@ -57,6 +59,12 @@ class MetadataStore:
         Raises:
             TransferQueueError: of the kinds that `TransferQueue.put` lists.
         """
+        if put.is_plain and put.partition not in self.state.options and put.partition not in self._parked:
+            # Most puts: nothing limits it, and nobody waits for what it brings.
+            home = self.state.partitions.get(put.partition)
+            _checks.check_put(put, home)
+            rows = self._admissions.enter(put, [])
+            return self._batch(home or self.state.partitions[put.partition], rows, put.schema.names)
         directory = self._admissions.spill(put)
         if directory is not None:
             self._admissions.check(put)
@@ -152,7 +160,12 @@ class MetadataStore:
         Raises:
             PolicyError: a row stands in the way; the task is none of the partition's.
         """
-        return self._try_or_park(claim)
+        answer = self._try_claim(claim)
+        if answer is None:
+            self._park(claim)
+        if self._has_rejected:
+            self._settle(claim.partition)
+        return answer
 
     def claim_rows(self, claim: Claim, rows: Sequence[int]) -> Batch | None:
         """Claim the very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
@@ -261,9 +274,12 @@ class MetadataStore:
                 self._end(request, WaitTimeoutError(self.explain(request)))
                 self._settle(request.partition)
 
-    def next_deadline(self) -> float | None:
-        """When `expire` must be called again at the latest; None: nothing has a deadline."""
-        return self._timers.next()
+    def has_news(self, now: float) -> bool:
+        """Whether a deadline has come, or `drain` would return anything, or a part of an extent was cleared."""
+        deadline = self._timers.next()
+        return bool(
+            self._settled or self.state.freed or self.state.shrunk or (deadline is not None and deadline <= now)
+        )
 
     def drain(self) -> tuple[list[tuple[Request, Outcome]], list[int]]:
         """Requests settled since the last call, and the extents that no row refers to any more."""
@@ -301,19 +317,20 @@ class MetadataStore:
 
     def _try_or_park(self, request: Any) -> Any:
         parked = self._parked.get(request.partition)
-        if parked and not isinstance(request, Claim) and self._admissions.is_behind(request, parked.values()):
+        if parked and self._admissions.is_behind(request, parked.values()):
             if isinstance(request, Put):
                 self._admissions.check(request)
         elif (answer := self._try(request)) is not None:
-            if isinstance(request, Put) or self._has_rejected:
+            if isinstance(request, Put):
                 self._settle(request.partition)
             return answer
+        self._park(request)
+        return None
+
+    def _park(self, request: Request) -> None:
         self._parked.setdefault(request.partition, {})[request.key] = request
         self._where[request.key] = request.partition
         self._timers.set(("wait", request.key), request.deadline)
-        if self._has_rejected:
-            self._settle(request.partition)
-        return None
 
     def _unpark(self, key: Any) -> Request:
         partition = self._where.pop(key)
@@ -353,23 +370,23 @@ class MetadataStore:
 
     def _try(self, request: Request) -> Any:
         match request:
-            case Claim():
-                return self._try_claim(request)
             case Put():
                 rows = self._admissions.put(request)
                 if rows is None:
                     return None
-                columns = frozenset((*request.schema, *request.shared))
+                columns = request.schema.names.union(request.shared)
                 return self._batch(self.state.partitions[request.partition], rows, columns)
             case Admission():
                 return self._admissions.admit(request)
+            case Claim():
+                return self._try_claim(request)
             case _:
                 raise TypeError(request)
 
     def _try_claim(self, claim: Claim) -> Batch | None:
         home = self.state.partitions.get(claim.partition)
-        tasks = self.state.options[claim.partition].tasks if claim.partition in self.state.options else ()
-        if tasks and claim.task not in tasks:
+        options = self.state.options.get(claim.partition)
+        if options is not None and (tasks := options.tasks) and claim.task not in tasks:
             raise PolicyError(
                 f"partition {claim.partition!r} is consumed by the tasks {list(tasks)}, and {claim.task!r} is none of "
                 "them: claim for one of these, or configure the partition"
@@ -390,7 +407,7 @@ class MetadataStore:
         rows = index.take(claim.batch_size)
         if rows is None:
             return None
-        batch = self._leases.give(home, claim, rows, self.now)
+        batch = self._leases.give(home, claim, rows, self.now, taken_from=index)
         if is_replicated:
             self._replicas.note(claim, home, batch)
         return batch
@@ -404,7 +421,8 @@ class MetadataStore:
     def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
         return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
 
-    def _batch(self, home: Partition, rows: Collection[Row], columns: frozenset[str] = frozenset()) -> Batch:
+    def _batch(self, home: Partition, rows: Sequence[Row], columns: frozenset[str] = frozenset()) -> Batch:
         return Batch(
-            partition=home.name, generation=home.generation, rows=tuple(rows), version=home.changed, columns=columns
-        )
+            partition=home.name, generation=home.generation, rows=rows, numbers=[row.number for row in rows],
+            is_bare=home.is_bare, version=home.changed, columns=columns,
+        )  # fmt: skip

@@ -12,12 +12,11 @@ import torch
 
 from rl_tq._client import QueueClient
 from rl_tq._codec import decode, encode
-from rl_tq._hub import Hub
+from rl_tq._hub import Hub, Reply
 from rl_tq._service import Message, raise_error
 from rl_tq.errors import AddressError, ServerLostError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
     from pathlib import Path
 
     from rl_tq._extent import Layout
@@ -36,7 +35,7 @@ class InprocQueue(QueueClient):
         self._hub = hub
         self._is_owner = is_owner
         self._is_closed = False
-        self._waiting: set[Future[Message]] = set()
+        self._waiting: set[Reply] = set()
         self._number = next(_NUMBERS)
 
     def __str__(self) -> str:
@@ -47,21 +46,24 @@ class InprocQueue(QueueClient):
         # Through bytes and back, as on a wire: nothing is kept by reference, and what a wire refuses is refused here.
         return self._wait_for(self._hub.call(_copied({"timeout_s": timeout_s, **request}), self), timeout_s)
 
-    def _wait_for(self, future: Future[Message], timeout_s: float) -> Message:
+    def _wait_for(self, future: Reply, timeout_s: float) -> Message:
+        reply = future.result() if future.is_done else self._wait_parked(future, timeout_s)
+        raise_error(reply)
+        return _copied(reply)
+
+    def _wait_parked(self, future: Reply, timeout_s: float) -> Message:
         self._waiting.add(future)
         try:
             # Closed meanwhile: then nobody else will fail it.
             self._check_open()
-            reply = self._reply(future, timeout_s)
+            return self._reply(future, timeout_s)
         except BaseException:
             self._hub.abandon(future, "the wait was interrupted")
             raise
         finally:
             self._waiting.discard(future)
-        raise_error(reply)
-        return _copied(reply)
 
-    def _reply(self, future: Future[Message], timeout_s: float) -> Message:
+    def _reply(self, future: Reply, timeout_s: float) -> Message:
         """Wait, and have due leases and requests settled meanwhile: no thread of the queue's own does."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -70,11 +72,11 @@ class InprocQueue(QueueClient):
             # A lease that another thread takes meanwhile may be due before what is known now.
             until = min(deadline, now + 0.25, due if due is not None else deadline)
             try:
-                return future.result(timeout=max(0.0, until - now))
+                return future.result(max(0.0, until - now))
             except TimeoutError:
                 self._hub.expire()
-                if future.done() or time.monotonic() >= deadline + 1.0:
-                    return future.result(timeout=0)
+                if future.is_done or time.monotonic() >= deadline + 1.0:
+                    return future.result()
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
         self._check_open()
