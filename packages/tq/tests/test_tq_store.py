@@ -195,7 +195,7 @@ def test_a_fresh_id_is_not_one_that_somebody_chose():
 
 
 def row(number: int, **tags) -> Row:
-    return Row(number, None, tags, frozenset("a"), ())
+    return Row(number, None, tags, frozenset("a"))
 
 
 def test_ready_rows_forget_what_left():

@@ -326,7 +326,7 @@ def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: 
     names = reply["sample_ids"]
     return batch_meta(
         partition,
-        tuple([f"row{row}" for row in rows] if names is None else names),
+        None if names is None else tuple(names),
         tuple(dict.fromkeys(columns)),
         tuple(reply["tags"]),
         tuple(rows),

@@ -56,13 +56,12 @@ def parse_columns(
     columns: dict[str, Column] = {}
     num_rows = -1
     is_even = True
-    for name in cast("Mapping[Any, Any]", data).keys():  # noqa: SIM118 - a TensorDict as well
+    # A TensorDict's items are as they were put; data[name] would unwrap a NonTensorStack.
+    for name, value in cast("Mapping[Any, Any]", data).items():
         if not isinstance(name, str) or INDEX in name:
             raise SchemaError(f"columns are named by strings without NUL, not by {name!r}")
         if name in borrowed:
             continue
-        # TensorDict.get keeps a NonTensorStack as it is, where [] would unwrap it; a Mapping's does the same for both.
-        value = data.get(name)
         column = _shared_column(name, value, tags) if isinstance(value, PerGroup) else _column(name, value)
         columns[name] = column
         is_even = is_even and num_rows in (-1, column.num_rows)

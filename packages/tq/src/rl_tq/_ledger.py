@@ -70,9 +70,13 @@ class TaskLedger:
         index = self.indexes.get(key)
         if index is None:
             index = self.indexes[key] = make_index(key[1], lambda: self._given_groups(home))
-            for number, row in home.rows.items():
-                if key[0] <= row.columns and self.is_free(number):
-                    index.add(row, is_back=number in self.returned)
+            ready = [row for row in home.rows.values() if key[0] <= row.columns]
+            if not (self.leased or self.acked or self.dead or self.returned):
+                index.extend([row.number for row in ready], ready)
+                return index
+            for row in ready:
+                if self.is_free(row.number):
+                    index.add(row, is_back=row.number in self.returned)
         return index
 
     def lease(self, lease: Lease, taken_from: ReadyRows | None) -> None:

@@ -12,8 +12,10 @@ _MAX_COUNT = 1 << 28
 
 
 def shorten(numbers: Sequence[int]) -> Any:
-    """As JSON values: the numbers, or `{"of": [first, step, count]}` with step 0 or 1."""
+    """As JSON values: the numbers, or `{"of": [first, step, count]}` with step 0 or 1. A range has step 1."""
     count = len(numbers)
+    if isinstance(numbers, range):
+        return {"of": [numbers.start, 1, count]} if count >= _MIN_COUNT else list(numbers)
     if count >= _MIN_COUNT:
         first = numbers[0]
         if numbers[-1] == first + count - 1 and list(numbers) == list(range(first, first + count)):

@@ -106,12 +106,10 @@ def pieces_of(
     rows: Sequence[Row], numbers: Sequence[int], columns: frozenset[str]
 ) -> list[tuple[Extent, int, int, int]] | None:
     """(extent, first row, rows, start) of what holds any of the columns of rows of these numbers; None if too many."""
-    if rows and len(rows[0].pieces) == 1:
-        [(extent, index)] = rows[0].pieces
+    if rows and isinstance(numbers, range) and (extent := rows[0].extent) is not None:
         # Rows that one put made have numbers in the order in which they lie.
-        is_one_put = isinstance(extent.rows, range) and numbers[-1] in extent.rows and columns <= extent.columns
-        if is_one_put and (len(numbers) == 1 or list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))):
-            return [(extent, numbers[0], len(numbers), index)]
+        if isinstance(extent.rows, range) and numbers[-1] in extent.rows and columns <= extent.columns:
+            return [(extent, numbers[0], len(numbers), rows[0].index)]
     found: list[tuple[Extent, int, int, int]] = []
     open_runs: dict[int, list[Any]] = {}
     for row in rows:

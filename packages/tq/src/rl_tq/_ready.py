@@ -7,6 +7,7 @@ it is most of them; `members` alone says what is there.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rl_tq import policies
@@ -65,7 +66,7 @@ class ReadyRows:
         if len(self._line) - self._head + len(self._late) > 2 * len(self.members) + 64:
             self._line, self._head, self._late = sorted(self.members), 0, []
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> Sequence[int] | None:
         """Remove and return rows for a claim of `count`; None: it has to wait.
 
         Raises:
@@ -75,11 +76,11 @@ class ReadyRows:
         if len(members) < count:
             return None
         if not self._late and len(line) - head >= count:
-            numbers = line[head : head + count]
-            if members.keys() >= set(numbers):  # none of them left since: most claims
+            # Most claims: consecutive numbers, of which none left since.
+            numbers = range(line[head], line[head] + count)
+            if line[head + count - 1] == numbers[-1] and members.keys() >= set(numbers):
                 self._head = head + count
-                for number in numbers:
-                    del members[number]
+                deque(map(members.pop, numbers), maxlen=0)
                 self._shorten()
                 return numbers
         return [row.number for row in self._pull(count)]
@@ -144,7 +145,7 @@ class _Ranked(_OneByOne):
         if len(self._heap) > 2 * len(self.members) + 64:
             self._heap = sorted((self._key(row), row.number) for row in self.members.values())
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> Sequence[int] | None:
         if len(self.members) < count:
             return None
         taken: list[int] = []
@@ -196,7 +197,7 @@ class _Grouped(_OneByOne):
             if not mates:
                 del self._groups[row.group]
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> Sequence[int] | None:
         if len(self._complete) * self._size < count:
             return None
         taken: list[int] = []
@@ -240,7 +241,7 @@ class _Budgeted(ReadyRows):
         self._put_back()
         super().discard(rows)
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> Sequence[int] | None:
         if len(self._held) > count:
             self._put_back()
         is_full = False
@@ -286,7 +287,7 @@ class _Balanced(ReadyRows):
         super().__init__()
         self._num_parts = num_parts
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> Sequence[int] | None:
         if len(self.members) < count:
             return None
         rows = self._pull(count)
@@ -325,7 +326,7 @@ class _Filtered(_OneByOne):
             self._undecided.pop(number, None)
             self._refused.pop(number, None)
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> Sequence[int] | None:
         for row in self._undecided.values():
             if row.tags and self._policy.tag in row.tags:
                 self._policy.accepts(row.tags)  # raises: it cannot be compared
@@ -353,7 +354,7 @@ class _Chosen(ReadyRows):
         super().__init__()
         self._policy = policy
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> Sequence[int] | None:
         numbers = self.oldest()
         rows = [RowMeta(sample_id=row.sample_id, tags=row.tags) for row in map(self.members.__getitem__, numbers)]
         try:

@@ -75,8 +75,8 @@ class Desk:
                     if etag and message["unless"] == etag:
                         self._send({"id": number, "is_same": True}, [])
                     else:
-                        answer, payload = self.fetched(number, reply, opened)
-                        self._send({**answer, "etag": etag} if etag else answer, payload)
+                        answer, values = self.fetched(number, reply, opened)
+                        self._send({**answer, "etag": etag} if etag else answer, values)
                 case "snapshot":
                     self._expect(number, self._hub.snapshot(Path(message["path"]), self))
                 case "put":

@@ -64,8 +64,22 @@ class Row(msgspec.Struct, eq=False, gc=False):
     """Small values, merged from every put. Replaced, never changed in place."""
     columns: frozenset[str]
     """What it has."""
-    pieces: tuple[tuple[Extent, int], ...]
-    """Extents that hold its values, and its index in each; no two hold the same column."""
+    extent: Extent | None = None
+    """What its first put wrote; there are as many rows as nothing else of the server's, and most have one alone."""
+    index: int = 0
+    """Its index in that."""
+    more: tuple[tuple[Extent, int], ...] = ()
+    """The others, as in `pieces`."""
+
+    @property
+    def pieces(self) -> tuple[tuple[Extent, int], ...]:
+        """Extents that hold its values, and its index in each; no two hold the same column."""
+        return self.more if self.extent is None else ((self.extent, self.index), *self.more)
+
+    def set_pieces(self, pieces: Sequence[tuple[Extent, int]]) -> None:
+        """Replace them."""
+        (self.extent, self.index), *more = pieces
+        self.more = tuple(more)
 
     @property
     def sample_id(self) -> str:
@@ -194,8 +208,9 @@ def rows_of(
     extent: Extent, numbers: Sequence[int], names: Sequence[str | None] | None, indexes: Sequence[int]
 ) -> list[Row]:
     """New rows, all of whose values lie in one extent; without names they are called by their numbers."""
-    pieces = zip(zip(repeat(extent), indexes, strict=False), strict=True)  # of one piece each
-    return list(map(Row, numbers, names or repeat(None), repeat(NO_TAGS), repeat(extent.columns), pieces))
+    return list(
+        map(Row, numbers, names or repeat(None), repeat(NO_TAGS), repeat(extent.columns), repeat(extent), indexes)
+    )
 
 
 def _remove(index: dict[Any, set[int]], key: Hashable, number: int) -> None:

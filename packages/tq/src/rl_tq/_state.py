@@ -162,7 +162,7 @@ class State:
             ]
             for row, index in zip(rows, indexes, strict=True):
                 row.columns = self._interned(row.columns | columns)
-                row.pieces = (*row.pieces, (held, index))
+                row.set_pieces((*row.pieces, (held, index)))
         self.next_row = max(self.next_row, most + 1)
         for ledger in home.tasks.values():
             if is_all_new:
@@ -201,7 +201,7 @@ class State:
         rows = [home.rows[number] for number in numbers]
         for row, index in zip(rows, places, strict=True):
             row.columns = self._interned(row.columns | names)
-            row.pieces = (*row.pieces, (held, index))
+            row.set_pieces((*row.pieces, (held, index)))
         for ledger in home.tasks.values():
             ledger.offer(rows)
         self.touch(home)
@@ -227,7 +227,7 @@ class State:
             left = [piece for piece in row.pieces if piece[0] in gone] if row is not None else []
             if row is not None and left:
                 [(there, _)] = left
-                row.pieces = (*(piece for piece in row.pieces if piece[0] is not there), (held, index))
+                row.set_pieces((*(piece for piece in row.pieces if piece[0] is not there), (held, index)))
                 held.num_live += 1
                 self._leave(home, there)
         if not held.num_live:
@@ -251,7 +251,7 @@ class State:
         `taken_from` is the index that they were taken out of, if they were; no part of the record.
         """
         if self.log is not None:
-            self._record("lease", partition, task, number, rows, lease_s, is_grouped)
+            self._record("lease", partition, task, number, list(rows), lease_s, is_grouped)
         self.next_lease = max(self.next_lease, number + 1)
         lease = self.leases[number] = Lease(
             number=number, partition=partition, task=task, owner=None, label="", lease_s=lease_s, rows=set(rows),
@@ -431,7 +431,7 @@ class State:
     ) -> Row:
         """A row that gets columns, with its new tags; made if it is not there."""
         if row is None:
-            row = Row(number, name, NO_TAGS, frozenset(), ())
+            row = Row(number, name, NO_TAGS, frozenset())
             home.enter([number], [row], has_names=name is not None, tags=[tags] if tags else None)
         elif tags:
             for ledger in home.tasks.values():

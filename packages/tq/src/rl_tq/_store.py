@@ -64,7 +64,8 @@ class MetadataStore:
             home = self.state.partitions.get(put.partition)
             _checks.check_put(put, home)
             rows = self._admissions.enter(put, [])
-            return self._batch(home or self.state.partitions[put.partition], rows, put.schema.names)
+            home = home or self.state.partitions[put.partition]
+            return self._batch(home, rows, put.schema.names, range(rows[0].number, rows[0].number + put.num_rows))
         directory = self._admissions.spill(put)
         if directory is not None:
             self._admissions.check(put)
@@ -421,8 +422,16 @@ class MetadataStore:
     def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
         return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
 
-    def _batch(self, home: Partition, rows: Sequence[Row], columns: frozenset[str] = frozenset()) -> Batch:
+    def _batch(
+        self,
+        home: Partition,
+        rows: Sequence[Row],
+        columns: frozenset[str] = frozenset(),
+        numbers: Sequence[int] | None = None,
+    ) -> Batch:
+        if numbers is None:
+            numbers = [row.number for row in rows]
         return Batch(
-            partition=home.name, generation=home.generation, rows=rows, numbers=[row.number for row in rows],
-            is_bare=home.is_bare, version=home.changed, columns=columns,
+            partition=home.name, generation=home.generation, rows=rows, numbers=numbers, is_bare=home.is_bare,
+            version=home.changed, columns=columns,
         )  # fmt: skip

@@ -109,7 +109,15 @@ class BatchMeta:
                 raise ValueError(f"a reference to {size} rows has {len(given)} {name}: give one per row, or none")
 
     def __len__(self) -> int:
-        return len(self.sample_ids)
+        return len(self.rows) or len(self.sample_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        """Ids that are the rows' numbers, made when somebody asks: to make them takes as long as all else of a claim."""
+        if name != "sample_ids":
+            raise AttributeError(f"'BatchMeta' object has no attribute {name!r}")
+        sample_ids = tuple([f"row{row}" for row in self.rows])
+        _SET_SAMPLE_IDS(self, sample_ids)
+        return sample_ids
 
     def reorder(self, index: Sequence[int]) -> BatchMeta:
         """Rows at `index`, in that order: a permutation, a subset, or with repeats.
@@ -324,7 +332,7 @@ class BatchMeta:
 
 def batch_meta(
     partition: str,
-    sample_ids: tuple[str, ...],
+    sample_ids: tuple[str, ...] | None,
     columns: tuple[str, ...],
     tags: tuple[Mapping[str, Any], ...],
     rows: tuple[int, ...],
@@ -334,10 +342,14 @@ def batch_meta(
     places: tuple[Place, ...],
     extra: Mapping[str, Any],
 ) -> BatchMeta:
-    """A reference whose lengths are known to agree: a quarter of the constructor's time, and many are made."""
+    """A reference whose lengths are known to agree: a quarter of the constructor's time, and many are made.
+
+    `sample_ids` None: `row` and the number of each.
+    """
     meta = object.__new__(BatchMeta)
     _SET_PARTITION(meta, partition)
-    _SET_SAMPLE_IDS(meta, sample_ids)
+    if sample_ids is not None:
+        _SET_SAMPLE_IDS(meta, sample_ids)
     _SET_COLUMNS(meta, columns)
     _SET_TAGS(meta, tags)
     _SET_ROWS(meta, rows)
