@@ -106,10 +106,11 @@ def pieces_of(
     rows: Sequence[Row], numbers: Sequence[int], columns: frozenset[str]
 ) -> list[tuple[Extent, int, int, int]] | None:
     """(extent, first row, rows, start) of what holds any of the columns of rows of these numbers; None if too many."""
-    if rows and isinstance(numbers, range) and (extent := rows[0].extent) is not None:
-        # Rows that one put made have numbers in the order in which they lie.
-        if isinstance(extent.rows, range) and numbers[-1] in extent.rows and columns <= extent.columns:
-            return [(extent, numbers[0], len(numbers), rows[0].index)]
+    extent = rows[0].extent if rows and isinstance(numbers, range) else None
+    # Rows that one put made have numbers in the order in which they lie.
+    is_one_put = extent is not None and isinstance(extent.rows, range) and numbers[-1] in extent.rows
+    if extent is not None and is_one_put and columns <= extent.columns:
+        return [(extent, numbers[0], len(numbers), rows[0].index)]
     found: list[tuple[Extent, int, int, int]] = []
     open_runs: dict[int, list[Any]] = {}
     for row in rows:

@@ -112,7 +112,7 @@ class BatchMeta:
         return len(self.rows) or len(self.sample_ids)
 
     def __getattr__(self, name: str) -> Any:
-        """Ids that are the rows' numbers, made when somebody asks: to make them takes as long as all else of a claim."""
+        """Ids that are the rows' numbers, made when somebody asks: that takes as long as all else of a claim."""
         if name != "sample_ids":
             raise AttributeError(f"'BatchMeta' object has no attribute {name!r}")
         sample_ids = tuple([f"row{row}" for row in self.rows])
