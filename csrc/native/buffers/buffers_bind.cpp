@@ -11,5 +11,6 @@ void bind_buffers(pybind11::module_& m) {
   bind_frames(m);
   bind_shared(m);
   bind_delta(m);
+  bind_rows(m);
 }
 }  // namespace rl

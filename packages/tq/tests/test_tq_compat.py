@@ -2,25 +2,29 @@
 
 import asyncio
 import inspect
+import logging
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
 from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from tensordict import NonTensorStack, TensorDict
 
 import rl_tq.compat.transfer_queue as tq
 from rl_tq import SchemaError
+from rl_tq.compat.transfer_queue.utils.logging_utils import get_logger
 
 SWAP = """
 import importlib, sys
-names = ("metadata", "sampler", "client", "interface", "dataloader", "controller")
+names = ("metadata", "sampler", "client", "interface", "dataloader", "controller", "utils", "utils.logging_utils")
 for name in names:
     sys.modules[f"{__name__}.{name}"] = importlib.import_module(f"rl_tq.compat.transfer_queue.{name}")
 sys.modules[__name__] = importlib.import_module("rl_tq.compat.transfer_queue")
@@ -349,6 +353,25 @@ def test_configuration_is_obeyed_or_refused(start):
         assert 'rl_tq_partition_rows{partition="p"} 2' in answer.read().decode()
     with pytest.raises(RuntimeError, match="total_storage_size=3"):
         tq.kv_batch_put(["c", "d"], "p", samples(2))
+
+
+def test_what_the_originals_recipes_import_from_behind_its_public_names(start, monkeypatch, caplog):
+    names = set(logging.root.manager.loggerDict)
+    monkeypatch.setenv("TQ_LOGGING_LEVEL", "INFO")
+    logger = get_logger("a recipe", default_level="ERROR")
+    try:
+        logger.info("said")
+        assert (logger.level, caplog.messages, logger.handlers) == (logging.INFO, ["said"], [])  # pytest's take it
+    finally:
+        for name in set(logging.root.manager.loggerDict) - names:
+            del logging.root.manager.loggerDict[name]
+    # Any YAML reader gives what init takes, and what init has where nothing is said.
+    conf = yaml.safe_load((resources.files(tq) / "config.yaml").read_text())
+    conf["controller"]["polling_mode"] = True
+    final = tq.init(conf)
+    assert final.controller.sampler is tq.SequentialSampler
+    assert {**final, "controller": {**final.controller, "sampler": "SequentialSampler", "zmq_info": None}} == conf
+    tq.kv_put("k", "p", {"x": torch.ones(2)}, None)
 
 
 RAY = """

@@ -1,6 +1,7 @@
 """The queue in Ray's object store, on a real Ray."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -63,6 +64,50 @@ def test_tasks_of_ray_exchange_rows_and_values_outlive_who_made_them():
             queue.get(meta.reorder([1, 2]))
     with pytest.raises(rl_tq.ServerLostError, match="nobody serves"):
         rl_tq.connect(queue.address)
+
+
+def stored_bytes() -> float:
+    """What Ray's object store holds, as Ray says."""
+    return ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0"])
+def test_values_of_queues_that_are_not_rays_never_enter_its_object_store(address: str):
+    @ray.remote(num_cpus=1)
+    class Worker:
+        def __init__(self, address: str) -> None:
+            self.queue = rl_tq.connect(address, timeout_s=60.0)
+
+        def put(self) -> rl_tq.BatchMeta:
+            return self.queue.put({"a": torch.arange(1 << 20).reshape(8, -1)}, partition="p")  # 8 MiB
+
+        def sum(self, meta: rl_tq.BatchMeta) -> int:
+            return int(self.queue.get(meta)["a"].sum())
+
+    wait_until(lambda: stored_bytes() == 0)  # Ray counts with a delay
+    known = ray.put(torch.zeros(64 << 20, dtype=torch.uint8).numpy())
+    wait_until(lambda: stored_bytes() >= 64 << 20)
+    of_one_object = stored_bytes()
+    with rl_tq.serve(address, timeout_s=60.0) as queue:
+        producer, consumer = Worker.remote(queue.address), Worker.remote(queue.address)
+        metas = [ray.get(producer.put.remote(), timeout=120) for _ in range(3)]
+        told = [ray.get(consumer.sum.remote(meta), timeout=120) for meta in metas]
+        assert told == [sum(range(1 << 20))] * 3
+        # What came later is counted: all that was put before is, too.
+        more = ray.put(torch.zeros(32 << 20, dtype=torch.uint8).numpy())
+        wait_until(lambda: stored_bytes() >= of_one_object + (32 << 20))
+        assert stored_bytes() < of_one_object + (33 << 20)
+        del more
+    del known
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from rl_csrc.rows import row_offsets
 from rl_tq._schema import ColumnKind, ColumnSchema, schema_of
 from rl_tq.errors import SchemaError
 from rl_tq.types import PerGroup
@@ -104,7 +105,7 @@ def _column(name: str, value: Any) -> Column:
         if any(is_tensor):
             if not all(is_tensor):
                 raise SchemaError(f"column {name!r} mixes tensors with other values in one list: use one or the other")
-            return _list_column(name, [item.detach() for item in items])
+            return _list_column(name, [*items])
         return _json_column(name, items)
     if isinstance(value, Mapping | TensorDictBase) and {*cast("Any", value).keys()} == {"values", "lengths"}:
         return _packed_turns_column(name, cast("Any", value))
@@ -144,6 +145,9 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
 
 
 def _list_column(name: str, rows: list[torch.Tensor]) -> Column:
+    if (offsets := row_offsets(rows)) is not None:
+        return _ragged(rows[0].dtype, rows[0].shape[1:], rows, offsets)
+    rows = [row.detach() for row in rows]
     dtypes = {row.dtype for row in rows}
     if len(dtypes) > 1:
         raise SchemaError(f"column {name!r} has rows of several dtypes: {sorted(map(_dtype_name, dtypes))}")
@@ -170,7 +174,7 @@ def _turns_column(name: str, rows: Sequence[Any]) -> Column:
     wrong = [row for row in rows if not isinstance(row, list) or not all(isinstance(t, torch.Tensor) for t in row)]
     if wrong:
         raise SchemaError(f"column {name!r} mixes lists of tensors with other values in one list: use one or the other")
-    flat = _list_column(name, [turn.detach() for row in rows for turn in row])
+    flat = _list_column(name, [turn for row in rows for turn in row])
     assert flat.offsets is not None
     counts = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
     schema = replace(flat.schema, kind=ColumnKind.TURNS)

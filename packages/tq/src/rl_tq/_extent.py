@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import numpy as np
 import torch
 
-from rl_csrc import frames
+from rl_csrc import frames, rows
 from rl_csrc.errors import FrameError
 from rl_tq._columns import INDEX
 from rl_tq._segments import new_memory
@@ -20,6 +19,8 @@ from rl_tq.errors import SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import numpy as np
 
     from rl_tq._columns import Column
 
@@ -50,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         for start, nbytes, pieces in self.regions:
             memory[cursor:start].zero_()
             cursor = start + nbytes
-            _join(pieces, memory[start:cursor])
+            lay(pieces, memory[start:cursor])
         memory[cursor:].zero_()
 
 
@@ -101,7 +102,9 @@ def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:
     first = column.pieces[0]
     if len(column.pieces) == 1 and first.device.type == "cpu" and first.is_contiguous() and not _is_lazy(first):
         return first, True
-    return torch.empty((sum(len(piece) for piece in column.pieces), *first.shape[1:]), dtype=first.dtype), False
+    ends = column.turns if column.turns is not None else column.offsets
+    num_values = sum(map(len, column.pieces)) if ends is None else int(ends[-1])
+    return torch.empty((num_values, *first.shape[1:]), dtype=first.dtype), False
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
@@ -117,21 +120,16 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [n] over a contiguous tensor's memory, or over a copy of another's."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # A single value is contiguous in any stride, but seen as bytes only in that of 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def lay(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Lay contiguous CPU tensors of one dtype and row shape one after the other into `out`, [rows, ...]."""
-    # As bytes, since numpy lacks some dtypes; by numpy, since a piece takes torch ten times as long, and many threads.
-    arrays = [part.view(torch.uint8).numpy() for part in parts]
-    np.concatenate(arrays, out=out.view(torch.uint8).numpy())
-
-
-def _join(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Lay pieces one after the other into `out`, uint8."""
-    if len(pieces) > 1 and all(p.device.type == "cpu" and p.is_contiguous() and not _is_lazy(p) for p in pieces):
-        lay(pieces, out.view(pieces[0].dtype).view(-1, *pieces[0].shape[1:]))
+def lay(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Lay pieces of any device and strides one after the other into `out`, contiguous and of as many bytes."""
+    if rows.join([*pieces], out):
         return
+    out = as_bytes(out)
     start = 0
     for piece in map(as_bytes, pieces):
         end = start + len(piece)

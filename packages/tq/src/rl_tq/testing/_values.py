@@ -186,7 +186,7 @@ class ValuesContract(Served):
             assert torch.equal(fetched.view(torch.uint8), bits), dtype
 
     def test_strided_and_sliced_tensors_are_put_by_value(self, queue: TransferQueue, peer: TransferQueue) -> None:
-        """Transposed, sliced, nested with holes, and requiring grad."""
+        """Transposed, sliced, nested with holes, requiring grad, and negated or conjugated when read."""
         base = torch.arange(6.0).view(2, 3)
         nested = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 3, 6]), torch.tensor([2, 1]))
         meta = queue.put({"t": base.t().requires_grad_(), "s": base.flatten()[::2]}, partition="p")
@@ -194,6 +194,10 @@ class ValuesContract(Served):
         assert peer.get(meta)["t"].tolist() == base.t().tolist()
         assert peer.get(meta)["s"].tolist() == [0.0, 2.0, 4.0]
         assert rows_of(peer.get(holes)["n"]) == [[0, 1], [3]]
+        conjugated = [torch.tensor(row).conj() for row in ([1 + 2j], [3 + 4j, 5 + 6j])]
+        lazy = queue.put({"c": conjugated, "i": [row.imag[:1] for row in conjugated]}, partition="p")
+        assert rows_of(peer.get(lazy)["c"]) == [[1 - 2j], [3 - 4j, 5 - 6j]]
+        assert rows_of(peer.get(lazy)["i"]) == [[-2.0], [-4.0]]
 
     def test_rows_come_in_the_order_of_the_reference(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """Shuffled, repeated, and from many puts at once."""

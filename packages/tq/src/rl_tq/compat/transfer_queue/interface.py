@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -22,10 +23,11 @@ from rl_tq.compat.transfer_queue._rpc import ControllerInfo, ControllerServer
 from rl_tq.compat.transfer_queue.client import TransferQueueClient
 from rl_tq.compat.transfer_queue.controller import TransferQueueController
 from rl_tq.compat.transfer_queue.metadata import KVBatchMeta
-from rl_tq.compat.transfer_queue.sampler import BaseSampler, SequentialSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
+
+    from rl_tq.compat.transfer_queue.sampler import BaseSampler
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -366,19 +368,8 @@ def _start(ray: Any, conf: Config) -> Any:
 
 
 def _merged(conf: Mapping[str, Any] | None) -> Config:
-    known: dict[str, Any] = {
-        "metrics": {"enabled": False, "port": 0},
-        "controller": {"sampler": SequentialSampler, "polling_mode": False, "zmq_info": None},
-        "backend": {
-            "storage_backend": "SimpleStorage",
-            "SimpleStorage": {
-                "total_storage_size": None,
-                "num_data_storage_units": 1,
-                "required_node_resource": None,
-                "zmq_info": None,
-            },
-        },
-    }
+    # The file that the original's recipes read; in YAML's flow style, which is JSON.
+    known = json.loads(resources.files(__package__ or "").joinpath("config.yaml").read_text())
     final = _overlaid(known, conf or {}, "")
     if final.backend.storage_backend != "SimpleStorage":
         raise ValueError(

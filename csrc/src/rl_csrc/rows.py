@@ -1,0 +1,57 @@
+"""Rows of ragged columns on the CPU: described and laid one after the other in one call, and dealt to equal parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from rl_csrc import _cpu
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    Buffer: TypeAlias = torch.Tensor | np.ndarray | bytes | bytearray | memoryview
+
+
+def row_offsets(rows: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return where rows begin and end once they are laid one after the other, int64 [rows + 1].
+
+    None if they are not alike: plain contiguous CPU tensors (no subclasses) of one real dtype and of shapes that differ
+    in their first dimension at most.
+    """
+    return _cpu.row_offsets(rows)
+
+
+def join(pieces: list[torch.Tensor], out: Buffer) -> bool:
+    """Copy the bytes of tensors, one after the other, to the start of `out`; without the GIL where that pays.
+
+    Returns False, and copies nothing, if one of them is not plain, contiguous, on the CPU and real. They must not
+    overlap `out`.
+
+    Raises:
+        ArgumentError: they have more bytes than `out`.
+    """
+    return _cpu.join(pieces, out)
+
+
+def join_slices(sources: list[Buffer], slices: list[tuple[int, int, int]], out: Buffer, *, width: int) -> int:
+    """Copy slices (source, start, stop), in units of `width` bytes, one after the other to the start of `out`.
+
+    Rows of ragged columns in any order, out of several memories. Returns the bytes copied. No source may overlap `out`.
+
+    Raises:
+        ArgumentError: a slice does not lie in its source, or all of them not in `out`.
+    """
+    return _cpu.join_slices(sources, slices, width, out)
+
+
+def balanced_order(lengths: list[int], num_parts: int) -> list[int]:
+    """Positions in an order whose `num_parts` contiguous parts have equal counts and nearly equal sums of `lengths`.
+
+    LPT (Graham 1969) with as many rows in each part: longest first, each to the part with the smallest sum that has
+    room, the first of equal ones. Inside a part, rows stand in their first order.
+
+    Raises:
+        ArgumentError: the count does not divide, or the sum may exceed 64 bits.
+    """
+    return _cpu.balanced_order(lengths, num_parts)

@@ -1,0 +1,1 @@
+"""What the original's recipes import from behind its public names."""
