@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import shutil
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 import rl_rollout
 import rl_tq
@@ -121,13 +123,18 @@ def test_a_real_server_tells_what_the_model_computes(queue, tmp_path, how):
 
 @pytest.mark.slow
 def test_a_policy_comes_nearer_to_a_teacher_that_is_served(model, tmp_path):
-    """As with a teacher's engine in the job: the same losses."""
+    """It says what the same teacher says in an engine of the job."""
+    teacher = shutil.copytree(model, tmp_path / "teacher")
+    weights = load_file(teacher / "model.safetensors")
+    random = torch.Generator().manual_seed(1)
+    weights = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=random) for name, tensor in weights.items()}
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
     data = tmp_path / "data.jsonl"
     lines = [{"question": f"{a} + {b} =", "answer": f"add them #### {a + b}"} for a in range(10, 20) for b in range(4)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     sizes = ["steps=3", "eval_every=0", "data.eval_size=4", "data.max_prompt_tokens=128", "rollout.max_new_tokens=16"]
     sizes += ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "engine.precision=float32"]
-    common = [*sizes, "runtime=inline", f"teacher.path={model}", "engine.lr=1e-2", f"model.path={model}"]
+    common = [*sizes, "runtime=inline", f"teacher.path={teacher}", "engine.lr=1e-2", f"model.path={model}"]
     common += [f"data.path={data}", "save_every=0", "timeout_s=120"]
 
     def losses(name, *overrides):
@@ -137,11 +144,14 @@ def test_a_policy_comes_nearer_to_a_teacher_that_is_served(model, tmp_path):
         return [record["metrics"]["teacher_kl"] for record in records]
 
     loop = LoopThread("teacher")
-    server = rl_rollout.create_server("embedded", ServerConfig(model_path=str(model), num_threads=1))
+    server = rl_rollout.create_server("embedded", ServerConfig(model_path=str(teacher), num_threads=1))
     try:
         url = loop.run(server.start(), 120).url
         served = losses("served", f"teacher.url={url}")
     finally:
         loop.run(server.stop(), 60)
         loop.close()
-    assert served == pytest.approx(losses("engine"), abs=1e-4)
+    own = losses("engine", "steps=1")
+    assert abs(own[0]) > 0.01
+    assert served[0] == pytest.approx(own[0], abs=1e-4)
+    assert abs(served[-1]) < abs(served[0])
