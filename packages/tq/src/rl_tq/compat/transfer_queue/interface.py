@@ -369,7 +369,7 @@ def _start(ray: Any, conf: Config) -> Any:
 
 def _merged(conf: Mapping[str, Any] | None) -> Config:
     # The file that the original's recipes read; in YAML's flow style, which is JSON.
-    known = json.loads(resources.files(__package__ or "").joinpath("config.yaml").read_text())
+    known = json.loads(resources.files(__package__ or "").joinpath("config.yaml").read_text("utf-8"))
     final = _overlaid(known, conf or {}, "")
     if final.backend.storage_backend != "SimpleStorage":
         raise ValueError(
