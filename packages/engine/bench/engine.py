@@ -30,6 +30,14 @@ WIDE = {
     "num_key_value_heads": 6, "head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": True,
 }  # fmt: skip
 BATCH, LONGEST = 16, 512
+# the shape of Qwen3-0.6B
+HALF_BILLION = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+GPU_TOKENS, GPU_LONGEST = 8192, 2048
+NAMES = {"rl-engine": "rl-engine", "plain": "plain Hugging Face", "trl": "TRL's SFTTrainer"}
 VARIABLE = "RL_BENCH_TRL_PYTHON"
 
 
@@ -85,6 +93,7 @@ def our_step(folder, batch, **changes):
 def main(run: Run) -> None:
     _short_rows(run)
     _mixed_rows(run)
+    _on_a_gpu(run)
 
 
 def _short_rows(run: Run) -> None:
@@ -112,51 +121,110 @@ def _short_rows(run: Run) -> None:
 def _mixed_rows(run: Run) -> None:
     """Steps on rows of mixed lengths, each system in a process of its own."""
     draw = random.Random(0)
-    batches = [[mixed_row(draw) for _ in range(BATCH)] for _ in range(3 if run.quick else 4)]
-    tokens = [sum(len(row["input_ids"]) for row in rows) for rows in batches]
-    threads = torch.get_num_threads()
-    run.parameters(mixed=WIDE, batch_size=BATCH, longest=LONGEST, tokens_of_steps=tokens, threads=threads)
-    trl_python = os.environ.get(VARIABLE)
-    systems = {"rl-engine": sys.executable, "plain": sys.executable} | ({"trl": trl_python} if trl_python else {})
-    found: dict[str, dict] = {}
+    batches = [
+        [mixed_row(draw, LONGEST, WIDE["vocab_size"]) for _ in range(BATCH)] for _ in range(3 if run.quick else 4)
+    ]
+    run.parameters(mixed=WIDE, batch_size=BATCH, longest=LONGEST)
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        model, settings = write_wide_model(folder / "model"), folder / "settings.json"
+        model = write_wide_model(Path(place) / "model")
         given = {"model": str(model), "batches": batches, "batch_size": BATCH, "longest": LONGEST}
-        settings.write_text(json.dumps(given | {"threads": threads, "lr": 1e-5}))
-        for system, python in systems.items():
-            script = str(Path(__file__).with_name("_sft_child.py"))
-            subprocess.run(
-                [python, "-W", "ignore", script, str(settings), system],
-                check=True, timeout=100, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-            found[system] = json.loads((folder / f"{system}.json").read_text())
-    names = {"rl-engine": "rl-engine", "plain": "plain Hugging Face", "trl": "TRL's SFTTrainer"}
-
-    def speeds(one):
-        return [count / seconds for count, seconds in zip(tokens[1:], one["seconds"][1:], strict=True)]
-
-    measured = {
-        "rows of mixed lengths": ("tokens/s", speeds),
-        "peak resident memory": ("MiB", lambda one: [one["peak_bytes"] / 2**20]),
-        "its growth over imports": ("MiB", lambda one: [(one["peak_bytes"] - one["base_bytes"]) / 2**20]),
-    }
-    for metric, (unit, samples_of) in measured.items():
-        goal = ">= 1.5 of best peer" if unit == "tokens/s" else ">= 1.43 of best peer"  # 1 / 0.7
-        for system, name in names.items():
-            taken = found.get(system)
-            role = Role.OURS if system == "rl-engine" else Role.PEER
-            run.record(
-                metric, name, samples_of(taken) if taken else [], unit=unit, role=role,
-                goal=goal if role is Role.OURS else None, note="" if taken else f"{VARIABLE} is not set",
-            )  # fmt: skip
+        found = race(run, Path(place), given | {"device": "cpu", "is_random": False})
+    tell(run, "rows of mixed lengths", batches, found, warm_up=1, goal=">= 1.5 of best peer")
+    is_above = {"peak resident memory": False, "its growth over imports": True}
+    for metric, over_imports in is_above.items():
+        tell_memory(run, metric, found, over_imports=over_imports)
 
 
-def mixed_row(draw):
+def _on_a_gpu(run: Run) -> None:
+    """The same on a GPU: a model of half a billion parameters, packed batches of eight thousand tokens."""
+    metric, memory = "0.6 B parameters on a GPU", "0.6 B parameters on a GPU, peak memory"
+    goal = ">= 1.5 of best peer"
+    if not torch.cuda.is_available():
+        run.record(metric, NAMES["rl-engine"], [], unit="tokens/s", goal=goal, note="no CUDA device")
+        run.record(memory, NAMES["rl-engine"], [], unit="MiB", goal=">= 1.43 of best peer", note="no CUDA device")
+        return
+    draw = random.Random(0)
+    batches = [full_batch(draw) for _ in range(6 if run.quick else 12)]
+    most_rows = max(map(len, batches))
+    run.parameters(gpu_model=HALF_BILLION, gpu_tokens=GPU_TOKENS, gpu_longest=GPU_LONGEST)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        write_tiny_model(folder)  # its tokenizer
+        AutoConfig.for_model("qwen3", **HALF_BILLION).save_pretrained(folder)
+        (folder / "model.safetensors").unlink()
+        given = {"model": str(folder), "batches": batches, "batch_size": most_rows, "longest": GPU_LONGEST}
+        found = race(run, Path(place), given | {"device": "cuda", "is_random": True}, timeout_s=280)
+    tell(run, metric, batches, found, warm_up=3, goal=goal)
+    tell_memory(run, memory, found, over_imports=False)
+
+
+def race(run: Run, folder: Path, given: dict, *, timeout_s: float = 100) -> dict[str, dict]:
+    """What each system's process wrote; TRL's only where there is its interpreter, and batches are of equally many."""
+    settings, threads = folder / "settings.json", torch.get_num_threads()
+    run.parameters(threads=threads)
+    settings.write_text(json.dumps(given | {"threads": threads, "lr": 1e-5}))
+    trl_python = os.environ.get(VARIABLE)
+    systems = {"rl-engine": sys.executable, "plain": sys.executable}
+    if trl_python and len({len(rows) for rows in given["batches"]}) == 1:
+        systems["trl"] = trl_python
+    found: dict[str, dict] = {}
+    for system, python in systems.items():
+        script = str(Path(__file__).with_name("_sft_child.py"))
+        done = subprocess.run(
+            [python, "-W", "ignore", script, str(settings), system],
+            check=False, timeout=timeout_s, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{system} failed: {done.stderr[-3000:]}")
+        found[system] = json.loads((folder / f"{system}.json").read_text())
+    return found
+
+
+def tell(run: Run, metric: str, batches: list, found: dict[str, dict], *, warm_up: int, goal: str) -> None:
+    """Tokens a second of every step after the first ones."""
+    tokens = [sum(len(row["input_ids"]) for row in rows) for rows in batches][warm_up:]
+    run.parameters(**{f"tokens of steps, {metric}": tokens})
+
+    def speeds(one: dict) -> list[float]:
+        return [count / seconds for count, seconds in zip(tokens, one["seconds"][warm_up:], strict=True)]
+
+    _tell(run, metric, "tokens/s", found, speeds, goal)
+
+
+def tell_memory(run: Run, metric: str, found: dict[str, dict], *, over_imports: bool) -> None:
+    """Bytes at most, or what they are more than before the model."""
+
+    def mebibytes(one: dict) -> list[float]:
+        return [(one["peak_bytes"] - (one["base_bytes"] if over_imports else 0)) / 2**20]
+
+    _tell(run, metric, "MiB", found, mebibytes, ">= 1.43 of best peer")  # 1 / 0.7
+
+
+def _tell(run: Run, metric: str, unit: str, found: dict[str, dict], samples_of, goal: str) -> None:
+    for system, name in NAMES.items():
+        taken, role = found.get(system), Role.OURS if system == "rl-engine" else Role.PEER
+        note = "" if taken else f"{VARIABLE} is not set, or batches differ in rows"
+        run.record(
+            metric, name, samples_of(taken) if taken else [], unit=unit, role=role,
+            goal=goal if role is Role.OURS else None, note=note,
+        )  # fmt: skip
+
+
+def mixed_row(draw, longest, vocab_size, *, centre=4.8):
     """A row of lognormal length, half of it prompt, as TRL takes it."""
-    size = min(LONGEST, max(16, int(draw.lognormvariate(4.8, 0.8))))
-    ids = [draw.randrange(WIDE["vocab_size"]) for _ in range(size)]
+    size = min(longest, max(16, int(draw.lognormvariate(centre, 0.8))))
+    ids = [draw.randrange(vocab_size) for _ in range(size)]
     return {"input_ids": ids, "completion_mask": [int(index >= size // 2) for index in range(size)]}
+
+
+def full_batch(draw):
+    """Rows of mixed lengths with `GPU_TOKENS` tokens in all."""
+    rows, left = [], GPU_TOKENS
+    while left >= 32:
+        row = mixed_row(draw, min(GPU_LONGEST, left), HALF_BILLION["vocab_size"], centre=6.0)
+        rows.append(row)
+        left -= len(row["input_ids"])
+    return rows
 
 
 def write_wide_model(folder):

@@ -36,6 +36,7 @@ def _start_ranks(script, folder, size, *arguments):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared |= {"CUDA_VISIBLE_DEVICES": ""}  # NCCL takes no two ranks on one GPU
     started = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(script), str(folder), *arguments],

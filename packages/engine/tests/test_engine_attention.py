@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 
 from rl_engine import ConfigError, _attention
 from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
@@ -86,11 +87,42 @@ def test_a_model_that_drops_keyword_arguments_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length flash kernel needs a CUDA device")
-def test_flash_agrees_with_blocks(monkeypatch):
+@pytest.mark.parametrize("window", [None, 20])
+def test_flash_agrees_with_blocks(monkeypatch, window):
     lengths = [70, 64, 9, 3]
-    q, k, v = (part.detach().to("cuda", torch.bfloat16) for part in tensors(lengths, size=64))
-    layout = {LAYOUT_KWARG: row_layout(lengths, torch.device("cuda"))}
-    flash, _ = packed_attention(None, q, k, v, None, **layout)
-    monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: False)
-    blocks, _ = packed_attention(None, q, k, v, None, **layout)
-    torch.testing.assert_close(flash, blocks, atol=2e-2, rtol=2e-2)
+    inputs = [part.detach().to("cuda", torch.bfloat16).requires_grad_() for part in tensors(lengths, size=64)]
+    layout = {LAYOUT_KWARG: row_layout(lengths, torch.device("cuda")), "sliding_window": window}
+    found = []
+    for is_flash in (True, False):
+        if not is_flash:
+            monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: False)
+        out, _ = packed_attention(None, *inputs, None, **layout)
+        weight = torch.arange(out.shape[1], device="cuda", dtype=out.dtype)[None, :, None, None].cos()
+        found.append((out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)))
+    torch.testing.assert_close(found[0], found[1], atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("has_gqa", [True, False])
+def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, has_gqa):
+    """On a CPU: a stand-in with the kernel's signature, of this torch and of an older one."""
+    lengths, given = [7, 4], {}
+
+    def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        given.update(heads=key.shape[1], rows=cu_q.tolist(), longest=max_q, window=window_size, is_gqa=enable_gqa)
+        groups = query.shape[1] // key.shape[1]
+        rows = row_layout(lengths, CPU)
+        repeated = (part.repeat_interleave(groups, 1) for part in (key, value))
+        return _attention._attend(query, *repeated, rows, _attention._Options(scale, 0.0, None, None, None))
+
+    def older(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn if has_gqa else older)
+    q, k, v = (part.detach() for part in tensors(lengths))
+    layout = row_layout(lengths, CPU)
+    want, _ = packed_attention(None, q, k, v, None, **{LAYOUT_KWARG: layout})
+    options = _attention._Options(q.shape[-1] ** -0.5, 0.0, None, None, None)
+    got = _attention._varlen(*(part[0].transpose(0, 1) for part in (q, k, v)), layout, options)
+    torch.testing.assert_close(got[None], want)
+    heads = k.shape[1] if has_gqa else q.shape[1]
+    assert given == {"heads": heads, "rows": [0, 7, 11], "longest": 7, "window": (-1, 0), "is_gqa": has_gqa}

@@ -1,9 +1,14 @@
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
 
-from rl_engine import BatchError
+from rl_engine import BatchError, _rows
 from rl_engine._rows import RowBatch
+from rl_engine.losses import last_token, process_reward_loss, row_sum, sft_loss, token_values
 from rl_engine.testing import ragged, ragged_batch
+from rl_engine.types import BatchCounts, ModelOutput
 
 CPU = torch.device("cpu")
 
@@ -62,3 +67,64 @@ def test_a_padded_column_is_refused():
     data["prompt_token_ids"] = torch.tensor([[1, 0]])
     with pytest.raises(BatchError, match="prompt_token_ids is not ragged"):
         RowBatch(data, needs_mask=True, device=CPU)
+
+
+def last_reward(output, rows):
+    """What the losses of reward models look at."""
+    mask = token_values(rows, "loss_mask", output.values)
+    return row_sum(output.values * last_token(mask, output), output).sum(), {}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the CPU that stands for one of a GPU: what makes the CPU wait for that is written down."""
+
+    waits: ClassVar[list[str]] = []
+    WAITING = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "cpu", "equal", "nonzero", "unique")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        is_sized = name == "repeat_interleave" and len(args) > 1 and kwargs.get("output_size") is None
+        masks = [part for part in args[1:2] if isinstance(part, torch.Tensor) and part.dtype == torch.bool]
+        if name in cls.WAITING or is_sized or (name in ("__getitem__", "__setitem__") and masks):
+            cls.waits.append(name)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_micro_batch_is_cut_without_waiting_for_the_device(monkeypatch):
+    data = ragged_batch([[1, 2, 3], [4], [5, 6]], [[7], [8, 9, 10], [11, 12]])
+    data["weight"] = torch.tensor([0.5, 1.0, 2.0])
+    want = RowBatch(data, needs_mask=True, device=CPU)
+    batch = RowBatch(data, needs_mask=True, device=CPU)
+    for column in ("prompt_token_ids", "completion_token_ids"):
+        ragged_column = batch._columns[column]
+        object.__setattr__(ragged_column, "values", ragged_column.values.as_subclass(OnDevice))
+    monkeypatch.setattr(_rows, "to_device", lambda tensor, device: tensor.as_subclass(OnDevice))
+    OnDevice.waits.clear()
+    packed, plain = batch.pack([2, 0]), want.pack([2, 0])
+    selected = batch.select([2, 0])
+    assert OnDevice.waits == []
+    for name in ("token_ids", "position_ids", "score_index", "labels", "cu_seqlens"):
+        assert isinstance(getattr(packed, name), OnDevice)
+        assert getattr(packed, name).tolist() == getattr(plain, name).tolist()
+    assert selected["weight"].tolist() == [2.0, 0.5]
+    assert OnDevice.waits  # what was just asked
+
+
+@pytest.mark.parametrize("loss", [sft_loss, process_reward_loss, last_reward])
+def test_a_loss_is_computed_without_waiting_for_the_device(loss):
+    scores = torch.tensor([-1.0, -0.2, -3.0]).as_subclass(OnDevice).requires_grad_()
+    output = ModelOutput(
+        token_logprobs=scores,
+        token_values=scores,
+        entropy=None,
+        cu_seqlens=torch.tensor([0, 1, 3]).as_subclass(OnDevice),
+        counts=BatchCounts(tokens=4.0, sequences=3.0),
+    )
+    columns = {"loss_mask": torch.tensor([1, 0, 1]), "step_labels": torch.tensor([0.0, 1.0, 1.0])}
+    rows = {
+        name: SimpleNamespace(values=lambda found=found: found.as_subclass(OnDevice)) for name, found in columns.items()
+    }
+    OnDevice.waits.clear()
+    loss(output, rows)[0].backward()
+    assert OnDevice.waits == []

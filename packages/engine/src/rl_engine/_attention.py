@@ -9,13 +9,14 @@ Legend: `T` tokens, `B` rows of a block, `L` its width, `H` query heads, `K` key
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_engine._gather import spread_rows, take_rows
+from rl_engine._gather import spread_rows, take_rows, to_device
 from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def row_layout(lengths: Sequence[int], device: torch.device, sharers: SequenceGr
     blocks = tuple(_block(lengths[first:last], starts[first], device) for first, last in _cut(lengths))
     return RowLayout(
         blocks=blocks,
-        cu_seqlens=offsets.to(device=device, dtype=torch.int32),
+        cu_seqlens=to_device(offsets.to(torch.int32), device),
         max_length=max(lengths),
         sharers=sharers,
     )
@@ -178,8 +179,8 @@ def _block(lengths: Sequence[int], start: int, device: torch.device) -> RowBlock
         starts = sizes.cumsum(0) - sizes
         column = torch.arange(width)
         inside = column < sizes[:, None]
-        pad_index = (starts[:, None] + torch.where(inside, column, 0)).flatten().to(device)
-        unpad_index = inside.flatten().nonzero()[:, 0].to(device)
+        pad_index = to_device((starts[:, None] + torch.where(inside, column, 0)).flatten(), device)
+        unpad_index = to_device(inside.flatten().nonzero()[:, 0], device)
     return RowBlock(
         start=start,
         stop=start + total,
@@ -257,9 +258,12 @@ def _fits_varlen(q: Tensor, v: Tensor, options: _Options) -> bool:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Options) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    groups = q.shape[1] // k.shape[1]
+    groups, shared = q.shape[1] // k.shape[1], {}
     if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            shared = {"enable_gqa": True}
+        else:  # an older torch wants a key head for every query head
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     rows, longest = layout.cu_seqlens, layout.max_length
     window = (-1 if options.window is None else options.window - 1, 0)
     out = varlen_attn(
@@ -272,6 +276,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Option
         longest,
         scale=options.scale,
         window_size=window,
+        **shared,
     )
     assert isinstance(out, Tensor)
     return out

@@ -1,4 +1,7 @@
-"""Moves between token rows and slots whose backward is a copy, not the serial sum that plain indexing needs."""
+"""Moves of rows: to the device, and between token rows and slots.
+
+The backward pass of the latter is a copy, not the serial sum that plain indexing needs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`, without waiting for what that still computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def take_rows(source: Tensor, index: Tensor) -> Tensor:

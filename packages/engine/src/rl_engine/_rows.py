@@ -14,6 +14,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from rl_engine._gather import to_device
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class _Ragged:
 
     values: Tensor
     offsets: Tensor
+    """On the CPU, where micro-batches are laid out: nothing waits for the device in between."""
 
 
 class RowBatch:
@@ -178,21 +180,22 @@ class RowBatch:
             return float(self._completion.values.numel()), float(self.num_rows)
         weights = mask.values.to(torch.float64)
         per_row = torch.zeros(self.num_rows, dtype=torch.float64, device=weights.device)
-        per_row.index_add_(0, _row_of(mask.offsets.diff()), weights)
+        per_row.index_add_(0, self._here(_row_of(mask.offsets.diff())), weights)
         totals = torch.stack([weights.sum(), (per_row > 0).sum().to(torch.float64)]).tolist()
         return totals[0], totals[1]
 
     def select(self, rows: Sequence[int]) -> TensorDict:
         """Every column's given rows, in that order. Jagged columns of equal lengths share their offsets."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self._completion.values.device)
+        index = torch.tensor(rows, dtype=torch.int64)
+        here = self._here(index)
         selected: dict[str, object] = {}
         shared: list[tuple[Tensor, Tensor, Tensor]] = []  # (source offsets, token index, offsets)
         for name, column in self._columns.items():
             if isinstance(column, _Ragged):
-                tokens, offsets = _token_index(column.offsets, index, shared)
+                tokens, offsets = self._shared_index(column.offsets, index, shared)
                 selected[name] = torch.nested.nested_tensor_from_jagged(column.values[tokens], offsets)
             elif isinstance(column, Tensor):
-                selected[name] = column[index]
+                selected[name] = column[here]
             else:
                 selected[name] = NonTensorStack(*[column[row] for row in rows])
         return TensorDict(selected, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
@@ -237,13 +240,14 @@ class RowBatch:
             BatchError: the column is not ragged.
         """
         column = self._ragged(name)
-        return column.values, column.offsets.diff()
+        return column.values, self._here(column.offsets.diff())
 
     def count_tokens(self, token_id: int) -> Tensor:
         """(B,) int64, how often a token stands in each row."""
         counts = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         for column in (self._prompt, self._completion):
-            counts.index_add_(0, _row_of(column.offsets.diff()), (column.values == token_id).to(torch.int64))
+            row_of = self._here(_row_of(column.offsets.diff()))
+            counts.index_add_(0, row_of, (column.values == token_id).to(torch.int64))
         return counts
 
     def _entries(self, name: str, rows: Tensor) -> Tensor | None:
@@ -251,31 +255,33 @@ class RowBatch:
         if name not in self._columns:
             return None
         column = self._ragged(name)
-        return column.values[_token_index(column.offsets, rows, [])[0]]
+        return column.values[self._here(_token_index(column.offsets, rows)[0])]
 
     def pack(self, rows: Sequence[int]) -> PackedRows:
         """The given rows as the model sees them."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self._completion.values.device)
+        index = torch.tensor(rows, dtype=torch.int64)
         prompts, completions = self._prompt_lengths[index], self._completion_lengths[index]
         fed = prompts + completions - self._unfed
         starts = _offsets(fed)
-        completion_tokens, cu_seqlens = _token_index(self._completion.offsets, index, [])
-        prompt_tokens, _ = _token_index(self._prompt.offsets, index, [])
-        labels = self._completion.values[completion_tokens]
+        found, cu_seqlens = _token_index(self._completion.offsets, index)
+        prompt_tokens, _ = _token_index(self._prompt.offsets, index)
         own_index = _positions(completions) + (starts[:-1] + prompts).repeat_interleave(completions)
+        prompt_index = _positions(prompts) + starts[:-1].repeat_interleave(prompts)
         lengths = tuple(self._lengths[row] - self._unfed for row in rows)
+        completion_tokens = self._here(found)
+        labels = self._completion.values[completion_tokens]
         token_ids = labels.new_empty(sum(lengths) + 1)
         # The last token of a row that is not fed it lands on its neighbour's first slot (or on the spare one at the
         # end), which that row's prompt then overwrites.
-        token_ids[own_index] = labels
-        token_ids[_positions(prompts) + starts[:-1].repeat_interleave(prompts)] = self._prompt.values[prompt_tokens]
+        token_ids[self._here(own_index)] = labels
+        token_ids[self._here(prompt_index)] = self._prompt.values[self._here(prompt_tokens)]
         return PackedRows(
             token_ids=token_ids[:-1],
-            position_ids=_positions(fed),
+            position_ids=self._here(_positions(fed)),
             lengths=lengths,
-            score_index=own_index - self._unfed,
+            score_index=self._here(own_index - self._unfed),
             labels=labels,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=self._here(cu_seqlens),
             completions=tuple(self._completions[row] for row in rows),
             num_valid=sum(lengths),
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
@@ -286,11 +292,24 @@ class RowBatch:
     def restore(self, rows: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
         """Per-token results of `rows`, micro-batch by micro-batch, as a jagged column in the order of the batch."""
         values = torch.cat([part.to(self.device) for part in parts])
-        order = torch.tensor(rows, dtype=torch.int64, device=values.device)
-        tokens, _ = _token_index(self._completion.offsets, order, [])
+        tokens, _ = _token_index(self._completion.offsets, torch.tensor(rows, dtype=torch.int64))
         restored = torch.empty_like(values)
-        restored[tokens] = values
-        return torch.nested.nested_tensor_from_jagged(restored, self._completion.offsets)
+        restored[self._here(tokens)] = values
+        return torch.nested.nested_tensor_from_jagged(restored, self._here(self._completion.offsets))
+
+    def _here(self, index: Tensor) -> Tensor:
+        return to_device(index, self.device)
+
+    def _shared_index(
+        self, offsets: Tensor, rows: Tensor, shared: list[tuple[Tensor, Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """`_token_index` on the device; reuses an entry of `shared` with equal source offsets."""
+        for source, tokens, new_offsets in shared:
+            if source is offsets or torch.equal(source, offsets):
+                return tokens, new_offsets
+        tokens, new_offsets = map(self._here, _token_index(offsets, rows))
+        shared.append((offsets, tokens, new_offsets))
+        return tokens, new_offsets
 
     def _ragged(self, name: str) -> _Ragged:
         column = self._columns[name]
@@ -336,7 +355,7 @@ def _take_apart(name: str, column: object, device: torch.device) -> _Ragged | Te
         raise BatchError(
             f"Column {name} is a nested tensor with layout {column.layout} or holes; give it as jagged values."
         )
-    return _Ragged(jagged.values().to(device), jagged.offsets().to(device=device, dtype=torch.int64))
+    return _Ragged(jagged.values().to(device), jagged.offsets().to(device="cpu", dtype=torch.int64))
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -354,12 +373,7 @@ def _positions(lengths: Tensor) -> Tensor:
     return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)
 
 
-def _token_index(offsets: Tensor, rows: Tensor, shared: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Where the given rows' tokens lie, and the new offsets; reuses an entry of `shared` with equal source offsets."""
-    for source, tokens, new_offsets in shared:
-        if source is offsets or torch.equal(source, offsets):
-            return tokens, new_offsets
+def _token_index(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the given rows' tokens lie, and the new offsets."""
     lengths = offsets.diff()[rows]
-    tokens = _positions(lengths) + offsets[:-1][rows].repeat_interleave(lengths)
-    shared.append((offsets, tokens, _offsets(lengths)))
-    return tokens, shared[-1][2]
+    return _positions(lengths) + offsets[:-1][rows].repeat_interleave(lengths), _offsets(lengths)

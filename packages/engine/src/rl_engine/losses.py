@@ -240,16 +240,18 @@ def token_values(rows: TensorDict, column: str, like: Tensor) -> Tensor:
 def row_sum(values: Tensor, output: ModelOutput) -> Tensor:
     """Sum of (C,) `values` over each row, `[B]`."""
     lengths = output.cu_seqlens.diff()
-    row_of = torch.arange(lengths.numel(), device=values.device).repeat_interleave(lengths)
+    row_of = torch.arange(lengths.numel(), device=values.device)
+    row_of = row_of.repeat_interleave(lengths, output_size=values.numel())  # a size that the device need not be asked
     return values.new_zeros(lengths.numel()).index_add(0, row_of, values)
 
 
 def last_token(mask: Tensor, output: ModelOutput) -> Tensor:
     """(C,) 1 at each row's last masked token, 0 elsewhere."""
     lengths = output.cu_seqlens.diff()
-    total = row_sum(mask, output).repeat_interleave(lengths)
+    total = row_sum(mask, output).repeat_interleave(lengths, output_size=mask.numel())
     up_to = functional.pad(mask.cumsum(0), (1, 0))
-    return mask * (up_to[1:] - up_to[output.cu_seqlens[:-1]].repeat_interleave(lengths) == total)
+    before = up_to[output.cu_seqlens[:-1]].repeat_interleave(lengths, output_size=mask.numel())
+    return mask * (up_to[1:] - before == total)
 
 
 def pairs_of(scores: Tensor, rows: TensorDict) -> tuple[Tensor, Tensor]:
