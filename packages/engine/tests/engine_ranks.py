@@ -3,6 +3,7 @@
 import random
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -182,9 +183,27 @@ def loading_memory(folder, world):
         is_done.set()
         watcher.join()
     grown = world.exchange(max(seen) - before)
+    streamed = most_alive(wide)
     whole = sum(tensor.numel() * 4 for _, tensor in wide.get_per_tensor_param()[0])
     wide.close()
-    return grown, whole
+    return grown, whole, streamed
+
+
+def most_alive(engine):
+    """Elements of the streamed tensors that are alive at once, where each is let go before the next is asked for.
+
+    Also those of the largest tensor.
+    """
+    given, most, largest = [], 0, 0
+    stream = iter(engine.get_per_tensor_param()[0])
+    for _, tensor in stream:
+        largest = max(largest, tensor.numel())
+        given.append(weakref.ref(tensor))
+        del tensor
+        alive = [found for ref in given if (found := ref()) is not None]
+        most = max(most, sum(found.numel() for found in alive))
+        del alive
+    return most, largest
 
 
 def background_checkpoint(model, folder, mine):

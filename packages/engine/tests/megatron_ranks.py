@@ -245,6 +245,7 @@ def main(folder, cases):
     except BatchError as error:
         seen["bad_batch"] = str(error)
     seen["pairs"] = pairs_seen(first)
+    seen["streamed"] = ranks.most_alive(first)
     first.close()
     if holder._world.size == 2:
         seen["critics"] = critics(folder, rank, 2)

@@ -146,9 +146,15 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two):
 
 
 def test_only_rank_0_ever_holds_the_whole_model(two):
-    (first, second), whole = two["memory"]
+    (first, second), whole, _ = two["memory"]
     assert first > whole
     assert second < 0.8 * whole  # half of it is its own shard
+
+
+def test_the_stream_of_weights_holds_one_tensor_at_a_time(two):
+    _, whole, (most, largest) = two["memory"]
+    assert 4 * largest < 0.1 * whole
+    assert most <= 2 * largest  # one that was handed out, and the next
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_on_every_rank(two):

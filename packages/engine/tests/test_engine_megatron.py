@@ -223,6 +223,11 @@ def test_shards_cover_the_weights(two):
     assert all(0.4 < share < 0.9 for share in shares.values())
 
 
+def test_the_stream_of_weights_holds_one_parameter_at_a_time(two):
+    most, largest = two["streamed"]
+    assert most <= 3 * largest  # of a query, key and value that lie in one parameter, at most
+
+
 def test_pairs_of_ranks_that_share_a_model_stay_apart(two):
     assert sorted(two["pairs"].count(pair) for pair in set(two["pairs"])) == [2, 2]
 

@@ -149,6 +149,20 @@ def test_every_row_comes_once_before_any_comes_again():
             "row 1 has 1 of loss_mask for 2 tokens",
         ),
         ('{"messages": [{"role": "user", "content": "1"}]}', "row 1: messages has no assistant turn"),
+        ('{"prompt": "1+1=", "completion": "2"}', 'row 1: prompt is "1\\+1="; wanted a list of chat messages'),
+        ('{"prompt": [{"role": "user", "content": "1"}], "completion": 2}', "row 1: completion is 2; wanted text"),
+        (
+            '{"prompt_token_ids": [1.5], "completion_token_ids": [1]}',
+            r"row 1: prompt_token_ids is \[1\.5\]; wanted a list",
+        ),
+        (
+            '{"prompt_token_ids": [1], "completion_token_ids": [1], "loss_mask": [2]}',
+            r"row 1: loss_mask is \[2\]; wanted a list of 0 and 1",
+        ),
+        (
+            '{"prompt_token_ids": [1], "completion_token_ids": [1, 2], "loss_mask": [0, 0]}',
+            "loss_mask is 0 on every token of every row, so that there is nothing to learn",
+        ),
     ],
 )
 def test_bad_rows_are_named(tmp_path, model, text, message):

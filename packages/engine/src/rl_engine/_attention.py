@@ -258,7 +258,8 @@ def _fits_varlen(q: Tensor, v: Tensor, options: _Options) -> bool:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Options) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    groups, shared = q.shape[1] // k.shape[1], {}
+    groups = q.shape[1] // k.shape[1]
+    shared: dict[str, Any] = {}
     if groups > 1:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             shared = {"enable_gqa": True}

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rl_engine.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass(slots=True)
@@ -131,11 +131,13 @@ def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mappi
 
 
 def refuse_empty(path: str | Path, columns: Columns, rows_per_item: int = 1) -> None:
-    """Refuse a row without a prompt token or without a completion token.
+    """Refuse a row without a prompt token or without a completion token, and a file without a token to learn.
 
     Raises:
         DataError: names the row of the file.
     """
+    if not any(map(any, columns.masks)):
+        raise DataError(f"{path}: loss_mask is 0 on every token of every row, so that there is nothing to learn.")
     for index, (prompt, completion) in enumerate(zip(columns.prompts, columns.completions, strict=True)):
         if not prompt or not completion:
             number = index // rows_per_item + 1
@@ -151,10 +153,63 @@ def jagged(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) ->
 
 def _checked(row: Any, path: Path, number: int, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
     if isinstance(row, dict) and any(all(name in row for name in shape) for shape in shapes):
+        has_ids = "prompt_token_ids" in row  # texts beside them are not read
+        for name, (is_right, wanted) in _FIELDS.items():
+            is_read = name in row and not (has_ids and is_right in (_is_chat, _is_text))
+            if is_read and not is_right(row[name]):
+                raise DataError(f"{path}: row {number}: {name} is {_shortened(row[name])}; wanted {wanted}.")
         return row  # pyright: ignore[reportUnknownVariableType] - JSON
     fields = ", ".join(sorted(map(str, row))) if isinstance(row, dict) else type(row).__name__
     wanted = ", or ".join(f"{', '.join(shape[:-1])} and {shape[-1]}" if shape[1:] else shape[0] for shape in shapes)
     raise DataError(f"{path}: row {number} has {fields or 'nothing'}; wanted {wanted}.")
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one in (0, 1) for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int | float) and 0 <= one <= 1 for one in value)  # pyright: ignore[reportUnknownVariableType]
+
+
+_CHAT = (_is_chat, 'a list of chat messages, such as [{"role": "user", "content": "text"}]')
+_TEXT = (_is_text, "text")
+_IDS = (_are_ids, "a list of whole numbers")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": _CHAT,
+    "messages": _CHAT,
+    "completion": _TEXT,
+    "chosen": _TEXT,
+    "rejected": _TEXT,
+    "prompt_token_ids": _IDS,
+    "completion_token_ids": _IDS,
+    "chosen_token_ids": _IDS,
+    "rejected_token_ids": _IDS,
+    "loss_mask": (_is_mask, "a list of 0 and 1"),
+    "steps": (_are_texts, "a list of texts"),
+    "labels": (_are_shares, "a list of numbers from 0 to 1"),
+}
 
 
 def _tokenizer(model_path: str | Path) -> Any:
