@@ -25,7 +25,14 @@ def model(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     return folder
+
+
+def test_a_folder_without_weights_is_refused(model, capsys):
+    (model / "model.safetensors").unlink()
+    assert cli.main(["quickstart", f"model.path={model}", "--dry-run"]) == 2
+    assert "has no .safetensors file, so it has no weights" in capsys.readouterr().err
 
 
 @pytest.fixture

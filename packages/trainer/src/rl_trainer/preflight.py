@@ -205,6 +205,8 @@ def check_model(config: Config) -> None:
             f"model.path={folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer "
             "files into it"
         )
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"model.path={folder} has no .safetensors file, so it has no weights; give a complete folder")
     model, engine = _model_config(folder), config.engine
     longest, (wanted, keys) = model.get("max_position_embeddings"), longest_sequence(config)
     if longest is not None and wanted > longest:

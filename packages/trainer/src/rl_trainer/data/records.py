@@ -66,7 +66,7 @@ def _files(path: Path, eval_path: str | None) -> tuple[Path, Path | None]:
         path, found_eval = train, found_eval or _one_of(path, "test")
     for file in filter(None, (path, found_eval)):
         if not file.is_file():
-            raise DataError(f"there is no file {file}")
+            raise DataError(f"there is no file {file}, which data.path or data.eval_path leads to")
     return path, found_eval
 
 
