@@ -220,7 +220,9 @@ def official(site):
 
     def call(work):
         async def scenario():
-            async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key=TOKEN, max_retries=0) as client:
+            async with openai.AsyncOpenAI(
+                base_url=f"{site.url}/v1", api_key=TOKEN, max_retries=0, timeout=240
+            ) as client:
                 return await work(client)
 
         return site.run(scenario())

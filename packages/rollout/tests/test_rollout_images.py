@@ -204,7 +204,7 @@ def test_a_chat_with_image_urls(served):
 
     async def ask(image_url):
         content = [{"type": "image_url", "image_url": {"url": image_url}}, {"type": "text", "text": "45"}]
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240) as client:
             return await client.chat.completions.create(
                 model=server.status()["model"],
                 messages=[{"role": "user", "content": content}],

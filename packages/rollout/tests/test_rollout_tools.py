@@ -73,7 +73,7 @@ def ask(folder, monkeypatch):
             if written is not None:
                 server.generate = scripted
             try:
-                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=240) as client:
                     given = {"model": folder.name, "messages": [{"role": "user", "content": "1+2"}]} | settings
                     answer = await client.chat.completions.create(**given)
                     return [chunk async for chunk in answer] if settings.get("stream") else answer
