@@ -163,12 +163,23 @@ def test_awkward_tensors():
         "expanded": torch.randn(1).expand(5),
         "conjugated": z.conj(),
         "imaginary": z.conj().imag,
+        "negated": z.conj().imag[:1, :1],  # a single number is contiguous, whatever its stride
         "parameter": torch.nn.Parameter(torch.randn(3)),
         "buffer": bytearray(b"q"),
         "view": memoryview(b"0123456789")[::2],
     }
     view = frames.decode(frames.encode({**mapping, "jagged": jagged}).to_bytes())
-    for name in ("scalar", "empty", "transposed", "strided", "expanded", "conjugated", "imaginary", "parameter"):
+    for name in (
+        "scalar",
+        "empty",
+        "transposed",
+        "strided",
+        "expanded",
+        "conjugated",
+        "imaginary",
+        "negated",
+        "parameter",
+    ):
         assert torch.equal(view[name], mapping[name].detach()), name
         assert view[name].shape == mapping[name].shape
     assert bytes(view["buffer"]) == b"q"

@@ -81,6 +81,13 @@ bool is_plain_tensor(PyObject* object) {
   return type == torch().tensor_type || type == torch().parameter_type;
 }
 
+bool is_negated(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor, name));
+  if (!answer) throw py::error_already_set();
+  return answer.ptr() != Py_False;
+}
+
 bool is_contiguous(const dl::Tensor& t) {
   std::int64_t expected = 1;
   bool packed = true;

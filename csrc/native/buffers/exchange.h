@@ -53,6 +53,9 @@ const dl::Exchange& exchange();
 bool is_plain_tensor(PyObject* object);
 
 bool is_contiguous(const dl::Tensor& tensor);
+
+// Whether a tensor is to be negated when it is read, as the imaginary part of a conjugated one: DLPack does not say.
+bool is_negated(PyObject* tensor);
 std::uint64_t num_bytes(const dl::Tensor& tensor);  // of the elements, strides aside
 inline unsigned char* address(const dl::Tensor& t) { return static_cast<unsigned char*>(t.data) + t.byte_offset; }
 

@@ -142,7 +142,8 @@ class Encoded {
     return false;
   }
 
-  // Fills `t` if the tensor's memory can be used as it stands. Complex tensors may be lazily conjugated: normalise resolves that.
+  // Fills `t` if the tensor's memory can be used as it stands. Complex tensors may be lazily conjugated, and the imaginary part
+  // of one, which is contiguous if it is a single number, lazily negated: normalise resolves that.
   bool describe(const py::object& value, dl::Tensor& t, std::uint8_t& code, bool normalised) {
     if (exchange().tensor_from_object(value.ptr(), &t)) {
       PyErr_Clear();
@@ -151,6 +152,7 @@ class Encoded {
     if (t.device.type != dl::kCpu || !is_contiguous(t) || static_cast<unsigned>(t.ndim) > kMaxDims) return false;
     code = dtype_code(t.dtype);
     if (!code) return false;
+    if (!normalised && num_bytes(t) <= sizeof(double) && is_negated(value.ptr())) return false;
     alive_.push_back(value);
     return normalised || kDTypes[code].code != 5;
   }

@@ -20,14 +20,6 @@ constexpr std::size_t kReleaseGil = 64 << 10;
 constexpr std::uint8_t kComplex = 5;  // DLPack's code; such tensors may be conjugated lazily
 constexpr std::uint8_t kInt64 = 9;    // code of FRAMES.md
 
-// Whether a tensor is to be negated when it is read (the imaginary part of a conjugated one): DLPack does not say.
-bool is_negated(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor, name));
-  if (!answer) throw py::error_already_set();
-  return answer.ptr() != Py_False;
-}
-
 // A tensor whose memory can be copied as it stands.
 bool describe(PyObject* object, dl::Tensor& t) {
   if (!is_plain_tensor(object) || is_negated(object)) return false;
