@@ -128,7 +128,6 @@ REFUSED = [
     ([], ["rollout.options={blok_size: 3}"], "backend=embedded cannot .* no option 'blok_size'; did you mean 'block_"),
     ([VLLM], ["rollout.options={block_size: 3}"], "rollout.backend=vllm cannot be used .* no option 'block_size'"),
     ([VLLM], ["rollout.colocated=true"], "rollout.backend=vllm cannot give the memory of its weights back"),
-    ([SGLANG], [], "rollout.backend=sglang does not seed its requests with these rollout.options"),
     (["rollout.backend=tensorrt_llm"], [], "rollout.backend=tensorrt_llm takes no new weights"),
     ([], ["weights_transport=inproc"], "weights_transport=inproc moves data inside one process, and runtime=ray"),
     ([], ["queue_storage=inproc"], "queue_storage=inproc moves data inside one process"),
@@ -158,6 +157,17 @@ def test_what_a_backend_can_do_is_told_and_leaves_nothing_behind(folder, overrid
     ((what, how),) = check_backends(load_config("quickstart", [f"model.path={folder}", *overrides]))
     assert (what, how.rpartition(": ")[2]) == ("server", levels)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):
+    settings = load_config("quickstart", [f"model.path={folder}", SGLANG])
+    ((_, how),) = check_backends(settings)
+    assert "requests without seeds" in how
+    fields = {
+        seeded: RolloutManager(None, [{}], None, settings, is_seeded=seeded).sampling("1/0").keys()
+        for seeded in (True, False)
+    }
+    assert fields[True] - fields[False] == {"seed"}
 
 
 def test_a_model_that_is_yet_to_be_made_is_described_to_the_server():

@@ -58,12 +58,6 @@ _NEEDS = (
         "other options, or another backend",
     ),
     _Need(
-        asks=lambda _: True,
-        is_met=lambda can: can.is_seeded,
-        sentence="does not seed its requests with these rollout.options, and seed gives every rollout a seed of its "
-        "own; have its options turn that on (sglang: --enable-deterministic-inference among args)",
-    ),
-    _Need(
         asks=lambda config: config.rollout.colocated,
         is_met=lambda can: 2 in can.sleep_levels,
         sentence="cannot give the memory of its weights back with these rollout.options, which rollout.colocated=true "
@@ -102,7 +96,10 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
     can = _server_capabilities(config)
     _require(config, can, [need for need in _NEEDS if need.is_known_early])
     levels = " and ".join(str(level) for level in can.sleep_levels) or "none"
-    return [("server", f"{config.rollout.backend}: new weights, seeded requests, levels of sleep: {levels}")]
+    seeds = (
+        "seeded requests" if can.is_seeded else "requests without seeds (the same seed samples other tokens each run)"
+    )
+    return [("server", f"{config.rollout.backend}: new weights, {seeds}, levels of sleep: {levels}")]
 
 
 def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:

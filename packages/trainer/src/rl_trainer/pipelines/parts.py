@@ -192,7 +192,8 @@ def place(
                 engine.offload()
     addresses = _answers(rollout, RolloutWorker.address)
     has_images = any(row.get("images") for row in (*datasets.train, *datasets.eval))
-    for can in _answers(rollout, RolloutWorker.capabilities):
+    capabilities = _answers(rollout, RolloutWorker.capabilities)
+    for can in capabilities:
         check_started(config, can, has_images=has_images)
     workers = runtime.create_fleet(
         AgentWorker,
@@ -241,7 +242,14 @@ def place(
             coef=config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef,
             target=config.algorithm.kl_target,
         ),
-        rollout_manager=RolloutManager(agents, prompts.rows, prompts.order, config, num_groups=num_groups),
+        rollout_manager=RolloutManager(
+            agents,
+            prompts.rows,
+            prompts.order,
+            config,
+            num_groups=num_groups,
+            is_seeded=all(can.is_seeded for can in capabilities),
+        ),
         replay=history,
         held=held,
         weights=WeightSync(actor, rollout, agents, rewards=rewards, is_colocated=config.rollout.colocated),

@@ -58,9 +58,10 @@ class RolloutManager:
         config: Config,
         *,
         num_groups: int = 0,
+        is_seeded: bool = True,
     ) -> None:
         self._agents, self._rows, self.order, self._config = agents, rows, order, config
-        self._num_groups = num_groups
+        self._num_groups, self._is_seeded = num_groups, is_seeded
         self._row_of: dict[int, int] = {}
         self._given_back: set[int] = set()
 
@@ -199,14 +200,17 @@ class RolloutManager:
             self.order.observe(self._row_of.pop(group), given)
 
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:
-        """Sampling parameters, seeded by the run's seed and `salt`; at `rollout.temperature` unless told otherwise."""
+        """Sampling parameters at `rollout.temperature` unless told otherwise.
+
+        Seeded by the run's seed and `salt`, where the servers can be.
+        """
         rollout = self._config.rollout
-        return {
+        params: dict[str, Any] = {
             "temperature": rollout.temperature if temperature is None else temperature,
             "top_p": rollout.top_p,
             "max_new_tokens": rollout.max_new_tokens,
-            "seed": hash_seed(f"{self._config.seed}/{salt}"),
         }
+        return params | ({"seed": hash_seed(f"{self._config.seed}/{salt}")} if self._is_seeded else {})
 
 
 def held_group(job: Job, *, released: int, attempt: int) -> HeldGroup:
