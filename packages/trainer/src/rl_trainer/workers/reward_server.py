@@ -41,13 +41,19 @@ class RewardServers:
         """Start the servers that do not run; returns the endpoint of each part.
 
         Raises:
-            RewardError: one ended, or was not ready in time; carries its last lines.
+            RewardError: one ended, or was not ready in time; carries its last lines. None runs then.
         """
         for name, folder in self._folders.items():
-            if name not in self._processes or not self._processes[name].is_alive:
+            if (server := self._processes.get(name)) is not None and not server.is_alive:
+                self._processes.pop(name).end()
+            if name not in self._processes:
                 self._processes[name] = _Server(name, folder)
         deadline = time.monotonic() + self._timeout_s
-        return {name: server.url(deadline) for name, server in self._processes.items()}
+        try:
+            return {name: server.url(deadline) for name, server in self._processes.items()}
+        except RewardError:
+            self.sleep()
+            raise
 
     @register(Dispatch.RANK_ZERO)
     def sleep(self) -> None:
@@ -112,5 +118,6 @@ class _Server:
         self._process.kill()
         self._process.wait()
         self._reading.join(10.0)
-        assert self._process.stdin is not None, "it is a pipe"
-        self._process.stdin.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None, "they are pipes"
+            pipe.close()
