@@ -115,6 +115,7 @@ def test_compiled_estimators_and_copies_equal_the_eager_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's inductor, of its own code
 def test_inductor_compiles_the_whole_step():
     torch._dynamo.reset()
 
