@@ -115,8 +115,9 @@ class _NixlDesk(Desk):
         super().__init__(hub, label, send)
         self._agent = agent
         self._limit_s = limit_s
-        self._held: dict[int, Opened] = {}
-        """What the client is reading."""
+        self._held: dict[int, tuple[Opened, list[torch.Tensor]]] = {}
+        """What the client is reading: extents, and copies of values that were too small and scattered to be told of
+        one by one."""
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
         """See `Desk`."""
@@ -144,18 +145,23 @@ class _NixlDesk(Desk):
         places: list[Place] = []
         starts: list[int] = []
         described: dict[str, Any] = {}
+        copies: list[torch.Tensor] = []
+        kept = {extent.memory.untyped_storage().data_ptr() for extent in opened.values()}
         cursor = 0
         for name, (schema, pieces, lengths) in located_parts(reply, opened).items():
             start = cursor
             for piece in pieces:
                 if piece.nbytes:
-                    places.append((as_bytes(piece).data_ptr(), piece.nbytes))
+                    values = as_bytes(piece)
+                    if values.untyped_storage().data_ptr() not in kept:
+                        copies.append(values)
+                    places.append((values.data_ptr(), values.nbytes))
                     starts.append(cursor)
                     cursor += piece.nbytes
             described[name] = [schema, sum(map(len, pieces)), cursor - start, lengths]
             cursor += -cursor % ALIGNMENT
-        self._held[number] = opened
-        memory = [self._agent.describe(extent.memory) for extent in opened.values()]
+        self._held[number] = opened, copies
+        memory = [self._agent.describe(tensor) for tensor in (*(extent.memory for extent in opened.values()), *copies)]
         answer = {"columns": described, "places": places, "starts": starts, "nbytes": cursor, "memory": memory}
         return {"id": number, **answer}, []
 
