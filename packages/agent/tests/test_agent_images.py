@@ -21,7 +21,8 @@ from rl_agent import (
     load_tokenizer,
     validate_output,
 )
-from rl_agent._images import data_url, take_images
+from rl_agent._images import data_url
+from rl_agent._media import take_images
 from rl_agent._template import TurnTemplate
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_rollout import ServerConfig, create_server
@@ -70,14 +71,14 @@ def test_an_image_is_its_bytes_whichever_way_it_comes(tmp_path):
 def test_places_take_the_images_of_the_row_in_order_and_the_numbers_have_to_agree():
     place = {"type": "image"}
     messages, images = take_images(
-        [user(place, "a", {"type": "image_url", "image_url": {"url": URL}}, place)], [PNG, JPEG]
+        [user(place, "a", {"type": "image_url", "image_url": {"url": URL}}, place)], {"images": [PNG, JPEG]}
     )
     assert images == (data_url(PNG), URL, data_url(JPEG))
     assert messages == [user(place, "a", place, place)]
     with pytest.raises(RowError, match="more places for images than the 1 images"):
-        take_images([user(place, place)], [PNG])
+        take_images([user(place, place)], {"images": [PNG]})
     with pytest.raises(RowError, match="the row has 2 images, and its messages places for 1"):
-        take_images([user(place)], [PNG, JPEG])
+        take_images([user(place)], {"images": [PNG, JPEG]})
 
 
 @pytest.mark.parametrize("name", ["single_turn", "tool"])

@@ -8,11 +8,16 @@ RIGHT, WRONG = " ", "."
 
 
 class LongSums:
-    """A dataset for `data.format`."""
+    """A dataset for `data.format`.
+
+    Which rows are held out does not depend on the run's seed: every run, and its peer, learns from the rows that the
+    model was warmed up on.
+    """
 
     def __init__(self, config, *, seed):
+        del seed
         pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-        random.Random(seed).shuffle(pairs)
+        random.Random(0).shuffle(pairs)
         rows = [row(a, b) for a, b in pairs]
         self.train, self.eval = rows[config.eval_size :], rows[: config.eval_size]
 

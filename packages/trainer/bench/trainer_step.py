@@ -2,7 +2,7 @@
 
 Both start from the same model, which adds two digits and mostly writes the answer down in a form that is not rewarded,
 have the same task, batch, learning rate, clipping and number of steps, and are measured by the rewards of their own
-samples, three seeds each.
+samples, eight seeds each.
 TRL is an optional peer in an environment of its own, because it pins other versions than the workspace:
 
     uv venv trl && uv pip install --python trl/bin/python trl==1.16.0 transformers==5.23.0 datasets==5.2.0
@@ -32,6 +32,7 @@ VARIABLE = "RL_BENCH_TRL_PYTHON"
 PROMPTS, GROUP, MAX_NEW_TOKENS, LR, LR_WARMUP_STEPS, SEED = 8, 8, 32, 2.0e-4, 2, 0
 WINDOW = 6
 """Steps whose samples make one point of the learning curve."""
+NUM_SEEDS = 8
 TIMEOUT_S = 500
 WARMUP = WarmupConfig(hidden_size=192, num_layers=2, steps=100, batch_size=64, target_accuracy=0.25)
 WRONG_SHARE = 0.7
@@ -45,7 +46,7 @@ SIZES = [
 
 
 def main(run: Run) -> None:
-    steps, seeds = (12, (SEED,)) if run.quick else (4 * WINDOW, (SEED, SEED + 1, SEED + 2))
+    steps, seeds = (12, (SEED,)) if run.quick else (4 * WINDOW, tuple(range(SEED, SEED + NUM_SEEDS)))
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     run.parameters(
         prompts=PROMPTS, group_size=GROUP, max_new_tokens=MAX_NEW_TOKENS, lr=LR, steps=steps, threads=threads,

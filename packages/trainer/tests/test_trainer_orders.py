@@ -217,12 +217,6 @@ def test_a_dataset_of_your_own_from_a_file(tmp_path):
         load_datasets(DataConfig(format="jsn"), seed=0)
 
 
-def test_what_the_pipelines_do_not_bring_to_the_engine_is_refused(tmp_path):
-    path = write(tmp_path / "d.jsonl", [{**row(0), "videos": ["x.mp4"]}])
-    with pytest.raises(DataError, match="row 1 has videos, which the pipelines do not bring to the engine"):
-        load_datasets(DataConfig(path=path), seed=0)
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

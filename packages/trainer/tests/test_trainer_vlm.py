@@ -29,14 +29,15 @@ def picture(colour, draw):
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def trained(folder, steps, *overrides):
-    """The summary and the records of a run."""
+def trained(folder, steps, *overrides, column="images"):
+    """The summary and the records of a run; a video is one of three pictures, of which two are shown."""
     draw = random.Random(0)
-    content = [{"type": "image"}, {"type": "text", "text": "colour?"}]
+    place = {"type": "image"} if column == "images" else {"type": "video", "nframes": 2}
+    content = [place, {"type": "text", "text": "colour?"}]
     rows = [
         {
             "prompt": [{"role": "user", "content": content}],
-            "images": [picture(colour, draw)],
+            column: [picture(colour, draw) if column == "images" else [picture(colour, draw) for _ in range(3)]],
             "data_source": "colours",
             "reward_model": {"ground_truth": colour},
         }
@@ -55,8 +56,9 @@ def trained(folder, steps, *overrides):
     return summary, [json.loads(line) for line in lines]
 
 
-def test_a_step_on_images(tmp_path):
-    summary, records = trained(tmp_path, 1)
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_a_step_on_images_and_on_the_frames_of_videos(tmp_path, column):
+    summary, records = trained(tmp_path, 1, column=column)
     assert (summary["steps"], summary["rows_too_long"]) == (1, 0)
     metrics = records[1]["metrics"]
     assert metrics["grad_norm"] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._images import count_images, take_images, without_images
+from rl_agent._media import count_images, take_images, without_images
 from rl_agent.errors import RowError, TemplateError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def tokenize_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[tuple
     Raises:
         TemplateError, RowError: see `messages_of`, `take_images` and `render_prompt`.
     """
-    messages, images = take_images(messages_of(row), row.get("images") or ())
+    messages, images = take_images(messages_of(row), row)
     return render_prompt(tokenizer, messages), images
 
 

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from rl_agent._chat import render_prompt
-from rl_agent._images import count_images, without_images
+from rl_agent._media import count_images, without_images
 from rl_agent.errors import TemplateError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from rl_trainer.capabilities import scheme_of
 from rl_trainer.checkpoints import RunState
+from rl_trainer.data import shows_images
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.plan import has_reference, longest_sequence
 from rl_trainer.rewards import check_function, check_packages, resolve_reward
@@ -45,10 +46,10 @@ def check(config: Config, rows: list[Row]) -> None:
     check_model(config)
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
-    if config.engine.router_replay and any(row.get("images") for row in rows):
+    if config.engine.router_replay and any(shows_images(row) for row in rows):
         raise InputError(
             "engine.router_replay=true takes the experts that the servers chose, and they do not tell those of prompts "
-            "with images, which rows of the data have; leave router_replay out, or those rows"
+            "with images or videos, which rows of the data have; leave router_replay out, or those rows"
         )
     _check_rewards(config, rows)
     output_dir = Path(config.output_dir) if config.output_dir is not None else None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rl_agent._chat import messages_of
-from rl_agent._images import data_url, take_images
+from rl_agent._images import data_url
+from rl_agent._media import take_images
 from rl_agent.errors import FailureError, RowError
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.tools.browser import Browser, browser_tools
@@ -96,7 +97,7 @@ class GuiLoop(ToolLoop):
         async with self._pages:
             try:
                 shown = await self._browser.open(session_id, url, html)
-                prompt, images = take_images(_with_page(messages, shown, self._escaped), kwargs.get("images") or ())
+                prompt, images = take_images(_with_page(messages, shown, self._escaped), kwargs)
                 names = tuple(self._tools)
                 session, metrics, end = await self._converse(prompt, names, sampling_params, session_id, images)
                 reward = _reward(check, await self._browser.evaluate(session_id, check))

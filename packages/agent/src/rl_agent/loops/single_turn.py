@@ -22,7 +22,8 @@ class SingleTurnLoop(AgentLoop):
 
         Args:
             sampling_params: Fields of `rl_rollout.types.SamplingParams`.
-            **kwargs: The row; `prompt` (chat messages) and `images`, for places in them that bring none, are used.
+            **kwargs: The row; `prompt` (chat messages), and `images` and `videos`, for places in them that bring none,
+                are used.
 
         Raises:
             RowError: the row has no `prompt`, or it cannot be rendered.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rl_agent._chat import messages_of
-from rl_agent._images import take_images
+from rl_agent._media import take_images
 from rl_agent._registry import load_plugin
 from rl_agent._session import Session
 from rl_agent._template import TurnTemplate
@@ -90,14 +90,15 @@ class ToolLoop(AgentLoop):
 
         Args:
             sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each turn.
-            **kwargs: The row; `prompt` (chat messages) and, where it is given, `tools` (names) are used.
+            **kwargs: The row; `prompt` (chat messages), `images` and `videos` for places in them that bring none, and
+                `tools` (names), where they are given, are used.
 
         Raises:
             RowError: the row has no `prompt`, or there are no tools, or unknown ones.
             FailureError: a generation was aborted before its first token, or a tool's own machinery failed.
         """
         names = self._names_of(kwargs)
-        messages, images = take_images(messages_of(kwargs), kwargs.get("images") or ())
+        messages, images = take_images(messages_of(kwargs), kwargs)
         session, metrics, end = await self._converse(messages, names, sampling_params, uuid4().hex, images)
         return session.finish(metrics=metrics, extra_fields={"end": end})
 

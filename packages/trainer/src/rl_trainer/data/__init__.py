@@ -2,6 +2,6 @@
 
 from rl_trainer.data.datasets import Datasets, load_datasets
 from rl_trainer.data.order import Order, PromptOrder
-from rl_trainer.data.rows import Row
+from rl_trainer.data.rows import Row, shows_images
 
-__all__ = ["Datasets", "Order", "PromptOrder", "Row", "load_datasets"]
+__all__ = ["Datasets", "Order", "PromptOrder", "Row", "load_datasets", "shows_images"]

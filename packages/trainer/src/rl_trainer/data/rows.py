@@ -1,7 +1,8 @@
 """What a row is, and how a record of a file becomes one.
 
 A row is a JSON-able mapping: `prompt` (chat messages), `data_source`, `reward_model` ({"style": "rule",
-"ground_truth": ...}), `extra_info`, optionally `agent_name`. Every row is checked before it is used.
+"ground_truth": ...}), `extra_info`, optionally `agent_name`, `images` and `videos`. Every row is checked before it is
+used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 _GSM8K_ANSWER = re.compile(r"####\s*(\S.*)\s*$")
+_SEEN = ("image", "image_url", "video", "video_url")
 GSM8K_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -51,12 +53,13 @@ def checked(record: Mapping[str, Any], where: str) -> Row:
         raise DataError(
             f"{where}: 'reward_model' must be an object with 'ground_truth', got {record['reward_model']!r:.80}"
         )
-    if record.get("videos"):
-        raise DataError(
-            f"{where} has videos, which the pipelines do not bring to the engine; they would be left out in silence. "
-            "Give their frames as images, or take such rows out"
-        )
     return dict(record)
+
+
+def shows_images(row: Row) -> bool:
+    """Whether the prompt has images, or frames of videos, which reach the model as images."""
+    parts = (part for message in row["prompt"] if isinstance(message["content"], list) for part in message["content"])
+    return any(part.get("type", "text") in _SEEN for part in parts if isinstance(part, dict))
 
 
 def _from_gsm8k(record: Mapping[str, Any], where: str, template: str) -> Row:

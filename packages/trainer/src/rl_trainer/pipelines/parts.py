@@ -13,6 +13,7 @@ from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
 from rl_trainer.capabilities import address_of, check_started
 from rl_trainer.checkpoints import queue_snapshot
+from rl_trainer.data import shows_images
 from rl_trainer.data.prompts import make_prompts
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines import moving_reference
@@ -191,7 +192,7 @@ def place(
             if engine is not None and engine is not actor:
                 engine.offload()
     addresses = _answers(rollout, RolloutWorker.address)
-    has_images = any(row.get("images") for row in (*datasets.train, *datasets.eval))
+    has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
     capabilities = _answers(rollout, RolloutWorker.capabilities)
     for can in capabilities:
         check_started(config, can, has_images=has_images)
