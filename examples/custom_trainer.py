@@ -20,14 +20,9 @@ PROMPTS, GROUP, NEW_TOKENS = ["1 + 1 =", "12 + 34 =", "7 + 7 ="], 8, 8
 
 
 def policy_loss(output, rows):
-    result = rl_csrc.policy_loss(
-        output.logprobs,
-        rows["rollout_logprobs"].values(),
-        rows["advantages"].values(),
-        rows["loss_mask"].values(),
-        output.cu_seqlens,
-        num_tokens=output.counts.tokens,  # of the whole batch: micro-batches add up
-    )
+    behaviour, advantages, mask = (rows[name].values() for name in ("rollout_logprobs", "advantages", "loss_mask"))
+    tokens = output.counts.tokens  # of the whole batch: micro-batches add up
+    result = rl_csrc.policy_loss(output.logprobs, behaviour, advantages, mask, output.cu_seqlens, num_tokens=tokens)
     return result.loss, {}
 
 
@@ -46,10 +41,8 @@ async def train(model_path: str, num_steps: int) -> list[float]:
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS for _ in range(GROUP)]
     groups = torch.arange(len(PROMPTS)).repeat_interleave(GROUP)
     seven = set(tokenizer("7")["input_ids"])
-    engine = rl_engine.create_engine(
-        "fsdp", rl_engine.EngineConfig(model_path=model_path, optimizer=rl_engine.OptimizerConfig(lr=1e-2))
-    )
-    engine.initialize()
+    config = rl_engine.EngineConfig(model_path=model_path, optimizer=rl_engine.OptimizerConfig(lr=1e-2))
+    worker = rl_engine.TrainingWorker(config)
     server = rl_rollout.create_server("embedded", ServerConfig(model_path=model_path))
     await server.start()
     sender = rl_ckpt.connect("inproc://weights", role="send")
@@ -68,16 +61,14 @@ async def train(model_path: str, num_steps: int) -> list[float]:
             "rollout_logprobs": jagged([o.logprobs for o in outputs], torch.float32),
             "advantages": jagged([[float(a)] * len(c) for a, c in zip(advantages, completions)], torch.float32),
         }
-        with engine.train_mode():
-            engine.optimizer_zero_grad()
-            engine.forward_backward_batch(TensorDict(columns, batch_size=[len(prompts)]), policy_loss)
-            engine.optimizer_step()
-        sending = sender.send_weights(engine.get_per_tensor_param()[0], version=step + 1, num_peers=1)
+        worker.forward_backward(TensorDict(columns, batch_size=[len(prompts)]), policy_loss)
+        worker.optim_step()
+        sending = sender.send_weights(worker.engine.get_per_tensor_param()[0], version=step + 1, num_peers=1)
         await asyncio.gather(sending, server.update_weights(receiver, step + 1))
         means.append(rewards.mean().item())
         print(f"step {step}: mean reward {means[-1]:.3f}")
     await asyncio.gather(server.stop(), sender.close(), receiver.close())
-    engine.close()
+    worker.close()
     return means
 
 

@@ -11,4 +11,4 @@ def test_the_custom_trainer_learns(model):
     train = runpy.run_path(str(EXAMPLE))["train"]
     means = asyncio.run(train(str(model), 20))
     assert means[-1] > means[0] + 0.2
-    assert sum(bool(line.strip()) for line in EXAMPLE.read_text().splitlines()) < 80
+    assert len(EXAMPLE.read_text().splitlines()) < 80
