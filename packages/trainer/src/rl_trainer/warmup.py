@@ -10,6 +10,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import InputError, TrainerError
@@ -64,7 +66,7 @@ def make_small_model(
         on_line: Gets each line that `rl-sft` prints.
 
     Raises:
-        TrainerError: `rl-sft` failed; carries its last lines.
+        TrainerError: `rl-sft` failed, or was not done in time; carries its last lines.
     """
     untrained, data, model = folder / "untrained", folder / "sft.jsonl", folder / "model"
     write_tokenizer(untrained, has_calculator=config.calculator_share > 0)
@@ -104,19 +106,27 @@ def demonstration(row: Row, *, has_call: bool, width: int = 0) -> list[dict[str,
 
 
 def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None]) -> None:
-    lines: list[str] = []
+    last: deque[str] = deque(maxlen=20)
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        process.kill()
+
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None, "stdout is a pipe"
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            on_line(lines[-1])
+        watchdog = threading.Timer(timeout_s, end)
+        watchdog.start()
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            process.kill()
-            raise TrainerError(f"rl-sft did not finish within {timeout_s:.0f} s") from error
+            for line in process.stdout:
+                last.append(line.rstrip())
+                on_line(last[-1])
+            code = process.wait()
+        finally:
+            watchdog.cancel()
     if code != 0:
-        raise TrainerError("rl-sft failed; its last lines:\n" + "\n".join(lines[-20:]))
+        what = f"did not finish within {timeout_s:g} s" if is_late.is_set() else "failed"
+        raise TrainerError(f"rl-sft {what}; its last lines:\n" + "\n".join(last))
 
 
 def write_config(folder: Path, config: WarmupConfig) -> None:
