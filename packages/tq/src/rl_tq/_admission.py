@@ -7,6 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rl_tq import _checks, _sharing
+from rl_tq._options import DEFAULT_OPTIONS
 from rl_tq._requests import Admission, Put, Request
 from rl_tq.errors import QueueFullError, SchemaError
 from rl_tq.types import Credit, OnFull, PartitionOptions
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
     from rl_tq._rows import Partition, Row
     from rl_tq._state import State
-
-_DEFAULTS = PartitionOptions()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Admissions:
             _checks.check_unfilled(put.partition, [row for row in existing if row], (*put.schema, *put.shared))
         if put.shared:
             _sharing.check(put, home, existing)
-        if options is not _DEFAULTS:
+        if options is not DEFAULT_OPTIONS:
             num_new = existing.count(None) if existing else put.num_rows
             self._check_possible(put.partition, num_new, put.nbytes if num_new else 0, "a put")
         return existing
@@ -74,7 +73,7 @@ class Admissions:
             what `check` raises; QueueFullError: there is no room, and its partition does not wait.
         """
         existing = self.check(put)
-        if self._options(put.partition) is _DEFAULTS and not put.credit:
+        if self._options(put.partition) is DEFAULT_OPTIONS and not put.credit:
             return self.enter(put, existing)
         num_new = existing.count(None) if existing else put.num_rows
         promise = self._promise(put) if put.credit else None
@@ -240,7 +239,7 @@ class Admissions:
     # Parts
 
     def _options(self, partition: str) -> PartitionOptions:
-        return self._state.options.get(partition, _DEFAULTS)
+        return self._state.options.get(partition, DEFAULT_OPTIONS)
 
     def _has_limits(self, partition: str) -> bool:
         options = self._options(partition)

@@ -77,7 +77,7 @@ class QueueClient(TransferQueue):
             "op": "put",
             "partition": partition,
             "num_rows": next(iter(columns.values())).num_rows,
-            "schema": pack_schema((name, column.schema) for name, column in columns.items()),
+            "schema": pack_schema([(name, column.schema) for name, column in columns.items()]),
             "nbytes": layout.nbytes,
             "timeout_s": limit,
         }

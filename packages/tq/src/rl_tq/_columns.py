@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, cast
@@ -123,8 +122,12 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
         # Views with holes, or ragged elsewhere than in dim 1, are taken row by row. The attributes are those behind
         # values() and offsets(), which cost 40 us each; to ask is_nested and layout costs 20.
         if is_jagged and nested._lengths is None and nested._ragged_idx == 1:
-            offsets: torch.Tensor = nested._offsets.to("cpu", torch.int64)
-            values: torch.Tensor = nested._values.detach()
+            offsets: torch.Tensor = nested._offsets
+            if offsets.dtype is not torch.int64 or not offsets.is_cpu:
+                offsets = offsets.to("cpu", torch.int64)
+            values: torch.Tensor = nested._values
+            if values.requires_grad:
+                values = values.detach()
             bounds = offsets.numpy()
             first, last = int(bounds[0]), int(bounds[-1])
             if first or last != len(values):
@@ -177,7 +180,7 @@ def _turns_column(name: str, rows: Sequence[Any]) -> Column:
     flat = _list_column(name, [turn for row in rows for turn in row])
     assert flat.offsets is not None
     counts = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
-    schema = replace(flat.schema, kind=ColumnKind.TURNS)
+    schema = msgspec.structs.replace(flat.schema, kind=ColumnKind.TURNS)
     return Column(schema=schema, num_rows=len(rows), pieces=flat.pieces, offsets=counts, turns=flat.offsets)
 
 
@@ -200,8 +203,8 @@ def _packed_turns_column(name: str, value: Mapping[str, Any]) -> Column:
             f"column {name!r}: the 'lengths' of a row's turns must be 0 or more, and add up to its values"
         )
     return Column(
-        schema=replace(values.schema, kind=ColumnKind.TURNS), num_rows=values.num_rows, pieces=values.pieces,
-        offsets=lengths.offsets, turns=turns,
+        schema=msgspec.structs.replace(values.schema, kind=ColumnKind.TURNS), num_rows=values.num_rows,
+        pieces=values.pieces, offsets=lengths.offsets, turns=turns,
     )  # fmt: skip
 
 

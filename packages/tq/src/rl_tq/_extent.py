@@ -100,15 +100,17 @@ def read_extent(memory: torch.Tensor) -> Views:
 def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:
     """A tensor of the column's final shape: the value itself (True), or untouched memory that stands for it (False)."""
     first = column.pieces[0]
-    if len(column.pieces) == 1 and first.device.type == "cpu" and first.is_contiguous() and not _is_lazy(first):
+    if (
+        len(column.pieces) == 1
+        and first.is_cpu
+        and first.is_contiguous()
+        and not first.is_neg()
+        and not first.is_conj()
+    ):
         return first, True
     ends = column.turns if column.turns is not None else column.offsets
     num_values = sum(map(len, column.pieces)) if ends is None else int(ends[-1])
     return torch.empty((num_values, *first.shape[1:]), dtype=first.dtype), False
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_tq._places import answered_rows
 from rl_tq._requests import Batch, Claim
 from rl_tq.policies import FirstK, GroupComplete
 from rl_tq.types import RestoreReport
@@ -38,9 +39,10 @@ class Leases:
         self._owned.setdefault(claim.owner, set()).add(number)
         if claim.lease_s is not None:
             self._timers.set(("lease", number), now + claim.lease_s)
+        columns = frozenset(claim.columns)
         return Batch(
-            partition=home.name, generation=home.generation, rows=list(map(home.rows.__getitem__, rows)), numbers=rows,
-            is_bare=home.is_bare, version=home.changed, task=claim.task, lease=number, columns=frozenset(claim.columns),
+            partition=home.name, generation=home.generation, rows=answered_rows(home, rows, columns), numbers=rows,
+            is_bare=home.is_bare, version=home.changed, task=claim.task, lease=number, columns=columns,
         )  # fmt: skip
 
     def extend(self, leases: Iterable[int], lease_s: float, now: float) -> None:

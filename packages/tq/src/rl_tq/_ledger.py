@@ -81,7 +81,7 @@ class TaskLedger:
 
     def lease(self, lease: Lease, taken_from: ReadyRows | None) -> None:
         """Give rows to a lease; one index, if any, has let go of them already."""
-        self.leased.update(dict.fromkeys(lease.rows, lease))
+        self.leased |= dict.fromkeys(lease.rows, lease)
         if self.returned:
             self.returned -= lease.rows
         for index in self.indexes.values():

@@ -115,3 +115,7 @@ class PartitionOptions:
         if unknown:
             raise ValueError(f"a partition has no options {unknown}; it has {known}")
         return cls(**value)
+
+
+DEFAULT_OPTIONS = PartitionOptions()
+"""Of a partition that nobody configured."""

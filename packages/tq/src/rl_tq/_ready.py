@@ -7,7 +7,6 @@ it is most of them; `members` alone says what is there.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rl_tq import policies
@@ -78,9 +77,8 @@ class ReadyRows:
         if not self._late and len(line) - head >= count:
             # Most claims: consecutive numbers, of which none left since.
             numbers = range(line[head], line[head] + count)
-            if line[head + count - 1] == numbers[-1] and members.keys() >= set(numbers):
+            if line[head + count - 1] == numbers[-1] and self._remove(numbers):
                 self._head = head + count
-                deque(map(members.pop, numbers), maxlen=0)
                 self._shorten()
                 return numbers
         return [row.number for row in self._pull(count)]
@@ -88,6 +86,16 @@ class ReadyRows:
     def lacks(self) -> str:
         """Why a claim waits although rows are ready; empty where there is nothing to add."""
         return ""
+
+    def _remove(self, numbers: range) -> bool:
+        """Remove all of these rows, or none of them because one is not here."""
+        removed: list[Row] = []
+        try:
+            removed.extend(map(self.members.pop, numbers))
+        except KeyError:
+            self.members.update(zip(numbers, removed, strict=False))
+            return False
+        return True
 
     def _pull(self, count: int) -> list[Row]:
         pulled: list[Row] = []

@@ -67,9 +67,9 @@ def _key(claim: Claim, home: Partition) -> _Key | None:
 
 def _is_held(batch: Batch, home: Partition, ledger: TaskLedger) -> bool:
     """Whether none of the rows went back: each is leased or acked under the batch's lease, or gone."""
-    for row in batch.rows:
-        lease = ledger.leased.get(row.number)
-        held = lease.number if lease is not None else ledger.acked.get(row.number, (0, 0))[1]
-        if row.number in home.rows and held != batch.lease:
+    for number in batch.numbers:
+        lease = ledger.leased.get(number)
+        held = lease.number if lease is not None else ledger.acked.get(number, (0, 0))[1]
+        if number in home.rows and held != batch.lease:
             return False
     return True

@@ -27,7 +27,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Its generation."""
     rows: Sequence[Row]
-    """In the order asked for, or in that of the policy."""
+    """In the order asked for, or in that of the policy; only the first, where `answered_rows` says that it will do."""
     numbers: Sequence[int]
     """Theirs."""
     is_bare: bool

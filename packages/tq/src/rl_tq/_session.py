@@ -187,8 +187,8 @@ class Session(Generic[Held]):
         if self._why_lost is not None:
             return
         try:
-            # The socket gives up by itself after a tick: only a shorter wait needs to be asked for.
-            if timeout_s >= _TICK_S or self._poll.poll(1e3 * timeout_s):
+            # A thread that waits in a receive is woken when the server reads its request, too; one that polls is not.
+            if self._poll.poll(1e3 * min(timeout_s, _TICK_S)):
                 for message, fd in self._inbox.receive():
                     if "id" in message:
                         self._answer(message)
@@ -196,8 +196,6 @@ class Session(Generic[Held]):
                         self.lose(message["message"])
                     else:
                         self._note(message, fd)
-        except BlockingIOError:
-            return
         except OSError as error:
             self.lose(f"it closed or died ({error})")
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
@@ -216,10 +214,9 @@ class Session(Generic[Held]):
 def _dial(address: str, socket_name: str, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_after_fork(connection)
-    # Neither ever waits longer than this.
-    for option, limit in ((socket.SO_SNDTIMEO, timeout_s), (socket.SO_RCVTIMEO, _TICK_S)):
-        packed = struct.pack("ll", int(limit), int(limit % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, option, packed)
+    # No send waits longer than this; what is received was polled for.
+    packed = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
     try:
         connection.connect(socket_name)
     except OSError as error:

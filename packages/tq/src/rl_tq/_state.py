@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq._ledger import Lease, TaskLedger
+from rl_tq._options import DEFAULT_OPTIONS
 from rl_tq._rows import NO_TAGS, Extent, Partition, Row, rows_of
 from rl_tq._schema import ColumnSchema, Schema
 from rl_tq.types import PartitionOptions
@@ -86,7 +87,7 @@ class State:
         self.partitions[partition] = Partition(
             name=partition,
             generation=generation,
-            options=self.options.get(partition, PartitionOptions()),
+            options=self.options.get(partition, DEFAULT_OPTIONS),
             weight_version=self.versions.get(partition, 0),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ from rl_tq._options import OnFull as OnFull
 from rl_tq._options import PartitionOptions as PartitionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from rl_tq._places import Place
 
@@ -146,7 +146,9 @@ class BatchMeta:
         index: defaultdict[Hashable, list[int]] = defaultdict(list)
         for i, value in enumerate(self._values(tag)):
             index[value].append(i)
-        return {value: self._at(positions) for value, positions in index.items()}
+        if list(chain.from_iterable(index.values())) == list(range(len(self))):  # the rows of each group in a row
+            return dict(zip(index, self._cut(accumulate(map(len, index.values()))), strict=True))
+        return {value: self.reorder(positions) for value, positions in index.items()}
 
     def sort_by(self, tag: str, *, descending: bool = False) -> BatchMeta:
         """Rows in the order of a tag; equal ones stay in the order they have.
@@ -231,7 +233,7 @@ class BatchMeta:
                 f"{len(self)} rows cannot be cut into {num_chunks} equal chunks: use split, or another number"
             )
         size = len(self) // num_chunks
-        return [self._slice(i * size, (i + 1) * size) for i in range(num_chunks)]
+        return self._cut([(i + 1) * size for i in range(num_chunks)])
 
     def split(self, size: int) -> list[BatchMeta]:
         """Contiguous parts of `size` rows; the last may be shorter.
@@ -241,7 +243,7 @@ class BatchMeta:
         """
         if size < 1:
             raise ValueError(f"rows cannot be split into parts of {size}: use 1 or more")
-        return [self._slice(i, i + size) for i in range(0, len(self), size)]
+        return self._cut(range(size, len(self) + size, size))
 
     @staticmethod
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
@@ -272,14 +274,22 @@ class BatchMeta:
             places=_united([p.places for p in parts]),
         )
 
-    def _at(self, positions: list[int]) -> BatchMeta:
-        """Rows at ascending positions."""
-        first, last = positions[0], positions[-1]
-        return self._slice(first, last + 1) if last - first + 1 == len(positions) else self.reorder(positions)
-
-    def _slice(self, start: int, stop: int) -> BatchMeta:
-        part = slice(start, stop)
-        return self._with_rows(self.sample_ids[part], self.tags[part], self.rows[part], self.leases[part])
+    def _cut(self, stops: Iterable[int]) -> list[BatchMeta]:
+        """Contiguous parts, each from where the one before stopped."""
+        partition, columns, generation, task = self.partition, self.columns, self.generation, self.task
+        places, extra = self.places, self.extra
+        sample_ids, tags, rows, leases = self.sample_ids, self.tags, self.rows, self.leases
+        parts: list[BatchMeta] = []
+        start = 0
+        for stop in stops:
+            parts.append(
+                batch_meta(
+                    partition, sample_ids[start:stop], columns, tags[start:stop], rows[start:stop], generation, task,
+                    leases[start:stop], places, extra,
+                )
+            )  # fmt: skip
+            start = stop
+        return parts
 
     def _with_rows(
         self,
