@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_engine import BatchError, ConfigError, DataError, EngineConfig, OptimizerConfig, Precision, create_engine
+from rl_engine._rows import RowBatch
 from rl_engine.cli import dpo_main, rm_main
 from rl_engine.dpo import DpoConfig, tokenize_pairs
 from rl_engine.dpo import train as train_dpo
@@ -155,10 +156,17 @@ def test_reward_losses_by_hand():
 
 
 def test_a_pair_without_its_other_half_is_refused():
-    batch = two_pairs(ref_logprobs=REFERENCE)
-    batch["is_chosen"] = torch.tensor([True, True, False, True])
-    with pytest.raises(BatchError, match="one row with is_chosen and one without"):
-        DpoLoss()(output_of(REFERENCE, token_logprobs=LOGPROBS), batch)
+    for chosen, message in (
+        ([True, True, False, True], "pair_id 7 has 2 rows with is_chosen and 0 without; a pair is one of each"),
+        ([True, False, False, False], "pair_id 3 has 0 rows with is_chosen and 2 without"),
+    ):
+        batch = two_pairs(ref_logprobs=REFERENCE)
+        batch["is_chosen"] = torch.tensor(chosen)
+        with pytest.raises(BatchError, match=message):
+            RowBatch(batch, needs_mask=True, device=torch.device("cpu"))
+    batch["pair_id"] = torch.ones(4, 2)
+    with pytest.raises(BatchError, match=r"Column pair_id must have one entry per row, shape \(B,\)"):
+        RowBatch(batch, needs_mask=True, device=torch.device("cpu"))
 
 
 def test_pairs_stay_together_whatever_the_cut(model):

@@ -1,15 +1,21 @@
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
-from rl_engine import BatchError, _rows
+from rl_engine import BatchError, _folder, _rows
 from rl_engine._rows import RowBatch
-from rl_engine.losses import last_token, process_reward_loss, row_sum, sft_loss, token_values
+from rl_engine._sight import Sight
+from rl_engine.losses import last_token, pair_mean, pairs_of, process_reward_loss, row_sum, sft_loss, token_values
 from rl_engine.testing import ragged, ragged_batch
 from rl_engine.types import BatchCounts, ModelOutput
 
+_spec = spec_from_file_location("test_engine_images", Path(__file__).with_name("test_engine_images.py"))
+images = module_from_spec(_spec)
+_spec.loader.exec_module(images)
 CPU = torch.device("cpu")
 
 
@@ -75,6 +81,12 @@ def last_reward(output, rows):
     return row_sum(output.values * last_token(mask, output), output).sum(), {}
 
 
+def pairs(output, rows):
+    """What the losses of pairs do."""
+    chosen, rejected = pairs_of(row_sum(output.logprobs, output), rows)
+    return pair_mean(chosen - rejected, output), {}
+
+
 class OnDevice(torch.Tensor):
     """A tensor of the CPU that stands for one of a GPU: what makes the CPU wait for that is written down."""
 
@@ -111,7 +123,21 @@ def test_a_micro_batch_is_cut_without_waiting_for_the_device(monkeypatch):
     assert OnDevice.waits  # what was just asked
 
 
-@pytest.mark.parametrize("loss", [sft_loss, process_reward_loss, last_reward])
+def test_images_are_placed_without_waiting_for_the_device(monkeypatch, tmp_path):
+    model = _folder.empty_model(images.write_model(tmp_path, "qwen3_vl"))
+    batch, sight = RowBatch(images.batch_of(images.rows_of(96)), needs_mask=True, device=CPU), Sight(model)
+    sight.place(batch)
+    monkeypatch.setattr(_rows, "to_device", lambda tensor, device: tensor.as_subclass(OnDevice))
+    packed = batch.pack([2, 1])
+    OnDevice.waits.clear()
+    positions = sight.arguments(packed)["position_ids"]
+    assert OnDevice.waits == []
+    assert positions.shape == (3, 1, sum(packed.lengths))
+    first = positions[:, 0, : packed.lengths[0]]  # text, an image of one token, text, and one of two by two
+    assert not torch.equal(first[1], first[2])
+
+
+@pytest.mark.parametrize("loss", [sft_loss, process_reward_loss, last_reward, pairs])
 def test_a_loss_is_computed_without_waiting_for_the_device(loss):
     scores = torch.tensor([-1.0, -0.2, -3.0]).as_subclass(OnDevice).requires_grad_()
     output = ModelOutput(
@@ -125,6 +151,8 @@ def test_a_loss_is_computed_without_waiting_for_the_device(loss):
     rows = {
         name: SimpleNamespace(values=lambda found=found: found.as_subclass(OnDevice)) for name, found in columns.items()
     }
+    rows |= {"pair_id": torch.tensor([4, 4]).as_subclass(OnDevice), "is_chosen": torch.tensor([False, True])}
+    rows["is_chosen"] = rows["is_chosen"].as_subclass(OnDevice)
     OnDevice.waits.clear()
     loss(output, rows)[0].backward()
     assert OnDevice.waits == []

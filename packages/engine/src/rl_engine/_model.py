@@ -129,7 +129,7 @@ class HuggingFaceScorer(Scorer):
             packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
             arguments = {**packed, "use_cache": False, _attention.LAYOUT_KWARG: layout}
             if self.sight is not None:
-                arguments |= self.sight.arguments(rows, *_padded_slots(rows))
+                arguments |= self.sight.arguments(rows)
             return Fed(arguments=arguments, index=rows.score_index, labels=rows.labels, candidates=rows.candidates)
         slot, width = _padded_slots(rows)
         token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)

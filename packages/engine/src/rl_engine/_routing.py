@@ -86,7 +86,8 @@ class Routing:
         """
         if self.is_counting:
             chosen = chosen[: self.num_valid].flatten()
-            self.counts[layer] = torch.bincount(chosen, minlength=logits.shape[-1]).to(torch.float64)
+            ones = torch.ones_like(chosen, dtype=torch.float64)  # bincount would wait for the device
+            self.counts[layer] = ones.new_zeros(logits.shape[-1]).index_add_(0, chosen, ones)
         if self.load is None:
             return
         counts = self.load.counts[layer].to(logits.device)

@@ -26,6 +26,7 @@ PROMPT = "prompt_token_ids"
 COMPLETION = "completion_token_ids"
 MASK = "loss_mask"
 PAIR = "pair_id"
+CHOSEN = "is_chosen"
 ROUTED = "routed_experts"
 CANDIDATES = "candidate_token_ids"
 VISUAL = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
@@ -58,6 +59,8 @@ class PackedRows:
     """(C, K) int64, more tokens to be scored in the place of each completion token."""
     visual: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The `VISUAL` columns' entries of these rows, in their order; see `_sight`."""
+    places: Tensor | None = None
+    """(T, 3) int64, time, height and width of each token, where the batch has images; see `_sight`."""
 
     def padded(self, multiple: int) -> PackedRows:
         """With one more row, which nothing looks at, where T is no multiple of `multiple`."""
@@ -119,6 +122,8 @@ class RowBatch:
         self._lengths = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         self._unfed = 0 if feeds_last else 1
         self._check_mask()
+        self._units = self._find_units()
+        self._places: _Ragged | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -141,20 +146,8 @@ class RowBatch:
         return self._completion.offsets
 
     def units(self) -> list[list[int]] | None:
-        """Rows that share a `pair_id`, in order of first appearance; None without that column.
-
-        Raises:
-            BatchError: the column is not one whole number per row.
-        """
-        column = self._columns.get(PAIR)
-        if column is None:
-            return None
-        if not isinstance(column, Tensor) or column.ndim != 1 or column.is_floating_point():
-            raise BatchError(f"Column {PAIR} must be one whole number per row, shape (B,).")
-        units: dict[int, list[int]] = {}
-        for row, pair in enumerate(column.tolist()):
-            units.setdefault(pair, []).append(row)
-        return list(units.values())
+        """Rows that share a `pair_id`, in order of first appearance; None without that column."""
+        return self._units
 
     def check_tokens(self, vocab_size: int) -> None:
         """Refuse token ids outside the model's vocabulary.
@@ -250,11 +243,16 @@ class RowBatch:
             counts.index_add_(0, row_of, (column.values == token_id).to(torch.int64))
         return counts
 
+    def place(self, positions: Tensor) -> None:
+        """Give every token that is fed, row by row, (time, height, width): (T, 3) int64 on the CPU."""
+        fed = torch.tensor([length - self._unfed for length in self._lengths], dtype=torch.int64)
+        self._places = _Ragged(self._here(positions), _offsets(fed))
+
     def _entries(self, name: str, rows: Tensor) -> Tensor | None:
         """A ragged column's values of the given rows, end to end; None without the column."""
-        if name not in self._columns:
-            return None
-        column = self._ragged(name)
+        return self._values(self._ragged(name), rows) if name in self._columns else None
+
+    def _values(self, column: _Ragged, rows: Tensor) -> Tensor:
         return column.values[self._here(_token_index(column.offsets, rows)[0])]
 
     def pack(self, rows: Sequence[int]) -> PackedRows:
@@ -287,6 +285,7 @@ class RowBatch:
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
             candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
             visual={name: found for name in VISUAL if (found := self._entries(name, index)) is not None},
+            places=None if self._places is None else self._values(self._places, index),
         )
 
     def restore(self, rows: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
@@ -318,6 +317,31 @@ class RowBatch:
                 f"Column {name} is not ragged; make it with torch.nested.nested_tensor(rows, layout=jagged)."
             )
         return column
+
+    def _find_units(self) -> list[list[int]] | None:
+        """Raises BatchError: `pair_id` or `is_chosen` is not one entry per row, or a pair is not one of each."""
+        for name in (PAIR, CHOSEN):
+            column = self._columns.get(name)
+            if column is not None and not (isinstance(column, Tensor) and column.shape == (self.num_rows,)):
+                raise BatchError(f"Column {name} must have one entry per row, shape (B,).")
+        pairs, chosen = self._columns.get(PAIR), self._columns.get(CHOSEN)
+        if not isinstance(pairs, Tensor):
+            return None
+        if pairs.is_floating_point():
+            raise BatchError(f"Column {PAIR} must be one whole number per row, shape (B,).")
+        units: dict[int, list[int]] = {}
+        for row, pair in enumerate(pairs.tolist()):
+            units.setdefault(pair, []).append(row)
+        if isinstance(chosen, Tensor):
+            is_chosen = chosen.bool().tolist()
+            for pair, rows in units.items():
+                good = sum(is_chosen[row] for row in rows)
+                if (good, len(rows)) != (1, 2):
+                    raise BatchError(
+                        f"{PAIR} {pair} has {good} rows with {CHOSEN} and {len(rows) - good} without; a pair is one of "
+                        "each."
+                    )
+        return list(units.values())
 
     def _check_mask(self) -> None:
         if MASK not in self._columns:

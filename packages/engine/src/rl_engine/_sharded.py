@@ -191,6 +191,7 @@ class ShardedEngine(Engine):
         agreed = agree(world, self._copies, data, make, budget, self._cost)
         if (sight := self._built().sight) is not None:
             sight.num_passes = max(world.exchange(sight.passes_for(agreed.batch)))
+            sight.place(agreed.batch)
         tally = Tally()
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._config.matmul_precision)

@@ -3,9 +3,10 @@
 A row's images stand in it as placeholder tokens; their patches ride along as `pixel_values` and their sizes as
 `image_grid_thw`, those of videos as `pixel_values_videos` and `video_grid_thw`. The model puts the features in the
 places of the placeholders. Only positions are made here: they have three axes (time, height, width) and start anew in
-each row.
+each row. They are made once for a whole batch, on the CPU: transformers asks for the sizes of one image after another,
+which on a GPU would wait for it each time. (Its vision towers still do so, once for each micro-batch with images.)
 
-Legend: `T` tokens fed, `B` rows, `L` longest row.
+Legend: `T` tokens fed.
 """
 
 from __future__ import annotations
@@ -118,31 +119,42 @@ class Sight:
                 f"{int(marks[row])} {kind.name} tokens; {merged} patches belong to each such token."
             )
 
-    def arguments(self, rows: PackedRows, slot: Tensor, width: int) -> dict[str, Any]:
-        """Keyword arguments of the model: positions (3, 1, T), and the images and videos where there are any.
-
-        Args:
-            rows: The micro-batch.
-            slot: (T,) place of each token in a right-padded (B, L) block.
-            width: L.
-        """
-        present = kinds_in(rows)
-        if not present:
-            return {"position_ids": rows.position_ids.expand(3, 1, -1)}
-        padded = rows.token_ids.new_zeros(len(rows.lengths) * width)
-        mask = torch.zeros_like(padded)
-        padded[slot], mask[slot] = rows.token_ids, 1
-        kinds = torch.zeros_like(padded, dtype=torch.int32)
-        for code, token_id in self._token_ids.items():
-            kinds[(padded == token_id) & mask.bool()] = code
-        shape = (len(rows.lengths), width)
-        grids = {kind.grids: rows.visual[kind.grids] for kind in present}
-        seconds = {_SECONDS: found} if (found := rows.visual.get(_SECONDS)) is not None and len(found) else {}
-        positions, _ = self._trunk.get_rope_index(
-            padded.view(shape), mm_token_type_ids=kinds.view(shape), attention_mask=mask.view(shape), **grids, **seconds
+    def place(self, batch: RowBatch) -> None:
+        """Give every token of the batch its position."""
+        present = [kind for kind in KINDS if batch.has(kind.grids)]
+        if not present or not batch.num_rows:
+            return
+        names = [kind.grids for kind in present] + ([_SECONDS] if batch.has(_SECONDS) else [])
+        columns = {name: batch.ragged(name) for name in names}
+        by_row = {name: values.cpu().split(counts.tolist()) for name, (values, counts) in columns.items()}
+        packed = batch.pack(range(batch.num_rows))
+        rows = packed.token_ids.cpu().split(list(packed.lengths))
+        batch.place(
+            torch.cat(
+                [
+                    self._positions(tokens, {name: parts[row] for name, parts in by_row.items() if len(parts[row])})
+                    for row, tokens in enumerate(rows)
+                ]
+            )
         )
-        pixels = {kind.pixels: rows.visual[kind.pixels] for kind in present}
-        return {"position_ids": positions.flatten(1)[:, None, slot], **pixels, **grids}
+
+    def _positions(self, token_ids: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """(tokens, 3) of one row."""
+        kinds = torch.zeros_like(token_ids, dtype=torch.int32)
+        for code, token_id in self._token_ids.items():
+            kinds[token_ids == token_id] = code
+        mask = torch.ones_like(token_ids)
+        positions, _ = self._trunk.get_rope_index(
+            token_ids[None], mm_token_type_ids=kinds[None], attention_mask=mask[None], **given
+        )
+        return positions[:, 0].T
+
+    def arguments(self, rows: PackedRows) -> dict[str, Any]:
+        """Keyword arguments of the model: positions (3, 1, T), and the images and videos where there are any."""
+        if rows.places is None:
+            return {"position_ids": rows.position_ids.expand(3, 1, -1)}
+        seen = {name: rows.visual[name] for kind in kinds_in(rows) for name in (kind.pixels, kind.grids)}
+        return {"position_ids": rows.places.T[:, None], **seen}
 
     def blank(self, device: torch.device) -> Tensor:
         """Zero, made by the vision tower from a blank image.

@@ -35,12 +35,13 @@ class Engine(ABC):
 
     Batch columns: `prompt_token_ids` and `completion_token_ids` (ragged int64; a row needs at least one of each) and
     `loss_mask` (ragged, aligned with the completion). Rows with the same `pair_id` ((B,) int64, optional) are never cut
-    apart. `routed_experts` (ragged, one (layers, experts of a token) whole-number entry for each token of the row but
-    the last, layers without experts left out) says which experts a mixture takes for each token, as a server did.
-    `candidate_token_ids` (ragged, K token ids for each completion token) are scored in its place for the loss function.
-    `pixel_values` (ragged, (patches, numbers of a patch) of a row's images) and `image_grid_thw` (ragged, (images, 3)),
-    `pixel_values_videos`, `video_grid_thw` and, where the model asks for it, `second_per_grid_ts` (ragged, a number for
-    each video) go with the placeholder tokens of the row. Whatever else the loss function reads is carried along.
+    apart; with `is_chosen` ((B,) bool) beside it, they are a pair, one chosen and one not. `routed_experts` (ragged,
+    one (layers, experts of a token) whole-number entry for each token of the row but the last, layers without experts
+    left out) says which experts a mixture takes for each token, as a server did. `candidate_token_ids` (ragged, K token
+    ids for each completion token) are scored in its place for the loss function. `pixel_values` (ragged, (patches,
+    numbers of a patch) of a row's images) and `image_grid_thw` (ragged, (images, 3)), `pixel_values_videos`,
+    `video_grid_thw` and, where the model asks for it, `second_per_grid_ts` (ragged, a number for each video) go with
+    the placeholder tokens of the row. Whatever else the loss function reads is carried along.
 
     Order of a training step: `optimizer_zero_grad`, `forward_backward_batch`, `optimizer_step`, `lr_scheduler_step`.
     Every collective has a deadline. Not picklable; not thread-safe.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from rl_engine.errors import BatchError, ConfigError
+from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -255,17 +255,13 @@ def last_token(mask: Tensor, output: ModelOutput) -> Tensor:
 
 
 def pairs_of(scores: Tensor, rows: TensorDict) -> tuple[Tensor, Tensor]:
-    """(B,) row scores as those of the chosen and of the rejected rows, each `[P]`, matched by `pair_id`.
+    """(B,) row scores as those of the chosen and of the rejected rows, each `[P]`, in the order of their `pair_id`.
 
-    Raises:
-        BatchError: a pair is not one chosen row and one rejected one.
+    Every pair has one of each: an engine refuses other batches. By sorting alone, which waits for no device.
     """
-    pair, is_chosen = rows.get("pair_id"), rows.get("is_chosen").bool()
-    order = torch.argsort(pair, stable=True)
-    chosen, rejected = order[is_chosen[order]], order[~is_chosen[order]]
-    if not torch.equal(pair[chosen], pair[rejected]) or pair[chosen].unique().numel() != chosen.numel():
-        raise BatchError("Every pair_id needs one row with is_chosen and one without.")
-    return scores[chosen], scores[rejected]
+    order = torch.argsort(rows.get("is_chosen").to(torch.int8), descending=True, stable=True)
+    order = order[torch.argsort(rows.get("pair_id")[order], stable=True)]
+    return scores.index_select(0, order[0::2]), scores.index_select(0, order[1::2])
 
 
 def pair_mean(values: Tensor, output: ModelOutput) -> Tensor:
