@@ -1,7 +1,7 @@
-import os
+import multiprocessing
 import socket
-import subprocess
-import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,31 +26,46 @@ def no_group_left():
 
 
 @pytest.fixture(scope="session")
-def start_ranks():
+def start_ranks(rank_server):
     """`start_ranks(script, folder, size, *arguments)`: one process per rank; what rank 0 left in FOLDER/seen.pt."""
-    return _start_ranks
+
+    def start(script, folder, size, *arguments):
+        codes, errors = rank_server(script, folder, size, *arguments)
+        assert codes == [0] * size, "\n\n".join(error[-3000:] for error in errors)
+        return {"folder": folder} | torch.load(folder / "seen.pt", weights_only=True)
+
+    return start
 
 
-def _start_ranks(script, folder, size, *arguments):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    shared |= {"CUDA_VISIBLE_DEVICES": ""}  # NCCL takes no two ranks on one GPU
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), str(folder), *arguments],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+@pytest.fixture(scope="session")
+def rank_server():
+    """`rank_server(script, folder, size, *arguments)`: exit codes and stderr of one process per rank."""
+    here, there = multiprocessing.Pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # NCCL takes no two ranks on one GPU
+        patch.syspath_prepend(Path(__file__).parent)
+        server = multiprocessing.get_context("spawn").Process(target=import_module("rank_server").serve, args=(there,))
+        server.start()
+    there.close()
+
+    def run(script, folder, size, *arguments):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        errors = [folder / f"rank-{rank}.stderr" for rank in range(size)]
+        here.send(
+            (
+                str(script),
+                [str(folder), *arguments],
+                [shared | {"RANK": str(rank)} for rank in range(size)],
+                list(map(str, errors)),
+            )
         )
-        for rank in range(size)
-    ]
-    try:
-        errors = [process.communicate(timeout=500)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * size, "\n\n".join(error[-3000:] for error in errors)
-    return {"folder": folder} | torch.load(folder / "seen.pt", weights_only=True)
+        assert here.poll(600), "the ranks' server does not answer"
+        return here.recv(), [error.read_text() for error in errors]
+
+    yield run
+    here.close()
+    server.kill()
+    server.join()

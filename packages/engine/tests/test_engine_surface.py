@@ -10,7 +10,7 @@ PUBLIC = """
 BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
 EngineConfig EngineError EngineOutput Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError ModelInit
 ModelOutput NonFiniteError OptimizerConfig ParallelConfig PeftConfig Precision ShardSpec StepOutcome TrainingWorker
-create_engine
+check create_engine
 """
 
 

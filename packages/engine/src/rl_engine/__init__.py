@@ -1,11 +1,12 @@
 """rl-engine trains one language model: forward, backward, step, and the weights out again, with the loss injected.
 
 `create_engine("fsdp", EngineConfig(...))` gives an `Engine` (see `rl_engine.base`), `TrainingWorker` one with fewer
-verbs. Loss functions live in `rl_engine.losses`, fine-tuning in `rl_engine.sft`, preferences in `rl_engine.dpo`, reward
-models in `rl_engine.rm`, fakes and the conformance suite in `rl_engine.testing`.
+verbs; `check` says beforehand what would be refused. Loss functions live in `rl_engine.losses`, fine-tuning in
+`rl_engine.sft`, preferences in `rl_engine.dpo`, reward models in `rl_engine.rm`, fakes and the conformance suite in
+`rl_engine.testing`.
 """
 
-from rl_engine._registry import create_engine
+from rl_engine._registry import check, create_engine
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import (
     BackendError,
@@ -62,5 +63,6 @@ __all__ = [
     "ShardSpec",
     "StepOutcome",
     "TrainingWorker",
+    "check",
     "create_engine",
 ]

@@ -40,6 +40,16 @@ class EngineConformance(ABC):
         for one, other in zip(whole, cut, strict=True):
             torch.testing.assert_close(one, other)
 
+    def test_check_says_beforehand_what_initialize_would(self, tmp_path: Path) -> None:
+        """And starts nothing."""
+        folder = tmp_path / "engine"
+        folder.mkdir()
+        bad, good = self.make_engine(folder, temperature=0.0), self.make_engine(folder)
+        _expect(ConfigError, lambda: bad.check(1))
+        _expect(ConfigError, bad.initialize)
+        good.check(1)
+        _expect(EngineError, good.optimizer_zero_grad)
+
     def test_any_cut_gives_the_same_step(self, tmp_path: Path) -> None:
         """Loss, metrics, gradient norm and the weights after a step."""
         (loss, norm, weights), *others = [self._step(tmp_path, budget, self._batch()) for budget in (4096, 64, 36)]

@@ -59,6 +59,11 @@ class World:
             dist.destroy_process_group()
 
 
+def expected_size() -> int:
+    """Ranks that `join_world` is going to find."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_world(*, timeout_s: float, needs_group: bool) -> World:
     """Use the initialised process group; else make one from torchrun's environment; else be alone.
 

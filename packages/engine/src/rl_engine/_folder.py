@@ -74,11 +74,7 @@ def load_model(
             torch.manual_seed(seed)
             model = _build(folder, partial(factory.from_config, config, dtype=dtype))
         return _at_any_width(model if head == Head.LM else _with_zero_head(folder, model))
-    if not list(folder.glob("*.safetensors")):
-        raise ModelFolderError(
-            f"Model folder {folder} has no .safetensors file. Give a complete folder, or init=random for new weights."
-        )
-    check_shards(folder)
+    check_weights(folder)
     model, info = _build(
         folder,
         lambda: factory.from_pretrained(
@@ -238,7 +234,24 @@ def _with_zero_head(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def check_shards(folder: Path) -> None:
+def check_weights(folder: Path) -> None:
+    """Refuse a folder without weights, or with a file that cannot be opened; headers alone are read.
+
+    Raises:
+        ModelFolderError: names the folder or the file.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelFolderError(
+            f"Model folder {folder} has no .safetensors file. Give a complete folder, or init=random for new weights."
+        )
+    _check_index(folder)
+    for file in files:
+        with open_shard(file):
+            pass
+
+
+def _check_index(folder: Path) -> None:
     """Refuse a folder without a file that its index names.
 
     Raises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,23 +16,22 @@ from torch import Tensor, nn
 
 from rl_engine import _checkpoint, _folder
 from rl_engine._deal import Copies
-from rl_engine._distributed import World, join_world
+from rl_engine._distributed import World, expected_size, join_world
 from rl_engine._folder import DTYPES
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, VISUAL, RowBatch, one_token_row
-from rl_engine._settings import check_candidates, check_settings
+from rl_engine._settings import check_settings
 from rl_engine._sharding import reshard, whole
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
 from rl_engine._writer import CheckpointWriter
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.types import EngineConfig, EngineOutput, Head, PeftConfig, ShardSpec
+from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
-    from pathlib import Path
 
     from tensordict import TensorDict
 
@@ -58,34 +58,47 @@ class ShardedEngine(Engine):
     # What a backend says
 
     @abstractmethod
-    def _check(self) -> bool:
-        """Refuse what cannot be honoured on any number of ranks; whether a lone rank needs a process group.
+    def _check(self, world_size: int) -> None:
+        """Refuse what cannot be honoured on that many ranks, by settings and the folder's config alone.
 
         Raises:
-            ConfigError: says which setting.
+            BackendError, ConfigError, ModelFolderError: says what.
         """
+
+    @abstractmethod
+    def _needs_group(self) -> bool:
+        """Whether a lone rank needs a process group."""
 
     @abstractmethod
     def _build(self, world: World) -> Scorer:
         """The module on this rank's device, sharded over the ranks. Collective.
 
         Raises:
-            ConfigError: a setting that the model or the number of ranks does not allow.
+            ConfigError: a setting that this machine does not allow.
             ModelFolderError: the folder cannot be loaded; on every rank.
         """
 
     # Building
+
+    def check(self, world_size: int) -> None:
+        """See `Engine`."""
+        self._check_config(world_size)
+        if self._config.init == ModelInit.PRETRAINED:
+            _folder.check_weights(Path(self._config.model_path))
+
+    def _check_config(self, world_size: int) -> None:
+        check_settings(self._config)
+        self._check(world_size)
 
     def initialize(self) -> None:
         """Load the folder, shard it, and allocate the optimizer."""
         if self._scorer is not None:
             raise ConfigError("This engine is initialised already; make another one with create_engine.")
         config = self._config
-        check_settings(config)
-        world = join_world(timeout_s=config.timeout_s, needs_group=self._check())
+        self._check_config(expected_size())
+        world = join_world(timeout_s=config.timeout_s, needs_group=self._needs_group())
         try:
             scorer = self._build(world)
-            check_candidates(config.num_candidates, scorer.config.vocab_size)
         except BaseException:
             world.leave()
             raise

@@ -21,6 +21,7 @@ from rl_engine._folder import DTYPES, parameter_dtype, trains_narrow
 from rl_engine._model import HuggingFaceScorer, PolicyScorer, ValueScorer, find_linear_head
 from rl_engine._routing import check_aux
 from rl_engine._scores import Wanted
+from rl_engine._settings import check_candidates
 from rl_engine._ulysses import SequenceGroup, check_heads
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
 from rl_engine.types import EngineConfig, Head, ParallelConfig, PeftConfig
@@ -34,17 +35,21 @@ if TYPE_CHECKING:
     from rl_engine._scorer import Scorer
 
 
-def check_config(config: EngineConfig) -> None:
-    """Refuse what cannot be honoured on any number of ranks, before anything starts.
+def check_fit(config: EngineConfig, world_size: int) -> None:
+    """Refuse what cannot be honoured on that many ranks, by settings and the folder's config alone.
 
     Raises:
-        ConfigError: says which setting.
+        BackendError: a setting needs a package that is not installed.
+        ConfigError: a setting that the model or the number of ranks does not allow.
+        ModelFolderError: no config, or an unknown architecture.
     """
     _check_parallel(config.parallel)
+    check_replicas(config.parallel, world_size)
     if config.lora is not None and config.optimizer is None:
         raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
-    if config.cpu_offload and not has_gpu():
-        raise ConfigError("cpu_offload is true and there is no GPU: everything lies on the CPU. Set it to false.")
+    model = _folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
+    scorer, _ = _scorer_of(model, config)
+    check_candidates(config.num_candidates, scorer.config.vocab_size)
 
 
 def has_gpu() -> bool:
@@ -56,22 +61,15 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     """The model as a scorer on this rank's device, and peft's description of its adapter. Collective.
 
     Raises:
-        ConfigError: a setting that the model or the number of ranks does not allow.
+        ConfigError: a setting that this machine does not allow.
         ModelFolderError: the folder cannot be loaded; on every rank.
     """
-    check_replicas(config.parallel, world.size)
-    model, peft = load_on_rank_0(config, world), None
-    if config.lora is not None:
-        peft = _lora.add_adapter(model, config.lora, config.seed)
-    if config.activation_checkpointing:
-        _recompute_layers(model)
-    if config.head == Head.LM:
-        scorer = PolicyScorer(model, Wanted.of(config), is_compiled=config.torch_compile)
+    if config.cpu_offload and not has_gpu():
+        raise ConfigError("cpu_offload is true and there is no GPU: everything lies on the CPU. Set it to false.")
+    model = load_on_rank_0(config, world)
+    scorer, peft = _scorer_of(model, config)
+    if isinstance(scorer, PolicyScorer):
         scorer.head = world.exchange(find_linear_head(model) if world.rank == 0 else None)[0]
-    else:
-        scorer = ValueScorer(model, is_compiled=config.torch_compile)
-    _check_sequence(scorer, config.parallel.sp)
-    check_aux(config.router_aux_loss_coef, scorer.experts)
     source: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
     if config.torch_compile:
         compile_layers(scorer, world.device)
@@ -88,6 +86,29 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     if config.lora is None:
         scorer.requires_grad_(config.optimizer is not None)
     scorer.train(config.optimizer is not None)
+    return scorer, peft
+
+
+def _scorer_of(
+    model: transformers.PreTrainedModel, config: EngineConfig
+) -> tuple[HuggingFaceScorer, PeftConfig | None]:
+    """The model as its settings want it, and peft's description of its adapter.
+
+    Raises:
+        BackendError: a setting needs a package that is not installed.
+        ConfigError: a setting that the model does not allow.
+    """
+    peft = None if config.lora is None else _lora.add_adapter(model, config.lora, config.seed)
+    if config.activation_checkpointing:
+        _recompute_layers(model)
+    if config.head == Head.LM:
+        scorer = PolicyScorer(model, Wanted.of(config), is_compiled=config.torch_compile)
+    else:
+        scorer = ValueScorer(model, is_compiled=config.torch_compile)
+    _check_sequence(scorer, config.parallel.sp)
+    check_aux(config.router_aux_loss_coef, scorer.experts)
+    if config.torch_compile:
+        _check_compilable(scorer)
     return scorer, peft
 
 
@@ -253,17 +274,25 @@ def decoder_layers(scorer: HuggingFaceScorer) -> list[nn.Module]:
     return [module for module in scorer.modules() if type(module).__name__ in names]
 
 
-def compile_layers(scorer: HuggingFaceScorer, device: torch.device) -> None:
-    """Let torch compile every decoder layer at its first use, for any number of tokens.
+def _check_compilable(scorer: HuggingFaceScorer) -> None:
+    """Refuse layers that would be compiled again and again.
 
     Raises:
-        ConfigError: the model's layers cannot be compiled, or there is no compiler.
+        ConfigError: says what they have.
     """
     if not scorer.is_packed or scorer.experts is not None or scorer.sight is not None:
         raise ConfigError(
             f"torch_compile is true and {type(scorer.model).__name__} has routers, images or layers that mix tokens "
             "outside attention, which are compiled anew for every batch. Set it to false."
         )
+
+
+def compile_layers(scorer: HuggingFaceScorer, device: torch.device) -> None:
+    """Let torch compile every decoder layer at its first use, for any number of tokens.
+
+    Raises:
+        ConfigError: there is no compiler.
+    """
     try:
         torch.compile(torch.sin)(torch.ones(2, device=device))
     except Exception as error:  # whatever a missing compiler raises, by torch's version and the device

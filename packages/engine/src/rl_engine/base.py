@@ -48,6 +48,17 @@ class Engine(ABC):
     """
 
     @abstractmethod
+    def check(self, world_size: int) -> None:
+        """Refuse what `initialize` would refuse on that many ranks. Any process may ask, before there are ranks.
+
+        Starts nothing: settings, layout, config and the headers of the weights are looked at. `initialize` runs the
+        same code. What only the ranks can tell (a GPU, a compiler, the values of the weights) is found there.
+
+        Raises:
+            BackendError, ConfigError, ModelFolderError: as `initialize`.
+        """
+
+    @abstractmethod
     def initialize(self) -> None:
         """Load or build the model, its optimizer and scheduler. Collective.
 

@@ -68,9 +68,15 @@ class FakeEngine(Engine):
         self._optimizer: torch.optim.AdamW | None = None
         self._schedule_step = 0
 
+    def check(self, world_size: int) -> None:
+        """One process, no folder."""
+        check_settings(self._config)
+        if world_size != 1:
+            raise ConfigError(f"FakeEngine is one process; it cannot run on {world_size} ranks.")
+
     def initialize(self) -> None:
         """Draw the table."""
-        check_settings(self._config)
+        self.check(1)
         generator = torch.Generator().manual_seed(self._config.seed)
         dtype = getattr(torch, self._config.precision)
         table = torch.randn(self._vocab_size, self._vocab_size, generator=generator, dtype=dtype)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_engine import _lora
 from rl_engine._sharded import ShardedEngine
-from rl_engine._sharding import build_scorer, check_config, needs_sharding
+from rl_engine._sharding import build_scorer, check_fit, needs_sharding
 from rl_engine.errors import ConfigError
 from rl_engine.types import EngineConfig, LoraExport, PeftConfig, ShardSpec
 
@@ -36,8 +36,10 @@ class FsdpEngine(ShardedEngine):
         super().__init__(config)
         self._peft: PeftConfig | None = None
 
-    def _check(self) -> bool:
-        check_config(self._config)
+    def _check(self, world_size: int) -> None:
+        check_fit(self._config, world_size)
+
+    def _needs_group(self) -> bool:
         return needs_sharding(self._config, 1)
 
     def _build(self, world: World) -> HuggingFaceScorer:

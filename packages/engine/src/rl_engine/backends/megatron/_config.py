@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from rl_engine._routing import Experts
 from rl_engine.backends.megatron._bridge import check_bridged, find_registry, with_tensors
 from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.types import Head
@@ -66,6 +67,13 @@ class Architecture:
     """The chosen experts' probabilities are scaled to sum to 1."""
     registry: Registry | None = None
     """Megatron-Bridge's names of the tensors; None: the built-in ones."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """What its routers choose among; None for a dense model."""
+        if not self.num_experts:
+            return None
+        return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
 
 
 def read_architecture(folder: Path, config: Any, head: Head) -> Architecture:

@@ -12,15 +12,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rl_engine import _checkpoint, _folder
-from rl_engine._distributed import join_world
+from rl_engine._distributed import expected_size, join_world
 from rl_engine._optimizer import learning_rate
-from rl_engine._routing import ExpertLoad, check_replay, counts_of_column
+from rl_engine._routing import ExpertLoad, check_aux, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, VISUAL, RowBatch
 from rl_engine._settings import check_candidates, check_settings, refuse_fsdp_only
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, add_up, agree, columns_of
-from rl_engine.backends.megatron._bridge import difference, probe_row, refusal
-from rl_engine.backends.megatron._config import check_divides, read_architecture
+from rl_engine.backends.megatron._bridge import difference, plan, probe_row, refusal
+from rl_engine.backends.megatron._config import Architecture, check_divides, read_architecture
+from rl_engine.backends.megatron._folder import SliceReader
 from rl_engine.backends.megatron._layout import (
     check_parallel,
     check_world,
@@ -30,9 +31,10 @@ from rl_engine.backends.megatron._layout import (
 )
 from rl_engine.backends.megatron._pipeline import run_pipeline
 from rl_engine.backends.megatron._state import MicroBatches, State
+from rl_engine.backends.megatron._weights import shapes_of
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
-from rl_engine.types import EngineConfig, EngineOutput, Head, PeftConfig, ShardSpec
+from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -52,10 +54,18 @@ class MegatronEngine(Engine):
 
     # Building
 
-    def initialize(self) -> None:
-        """Build this rank's stage, read its part of the folder, and allocate the optimizer."""
-        if self._state is not None:
-            raise ConfigError("This engine is initialised already; make another one with create_engine.")
+    def check(self, world_size: int) -> None:
+        """See `Engine`."""
+        config = self._config
+        _, arch = self._checked(world_size)
+        if config.init == ModelInit.PRETRAINED:
+            layout = config.parallel
+            wanted = shapes_of(plan(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
+            with SliceReader(config.model_path, wanted, head=config.head, is_tied=arch.is_tied):
+                pass
+
+    def _checked(self, world_size: int) -> tuple[Any, Architecture]:
+        """The folder's config, and what is taken from it, where nothing is to be refused."""
         config = self._config
         check_settings(config)
         refuse_fsdp_only(config, "megatron")
@@ -64,10 +74,19 @@ class MegatronEngine(Engine):
         check_parallel(config.parallel)
         arch = read_architecture(folder, source, config.head)
         check_divides(arch, config.parallel)
+        check_world(config.parallel, world_size)
         check_candidates(config.num_candidates, arch.vocab_size)
+        check_aux(config.router_aux_loss_coef, arch.experts)
+        return source, arch
+
+    def initialize(self) -> None:
+        """Build this rank's stage, read its part of the folder, and allocate the optimizer."""
+        if self._state is not None:
+            raise ConfigError("This engine is initialised already; make another one with create_engine.")
+        config = self._config
+        source, arch = self._checked(expected_size())
         world = join_world(timeout_s=config.timeout_s, needs_group=True)
         try:
-            check_world(config.parallel, world.size)
             layout = join_layout(config.parallel, world, config.timeout_s)
         except ConfigError:
             world.leave()

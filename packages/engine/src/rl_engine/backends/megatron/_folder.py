@@ -10,7 +10,6 @@ import torch
 
 from rl_engine import _folder
 from rl_engine.backends.megatron._weights import SCORE
-from rl_engine.errors import ModelFolderError
 from rl_engine.types import Head
 
 if TYPE_CHECKING:
@@ -30,13 +29,8 @@ class SliceReader:
         """
         self._folder, self._stack = Path(folder), ExitStack()
         self._file_of: dict[str, Any] = {}
-        files = sorted(self._folder.glob("*.safetensors"))
-        if not files:
-            raise ModelFolderError(
-                f"Model folder {folder} has no .safetensors file. Give a complete folder, or init=random."
-            )
-        _folder.check_shards(self._folder)
-        for file in files:
+        _folder.check_weights(self._folder)
+        for file in sorted(self._folder.glob("*.safetensors")):
             opened = self._stack.enter_context(_folder.open_shard(file))
             self._file_of |= dict.fromkeys(opened.keys(), opened)
         missing = set(wanted) - set(self._file_of)

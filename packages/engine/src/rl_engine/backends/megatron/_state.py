@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rl_engine import _folder
 from rl_engine._cost import cost_model
 from rl_engine._deal import Copies
-from rl_engine._routing import AUX_LOSS, Experts, check_aux
+from rl_engine._routing import AUX_LOSS
 from rl_engine._rows import one_token_row
 from rl_engine._scores import Wanted
 from rl_engine._step import Tally, apply_loss
@@ -49,12 +49,7 @@ class State:
         dtype = _folder.DTYPES[config.precision]
         self.source, self.arch, self.world, self.layout = source, arch, world, layout
         self.entries = plan(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
-        self.experts: Experts | None = None
-        if self.arch.num_experts:
-            self.experts = Experts(
-                num_layers=self.arch.num_layers, num_experts=self.arch.num_experts, top_k=self.arch.top_k
-            )
-        check_aux(config.router_aux_loss_coef, self.experts)
+        self.experts = arch.experts
         self.cost = _cost(source, self.entries)
         self.copies = _copies(world, layout)
         self.schedule_step = 0

@@ -16,10 +16,10 @@ from rl_engine import _folder
 from rl_engine._folder import DTYPES
 from rl_engine._routing import check_aux
 from rl_engine._scores import Wanted
-from rl_engine._settings import refuse_fsdp_only
+from rl_engine._settings import check_candidates, refuse_fsdp_only
 from rl_engine._sharded import ShardedEngine
 from rl_engine._sharding import check_replicas, hand_out, load_on_rank_0, sum_gradients
-from rl_engine.backends.torchtitan._model import TorchtitanScorer
+from rl_engine.backends.torchtitan._model import TorchtitanScorer, check_architecture
 from rl_engine.errors import ConfigError
 from rl_engine.types import Head, ParallelConfig, Precision
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class TorchtitanEngine(ShardedEngine):
     """See `Engine`. Sharded data parallelism, with `parallel.dp_replicate` copies."""
 
-    def _check(self) -> bool:
+    def _check(self, world_size: int) -> None:
         config = self._config
         check_aux(config.router_aux_loss_coef, None)
         if config.parallel.dp_replicate < 1 or replace(config.parallel, dp_replicate=1) != ParallelConfig():
@@ -41,12 +41,17 @@ class TorchtitanEngine(ShardedEngine):
                 f"parallel is {config.parallel}; the torchtitan backend takes dp_replicate only, 1 or more. "
                 "Use fsdp for sp, and megatron for the others."
             )
+        check_replicas(config.parallel, world_size)
         refuse_fsdp_only(config, "torchtitan")
+        source = _folder.read_config(Path(config.model_path)).get_text_config()
+        check_architecture(source)
+        check_candidates(config.num_candidates, source.vocab_size)
+
+    def _needs_group(self) -> bool:
         return True
 
     def _build(self, world: World) -> TorchtitanScorer:
         config = self._config
-        check_replicas(config.parallel, world.size)
         source = _folder.read_config(Path(config.model_path)).get_text_config()
         scorer = TorchtitanScorer(source, Wanted.of(config) if config.head == Head.LM else None)
         loaded = load_on_rank_0(config, world)

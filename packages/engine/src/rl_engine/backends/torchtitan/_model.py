@@ -109,13 +109,9 @@ class TorchtitanScorer(Scorer):
         """Build the decoder without memory for its weights.
 
         Args:
-            source: A transformers config.
+            source: A transformers config that `check_architecture` took.
             wanted: Of a language-model head; None for a scalar one.
-
-        Raises:
-            ModelFolderError: the architecture, or a variant of it, has no mapping.
         """
-        check_architecture(source)
         decoder, block, adapter = _FAMILIES[source.model_type]
         config = _decoder_config(decoder, block, source, wanted)
         with torch.device("meta"):
