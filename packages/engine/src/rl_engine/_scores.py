@@ -85,8 +85,8 @@ class LinearHead:
 
 
 def score_values(values: Tensor) -> Scores:
-    """`[C, 1]` outputs of a scalar head, in float32 or wider."""
-    return Scores(values=values[:, 0].to(torch.promote_types(values.dtype, torch.float32)))
+    """`[C, 1]` outputs of a scalar head, in float32 or wider; copied, as FSDP wants its modules to give no views."""
+    return Scores(values=values[:, 0].to(torch.promote_types(values.dtype, torch.float32), copy=True))
 
 
 def score_logits(logits: Tensor, labels: Tensor, candidates: Tensor | None, wanted: Wanted) -> Scores:

@@ -80,7 +80,10 @@ class TableRope(CosSinRoPE):
 
 
 class ScoringHead(Linear):
-    """The decoder's last layer, asked for scores, so that FSDP gathers its weight when they are made."""
+    """The decoder's last layer, which gives scores: in the decoder's forward pass, so that FSDP knows when it is done.
+
+    Called on its own it would leave the gathered weights of its group in the place of the sharded ones.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -92,12 +95,17 @@ class ScoringHead(Linear):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._wanted = config.wanted
+        self.rows: PackedRows | None = None
+        """What the next forward pass is of."""
 
-    def forward(self, states: Tensor, labels: Tensor, candidates: Tensor | None) -> Scores:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scores of `[C]` labels from the `[C, H]` states that predict them."""
+    def forward(self, states: Tensor) -> Scores:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Scores of the rows' completion tokens from `[1, T, H]` states."""
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        states = take_rows(states[0], rows.score_index)
         if self._wanted is None:
             return score_values(super().forward(states))
-        return score_states(states, self.weight, None, labels, candidates, LinearHead(), self._wanted)
+        return score_states(states, self.weight, None, rows.labels, rows.candidates, LinearHead(), self._wanted)
 
 
 class TorchtitanScorer(Scorer):
@@ -116,7 +124,6 @@ class TorchtitanScorer(Scorer):
         config = _decoder_config(decoder, block, source, wanted)
         with torch.device("meta"):
             super().__init__(config.build())
-        self.model._skip_lm_head = True  # pyright: ignore[reportPrivateUsage] - torchtitan's trainer sets it as well
         self.model.tok_embeddings.padding_idx = source.pad_token_id  # not trained there, as in transformers
         self._source = source
         self._names = _folder_names(adapter(config, None).from_hf_map, is_scalar=wanted is None)
@@ -129,8 +136,8 @@ class TorchtitanScorer(Scorer):
     def forward(self, rows: PackedRows) -> Scores:
         """Score every completion token."""
         layout: Any = row_layout(rows.lengths, rows.token_ids.device)
-        hidden = self.model(rows.token_ids[None], positions=rows.position_ids[None], attention_masks=layout)[0]
-        return self.model.lm_head(take_rows(hidden, rows.score_index), rows.labels, rows.candidates)
+        self.model.lm_head.rows = rows
+        return self.model(rows.token_ids[None], positions=rows.position_ids[None], attention_masks=layout)
 
     def tie(self) -> None:
         """Let embedding and head be one weight again, after the move off the meta device parted them."""
