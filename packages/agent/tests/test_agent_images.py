@@ -103,6 +103,9 @@ def test_images_that_tools_answer_are_appended_and_stay_inputs():
     ids = zip(output.completion_token_ids, output.loss_mask, strict=True)
     masks = [m for i, m in ids if TOKENIZER.decode([i]) == TOKENIZER.image]
     assert masks == [0, 0, 0], "an image is context, never trained on"
+    last = server.requests[-1]
+    spans = [TOKENIZER.decode(last.prompt_token_ids[start : end - 1]) for start, end in last.sampled_spans]
+    assert spans == [LOOK, LOOK + LOOK], "where a placeholder would be the model's own"
     assert f"tool\n{TOKENIZER.image}a view<|im_end|>" in TOKENIZER.decode(output.completion_token_ids)
 
 

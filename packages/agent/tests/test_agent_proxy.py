@@ -86,6 +86,8 @@ def test_turns_that_extend_one_another_are_one_trajectory_of_the_emitted_tokens(
     params = server.requests[1].sampling_params
     assert (params.temperature, params.seed, params.max_new_tokens) == (0.5, 9, 512)
     assert {request.session_id for request in server.requests} == {"one"}
+    ((start, end),) = server.requests[1].sampled_spans
+    assert TOKENIZER.decode(server.requests[1].prompt_token_ids[start:end]) == first + "<|im_end|>"
 
 
 def test_branches_become_trajectories_that_train_what_they_share_once():

@@ -133,6 +133,40 @@ def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, ha
         engine.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_placeholder_that_the_model_wrote_is_a_token_like_any_other(tmp_path, kind):
+    """Fed after the prompt, where transformers looks for none: beside images, without any, and for a video."""
+    folder = write_model(tmp_path, kind)
+    rows = [
+        (prompt, completion[:1] + drawn + completion[1:], pixels, grids)
+        for (prompt, completion, pixels, grids), drawn in zip(
+            rows_of(patch_numbers(folder)), ([IMAGE], [IMAGE, VIDEO], [VIDEO, IMAGE], [START, IMAGE, END]), strict=True
+        )
+    ]
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    want = []
+    for prompt, completion, pixels, grids in rows:
+        seen = {"pixel_values": pixels.double(), "image_grid_thw": torch.tensor(grids)} if grids else {}
+        ids = torch.tensor([prompt])
+        first = model(ids, mm_token_type_ids=(ids == IMAGE).int(), use_cache=True, **seen)
+        rest = model(torch.tensor([completion[:-1]]), past_key_values=first.past_key_values, use_cache=True)
+        logits = torch.cat([first.logits[0, -1:], rest.logits[0]])
+        want.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    (-torch.cat(want).mean()).backward()
+    engine = built(folder, max_tokens_per_gpu=4096)
+    output = engine.forward_backward_batch(batch_of(rows), sft_loss)
+    for got, expected in zip(output.columns["logprobs"].unbind(), want, strict=True):
+        torch.testing.assert_close(got, expected.detach(), rtol=1e-5, atol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in engine._scorer.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
+    given = batch_of(rows)  # not of the model's own, it stands for an image that is not there
+    given["loss_mask"] = ragged([[1, 0, *[1] * (len(row[1]) - 2)] for row in rows])
+    with pytest.raises(BatchError, match="Row 0 has grids of 8 patches, 8 patches and 3 image tokens"):
+        engine.forward_backward_batch(given, sft_loss)
+    engine.close()
+
+
 def test_images_that_do_not_fit_are_refused(tmp_path):
     folder = write_model(tmp_path / "sees", "qwen2_5_vl")
     (prompt, completion, pixels, grids), *_ = rows = rows_of(patch_numbers(folder))

@@ -232,9 +232,16 @@ def vllm_config(environment: str, config: ServerConfig) -> ServerConfig:
     options = {
         "command": f"{environment}/bin/python -m vllm.entrypoints.openai.api_server",
         "args": "--enforce-eager",
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
     }
-    return replace(config, dtype="float32", max_num_seqs=64, timeout_s=600, options=options)
+    return replace(
+        config,
+        dtype="float32",
+        max_num_seqs=64,
+        timeout_s=600,
+        kv_cache_bytes=config.kv_cache_bytes or 2**30,
+        options=options,
+    )
 
 
 class Products:

@@ -20,7 +20,8 @@ from rl_rollout import (
     connect_server,
     create_server,
 )
-from rl_rollout.backends.embedded.images import write_out
+from rl_rollout._partial import rest_of
+from rl_rollout.backends.embedded.images import repeats
 from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tiny_vl_model
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
@@ -38,6 +39,7 @@ def png(width, height, seed):
 
 WIDE, TALL, SMALL = png(24, 8, 0), png(8, 32, 1), png(8, 8, 2)  # 3, 4 and 1 features
 PLACE = (START, IMAGE, END)
+PER_TOKEN = ("token_ids", "logprobs", "weight_versions")
 CASES = [
     ((5, 6, *PLACE, 7, 8), (WIDE,)),
     ((5, *PLACE, 9, *PLACE, 10, 11), (TALL, SMALL)),
@@ -67,6 +69,11 @@ def request_of(name, ids, images, **params):
     )
 
 
+def written_out(ids, counts):
+    times = repeats("r", ids, IMAGE, counts)
+    return tuple(token for token, count in zip(ids, times, strict=True) for _ in range(count))
+
+
 def oracle(folder, ids, images, count):
     """What transformers' generate writes, of images that its own processor prepares."""
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -77,7 +84,7 @@ def oracle(folder, ids, images, count):
         files = [Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))) for url in images]
         inputs = dict(AutoImageProcessor.from_pretrained(folder)(images=files, return_tensors="pt"))
         counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
-        ids = write_out("oracle", ids, IMAGE, counts)
+        ids = written_out(ids, counts)
     row = torch.tensor([ids])
     inputs["mm_token_type_ids"] = (row == IMAGE).int()
     found = model.generate(
@@ -88,7 +95,6 @@ def oracle(folder, ids, images, count):
         max_new_tokens=count,
         min_new_tokens=count,
         eos_token_id=None,
-        suppress_tokens=[IMAGE, VIDEO],
     )
     return tuple(found[0, len(ids) :].tolist())
 
@@ -107,14 +113,12 @@ def test_greedy_is_that_of_transformers_beside_neighbours_with_other_images(serv
 
 
 def test_logprobs_are_of_the_whole_vocabulary_as_a_trainer_computes_them(served, folder):
-    """Placeholders are never given and keep their share: of a random model, up to a sixth."""
     from transformers import AutoModelForImageTextToText
 
     run, server, _ = served
     ids = (12, 13, 14)
     asked = replace(request_of("scored", ids, (), temperature=0.7, seed=1), returns_prompt_logprobs=True)
     output = run(server.generate(replace(asked, num_top_logprobs=60)))
-    assert not {IMAGE, VIDEO} & set(output.token_ids)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     row = torch.tensor([[*ids, *output.token_ids]])
     with torch.inference_mode():
@@ -123,15 +127,95 @@ def test_logprobs_are_of_the_whole_vocabulary_as_a_trainer_computes_them(served,
     temperature = torch.tensor([1.0] * 2 + [0.7] * 24)[:, None]
     want = (logits / temperature).log_softmax(-1)
     torch.testing.assert_close(told, want.gather(-1, row[0, 1:, None])[:, 0], atol=1e-4, rtol=0)
-    assert want[:, [IMAGE, VIDEO]].exp().sum(-1).max() > 0.01  # there is something to keep
     assert all({IMAGE, VIDEO} < dict(top).keys() for top in output.top_logprobs)
+
+
+def scored(folder, ids, images, completion):
+    """Log-probs of a completion whose placeholders are ordinary tokens: vLLM and SGLang embed them as such."""
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    files = [Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))) for url in images]
+    inputs = dict(AutoImageProcessor.from_pretrained(folder)(images=files, return_tensors="pt"))
+    ids = written_out(ids, [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]])
+    shown = torch.tensor([ids])
+    with torch.inference_mode():
+        cache = model(shown, **inputs, mm_token_type_ids=(shown == IMAGE).int(), use_cache=True)
+        logits = [cache.logits[0, -1]]
+        for token in completion[:-1]:  # one by one, as `generate` feeds them
+            cache = model(torch.tensor([[token]]), past_key_values=cache.past_key_values, use_cache=True)
+            logits.append(cache.logits[0, -1])
+    return torch.stack(logits).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def drawn(served):
+    """A request with an image, and an output with drawn placeholders in it."""
+    run, server, _ = served
+    for seed in range(20):
+        request = request_of(f"drawn{seed}", *CASES[1], temperature=1.0, seed=seed, max_new_tokens=60)
+        output = run(server.generate(request))
+        if {IMAGE, VIDEO} <= set(output.token_ids[:20]) & set(output.token_ids[20:]):
+            return request, output
+    raise AssertionError("of these seeds, none draws placeholders in both parts")
+
+
+def test_a_placeholder_that_is_drawn_is_a_token_like_any_other(served, folder, drawn):
+    request, output = drawn
+    want = scored(folder, request.prompt_token_ids, request.images, output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.logprobs), want, atol=1e-4, rtol=0)
+
+
+def test_it_stays_one_where_a_request_goes_on_elsewhere(served, drawn):
+    """The second part is prefilled, placeholders that were drawn among it."""
+    run, _, url = served
+    request, output = drawn
+    done = replace(output, **{name: getattr(output, name)[:20] for name in PER_TOKEN})
+    rest = replace(rest_of(request, done), request_id="rest")
+    client = connect_server(url)  # spans travel
+
+    async def both():
+        await client.start()
+        part = await client.generate(rest)
+        blind = replace(rest, request_id="blind", sampled_spans=())
+        with pytest.raises(RequestError, match=r"2 images and \d+ places for them .*told in sampled_spans"):
+            await client.generate(blind)
+        await client.stop()
+        return part
+
+    part = run(both())
+    assert part.token_ids == output.token_ids[20:]
+    torch.testing.assert_close(torch.tensor(part.logprobs), torch.tensor(output.logprobs[20:]), atol=1e-4, rtol=0)
+
+
+def test_it_stays_one_under_an_image_of_a_later_turn(served, folder, drawn):
+    run, server, _ = served
+    request, output = drawn
+    later = (*request.prompt_token_ids, *output.token_ids[:20])
+    span = (len(request.prompt_token_ids), len(later))
+    asked = request_of("turn", (*later, 9, *PLACE, 8), (*request.images, WIDE))
+    asked = replace(asked, sampled_spans=(span,), returns_prompt_logprobs=False)
+    got = run(server.generate(asked))
+    other = run(server.generate(replace(asked, request_id="other", images=(*request.images, png(24, 8, 5)))))
+    assert got.token_ids != other.token_ids  # the later image is seen, in its own place
+    again = run(server.generate(replace(asked, request_id="again")))
+    assert again.token_ids == got.token_ids
+
+
+@pytest.mark.parametrize(
+    ("spans", "told"), [(((0, 99),), "within the 7 tokens"), (((4, 5), (2, 3)), "ascending"), (((-1, 2),), "ascending")]
+)
+def test_spans_that_are_none_are_refused(served, spans, told):
+    run, server, _ = served
+    with pytest.raises(RequestError, match=told):
+        run(server.generate(replace(request_of("bad", *CASES[0]), sampled_spans=spans)))
 
 
 def test_tokens_do_not_depend_on_who_writes_the_places_out(served):
     run, server, _ = served
     ids, images = CASES[1]
     short = run(server.generate(request_of("short", ids, images)))
-    whole = run(server.generate(request_of("whole", write_out("", ids, IMAGE, [4, 1]), images)))
+    whole = run(server.generate(request_of("whole", written_out(ids, [4, 1]), images)))
     assert short.token_ids == whole.token_ids
 
 
@@ -250,8 +334,8 @@ def test_a_server_without_sight_refuses():
 
 
 def test_places_are_written_out():
-    assert write_out("r", (1, 9, 2, 9, 3), 9, [2, 3]) == (1, 9, 9, 2, 9, 9, 9, 3)
-    assert write_out("r", (9, 9, 1, 9), 9, [2, 1]) == (9, 9, 1, 9)
-    assert write_out("r", (9, 1, 9), 9, [1, 1]) == (9, 1, 9)
+    assert repeats("r", (1, 9, 2, 9, 3), 9, [2, 3]) == [1, 2, 1, 3, 1]
+    assert repeats("r", (9, 9, 1, 9), 9, [2, 1]) == [1, 1, 1, 1]
+    assert repeats("r", (9, 1, 9), 9, [1, 1]) == [1, 1, 1]
     with pytest.raises(RequestError, match="2 images and 3 places .* all 4"):
-        write_out("r", (9, 9, 9), 9, [2, 2])
+        repeats("r", (9, 9, 9), 9, [2, 2])

@@ -12,7 +12,7 @@ from rl_rollout.backends.embedded.sampler import mix, sample, stream_seed, trunc
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
 
-def draw(logits, *, temperature=1.0, seeds=None, positions=None, top_k=0, top_p=1.0, never=None):
+def draw(logits, *, temperature=1.0, seeds=None, positions=None, top_k=0, top_p=1.0):
     rows = logits.shape[0]
     ids, logprobs, distribution = sample(
         logits,
@@ -21,7 +21,6 @@ def draw(logits, *, temperature=1.0, seeds=None, positions=None, top_k=0, top_p=
         positions=torch.zeros(rows, dtype=torch.int64) if positions is None else positions,
         top_k=torch.full((rows,), top_k),
         top_p=torch.full((rows,), top_p),
-        never=never,
     )
     assert distribution.gather(-1, ids[:, None])[:, 0].equal(logprobs) or logprobs.isnan().any()
     return ids, logprobs
@@ -86,21 +85,6 @@ def test_truncation_keeps_and_renormalises(top_k, top_p, kept):
     ids, logprobs = draw(PROBS.log().expand(2000, -1), top_k=top_k, top_p=top_p)
     assert set(ids.tolist()) == set(range(kept))
     torch.testing.assert_close(logprobs, (PROBS / PROBS[:kept].sum()).log()[ids])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ids_that_are_never_given_keep_their_share_of_the_logprobs(temperature):
-    ids, logprobs = draw(PROBS.log().expand(4000, -1), temperature=temperature, never=torch.tensor([0, 3]))
-    torch.testing.assert_close(logprobs, PROBS.log()[ids])
-    counts = torch.bincount(ids, minlength=5) / 4000
-    want = torch.tensor([0, 0.25, 0.15, 0, 0.03]) / 0.43 if temperature else torch.tensor([0, 1.0, 0, 0, 0])
-    assert (counts - want).abs().max() < 5 * math.sqrt(0.25 / 4000)
-
-
-def test_what_is_never_given_is_cut_off_before_top_k():
-    ids, logprobs = draw(PROBS.log().expand(100, -1), top_k=2, never=torch.tensor([0]))
-    assert set(ids.tolist()) == {1, 2}
-    torch.testing.assert_close(logprobs, (PROBS / 0.4).log()[ids])
 
 
 def test_truncation_does_not_touch_rows_that_did_not_ask():

@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rl_rollout import (
     ConfigError,
@@ -33,7 +35,6 @@ from rl_rollout import (
     ServerLostError,
     ServerStartError,
     TokenOutput,
-    UnsupportedError,
     WeightUpdateError,
     create_server,
 )
@@ -41,7 +42,7 @@ from rl_rollout._external import versions_of
 from rl_rollout._upstream import Upstream
 from rl_rollout._validation import check_length
 from rl_rollout.backends.vllm import most_likely, read_experts
-from rl_rollout.testing import FakeReceiver, Served, ServerConformance, load_weights, write_tiny_model
+from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 ENVIRONMENT = os.environ.get("RL_ROLLOUT_VLLM")
 START_S = 600.0
@@ -60,8 +61,8 @@ def real_config(folder, *args, **fields):
         "--enforce-eager",
         *args,
         command=f"{ENVIRONMENT}/bin/python -m vllm.entrypoints.openai.api_server",
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
-        **fields,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+        **{"kv_cache_bytes": 2**30, **fields},
     )
 
 
@@ -138,9 +139,23 @@ class WithAdapters:
         with pytest.raises(RequestError, match=r"there is no adapter 'three'; loaded are: one, two"):
             served.run(served.server.generate(replace(served.request(), adapter="three")))
 
-    def test_new_weights_are_refused(self, served):
-        with pytest.raises(UnsupportedError, match="vllm as it was started takes no new weights beside adapters"):
-            served.run(served.server.update_weights(FakeReceiver({}, 1), 1))
+    def test_new_weights_are_those_under_the_adapters(self, served, adapters, tmp_path):
+        """The last of these tests: the adapters stay, and lie on other weights from now on."""
+        old = load_weights(served.model_path)
+        new = {name: weight + 0.1 * torch.sin(weight * 100) for name, weight in old.items()}
+        served.install(new)
+        names = [None, "one", "two"]
+        requests = [replace(served.request(max_new_tokens=16), adapter=name) for name in names]
+        outputs = served.generate_all(requests)
+        folders = {None: served.model_path, **{name: merged for name, (_, merged) in adapters.items()}}
+        for name, output in zip(names, outputs, strict=True):
+            weights = {key: new[key] + weight - old[key] for key, weight in load_weights(folders[name]).items()}
+            folder = shutil.copytree(served.model_path, tmp_path / str(name))
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            want = alone(folder, served.request(max_new_tokens=16))
+            assert output.token_ids == want.token_ids, name
+            assert output.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+            assert output.weight_versions == (1,) * 16
 
 
 @pytest.mark.contract
@@ -199,6 +214,37 @@ class TestRealVllmWithAdapters(WithAdapters):
     @staticmethod
     def config(folder, adapters):
         return real_config(folder, adapters=adapters)
+
+
+CACHE_TOKENS = 512
+CACHE_BYTES = (CACHE_TOKENS + 128) * 2 * 2 * 32 * 4
+"""Of `real_model`: keys and values, layers, numbers of one head, float32; and a page that vLLM keeps to itself."""
+
+
+async def fill_the_cache(config):
+    """Requests that fit into the cache one at a time, all at once; and each of them alone."""
+    prompts = [tuple(range(3, 40 + i)) for i in range(6)]
+    requests = [replace(request(str(i), max_new_tokens=400), prompt_token_ids=p) for i, p in enumerate(prompts)]
+    server = create_server("vllm", config)
+    await server.start()
+    try:
+        outputs = await asyncio.gather(*map(server.generate, requests))
+        return outputs, [await server.generate(each) for each in requests]
+    finally:
+        await server.stop()
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_VLLM names no environment with vLLM and rl-ckpt")
+def test_a_full_cache_of_the_real_one(tmp_path):
+    """Sequences that outgrow it are put off and lose nothing; one that could never fit is told at the start."""
+    config = real_config(real_model(tmp_path), max_model_len=CACHE_TOKENS, kv_cache_bytes=CACHE_BYTES)
+    outputs, alone = asyncio.run(fill_the_cache(config))
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+    assert all(len(output.token_ids) == 400 for output in outputs)
+    with pytest.raises(ServerStartError, match="one request with the model's max seq len"):
+        asyncio.run(create_server("vllm", replace(config, max_model_len=2 * CACHE_TOKENS)).start())
 
 
 @pytest.mark.integration
@@ -288,6 +334,10 @@ def test_a_command_that_is_none(qwen3_folder):
         (
             {"options": {"args": "--enable-return-routed-experts", "env": {"VLLM_USE_V2_MODEL_RUNNER": 0}}},
             "VLLM_USE_V2_MODEL_RUNNER='0' and args have --enable-return-routed-experts, .* leave one of them out",
+        ),
+        (
+            {"kv_cache_bytes": 2**20, "options": {"env": {"VLLM_CPU_KVCACHE_SPACE": 1}}},
+            "kv_cache_bytes=1048576 and VLLM_CPU_KVCACHE_SPACE='1' .* leave one of them out",
         ),
     ],
 )

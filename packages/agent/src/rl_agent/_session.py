@@ -55,6 +55,7 @@ class Session:
         self._images = list(images)
         self._token_ids: list[int] = []
         self._mask: list[int] = []
+        self._sampled_spans: list[tuple[int, int]] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._experts: list[RoutedToken] = []
@@ -82,6 +83,7 @@ class Session:
             sampling_params=params,
             session_id=self._id,
             images=tuple(self._images),
+            sampled_spans=tuple(self._sampled_spans),
         )
         self._num_shown = len(self._images)  # what is appended after the last generation is no part of the trajectory
         start = time.perf_counter()
@@ -93,6 +95,8 @@ class Session:
                 Failure(kind=FailureKind.GENERATION, stage="generate", message=reason, is_retryable=True)
             )
         add_experts(self._experts, len(request.prompt_token_ids), output)
+        start_at = len(request.prompt_token_ids)
+        self._sampled_spans.append((start_at, start_at + len(output.token_ids)))
         self._token_ids += output.token_ids
         self._mask += [1] * len(output.token_ids)
         self._logprobs += output.logprobs

@@ -61,6 +61,8 @@ class PackedRows:
     """The `VISUAL` columns' entries of these rows, in their order; see `_sight`."""
     places: Tensor | None = None
     """(T, 3) int64, time, height and width of each token, where the batch has images; see `_sight`."""
+    given_ids: Tensor | None = None
+    """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
 
     def padded(self, multiple: int) -> PackedRows:
         """With one more row, which nothing looks at, where T is no multiple of `multiple`."""
@@ -235,18 +237,24 @@ class RowBatch:
         column = self._ragged(name)
         return column.values, self._here(column.offsets.diff())
 
-    def count_tokens(self, token_id: int) -> Tensor:
-        """(B,) int64, how often a token stands in each row."""
+    def count_given(self, token_id: int) -> Tensor:
+        """(B,) int64, how often a token stands in each row that the model did not write."""
         counts = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
-        for column in (self._prompt, self._completion):
+        for column, values in ((self._prompt, self._prompt.values), (self._completion, self._given())):
             row_of = self._here(_row_of(column.offsets.diff()))
-            counts.index_add_(0, row_of, (column.values == token_id).to(torch.int64))
+            counts.index_add_(0, row_of, (values == token_id).to(torch.int64))
         return counts
 
     def place(self, positions: Tensor) -> None:
         """Give every token that is fed, row by row, (time, height, width): (T, 3) int64 on the CPU."""
         fed = torch.tensor([length - self._unfed for length in self._lengths], dtype=torch.int64)
         self._places = _Ragged(self._here(positions), _offsets(fed))
+
+    def _given(self) -> Tensor:
+        """(C,) completion tokens, -1 where the model wrote them."""
+        if MASK not in self._columns:
+            return self._completion.values
+        return self._completion.values.masked_fill(self._ragged(MASK).values != 0, -1)
 
     def _entries(self, name: str, rows: Tensor) -> Tensor | None:
         """A ragged column's values of the given rows, end to end; None without the column."""
@@ -268,13 +276,19 @@ class RowBatch:
         lengths = tuple(self._lengths[row] - self._unfed for row in rows)
         completion_tokens = self._here(found)
         labels = self._completion.values[completion_tokens]
-        token_ids = labels.new_empty(sum(lengths) + 1)
-        # The last token of a row that is not fed it lands on its neighbour's first slot (or on the spare one at the
-        # end), which that row's prompt then overwrites.
-        token_ids[self._here(own_index)] = labels
-        token_ids[self._here(prompt_index)] = self._prompt.values[self._here(prompt_tokens)]
+        prompt_ids = self._prompt.values[self._here(prompt_tokens)]
+
+        def fed_of(completion: Tensor) -> Tensor:
+            token_ids = labels.new_empty(sum(lengths) + 1)
+            # The last token of a row that is not fed it lands on its neighbour's first slot (or on the spare one at
+            # the end), which that row's prompt then overwrites.
+            token_ids[self._here(own_index)] = completion
+            token_ids[self._here(prompt_index)] = prompt_ids
+            return token_ids[:-1]
+
+        visual = {name: found for name in VISUAL if (found := self._entries(name, index)) is not None}
         return PackedRows(
-            token_ids=token_ids[:-1],
+            token_ids=fed_of(labels),
             position_ids=self._here(_positions(fed)),
             lengths=lengths,
             score_index=self._here(own_index - self._unfed),
@@ -284,8 +298,9 @@ class RowBatch:
             num_valid=sum(lengths),
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
             candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
-            visual={name: found for name in VISUAL if (found := self._entries(name, index)) is not None},
+            visual=visual,
             places=None if self._places is None else self._values(self._places, index),
+            given_ids=fed_of(self._given()[completion_tokens]) if visual else None,
         )
 
     def restore(self, rows: Sequence[int], parts: Sequence[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ A row's images stand in it as placeholder tokens; their patches ride along as `p
 places of the placeholders. Only positions are made here: they have three axes (time, height, width) and start anew in
 each row. They are made once for a whole batch, on the CPU: transformers asks for the sizes of one image after another,
 which on a GPU would wait for it each time. (Its vision towers still do so, once for each micro-batch with images.)
+A placeholder that the model wrote itself (`loss_mask` 1) is a token like any other, as in inference engines.
 
 Legend: `T` tokens fed.
 """
@@ -66,8 +67,15 @@ class Sight:
         self._token_ids = {kind.code: int(getattr(model.config, f"{kind.name}_token_id")) for kind in KINDS}
         self._vision: Any = model.config.vision_config
         self._takes_seconds = _SECONDS in inspect.signature(self._trunk.get_rope_index).parameters
+        self._find_places: Any = self._trunk.get_placeholder_mask
+        self._trunk.get_placeholder_mask = self._places
+        self._given_ids: Tensor | None = None
         self.num_passes = 1
         """Runs of the vision tower per micro-batch, the same on every rank: all gather its parameters together."""
+
+    def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's own search for placeholders, which would take those that it wrote for others."""
+        return self._find_places(input_ids if self._given_ids is None else self._given_ids, *args, **kwargs)
 
     def passes_for(self, batch: RowBatch) -> int:
         """Runs that this rank's rows need in one micro-batch."""
@@ -92,7 +100,7 @@ class Sight:
             raise BatchError(f"{_SECONDS} needs one number for each video of {KINDS[1].grids}.")
 
     def _check(self, batch: RowBatch, kind: Kind) -> None:
-        marks = batch.count_tokens(self._token_ids[kind.code])
+        marks = batch.count_given(self._token_ids[kind.code])
         has_pixels, has_grids = batch.has(kind.pixels), batch.has(kind.grids)
         if not has_pixels and not has_grids:
             if int(marks.sum()):
@@ -128,7 +136,8 @@ class Sight:
         columns = {name: batch.ragged(name) for name in names}
         by_row = {name: values.cpu().split(counts.tolist()) for name, (values, counts) in columns.items()}
         packed = batch.pack(range(batch.num_rows))
-        rows = packed.token_ids.cpu().split(list(packed.lengths))
+        assert packed.given_ids is not None
+        rows = packed.given_ids.cpu().split(list(packed.lengths))
         batch.place(
             torch.cat(
                 [
@@ -138,14 +147,14 @@ class Sight:
             )
         )
 
-    def _positions(self, token_ids: Tensor, given: dict[str, Tensor]) -> Tensor:
+    def _positions(self, given_ids: Tensor, sizes: dict[str, Tensor]) -> Tensor:
         """(tokens, 3) of one row."""
-        kinds = torch.zeros_like(token_ids, dtype=torch.int32)
+        kinds = torch.zeros_like(given_ids, dtype=torch.int32)
         for code, token_id in self._token_ids.items():
-            kinds[token_ids == token_id] = code
-        mask = torch.ones_like(token_ids)
+            kinds[given_ids == token_id] = code
+        mask = torch.ones_like(given_ids)
         positions, _ = self._trunk.get_rope_index(
-            token_ids[None], mm_token_type_ids=kinds[None], attention_mask=mask[None], **given
+            given_ids[None], mm_token_type_ids=kinds[None], attention_mask=mask[None], **sizes
         )
         return positions[:, 0].T
 
@@ -153,6 +162,8 @@ class Sight:
         """Keyword arguments of the model: positions (3, 1, T), and the images and videos where there are any."""
         if rows.places is None:
             return {"position_ids": rows.position_ids.expand(3, 1, -1)}
+        assert rows.given_ids is not None
+        self._given_ids = rows.given_ids[None]
         seen = {name: rows.visual[name] for kind in kinds_in(rows) for name in (kind.pixels, kind.grids)}
         return {"position_ids": rows.places.T[:, None], **seen}
 

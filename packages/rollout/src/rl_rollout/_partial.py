@@ -31,9 +31,11 @@ def rest_of(request: GenerateRequest, done: TokenOutput) -> GenerateRequest | No
     left = request.sampling_params.max_new_tokens - len(done.token_ids)
     if left <= 0:
         return None
+    num_known = len(request.prompt_token_ids) + len(done.token_ids)
     return replace(
         request,
         prompt_token_ids=request.prompt_token_ids + done.token_ids,
+        sampled_spans=(*request.sampled_spans, (len(request.prompt_token_ids), num_known)),
         sampling_params=replace(request.sampling_params, max_new_tokens=left),
         returns_prompt_logprobs=request.returns_prompt_logprobs and not done.prompt_logprobs,
     )

@@ -40,6 +40,12 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
         )
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise RequestError(f"request {request.request_id!r}: timeout_s={request.timeout_s} must be above 0")
+    bounds = [bound for span in request.sampled_spans for bound in span]
+    if bounds != sorted(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1] <= len(prompt)):
+        raise RequestError(
+            f"request {request.request_id!r}: sampled_spans={request.sampled_spans} must be ascending [start, end) "
+            f"within the {len(prompt)} tokens of the prompt"
+        )
     check_sampling(request.request_id, request.sampling_params)
 
 

@@ -37,10 +37,13 @@ REQUEST_TYPES: dict[str, tuple[type, ...]] = {
     "returns_routed_experts": (bool,),
     "adapter": (str, type(None)),
     "images": (list,),
+    "sampled_spans": (list,),
 }
 """JSON types of a request's fields."""
 
-_PLAIN_FIELDS = REQUEST_TYPES.keys() - {"request_id", "prompt_token_ids", "sampling_params", "images"}
+_PLAIN_FIELDS = REQUEST_TYPES.keys() - {
+    *("request_id", "prompt_token_ids", "sampling_params", "images", "sampled_spans"),
+}
 
 _EXTRAS = ("top_logprobs", "prompt_logprobs")
 """Fields of an output that are sent as they are, if they were asked for; routed experts are packed."""
@@ -132,8 +135,16 @@ def request_from_json(message: Any, default_id: str) -> GenerateRequest:
         prompt_token_ids=token_ids(message["prompt_token_ids"], "prompt_token_ids"),
         sampling_params=SamplingParams(**params),
         images=tuple(check_strings(message.get("images", []), "images")),
+        sampled_spans=_spans(message.get("sampled_spans", [])),
         **{name: message[name] for name in _PLAIN_FIELDS & message.keys()},
     )
+
+
+def _spans(found: list[Any]) -> tuple[tuple[int, int], ...]:
+    pairs = [tuple(each) if isinstance(each, list) else () for each in found]
+    if not all(len(pair) == 2 and all(type(i) is int for i in pair) for pair in pairs):
+        raise RequestError("sampled_spans must be a list of pairs of integers, [start, end)")
+    return cast("tuple[tuple[int, int], ...]", tuple(pairs))
 
 
 def output_to_json(output: TokenOutput) -> dict[str, Any]:

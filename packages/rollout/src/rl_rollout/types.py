@@ -68,6 +68,9 @@ class GenerateRequest:
     """Name of the LoRA adapter that generates; None is the base model."""
     images: tuple[str, ...] = ()
     """Data URLs of encoded images, in the order of their places in the prompt; see `Capabilities.takes_images`."""
+    sampled_spans: tuple[tuple[int, int], ...] = ()
+    """[start, end) of what a model sampled in the prompt, ascending: earlier turns, or the part of a completion that
+    goes on. A placeholder that was sampled is a token like any other, and stands for no image."""
 
     @property
     def has_extras(self) -> bool:

@@ -28,6 +28,8 @@ class Exchange:
     """Index of the exchange whose conversation this one goes on with."""
     prompt_token_ids: tuple[int, ...]
     """All ids that the server was given."""
+    sampled_spans: tuple[tuple[int, int], ...]
+    """[start, end) of what the model emitted in the prompt and after it."""
     output: TokenOutput
     """What the model emitted."""
     conversation: tuple[MessageKey, ...]

@@ -208,6 +208,7 @@ class RecordingProxy:
         template, exchanges = self._templates[tools], self._sessions.setdefault(session, [])
         conversation = tuple(message_key(each) for each in messages)
         parent, num_known = find_parent(exchanges, conversation, tools, call.previous)
+        spans: tuple[tuple[int, int], ...] = ()
         if parent is None:
             prompt = template.prompt(messages)
         else:
@@ -218,6 +219,7 @@ class RecordingProxy:
                 is_stopped=before.output.finish_reason is FinishReason.STOP,
             )
             prompt = (*before.prompt_token_ids, *before.output.token_ids, *added)
+            spans = before.sampled_spans
             conversation = (*before.conversation, *conversation[num_known:])
         request = GenerateRequest(
             request_id=uuid4().hex,
@@ -226,6 +228,7 @@ class RecordingProxy:
                 **{name: getattr(self._params, name) for name in SamplingParams.__slots__} | dict(call.sampling)
             ),
             session_id=session,
+            sampled_spans=spans,
         )
         return _Prepared(exchanges=exchanges, parent=parent, conversation=conversation, tools=tools, request=request)
 
@@ -270,9 +273,11 @@ class RecordingProxy:
             turn = ParsedTurn(content=text.rest(raw), reasoning=text.reasoning)
         calls = [{"function": {"name": call.name, "arguments": dict(call.arguments)}} for call in turn.calls]
         key = message_key({"role": "assistant", "content": turn.content, "tool_calls": calls})
+        prompt = prepared.request.prompt_token_ids
         exchange = Exchange(
             parent=prepared.parent,
-            prompt_token_ids=prepared.request.prompt_token_ids,
+            prompt_token_ids=prompt,
+            sampled_spans=(*prepared.request.sampled_spans, (len(prompt), len(prompt) + len(output.token_ids))),
             output=output,
             conversation=(*prepared.conversation, key),
             tools=prepared.tools,

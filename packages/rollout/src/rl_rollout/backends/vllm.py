@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -43,6 +44,8 @@ SLEEP_ARGUMENT = "--enable-sleep-mode"
 ROUTED_ARGUMENT = "--enable-return-routed-experts"
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM 0.32 tells routed experts with its second model runner alone, and does not start with the first."""
+CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""Size of the cache in GiB; where it is set, vLLM on a CPU does not look at the argument."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Room for ranks that vLLM can be told to make."""
 
@@ -67,6 +70,7 @@ class VllmServer(ExternalServer):
                 "choose among GPUs with the option env={'CUDA_VISIBLE_DEVICES': '0'}"
             )
         super().__init__(config, engine_name="vllm")
+        self._check_cache()
         self._folder = tempfile.mkdtemp(prefix="rl-rollout-")
         self._socket = f"{self._folder}/vllm"
         self._sessions: set[str] = set()
@@ -83,11 +87,18 @@ class VllmServer(ExternalServer):
     def capabilities(self) -> Capabilities:
         """Depend on the arguments that it was started with."""
         return Capabilities(
-            updates_weights=not self.adapters,  # vLLM's loader takes none for a model whose layers it has wrapped
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
         )
+
+    def _check_cache(self) -> None:
+        found = {**os.environ, **read_environment(self.config.options.get("env", {}))}.get(CACHE_VARIABLE)
+        if self.config.kv_cache_bytes and found:
+            raise ConfigError(
+                f"kv_cache_bytes={self.config.kv_cache_bytes} and {CACHE_VARIABLE}={found!r} in the environment: vLLM "
+                "on a CPU would take the latter; leave one of them out"
+            )
 
     def _runner(self) -> dict[str, str]:
         """The environment variable that chooses vLLM's model runner, where it matters."""

@@ -95,7 +95,7 @@ class ImageReader:
 
 
 def written_out(output: AgentLoopOutput, place: int, counts: Sequence[int]) -> AgentLoopOutput:
-    """A trajectory in which image i has `counts[i]` tokens.
+    """A trajectory in which image i has `counts[i]` tokens. A place that the model wrote itself is none.
 
     Args:
         output: With one token for each image, or with all of them already.
@@ -105,20 +105,23 @@ def written_out(output: AgentLoopOutput, place: int, counts: Sequence[int]) -> A
     Raises:
         TrainerError: there are neither as many places as images, nor as many as these take.
     """
-    num_places = (*output.prompt_token_ids, *output.completion_token_ids).count(place)
+    is_place = {
+        "prompt_token_ids": [token == place for token in output.prompt_token_ids],
+        "completion_token_ids": [
+            token == place and not wrote
+            for token, wrote in zip(output.completion_token_ids, output.loss_mask, strict=True)
+        ],
+    }
+    num_places = sum(map(sum, is_place.values()))
     if num_places == sum(counts):
         return output
     if num_places != len(counts):
         raise TrainerError(
             f"a trajectory has {len(counts)} images and {num_places} places for them (token {place}); there must be "
-            f"one for each image, or all {sum(counts)} that they take. A model that writes such a token itself cannot "
-            "be trained"
+            f"one for each image, or all {sum(counts)} that they take"
         )
     left = iter(counts)
-    times = {
-        name: [next(left) if token == place else 1 for token in getattr(output, name)]
-        for name in ("prompt_token_ids", "completion_token_ids")  # in this order
-    }
+    times = {name: [next(left) if found else 1 for found in places] for name, places in is_place.items()}
 
     def repeated(name: str, like: str) -> tuple[Any, ...]:
         pairs = zip(getattr(output, name), times[like], strict=True)

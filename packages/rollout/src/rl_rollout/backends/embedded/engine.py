@@ -131,21 +131,22 @@ class Engine:
                 self._events.append((request.request_id, RequestError(f"request {request.request_id!r}: {message}")))
                 continue
             self._num_arrived += 1
+            seen = images.get(request.request_id) if images else None
             sequence = InFlight(
                 request=request,
                 told_every=told_every,
                 limit=limit,
                 seed=self._seed_of(request),
                 arrival=self._num_arrived,
-                seen=images.get(request.request_id) if images else None,
-                root=self._root_of(request),
+                seen=seen,
+                root=self._root_of(request, seen),
             )
             self._by_id[request.request_id] = sequence
             (self._held if self._is_holding else self.scheduler.waiting).append(sequence)
 
-    def _root_of(self, request: GenerateRequest) -> Hashable:
+    def _root_of(self, request: GenerateRequest, seen: SeenPrompt | None) -> Hashable:
         # A count of updates, not the version: whatever callers number their weights by, old content is never found.
-        return self._num_updates, request.adapter, request.images
+        return self._num_updates, request.adapter, request.images, () if seen is None else seen.sampled_places
 
     def _seed_of(self, request: GenerateRequest) -> int:
         seed = request.sampling_params.seed
@@ -201,7 +202,7 @@ class Engine:
         if self.graphs is not None and has_moved:
             self.graphs.clear()
         for sequence in self._by_id.values():
-            sequence.root = self._root_of(sequence.request)
+            sequence.root = self._root_of(sequence.request, sequence.seen)
             if sequence.row < 0 or self._length(sequence) == len(sequence.prompt):
                 sequence.extras.forget_prompt()
         self._forget_cache()
@@ -333,7 +334,6 @@ class Engine:
             positions=lengths,
             top_k=table.top_k[which] if self._truncating else None,
             top_p=table.top_p[which] if self._truncating else None,
-            never=None if self.model.sight is None else self.model.sight.placeholder_ids,
         )
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 class SeenPrompt:
     """The images of one prompt of P tokens, as the model takes them."""
 
-    prompt_positions: Tensor
+    positions: Tensor
     """[3, P] int64, on the axes time, height and width."""
     shift: int
     """Position of token i, beyond the prompt, minus i."""
@@ -41,27 +41,33 @@ class SeenPrompt:
     """[patches of all images, numbers of a patch] float32"""
     image_grid_thw: Tensor
     """[images, 3] int64, patches of each along the axes."""
+    given_ids: Tensor
+    """[P] int64, the prompt; -1 where a model sampled the token, which then stands for no image."""
+    sampled_places: tuple[int, ...]
+    """Where a placeholder was sampled before the end of the last image."""
     num_seen: int
     """Tokens up to the end of the last image."""
 
-    def positions(self, length: int) -> Tensor:
-        """[3, length] positions of the sequence's first `length` tokens."""
-        num_prompt = self.prompt_positions.shape[1]
-        later = torch.arange(num_prompt, max(length, num_prompt)) + self.shift
-        return torch.cat([self.prompt_positions[:, :length], later.expand(3, -1)], dim=1)
-
 
 class Sight:
-    """Prepares images for one model. `see` may run in any thread."""
+    """Prepares images for one model. `see` may run in any thread.
+
+    Placeholders that a model sampled stand for nothing: their tokens have the embedding and the position of any other.
+    """
 
     def __init__(self, module: Any, processor: Any) -> None:
         self._trunk = module.base_model
         self._processor = processor
         self._token_id: int = module.config.image_token_id
         self._num_merged: int = module.config.vision_config.spatial_merge_size**2
-        ids = [module.config.image_token_id, module.config.video_token_id]
-        self.placeholder_ids = torch.tensor(ids, device=module.device)
-        """What stands for images and videos; never given, as it would stand for an image that is not there."""
+        self._find_places = self._trunk.get_placeholder_mask
+        self._trunk.get_placeholder_mask = self._places
+        self.given_ids: Tensor | None = None
+        """[1, T] of the pass under way, `SeenPrompt.given_ids` of its tokens."""
+
+    def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's own search for placeholders."""
+        return self._find_places(input_ids if self.given_ids is None else self.given_ids, *args, **kwargs)
 
     def see(self, request: GenerateRequest) -> tuple[GenerateRequest, SeenPrompt]:
         """The request with its images' places written out, and what the model is to see there.
@@ -70,7 +76,8 @@ class Sight:
             RequestError: an image cannot be read, the prompt has not as many places as there are images, it ends with
                 one, or more is asked about it than can be told.
         """
-        if request.prompt_token_ids[-1:] == (self._token_id,):
+        given = _given(request.prompt_token_ids, request.sampled_spans)
+        if given[-1] == self._token_id:
             raise RequestError(f"request {request.request_id!r}: the prompt ends with an image; let a token follow it")
         if request.returns_prompt_logprobs or request.returns_routed_experts:
             raise RequestError(
@@ -81,18 +88,23 @@ class Sight:
         found = self._processor(images=pictures, return_tensors="pt")
         grids: Tensor = found["image_grid_thw"]
         counts = (grids.prod(-1) // self._num_merged).tolist()
-        ids = write_out(request.request_id, request.prompt_token_ids, self._token_id, counts)
+        times = repeats(request.request_id, given, self._token_id, counts)
+        ids, given = (_repeated(each, times) for each in (request.prompt_token_ids, given))
         row = torch.tensor([ids])
-        kinds = (row == self._token_id).int()
+        kinds = (torch.tensor([given]) == self._token_id).int()
+        num_seen = len(given) - given[::-1].index(self._token_id)
+        sampled = zip(ids[:num_seen], given, strict=False)
         positions, shift = self._trunk.get_rope_index(row, mm_token_type_ids=kinds, image_grid_thw=grids)
         seen = SeenPrompt(
-            prompt_positions=positions[:, 0],
+            positions=positions[:, 0],
             shift=int(shift),
             pixel_values=found["pixel_values"],
             image_grid_thw=grids,
-            num_seen=len(ids) - ids[::-1].index(self._token_id),
+            given_ids=torch.tensor(given),
+            sampled_places=tuple(i for i, pair in enumerate(sampled) if pair == (self._token_id, -1)),
+            num_seen=num_seen,
         )
-        return replace(request, prompt_token_ids=ids), seen
+        return replace(request, prompt_token_ids=ids, sampled_spans=()), seen
 
     def check_blind(self, request: GenerateRequest) -> None:
         """Refuse a prompt with places for images and none to put there.
@@ -100,7 +112,7 @@ class Sight:
         Raises:
             RequestError: says so.
         """
-        if not request.images and self._token_id in request.prompt_token_ids:
+        if not request.images and self._token_id in _given(request.prompt_token_ids, request.sampled_spans):
             raise RequestError(
                 f"request {request.request_id!r}: the prompt has places for images (token {self._token_id}) and the "
                 "request none; give `images`"
@@ -121,28 +133,41 @@ def load_sight(module: Any, model_path: str) -> Sight | None:
         return None
 
 
-def write_out(request_id: str, ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """Token ids in which image i takes `counts[i]` placeholders.
+def repeats(request_id: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
+    """How often each token is to stand in a prompt in which image i takes `counts[i]` placeholders.
 
     Args:
         request_id: For the error.
-        ids: With one placeholder per image, or with all of them already.
+        given: With one placeholder per image, or with all of them already.
         token_id: The placeholder.
         counts: Placeholders of each image.
 
     Raises:
         RequestError: there are neither as many placeholders as images, nor as many as these take.
     """
-    num_places = sum(token == token_id for token in ids)
+    num_places = sum(token == token_id for token in given)
     if num_places == sum(counts):
-        return tuple(ids)
+        return [1] * len(given)
     if num_places != len(counts):
         raise RequestError(
             f"request {request_id!r}: {len(counts)} images and {num_places} places for them (token {token_id}); the "
-            f"prompt must have one for each image, or all {sum(counts)} that their features take"
+            f"prompt must have one for each image, or all {sum(counts)} that their features take. Tokens that a model "
+            "sampled are told in sampled_spans"
         )
     left = iter(counts)
-    return tuple(each for token in ids for each in [token] * (next(left) if token == token_id else 1))
+    return [next(left) if token == token_id else 1 for token in given]
+
+
+def _repeated(ids: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
+    return tuple(token for token, count in zip(ids, times, strict=True) for _ in range(count))
+
+
+def _given(ids: Sequence[int], sampled_spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The ids, -1 where a model sampled one."""
+    given = list(ids)
+    for start, end in sampled_spans:
+        given[start:end] = [-1] * (end - start)
+    return given
 
 
 def _decoded(request_id: str, index: int, url: str) -> Any:

@@ -82,12 +82,14 @@ class ServedModel:
             self.fused.repack()
 
     def prefill_seen(self, ids: Tensor, seen: SeenPrompt, batch: Batch) -> None:
-        """Fill the cache with the tokens of one sequence with images, from its beginning."""
-        positions = seen.positions(len(ids)).to(self.device)[:, None]
+        """Fill the cache with the first of the P tokens of a prompt with images, those of the images among them."""
+        positions = seen.positions[:, : len(ids)].to(self.device)[:, None]
         images = {
             "pixel_values": seen.pixel_values.to(self.device),
             "image_grid_thw": seen.image_grid_thw.to(self.device),
         }
+        assert self.sight is not None
+        self.sight.given_ids = seen.given_ids[None, : len(ids)].to(self.device)
         self._run(ids[None], positions, batch, 1, **images)
 
     def _run(

@@ -64,7 +64,6 @@ def sample(
     positions: Tensor,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
-    never: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids [B] int64, their log-probs [B] float32, and the log-probs [B, V] that they were drawn from.
 
@@ -75,21 +74,17 @@ def sample(
         positions: int64, the position in the sequence that each token will take.
         top_k: int64, or None when no row truncates.
         top_p: float32, given with `top_k`.
-        never: int64 ids that are not given: one that is drawn is drawn again. Log-probs are still those of all V, as a
-            trainer computes them; where top-k or top-p cut something off, these ids are cut off first.
 
     A row whose logits are not finite gets some id and a log-prob that is not finite either.
     """
     is_greedy = temperature == 0
     scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
-    given = scaled if never is None else scaled.index_fill(-1, never, float("-inf"))
     if top_k is not None and top_p is not None:
         is_cut = ~is_greedy & ((top_k > 0) | (top_p < 1))
-        kept = truncate(given, top_k, top_p)
-        scaled, given = (torch.where(is_cut[:, None], kept, each) for each in (scaled, given))
+        scaled = torch.where(is_cut[:, None], truncate(scaled, top_k, top_p), scaled)
     logprobs = scaled.log_softmax(dim=-1)
-    mass = (logprobs if never is None else given.log_softmax(dim=-1)).exp().cumsum(dim=-1, dtype=torch.float64)
+    mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     threshold = (uniform(seeds, positions) * mass[:, -1])[:, None]
     drawn = torch.searchsorted(mass, threshold, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-    ids = torch.where(is_greedy, given.argmax(dim=-1), drawn)
+    ids = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
     return ids, logprobs.gather(-1, ids[:, None])[:, 0], logprobs

@@ -52,7 +52,7 @@ class Plan:
     """int64, rows whose newest token is fed; ascending."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     images: list[tuple[Chunk, SeenPrompt]] = field(default_factory=list["tuple[Chunk, SeenPrompt]"])
-    """Prompts with images: all of their tokens but the last."""
+    """Prompts with images: their tokens, but the newest."""
     splits: list[Split] = field(default_factory=list[Split])
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Blocks to copy when the chunks are computed: a split's last one, which it will write to."""
@@ -131,8 +131,8 @@ class Scheduler:
                 self.table.computed[sequence.row] = len(sequence.blocks) * size
             start = int(self.table.computed[sequence.row])
             seen = sequence.seen if sequence.seen is not None and start < sequence.seen.num_seen else None
-            # An image cannot be cut: all at once, and the newest token in the next step.
-            count = length - 1 if seen is not None else min(length - start, budget)
+            # An image cannot be cut: the prompt at once; what follows, the newest token at least, in later steps.
+            count = min(length - 1, len(sequence.prompt)) if seen is not None else min(length - start, budget)
             needed = -(-(start + count) // size) - len(sequence.blocks)
             self._make_room(sequence, needed)
             if needed > self.pool.num_free:
