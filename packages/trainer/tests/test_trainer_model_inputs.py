@@ -223,8 +223,11 @@ def test_tokens_without_experts_are_told_and_never_replayed():
 def test_experts_of_prompts_with_images_are_not_replayed():
     config = load_config("quickstart", ["engine.router_replay=true"])
     with pytest.raises(InputError, match="they do not tell those of prompts with images, which rows of the data have"):
-        check(config, [{"images": ["data:"], "data_source": "reasoning_gym/mine"}])
-    check(config, [{"images": [], "data_source": "reasoning_gym/mine"}])
+        check(
+            config,
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "data_source": "reasoning_gym/mine"}],
+        )
+    check(config, [{"prompt": [{"role": "user", "content": "1"}], "data_source": "reasoning_gym/mine"}])
 
 
 def test_a_model_without_experts_has_none_to_replay(tmp_path):
