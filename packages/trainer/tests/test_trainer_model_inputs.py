@@ -222,7 +222,7 @@ def test_tokens_without_experts_are_told_and_never_replayed():
 
 def test_experts_of_prompts_with_images_are_not_replayed():
     config = load_config("quickstart", ["engine.router_replay=true"])
-    with pytest.raises(InputError, match="they do not tell those of prompts with images, which rows of the data have"):
+    with pytest.raises(InputError, match="they do not tell those of prompts with images or videos"):
         check(
             config,
             [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "data_source": "reasoning_gym/mine"}],
