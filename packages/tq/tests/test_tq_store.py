@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from rl_tq._dump import dump
 from rl_tq._ready import ReadyRows
 from rl_tq._requests import Batch, Claim, Put
 from rl_tq._rows import Row
@@ -415,7 +416,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(from_snapshot=st.booleans())
     def restart(self, from_snapshot: bool) -> None:
         """The server dies. Who waited or held a lease without a deadline is gone; the others go on."""
-        records = json.loads(json.dumps(list(self.store.state.dump()))) if from_snapshot else self.journal
+        records = json.loads(json.dumps(list(dump(self.store.state)))) if from_snapshot else self.journal
         fresh = MetadataStore(lambda _: next(EXTENTS))
         fresh.state.replay(records)
         fresh.state.log = []

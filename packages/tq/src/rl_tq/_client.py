@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_tq._columns import borrowed_columns, check_tags, parse_columns
 from rl_tq._extent import Layout, plan_extent
-from rl_tq._gather import Landing, LocatedColumns, Opened, gather
+from rl_tq._gather import gather
+from rl_tq._landing import Landing
 from rl_tq._numbers import lengthen, shorten
 from rl_tq._places import from_wire
 from rl_tq._schema import ColumnSchema, pack_schema
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from rl_tq._opened import LocatedColumns, Opened
     from rl_tq._service import Message
 
 Answer = TypeVar("Answer")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -16,15 +15,16 @@ from tensordict import NonTensorStack, TensorDict
 # What torch.nested.nested_tensor_from_jagged makes after checks that cost three times as much; these offsets are ours.
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from rl_csrc import frames, rows
+from rl_csrc import rows
 from rl_tq._columns import INDEX
-from rl_tq._device import Mover
-from rl_tq._extent import copied, lay, read_extent
+from rl_tq._extent import copied, lay
+from rl_tq._opened import Opened, OpenExtent
 from rl_tq._schema import ColumnKind, ColumnSchema
 from rl_tq._segments import new_memory
 
 if TYPE_CHECKING:
-    from rl_tq._extent import Views
+    from rl_tq._landing import Landing
+    from rl_tq._opened import LocatedColumns
     from rl_tq._rows import Run
 
 _PRIVATE_COPY_BYTES = 1 << 20
@@ -32,151 +32,6 @@ _PRIVATE_COPY_BYTES = 1 << 20
 _MANY_RUNS = 8
 _SMALL_ROW_BYTES = 4096
 """From so many runs on, rows of at most so many bytes are copied by index: each slice would take longer."""
-
-
-@dataclass(slots=True, kw_only=True)
-class OpenExtent:
-    """An extent that this process can read."""
-
-    memory: torch.Tensor
-    """uint8 [n], all of it."""
-    is_private: bool
-    """Nobody else sees writes to this memory, so that views of it may be given away."""
-    _views: Views | None = None
-    _has_shared: bool = False
-    """Whether rows of any column share values."""
-    _ragged: dict[str, tuple[torch.Tensor, np.ndarray[Any, Any]]] = field(
-        default_factory=dict[str, "tuple[torch.Tensor, np.ndarray[Any, Any]]"]
-    )
-    """Columns that were looked at."""
-    _bounds: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    """Offsets of those that were looked at row by row."""
-
-    @property
-    def views(self) -> Views:
-        """Its columns."""
-        if self._views is None:
-            self._views = read_extent(self.memory)
-            self._has_shared = any(INDEX in name for name in self._views)
-        return self._views
-
-    def ragged(self, name: str) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-        """The values and offsets of a ragged column; the latter an array, which is cut in a tenth of the time."""
-        if name not in self._ragged:
-            column = self.views[name]
-            assert isinstance(column, frames.Ragged)
-            assert isinstance(column.values, torch.Tensor)
-            self._ragged[name] = (column.values, column.offsets.numpy())
-        return self._ragged[name]
-
-    def bounds(self, name: str) -> list[int]:
-        """The offsets of a ragged column."""
-        if name not in self._bounds:
-            self._bounds[name] = self.ragged(name)[1].tolist()
-        return self._bounds[name]
-
-    def turns(self, name: str) -> tuple[torch.Tensor, list[int], list[int]]:
-        """The values of a column of turns, the turns' offsets, and the rows' offsets into these."""
-        column = self.views[name]
-        assert isinstance(column, frames.Ragged)
-        assert isinstance(column.values, frames.Ragged)
-        assert isinstance(column.values.values, torch.Tensor)
-        return column.values.values, column.values.offsets.tolist(), column.offsets.tolist()
-
-    def stretches(self, name: str, start: int, count: int) -> list[tuple[int, int]]:
-        """Where the values of `count` rows from `start` on lie, as (first, number): elsewhere, if they are shared."""
-        views = self.views
-        if not self._has_shared or name + INDEX not in views:
-            return [(start, count)]
-        found: list[tuple[int, int]] = []
-        indexes = views[name + INDEX]
-        assert isinstance(indexes, torch.Tensor)
-        for index in indexes[start : start + count].tolist():
-            if found and found[-1][0] + found[-1][1] == index:
-                found[-1] = (found[-1][0], found[-1][1] + 1)
-            else:
-                found.append((index, 1))
-        return found
-
-    def num_rows(self, name: str) -> int:
-        """Rows it was written with."""
-        column = self.views[name + INDEX] if name + INDEX in self.views else self.views[name]
-        return len(column.offsets) - 1 if isinstance(column, frames.Ragged) else column.size(0)
-
-
-Opened: TypeAlias = Mapping[int, OpenExtent]
-LocatedColumns: TypeAlias = "Mapping[str, tuple[ColumnSchema, Sequence[Run]]]"
-"""Column name to its schema, and where the rows of a batch lie in extents."""
-
-
-class Landing:
-    """Where a batch's values are to lie: new memory, a buffer of the caller's, or a device."""
-
-    def __init__(self, out: torch.Tensor | None, device: torch.device | str | None) -> None:
-        if out is not None and device is not None:
-            raise ValueError(f"out is a buffer on {out.device} and device is {device!r}: give one of them")
-        if out is not None and (out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous()):
-            raise ValueError(
-                f"out is a {out.dtype} tensor of shape {tuple(out.shape)}: it must be uint8 [n] and contiguous"
-            )
-        if out is not None and out.storage_offset() % frames.ALIGNMENT:
-            raise ValueError(
-                f"out begins {out.storage_offset()} bytes into its storage: it must be at a multiple of "
-                f"{frames.ALIGNMENT}"
-            )
-        self._device = None if device is None else torch.device(device)
-        self._out = out
-        self._cursor = 0
-        self._mover: Mover | None = None
-        self._to_copy: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
-        self.is_taken = False
-        """Whether a message is or was received straight into the caller's buffer."""
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the caller said where."""
-        return self._out is not None or self._device is not None
-
-    def take_over(self, nbytes: int) -> torch.Tensor | None:
-        """The caller's buffer, if a message of so many bytes can be received straight into it."""
-        if self._out is None or self._out.device.type != "cpu" or len(self._out) < nbytes:
-            return None
-        buffer, self._out, self.is_taken = self._out[:nbytes], None, True
-        return buffer
-
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Prepare for tensors of so many bytes each.
-
-        Raises:
-            ValueError: they do not fit.
-        """
-        total = sum(size + -size % frames.ALIGNMENT for size in sizes)
-        if self._device is not None:
-            self._out = torch.empty(total, dtype=torch.uint8, device=self._device)
-        if self._out is not None and len(self._out) < total:
-            raise ValueError(f"out has {len(self._out)} bytes, and these columns of these rows take {total}")
-        if self._out is not None and (self._device is not None or self._out.device.type != "cpu"):
-            self._mover = Mover(self._out.device)
-
-    def place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The next place, where the parts lie one after the other once `finish` returns."""
-        assert self._out is not None
-        nbytes = sum(part.nbytes for part in parts)
-        target = self._out[self._cursor : self._cursor + nbytes]
-        self._cursor += nbytes + -nbytes % frames.ALIGNMENT
-        placed = target.view(parts[0].dtype).view(sum(map(len, parts)), *parts[0].shape[1:])
-        if self._mover is not None:
-            self._mover.move(parts, target)
-        else:  # at the end: a copy of megabytes empties the caches of all that is done between columns
-            self._to_copy.append((parts, placed))
-        return placed
-
-    def finish(self) -> None:
-        """Have all be in place."""
-        for parts, placed in self._to_copy:
-            lay(parts, placed)
-        if self._mover is not None:
-            self._mover.finish()
 
 
 Parts: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
@@ -195,9 +50,7 @@ class Collected(NamedTuple):
     turns: Turns
 
 
-def gather(
-    columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened, num_rows: int, landing: Landing
-) -> TensorDict:
+def gather(columns: LocatedColumns, opened: Opened, num_rows: int, landing: Landing) -> TensorDict:
     """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON."""
     if not landing.is_given:
         opened = _privately(columns, opened)
@@ -212,9 +65,7 @@ def gather(
     return assemble({name: schema for name, (schema, _) in columns.items()}, collected, is_own, num_rows, landing)
 
 
-def collect(
-    columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened, *, is_joined: bool = False
-) -> Collected:
+def collect(columns: LocatedColumns, opened: Opened, *, is_joined: bool = False) -> Collected:
     """Where the values of rows lie: views of the extents; with `is_joined`, ragged rows in many pieces are copied."""
     parts: dict[str, Sequence[torch.Tensor]] = {}
     offsets: dict[str, torch.Tensor] = {}
@@ -273,7 +124,7 @@ def assemble(
     return TensorDict._new_unsafe(source=result, batch_size=torch.Size([num_rows]))  # pyright: ignore
 
 
-def _privately(columns: Mapping[str, tuple[ColumnSchema, Sequence[Run]]], opened: Opened) -> Opened:
+def _privately(columns: LocatedColumns, opened: Opened) -> Opened:
     """Copy a small extent at once, if all of its rows and most of its bytes are asked for."""
     if len(opened) != 1:
         return opened

@@ -8,7 +8,7 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rl_tq._gather import OpenExtent
+from rl_tq._opened import OpenExtent
 from rl_tq._service import Caller, Message, Service, error_reply, raise_error
 from rl_tq._snapshot import Snapshot, spill_directory_of, write_snapshot
 from rl_tq._spill import write_spilled

@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from rl_tq._gather import OpenExtent
+from rl_tq._opened import OpenExtent
 from rl_tq.errors import TransferQueueError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rl_tq._client import QueueClient
 from rl_tq._codec import encode
 from rl_tq._columns import INDEX
 from rl_tq._extent import as_bytes, read_extent
-from rl_tq._gather import Collected, Landing, Opened, assemble, collect, cumulated
+from rl_tq._gather import Collected, assemble, collect, cumulated
 from rl_tq._schema import ColumnKind, ColumnSchema, read_schema
 from rl_tq._service import Message, error_reply, raise_error
 from rl_tq.errors import SchemaError, TransferQueueError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from rl_tq._extent import Layout
     from rl_tq._hub import Hub, Reply
+    from rl_tq._landing import Landing
+    from rl_tq._opened import Opened
 
 Payload: TypeAlias = "list[torch.Tensor]"
 """uint8 tensors, one after the other."""

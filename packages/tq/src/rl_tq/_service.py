@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rl_tq import errors
+from rl_tq._dump import dump
 from rl_tq._numbers import lengthen, shorten
 from rl_tq._places import pieces_of
 from rl_tq._requests import Admission, Batch, Claim, Outcome, Put, Spill
@@ -151,7 +152,7 @@ class Service:
 
     def _snapshot(self, _: Message, __: Caller) -> Message:
         """All there is, at this moment."""
-        return {"records": list(self.store.state.dump()), "extents": sorted(self.store.state.extents)}
+        return {"records": list(dump(self.store.state)), "extents": sorted(self.store.state.extents)}
 
     def _clear(self, request: Message, _: Caller) -> Message:
         if request["is_whole"]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_tq._extent import Layout
-    from rl_tq._gather import LocatedColumns, Opened, OpenExtent
+    from rl_tq._opened import LocatedColumns, Opened, OpenExtent
     from rl_tq._service import Message
     from rl_tq.types import BatchMeta
 

@@ -6,33 +6,28 @@ It holds the bookkeeping and one descriptor per segment. It never waits for a cl
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import select
 import socket
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from rl_tq._compaction import Wasted
+from rl_tq._recovery import Recovery
 from rl_tq._segment_table import Member, SegmentTable
 from rl_tq._service import Caller, Message, Service, error_reply
-from rl_tq._snapshot import Snapshot, spill_directory_of
-from rl_tq._spill import source_of
 from rl_tq._wire import Inbox, close_after_fork, listen, pack, peer, send_some
-from rl_tq.errors import AddressError, TransferQueueError
+from rl_tq.errors import TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from rl_tq._journal import Journal
     from rl_tq._places import Stamps
     from rl_tq._segments import Segment
-    from rl_tq._state import Record
 
 
 _Outgoing: TypeAlias = "tuple[bytes | memoryview, Segment | Stamps | None]"
@@ -73,12 +68,11 @@ class ControlServer:
         self._connections: dict[int, _Connection] = {}
         self._to_flush: list[_Connection] = []
         try:
+            self._recovery = Recovery(address, self._service, self._table, journal)
             if journal is not None:
-                with _no_collections():
-                    self._resume(journal)
+                self._recovery.resume(journal)
             if snapshot is not None:
-                with _no_collections():
-                    self._restore(snapshot)
+                self._recovery.restore(snapshot)
             self._listener = listen(address, abstract)
         except BaseException:
             self._table.close()
@@ -143,7 +137,7 @@ class ControlServer:
             journal.append(log)
             log.clear()
             if journal.is_long:
-                journal.rewrite(self._records())
+                journal.rewrite(self._recovery.records())
 
     def _accept(self) -> None:
         try:
@@ -345,60 +339,6 @@ class ControlServer:
     def _memory(self) -> Message:
         clients = sorted(connection.pid for connection in self._connections.values() if not connection.is_agent)
         return {"server_pid": os.getpid(), "clients": clients, **self._table.counts()}
-
-    # What outlives the server
-
-    def _resume(self, journal: Journal) -> None:
-        """Take up what an earlier server of this directory left."""
-        records = journal.load()
-        store = self._service.store
-        self._service.resume([record for record in records if record[0] != "note_place"], time.monotonic())
-        places = {record[1]: record[2:] for record in records if record[0] == "note_place"}
-        live = {extent: places[extent] for extent in store.state.extents}
-        spilled_to = {each.spill_directory for each in store.state.options.values() if each.spill_directory}
-        self._table.reopen(journal.directory, live, max(places, default=0), spilled_to)
-        store.adopt()
-        store.state.log = []
-        journal.rewrite(self._records())
-
-    def _restore(self, path: Path) -> None:
-        """Begin with what a snapshot holds, in memory and files of this queue's own."""
-        store = self._service.store
-        if store.state.next_row > 1 or store.state.options:
-            raise AddressError(
-                f"{self.address} holds a queue already: serve it without a snapshot, or take another directory"
-            )
-        directory = None if self._journal is None else self._journal.directory
-        with Snapshot(path) as snapshot:
-            self._service.resume(snapshot.records, time.monotonic())
-            places = {number: snapshot.places[number] for number in store.state.extents}
-            spills = {places[number][0]: spill_directory_of(store.state, number) for number in places}
-
-            def make(file: str) -> tuple[Segment, str | None]:
-                segment, own = source_of(directory, spills[file]).create(snapshot.nbytes(file))
-                snapshot.read(file, 0, segment.map(is_shared=True))
-                return segment, own
-
-            self._table.restore(places, max(snapshot.places, default=0), make)
-        store.adopt()
-        if self._journal is not None:
-            self._journal.rewrite(self._records())
-
-    def _records(self) -> Iterator[Record]:
-        yield from self._service.store.state.dump()
-        yield from self._table.records()
-
-
-@contextmanager
-def _no_collections() -> Generator[None]:
-    """Have Python not look for garbage: among a hundred thousand rows that come to stay, it takes half of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _joined(outbox: deque[_Outgoing]) -> _Outgoing:

@@ -16,7 +16,7 @@ from rl_tq._schema import ColumnSchema, Schema
 from rl_tq.types import PartitionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rl_tq._ready import ReadyRows
 
@@ -338,47 +338,7 @@ class State:
         for row in home.rows.values():
             self._release(home, row)
 
-    # Snapshots
-
-    def dump(self) -> Iterator[Record]:
-        """Records that make this state out of an empty one."""
-        for name, options in self.options.items():
-            yield ["configure", name, options.to_json()]
-        for name, version in self.versions.items():
-            yield ["advance", name, version]
-        holders: dict[int, list[tuple[Row, int]]] = {number: [] for number in self.extents}
-        homes: dict[int, Partition] = {}
-        for name, home in self.partitions.items():
-            yield ["open", name, home.generation]
-            yield ["note_schema", name, {column: schema.to_json() for column, schema in home.schema.items()}]
-            for row in home.rows.values():
-                for extent, index in row.pieces:
-                    holders[extent.number].append((row, index))
-                    homes[extent.number] = home
-        for number in sorted(holders):
-            extent, rows = self.extents[number], holders[number]
-            home = homes[number]
-            schema = {column: home.schema[column].to_json() for column in extent.columns}
-            yield [
-                "put", home.name, number, schema, extent.nbytes, extent.num_rows, extent.owner,
-                [index for _, index in rows], [row.number for row, _ in rows], [row.sample_id for row, _ in rows],
-                [dict(row.tags) for row, _ in rows], extent.is_spilled,
-            ]  # fmt: skip
-        for name, home in self.partitions.items():
-            for task, ledger in home.tasks.items():
-                groups = [[group, times] for group, times in ledger.acked_groups.items()]
-                yield [
-                    "note_ledger", name, task, sorted([n, *ack] for n, ack in ledger.acked.items()),
-                    sorted(ledger.dead.items()), sorted(ledger.attempts.items()), groups,
-                    sorted(ledger.cleared.items()), ledger.num_acked,
-                    sorted(ledger.returned),
-                ]  # fmt: skip
-            yield ["note_dropped", name, dict(home.dropped)]
-        for lease in self.leases.values():
-            yield [
-                "lease", lease.partition, lease.task, lease.number, sorted(lease.rows), lease.lease_s, lease.is_grouped
-            ]  # fmt: skip
-        yield ["note_numbers", self.next_row, self.next_generation, self.next_lease]
+    # Parts of a dump
 
     def note_schema(self, partition: str, schema: Mapping[str, list[Any]]) -> None:
         """Part of a snapshot: columns, those that no row has now among them."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rl_tq._extent import Layout
-    from rl_tq._gather import Opened
+    from rl_tq._opened import Opened
 
 _SERVED: dict[str, Hub] = {}
 _SERVED_LOCK = threading.Lock()

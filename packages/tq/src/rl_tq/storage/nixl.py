@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_tq._extent import Layout
-    from rl_tq._gather import Landing, Opened
     from rl_tq._hub import Hub
+    from rl_tq._landing import Landing
+    from rl_tq._opened import Opened
     from rl_tq._remote import Send
     from rl_tq._service import Message
 

@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_tq._client import QueueClient
-from rl_tq._gather import OpenExtent
+from rl_tq._opened import OpenExtent
 from rl_tq._remote import Desk
 from rl_tq.errors import (
     AddressError,
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_tq._extent import Layout
-    from rl_tq._gather import Landing, Opened
     from rl_tq._hub import Hub
+    from rl_tq._landing import Landing
+    from rl_tq._opened import Opened
     from rl_tq._remote import Payload, Send
     from rl_tq._service import Message
     from rl_tq.storage._keeper import Where

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_tq._gather import Landing
+    from rl_tq._landing import Landing
 
 _TICK_S = 0.1
 

@@ -33,7 +33,7 @@ from rl_tq.storage.inproc import InprocQueue
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rl_tq._gather import Landing
+    from rl_tq._landing import Landing
 
 _BEAT_S = 1.0
 _SILENCE_S = 10.0

@@ -9,86 +9,30 @@ import os
 import shutil
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from tensordict import TensorDict
 
-from rl_tq._explain import prometheus
-from rl_tq.compat.transfer_queue import sampler as samplers
-from rl_tq.compat.transfer_queue._rpc import ControllerInfo, ControllerServer
+from rl_tq.compat.transfer_queue._job import Config, ControllerHost, merged
 from rl_tq.compat.transfer_queue.client import TransferQueueClient
-from rl_tq.compat.transfer_queue.controller import TransferQueueController
 from rl_tq.compat.transfer_queue.metadata import KVBatchMeta
+from rl_tq.errors import WaitTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from rl_tq.compat.transfer_queue.sampler import BaseSampler
+    from rl_tq.compat.transfer_queue._rpc import ControllerInfo
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 NAME, NAMESPACE = "TransferQueueController", "transfer_queue"
 _METADATA_FILE, _CONTROLLER_FILE = "metadata.json", "controller_state.pkl"
-_START_S = 60.0
-
-
-class Config(dict[str, Any]):
-    """A mapping whose values are attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"there is no {name!r}; there are {sorted(self)}") from None
-
-    def __reduce__(self) -> Any:
-        return Config, (dict(self),)
-
-
-class ControllerHost:
-    """A controller, what it answers to, and its configuration: the Ray actor, or this process's own."""
-
-    def __init__(self, conf: Config, host: str) -> None:
-        options, storage = conf.controller, conf.backend.SimpleStorage
-        self._controller = TransferQueueController(
-            options.sampler, options.polling_mode, "shm://" if host == "127.0.0.1" else f"tcp://{host}:0",
-            storage.total_storage_size,
-        )  # fmt: skip
-        self._server = ControllerServer(self._controller, host)
-        options["zmq_info"] = self._server.info
-        if conf.metrics.enabled:
-            conf.metrics["endpoint"] = _serve_metrics(self._controller, host, conf.metrics.port)
-        self._conf = conf
-
-    def get_config(self) -> Config:
-        """What the job runs with."""
-        return self._conf
-
-    def list_partitions(self) -> list[str]:
-        """See `TransferQueueController.list_partitions`."""
-        return self._controller.list_partitions()
-
-    def get_partition_snapshot(self, partition_id: str) -> Any:
-        """See `TransferQueueController.get_partition_snapshot`."""
-        return self._controller.get_partition_snapshot(partition_id)
-
-    def clear_partition(self, partition_id: str) -> None:
-        """See `TransferQueueController.clear_partition`."""
-        self._controller.clear_partition(partition_id)
-
-    def register_sampler(self, sampler: BaseSampler | type[BaseSampler]) -> None:
-        """See `TransferQueueController.register_sampler`."""
-        self._controller.register_sampler(sampler)
-
-    def close(self) -> None:
-        """End the queue."""
-        self._server.close()
-        self._controller.close()
+_START_S = 300.0
+"""Ray starts a process for the controller, which imports torch: among many workers of few cores, minutes."""
 
 
 class _Session:
@@ -124,7 +68,7 @@ def init(conf: Mapping[str, Any] | None = None) -> Config | Mapping[str, Any] | 
             return conf
         if ray is not None and _join(ray):
             return conf
-        final = _merged(conf)
+        final = merged(conf)
         if ray is None:
             _session.local = ControllerHost(final, "127.0.0.1")
             _connect(final)
@@ -135,7 +79,7 @@ def init(conf: Mapping[str, Any] | None = None) -> Config | Mapping[str, Any] | 
                 if not _join(ray):
                     raise
                 return final
-            final = ray.get(_session.actor.get_config.remote(), timeout=_START_S)
+            final = _config_of(_session.actor, ray)
             _connect(final)
         return final
 
@@ -166,7 +110,7 @@ def get_metrics_endpoint() -> str | None:
     if _session.local is not None:
         conf = _session.local.get_config()
     elif ray is not None and _session.actor is not None:
-        conf = ray.get(_session.actor.get_config.remote(), timeout=_START_S)
+        conf = _config_of(_session.actor, ray)
     else:
         return None
     return conf.metrics.get("endpoint")
@@ -351,8 +295,23 @@ def _join(ray: Any) -> bool:
         return False
     if _session.client is None or _session.actor != actor:
         _session.actor = actor
-        _connect(ray.get(actor.get_config.remote(), timeout=_START_S))
+        _connect(_config_of(actor, ray))
     return True
+
+
+def _config_of(actor: Any, ray: Any) -> Config:
+    """What a controller runs with, once it runs.
+
+    Raises:
+        WaitTimeoutError: it does not.
+    """
+    try:
+        return ray.get(actor.get_config.remote(), timeout=_START_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise WaitTimeoutError(
+            f"the actor {NAME!r} of the namespace {NAMESPACE!r} did not answer within {_START_S} s of being asked: it "
+            "is still starting, or its node is overloaded; `ray list actors` and the logs of its worker say which"
+        ) from error
 
 
 def _start(ray: Any, conf: Config) -> Any:
@@ -367,57 +326,9 @@ def _start(ray: Any, conf: Config) -> Any:
     return actor.remote(conf, host)
 
 
-def _merged(conf: Mapping[str, Any] | None) -> Config:
-    # The file that the original's recipes read; in YAML's flow style, which is JSON.
-    known = json.loads(resources.files(__package__ or "").joinpath("config.yaml").read_text("utf-8"))
-    final = _overlaid(known, conf or {}, "")
-    if final.backend.storage_backend != "SimpleStorage":
-        raise ValueError(
-            f"backend.storage_backend is {final.backend.storage_backend!r}: here it is 'SimpleStorage', kept by rl-tq"
-        )
-    if final.backend.SimpleStorage.required_node_resource is not None:
-        raise ValueError("backend.SimpleStorage.required_node_resource has no counterpart here: leave it out")
-    chosen = final.controller.sampler
-    if isinstance(chosen, str):
-        final.controller["sampler"] = getattr(samplers, chosen, None)
-        if final.controller.sampler is None:
-            raise ValueError(f"Could not find sampler {chosen!r}")
-    return final
-
-
-def _overlaid(known: dict[str, Any], given: Mapping[str, Any], where: str) -> Config:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise ValueError(f"{where or 'the configuration'} has no {unknown} here; it has {sorted(known)}")
-    final = Config()
-    for name, default in known.items():
-        value: Any = given.get(name, default)
-        is_section = isinstance(default, dict)
-        final[name] = _overlaid(cast("dict[str, Any]", default), value, f"{where}{name}.") if is_section else value
-    return final
-
-
 def _batch_of_one(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             raise ValueError("fields of one sample hold no nested tensors: pass a TensorDict of batch_size 1")
         return value.unsqueeze(0)
     return [value]
-
-
-def _serve_metrics(controller: TransferQueueController, host: str, port: int) -> str:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            text = prometheus(controller.stats()).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is http.server's
-            del format, args
-
-    server = ThreadingHTTPServer((host, port), Handler)
-    threading.Thread(target=server.serve_forever, name="rl-tq-compat-metrics", daemon=True).start()
-    return f"{host}:{server.server_address[1]}"
