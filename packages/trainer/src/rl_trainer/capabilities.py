@@ -1,6 +1,7 @@
 """What the chosen backends can do, held against what the configuration asks of them, before any process starts.
 
-A server says it by `rl_rollout.types.Capabilities`, a transport by opening one end of a session, which calls no peer.
+An engine refuses by `rl_engine.check`, a server says it by `rl_rollout.types.Capabilities`, a transport by opening one
+end of a session, which calls no peer.
 What a server knows only with its model loaded is asked again once it is there, and before anything is generated.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -17,8 +18,8 @@ import rl_ckpt
 import rl_rollout
 from rl_ckpt.errors import CkptError
 from rl_rollout.errors import RolloutError
-from rl_rollout.types import ServerConfig
 from rl_trainer.errors import ConfigError
+from rl_trainer.pipelines.engines import check_engines, server_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -93,7 +94,9 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
                 "another, or runtime=inline"
             )
     _check_transport(config)
-    can = _server_capabilities(config)
+    with _folder(config) as folder:
+        check_engines(config, Path(folder), is_made=config.model.path is not None)
+        can = _server_capabilities(config, folder)
     _require(config, can, [need for need in _NEEDS if need.is_known_early])
     levels = " and ".join(str(level) for level in can.sleep_levels) or "none"
     seeds = (
@@ -136,24 +139,15 @@ def _check_transport(config: Config) -> None:
         raise ConfigError(f"weights_transport={config.weights_transport} cannot be used: {error}") from error
 
 
-def _server_capabilities(config: Config) -> Capabilities:
-    rollout = config.rollout
-    with _folder(config) as folder:
-        try:
-            server = rl_rollout.create_server(
-                rollout.backend,
-                ServerConfig(
-                    model_path=folder,
-                    max_model_len=rollout.max_model_len,
-                    max_num_seqs=rollout.max_num_seqs,
-                    options=rollout.options,
-                    timeout_s=config.timeout_s,
-                ),
-            )
-            can = server.capabilities
-            asyncio.run(server.stop())
-        except RolloutError as error:
-            raise ConfigError(f"rollout.backend={rollout.backend} cannot be used as configured: {error}") from error
+def _server_capabilities(config: Config, folder: str) -> Capabilities:
+    backend = config.rollout.backend
+    asked = replace(server_config(config, Path(folder)), dtype="auto")  # a backend that takes none has worse to say
+    try:
+        server = rl_rollout.create_server(backend, asked)
+        can = server.capabilities
+        asyncio.run(server.stop())
+    except RolloutError as error:
+        raise ConfigError(f"rollout.backend={backend} cannot be used as configured: {error}") from error
     return can
 
 

@@ -6,9 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, OptimizerConfig, Precision
+import rl_engine
+from rl_engine.errors import EngineError
+from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, ModelInit, OptimizerConfig, Precision
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named
+from rl_trainer.errors import ConfigError
 from rl_trainer.plan import has_process_rewards
 from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
@@ -17,7 +20,7 @@ from rl_trainer.workers.reference import ReferenceWorker
 
 if TYPE_CHECKING:
     from rl_trainer.base import Runtime
-    from rl_trainer.config import Config
+    from rl_trainer.config import Config, CriticSection, TeacherSection
 
 
 def create_engine(
@@ -31,24 +34,15 @@ def create_engine(
     num_candidates: int = 0,
 ) -> EngineWorker:
     """Place the actor, the reference or the teacher on the engine pool."""
-    algorithm, lora = config.algorithm, config.engine.lora
     inputs = IMAGES if takes_images(model_path) else ()
     if is_trained and config.engine.router_replay:  # a reference chooses its own
         inputs += EXPERTS
-    engine_config = replace(
-        engine_config_of(config, model_path, config.engine.lr),
-        lora=LoraConfig(**asdict(lora)) if is_trained and lora is not None else None,
-        entropy=is_trained and algorithm.entropy_coef > 0,
-        sum_pi_squared=is_trained and "sum_pi_squared" in estimator_named(algorithm.advantage).needs,
-        num_candidates=num_candidates,
-        router_aux_loss_coef=config.engine.router_aux_loss_coef if is_trained else 0.0,
-    )
     return runtime.create_group(
         EngineWorker if is_trained else ReferenceWorker,
         "engine",
         backend=config.engine.backend,
-        config=engine_config if is_trained else replace(engine_config, optimizer=None),
-        algorithm=algorithm,
+        config=actor_config(config, model_path) if is_trained else frozen_config(config, model_path, num_candidates),
+        algorithm=config.algorithm,
         inputs=inputs,
         teacher=config.teacher,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -60,29 +54,21 @@ def create_engine(
 
 def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> EngineWorker:
     """Place the teacher on the engine pool, laid out like the policy."""
-    assert config.teacher is not None, "the caller has checked it"
-    path, num_candidates = Path(config.teacher.path), config.teacher.num_candidates
-    return create_engine(
-        config,
-        runtime,
-        path,
-        queue_address,
-        None,
-        is_trained=False,
-        num_candidates=0 if config.teacher.divergence == "reverse" else num_candidates,
-    )
+    teacher = config.teacher
+    assert teacher is not None, "the caller has checked it"
+    path, num_candidates = Path(teacher.path), candidates_of(teacher)
+    return create_engine(config, runtime, path, queue_address, None, is_trained=False, num_candidates=num_candidates)
 
 
 def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_address: str) -> CriticWorker | None:
     """Place the value function on the engine pool, laid out like the policy, if there is to be one."""
     if config.critic is None or has_process_rewards(config):
         return None
-    path = Path(config.critic.path) if config.critic.path is not None else model_path
     return runtime.create_group(
         CriticWorker,
         "engine",
         backend=config.engine.backend,
-        config=replace(engine_config_of(config, path, config.critic.lr), head=Head.VALUE),
+        config=critic_config(config, config.critic, model_path),
         clip=config.critic.clip,
         inputs=IMAGES if takes_images(model_path) else (),
         queue_address=queue_address,
@@ -97,19 +83,73 @@ def create_process_reward(
     section = config.critic
     if section is None or not has_process_rewards(config):
         return None
-    path = Path(section.path) if section.path is not None else model_path
     return runtime.create_group(
         ProcessRewardWorker,
         "engine",
         backend=config.engine.backend,
-        config=engine_config_of(config, path, section.lr),
+        config=critic_config(config, section, model_path),
         inputs=IMAGES if takes_images(model_path) else (),
         queue_address=queue_address,
         timeout_s=config.timeout_s,
     )
 
 
-def engine_config_of(config: Config, model_path: Path, lr: float) -> EngineConfig:
+def check_engines(config: Config, model_path: Path, *, is_made: bool) -> None:
+    """Hold what the job's engines are to be built from against what their backend takes; starts nothing.
+
+    Args:
+        config: The run's.
+        model_path: The policy's folder.
+        is_made: Whether it is complete; otherwise it has a `config.json` alone.
+
+    Raises:
+        ConfigError: the backend refuses; in its words.
+    """
+    teacher, critic = config.teacher, config.critic
+    engines = {"the policy": actor_config(config, model_path)}
+    if teacher is not None and teacher.url is None:
+        engines["the teacher"] = frozen_config(config, Path(teacher.path), candidates_of(teacher))
+    if critic is not None:
+        engines["the critic"] = critic_config(config, critic, model_path)
+    for name, engine in engines.items():
+        init = engine.init if is_made or engine.model_path != str(model_path) else ModelInit.RANDOM
+        try:
+            rl_engine.check(config.engine.backend, replace(engine, init=init), config.engine.world_size)
+        except EngineError as error:
+            raise ConfigError(f"engine.backend={config.engine.backend} cannot be used for {name}: {error}") from error
+
+
+def actor_config(config: Config, model_path: Path) -> EngineConfig:
+    """What the policy's engine is built from."""
+    algorithm, lora = config.algorithm, config.engine.lora
+    return replace(
+        _trained_config(config, model_path, config.engine.lr),
+        lora=LoraConfig(**asdict(lora)) if lora is not None else None,
+        entropy=algorithm.entropy_coef > 0,
+        sum_pi_squared="sum_pi_squared" in estimator_named(algorithm.advantage).needs,
+        router_aux_loss_coef=config.engine.router_aux_loss_coef,
+    )
+
+
+def frozen_config(config: Config, model_path: Path, num_candidates: int = 0) -> EngineConfig:
+    """What the engine of a reference or a teacher is built from."""
+    trained = _trained_config(config, model_path, config.engine.lr)
+    return replace(trained, optimizer=None, num_candidates=num_candidates)
+
+
+def critic_config(config: Config, section: CriticSection, model_path: Path) -> EngineConfig:
+    """What the value function's engine, or the process reward model's, is built from."""
+    path = Path(section.path) if section.path is not None else model_path
+    trained = _trained_config(config, path, section.lr)
+    return trained if has_process_rewards(config) else replace(trained, head=Head.VALUE)
+
+
+def candidates_of(teacher: TeacherSection) -> int:
+    """Tokens of each place whose log-probs are asked of the teacher."""
+    return 0 if teacher.divergence == "reverse" else teacher.num_candidates
+
+
+def _trained_config(config: Config, model_path: Path, lr: float) -> EngineConfig:
     """What every trained engine of a job has in common."""
     section = config.engine
     num_updates = config.batch.batch_size // config.batch.mini_batch_size
