@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_rollout.backends.embedded.sampler import mix, sample, stream_seed, truncate, uniform
+from rl_rollout.backends.embedded.sampler import mix, sample, stream_seed, streams_of, truncate, uniform
 
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
@@ -16,11 +16,12 @@ def draw(logits, *, temperature=1.0, seeds=None, positions=None, top_k=0, top_p=
     rows = logits.shape[0]
     ids, logprobs, distribution = sample(
         logits,
-        temperature=torch.full((rows,), temperature),
-        seeds=torch.arange(rows) if seeds is None else seeds,
+        temperature=torch.full((rows,), temperature or 1.0),
+        streams=streams_of(torch.arange(rows) if seeds is None else seeds),
         positions=torch.zeros(rows, dtype=torch.int64) if positions is None else positions,
         top_k=torch.full((rows,), top_k),
         top_p=torch.full((rows,), top_p),
+        is_greedy=None if temperature else torch.ones(rows, dtype=torch.bool),
     )
     assert distribution.gather(-1, ids[:, None])[:, 0].equal(logprobs) or logprobs.isnan().any()
     return ids, logprobs
@@ -34,7 +35,7 @@ def test_mix_is_splitmix64():
 
 
 def test_uniform_is_flat_and_does_not_repeat():
-    u = uniform(torch.arange(200_000) % 500, torch.arange(200_000) // 500)
+    u = uniform(streams_of(torch.arange(200_000) % 500), torch.arange(200_000) // 500)
     assert 0 <= u.min() < 1e-4
     assert 1 - 1e-4 < u.max() < 1
     assert len(u.unique()) == 200_000

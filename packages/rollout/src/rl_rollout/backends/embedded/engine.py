@@ -76,6 +76,7 @@ class Engine:
         self._by_id: dict[str, InFlight] = {}
         self._streaming: set[InFlight] = set()
         self._truncating: set[InFlight] = set()
+        self._greedy: set[InFlight] = set()
         self._reading: set[InFlight] = set()
         self._adapted: set[InFlight] = set()
         self._events: list[tuple[str, Event]] = []
@@ -251,6 +252,7 @@ class Engine:
             return
         self._streaming.update(s for s in admitted if s.told_every)
         self._truncating.update(s for s in admitted if s.truncates)
+        self._greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
         self._adapted.update(s for s in admitted if s.request.adapter is not None)
         self._reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
         stops = [self._stops(sequence) for sequence in admitted]
@@ -330,8 +332,9 @@ class Engine:
         ids, logprobs, distribution = sample(
             logits,
             temperature=table.temperature[which],
-            seeds=table.seeds[which],
+            streams=table.streams[which],
             positions=lengths,
+            is_greedy=table.is_greedy[which] if self._greedy else None,
             top_k=table.top_k[which] if self._truncating else None,
             top_p=table.top_p[which] if self._truncating else None,
         )
@@ -340,9 +343,10 @@ class Engine:
         table.versions[rows, lengths] = self.weight_version
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
-        is_stopped = (ids[:, None] == table.stop_ids[which]).any(dim=1)
-        is_full = table.lengths[which] >= table.limits[which]
-        verdict = (is_stopped + 2 * is_full + 4 * ~logprobs.isfinite()).cpu().numpy()  # the one transfer of a step
+        told = ids.cpu().numpy(), logprobs.cpu().numpy()  # here the host waits for the step
+        is_stopped = (told[0][:, None] == table.stop_ids[drawn]).any(axis=1)
+        is_full = table.lengths_host[drawn] >= table.limits[drawn]
+        verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(told[1])
         place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True)) if self._streaming or self._reading else {}
         self._events.extend(new_chunks(self._streaming, table, verdict, place))
         for sequence in self._reading:
@@ -395,6 +399,7 @@ class Engine:
         del self._by_id[sequence.request.request_id]
         self._streaming.discard(sequence)
         self._truncating.discard(sequence)
+        self._greedy.discard(sequence)
         self._reading.discard(sequence)
         self._adapted.discard(sequence)
         self._events.append((sequence.request.request_id, event))

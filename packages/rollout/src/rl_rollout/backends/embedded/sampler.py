@@ -32,9 +32,14 @@ def stream_seed(server_seed: int, index: int) -> int:
     return (server_seed * _GOLDEN + index * _MIX_1 + 2**63) % 2**64 - 2**63
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+def streams_of(seeds: Tensor) -> Tensor:
+    """[B] int64, what `uniform` makes its numbers of."""
+    return mix(seeds + _GOLDEN)
+
+
+def uniform(streams: Tensor, positions: Tensor) -> Tensor:
     """[B] float64 in [0, 1), a function of (seed, position) alone. 52 random bits, so that u * total < total always."""
-    bits = mix(mix(seeds + _GOLDEN) + positions * _GOLDEN)
+    bits = mix(streams + positions * _GOLDEN)
     return _shift_right(bits, 12).double() * 2.0**-52
 
 
@@ -60,8 +65,9 @@ def sample(
     logits: Tensor,
     *,
     temperature: Tensor,
-    seeds: Tensor,
+    streams: Tensor,
     positions: Tensor,
+    is_greedy: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,22 +75,25 @@ def sample(
 
     Args:
         logits: float32.
-        temperature: 0 takes the most likely token and reports log-probs at temperature 1.
-        seeds: int64.
+        temperature: float32, above 0.
+        streams: int64, of `streams_of` the rows' seeds.
         positions: int64, the position in the sequence that each token will take.
+        is_greedy: Rows that take the most likely token whatever is cut off; None when no row does.
         top_k: int64, or None when no row truncates.
         top_p: float32, given with `top_k`.
 
     A row whose logits are not finite gets some id and a log-prob that is not finite either.
     """
-    is_greedy = temperature == 0
-    scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
+    scaled = logits / temperature[:, None]
     if top_k is not None and top_p is not None:
-        is_cut = ~is_greedy & ((top_k > 0) | (top_p < 1))
+        is_cut = (top_k > 0) | (top_p < 1)
+        if is_greedy is not None:
+            is_cut &= ~is_greedy
         scaled = torch.where(is_cut[:, None], truncate(scaled, top_k, top_p), scaled)
     logprobs = scaled.log_softmax(dim=-1)
     mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    threshold = (uniform(seeds, positions) * mass[:, -1])[:, None]
-    drawn = torch.searchsorted(mass, threshold, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-    ids = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
+    threshold = (uniform(streams, positions) * mass[:, -1])[:, None]
+    ids = torch.searchsorted(mass, threshold, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    if is_greedy is not None:
+        ids = torch.where(is_greedy, logits.argmax(dim=-1), ids)
     return ids, logprobs.gather(-1, ids[:, None])[:, 0], logprobs

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_rollout.backends.embedded.sampler import streams_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -22,6 +24,7 @@ class RowValues:
     limit: int
     """Length at which it ends, tokens."""
     temperature: float
+    """0 is greedy."""
     top_p: float
     top_k: int
     seed: int
@@ -33,15 +36,15 @@ class RowValues:
 
 _ROW_DTYPES = {
     "lengths": torch.int64,
-    "limits": torch.int64,
     "temperature": torch.float32,
+    "is_greedy": torch.bool,
     "top_p": torch.float32,
     "top_k": torch.int64,
-    "seeds": torch.int64,
+    "streams": torch.int64,
     "adapters": torch.int64,
     "shifts": torch.int64,
 }
-_HOST_COLUMNS = ("lengths_host", "computed", "num_blocks")
+_HOST_COLUMNS = ("lengths_host", "limits", "computed", "num_blocks")
 _TOKEN_DTYPES = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}
 
 
@@ -50,17 +53,16 @@ class BatchTable:
 
     lengths: Tensor
     """[R] tokens that are known; the last of them is fed next."""
-    limits: Tensor
-    """[R] length at which the row ends."""
     temperature: Tensor
+    """[R] what logits are divided by, 1 where greedy."""
+    is_greedy: Tensor
     top_p: Tensor
     top_k: Tensor
-    seeds: Tensor
+    streams: Tensor
+    """[R] `streams_of` seeds."""
     adapters: Tensor
     """[R] 0 for none, else 1 + the adapter's place among those loaded."""
     shifts: Tensor
-    stop_ids: Tensor
-    """[R, S]"""
     tokens: Tensor
     """[R, L] prompt and completion."""
     logprobs: Tensor
@@ -71,6 +73,10 @@ class BatchTable:
     """[R, M] blocks of the cache, in the order of positions."""
     lengths_host: np.ndarray
     """[R] `lengths` again, on the CPU: rows grow by one at a time, so both can be kept without a transfer."""
+    limits: np.ndarray
+    """[R] length at which the row ends."""
+    stop_ids: np.ndarray
+    """[R, S]"""
     computed: np.ndarray
     """[R] tokens whose keys and values are in the cache."""
     num_blocks: np.ndarray
@@ -82,7 +88,7 @@ class BatchTable:
             setattr(self, name, torch.zeros(0, dtype=dtype, device=device))
         for name, dtype in _TOKEN_DTYPES.items():
             setattr(self, name, torch.zeros(0, 0, dtype=dtype, device=device))
-        self.stop_ids = torch.zeros(0, 1, dtype=torch.int64, device=device)
+        self.stop_ids = np.full((0, 1), -1, dtype=np.int64)
         self.block_tables = torch.zeros(0, 1, dtype=torch.int64, device=device)
         for name in _HOST_COLUMNS:
             setattr(self, name, np.zeros(0, dtype=np.int64))
@@ -102,8 +108,9 @@ class BatchTable:
             for name in _TOKEN_DTYPES:
                 setattr(self, name, _grown(getattr(self, name), (rows, room)))
         stops = max(num_stops, self.stop_ids.shape[1])
-        if (rows, stops) != tuple(self.stop_ids.shape):
-            self.stop_ids = _grown(self.stop_ids, (rows, stops), fill=-1)
+        if (rows, stops) != self.stop_ids.shape:
+            added = (rows - self.stop_ids.shape[0], stops - self.stop_ids.shape[1])
+            self.stop_ids = np.pad(self.stop_ids, ((0, added[0]), (0, added[1])), constant_values=-1)
         if rows > self.block_tables.shape[0]:
             self.block_tables = _grown(self.block_tables, (rows, self.block_tables.shape[1]))
 
@@ -112,27 +119,26 @@ class BatchTable:
         rows = slice(first_row, first_row + len(values))
         columns = {
             "lengths": [len(each.token_ids) for each in values],
-            "limits": [each.limit for each in values],
-            "temperature": [each.temperature for each in values],
+            "temperature": [each.temperature or 1.0 for each in values],
+            "is_greedy": [each.temperature == 0 for each in values],
             "top_p": [each.top_p for each in values],
             "top_k": [each.top_k for each in values],
-            "seeds": [each.seed for each in values],
+            "streams": [each.seed for each in values],
             "adapters": [each.adapter for each in values],
             "shifts": [each.shift for each in values],
         }
         for name, column in columns.items():
             getattr(self, name)[rows] = torch.tensor(column, dtype=_ROW_DTYPES[name], device=self.device)
+        self.streams[rows] = streams_of(self.streams[rows])
         self.lengths_host[rows] = columns["lengths"]
+        self.limits[rows] = [each.limit for each in values]
         self.computed[rows] = self.num_blocks[rows] = 0
-        self._fill(self.tokens, rows, [each.token_ids for each in values], fill=0)
-        self._fill(self.stop_ids, rows, [each.stop_token_ids for each in values], fill=-1)
-
-    def _fill(self, target: Tensor, rows: slice, ragged: Sequence[Sequence[int]], fill: int) -> None:
-        width = max(len(row) for row in ragged)
-        padded = [[*row, *[fill] * (width - len(row))] for row in ragged]
-        target[rows] = fill
-        if width:
-            target[rows, :width] = torch.tensor(padded, dtype=target.dtype, device=self.device)
+        width = max(len(each.token_ids) for each in values)
+        padded = [[*each.token_ids, *[0] * (width - len(each.token_ids))] for each in values]
+        self.tokens[rows, :width] = torch.tensor(padded, device=self.device)
+        self.stop_ids[rows] = -1
+        for row, each in enumerate(values, start=first_row):
+            self.stop_ids[row, : len(each.stop_token_ids)] = each.stop_token_ids
 
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         """Blocks of a row after those it has; `flush_blocks` brings them to the device."""
@@ -155,15 +161,15 @@ class BatchTable:
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole rows."""
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
-        for name in (*_ROW_DTYPES, *_TOKEN_DTYPES, "stop_ids", "block_tables"):
+        for name in (*_ROW_DTYPES, *_TOKEN_DTYPES, "block_tables"):
             column = getattr(self, name)
             column[target] = column[source]
-        for name in _HOST_COLUMNS:
+        for name in (*_HOST_COLUMNS, "stop_ids"):
             column = getattr(self, name)
             column[list(targets)] = column[list(sources)]
 
 
-def _grown(old: Tensor, shape: tuple[int, ...], fill: int = 0) -> Tensor:
-    new = torch.full(shape, fill, dtype=old.dtype, device=old.device)
+def _grown(old: Tensor, shape: tuple[int, ...]) -> Tensor:
+    new = torch.zeros(shape, dtype=old.dtype, device=old.device)
     new[tuple(slice(0, size) for size in old.shape)] = old
     return new
