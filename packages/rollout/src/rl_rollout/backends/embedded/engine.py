@@ -18,7 +18,7 @@ from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.blocks import BlockPool
 from rl_rollout.backends.embedded.cache import KVCache
 from rl_rollout.backends.embedded.graphs import DecodeGraphs
-from rl_rollout.backends.embedded.in_flight import InFlight, finish_reason
+from rl_rollout.backends.embedded.in_flight import InFlight, Wishes, finish_reason
 from rl_rollout.backends.embedded.packing import Packer, kept
 from rl_rollout.backends.embedded.sampler import sample, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
@@ -74,11 +74,7 @@ class Engine:
         self._num_unseeded = self._num_arrived = self._num_updates = 0
         self._held: deque[InFlight] = deque()
         self._by_id: dict[str, InFlight] = {}
-        self._streaming: set[InFlight] = set()
-        self._truncating: set[InFlight] = set()
-        self._greedy: set[InFlight] = set()
-        self._reading: set[InFlight] = set()
-        self._adapted: set[InFlight] = set()
+        self._wishes = Wishes()
         self._events: list[tuple[str, Event]] = []
 
     # ---- what is going on
@@ -250,11 +246,7 @@ class Engine:
         admitted = self.scheduler.admit()
         if not admitted:
             return
-        self._streaming.update(s for s in admitted if s.told_every)
-        self._truncating.update(s for s in admitted if s.truncates)
-        self._greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
-        self._adapted.update(s for s in admitted if s.request.adapter is not None)
-        self._reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
+        self._wishes.add(admitted)
         stops = [self._stops(sequence) for sequence in admitted]
         longest = max(len(sequence.prompt) for sequence in admitted)
         self.table.reserve(len(self.scheduler.running), longest + 1, max(len(each) for each in stops))
@@ -281,18 +273,18 @@ class Engine:
         single = self.packer.rows(plan.rows)
         batch, ids = self.packer.batch(plan, single)
         asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
-        self.packer.choose_adapters(self.model, batch.rows, self._adapted)
-        self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._reading)
+        self.packer.choose_adapters(self.model, batch.rows, self._wishes.adapted)
+        self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._wishes.reading)
         shifts = table.shifts[batch.rows]
-        if self.graphs is not None and not (chunks or self._adapted or self.model.experts.is_on):
+        if self.graphs is not None and not (chunks or self._wishes.adapted or self.model.experts.is_on):
             tables = table.block_tables[batch.rows, : batch.num_blocks]
             logits = self.graphs.logits(ids, batch.positions, shifts, tables)
         else:
             logits = self.model.logits(ids, batch.positions + shifts, batch, kept(plan, asked))
         self.cache.copy(plan.copies)
         experts = self.model.experts.take()
-        if self._reading:
-            note_tokens(plan, self._reading, table, logits[len(drawn) :], asked, experts)
+        if self._wishes.reading:
+            note_tokens(plan, self._wishes.reading, table, logits[len(drawn) :], asked, experts)
         table.computed[plan.rows] += 1
         for chunk in chunks:
             self._note_computed(chunk)
@@ -313,7 +305,7 @@ class Engine:
         for chunk, seen in plan.images:
             row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self.model.device)
             rows = torch.full_like(positions, row)
-            self.packer.choose_adapters(self.model, rows, self._adapted)
+            self.packer.choose_adapters(self.model, rows, self._wishes.adapted)
             self.model.experts.is_on = False
             spans = [(row, 0, chunk.count)]
             batch = PagedBatch(
@@ -334,9 +326,9 @@ class Engine:
             temperature=table.temperature[which],
             streams=table.streams[which],
             positions=lengths,
-            is_greedy=table.is_greedy[which] if self._greedy else None,
-            top_k=table.top_k[which] if self._truncating else None,
-            top_p=table.top_p[which] if self._truncating else None,
+            is_greedy=table.is_greedy[which] if self._wishes.greedy else None,
+            top_k=table.top_k[which] if self._wishes.truncating else None,
+            top_p=table.top_p[which] if self._wishes.truncating else None,
         )
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs
@@ -347,9 +339,13 @@ class Engine:
         is_stopped = (told[0][:, None] == table.stop_ids[drawn]).any(axis=1)
         is_full = table.lengths_host[drawn] >= table.limits[drawn]
         verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(told[1])
-        place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True)) if self._streaming or self._reading else {}
-        self._events.extend(new_chunks(self._streaming, table, verdict, place))
-        for sequence in self._reading:
+        place = (
+            dict(zip(drawn.tolist(), range(len(drawn)), strict=True))
+            if self._wishes.streaming or self._wishes.reading
+            else {}
+        )
+        self._events.extend(new_chunks(self._wishes.streaming, table, verdict, place))
+        for sequence in self._wishes.reading:
             if sequence.row in place:
                 sequence.extras.note_draw(distribution[place[sequence.row]])
         ended = np.flatnonzero(verdict)
@@ -397,11 +393,7 @@ class Engine:
 
     def _end(self, sequence: InFlight, event: TokenOutput | Exception) -> None:
         del self._by_id[sequence.request.request_id]
-        self._streaming.discard(sequence)
-        self._truncating.discard(sequence)
-        self._greedy.discard(sequence)
-        self._reading.discard(sequence)
-        self._adapted.discard(sequence)
+        self._wishes.discard(sequence)
         self._events.append((sequence.request.request_id, event))
 
     def _tensor(self, numbers: Iterable[int]) -> Tensor:

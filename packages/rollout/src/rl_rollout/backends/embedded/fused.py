@@ -1,9 +1,10 @@
 """The forward pass of Llama's descendants in few operations, for CPUs; the transformers module stays the reference.
 
 The projections of attention are one product, those of the MLP's gate another, over weights that oneDNN packed once per
-weight version; residuals are added by the products themselves. Rows of query and key projections are reordered so that
-the two numbers which a rotation mixes lie side by side: one complex product rotates all heads. Products of queries and
-keys do not change by that; the cached keys do, so that a server takes this pass for everything or for nothing.
+weight version and that hold the scales of the norms before them; residuals are added by the products themselves. Rows
+of query and key projections are reordered so that the two numbers which a rotation mixes lie side by side: one complex
+product rotates all heads. Products of queries and keys do not change by that; the cached keys do, so that a server
+takes this pass for everything or for nothing.
 Letters: T packed tokens, B of them with logits, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.linalg import vector_norm
+from torch.nn.functional import silu
 
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.cache import KVCache
@@ -36,10 +38,18 @@ _log = logging.getLogger(__name__)
 
 
 class Packed:
-    """x -> x W^T + b, with the float32 weights of several layers one below the other."""
+    """x -> x W^T + b, with the float32 weights of several layers one below the other.
 
-    def __init__(self, layers: list[torch.nn.Linear], order: Tensor | None = None) -> None:
+    Args:
+        layers: Those.
+        norm: The RMSNorm in front of them, of which x has only been through `_direction`: the rest is in W.
+        order: Rows of W.
+    """
+
+    def __init__(self, layers: list[torch.nn.Linear], norm: Any = None, order: Tensor | None = None) -> None:
         weight = torch.cat([layer.weight.detach() for layer in layers])
+        if norm is not None:
+            weight = weight * (norm.weight.detach() * weight.shape[1] ** 0.5)
         biases = [bias.detach() for layer in layers if (bias := _bias(layer)) is not None]
         self._bias = torch.cat(biases) if biases else None
         if order is not None:
@@ -66,7 +76,7 @@ class FusedLayer:
 
     qkv: Packed
     qk_norm: Tensor | None
-    """[H + K, D] scales of queries and keys."""
+    """[H + K, D] scales of queries and keys, for vectors of length 1."""
     out: Packed
     gate_up: Packed
     down: Packed
@@ -82,11 +92,14 @@ class FusedDecoder:
         config = module.config
         self._num_heads: int = config.num_attention_heads
         self._num_kv_heads: int = config.num_key_value_heads
-        self._eps: float = config.rms_norm_eps
         positions = torch.arange(max_model_len)
         cos, sin = module.model.rotary_emb(torch.zeros(1), positions[None])
         half = cos.shape[-1] // 2
         self._head_dim = 2 * half
+        self._least_lengths = {
+            size: torch.tensor((size * config.rms_norm_eps) ** 0.5) for size in (config.hidden_size, self._head_dim)
+        }
+        """By size, what RMSNorm's epsilon amounts to beside the length of a vector."""
         self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None]
         """[positions, 1, D / 2]"""
         self._side_by_side = torch.arange(self._head_dim).view(2, half).t().flatten()
@@ -99,7 +112,7 @@ class FusedDecoder:
         self._layers, self._head = [], None
         if self._module.lm_head.weight.numel():
             self._layers = [self._packed(layer) for layer in self._module.model.layers]
-            self._head = Packed([self._module.lm_head])
+            self._head = Packed([self._module.lm_head], self._module.model.norm)
 
     def _packed(self, layer: Any) -> FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -110,35 +123,40 @@ class FusedDecoder:
         qk_norm = None
         if hasattr(attention, "q_norm"):
             scales = (attention.q_norm, self._num_heads), (attention.k_norm, self._num_kv_heads)
-            qk_norm = torch.cat([norm.weight.detach()[self._side_by_side].expand(n, -1) for norm, n in scales])
+            scale = torch.cat([norm.weight.detach()[self._side_by_side].expand(n, -1) for norm, n in scales])
+            qk_norm = scale * self._head_dim**0.5
         return FusedLayer(
-            qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj], order),
+            qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_layernorm, order),
             qk_norm=qk_norm,
             out=Packed([attention.o_proj]),
-            gate_up=Packed([mlp.gate_proj, mlp.up_proj]),
+            gate_up=Packed([mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm),
             down=Packed([mlp.down_proj]),
         )
 
     def logits(self, ids: Tensor, positions: Tensor, batch: Batch, which: Tensor | slice) -> Tensor:
         """Fill the cache from `ids` [T] at `positions` [T]; logits [B, V] of the tokens `which`."""
-        model = self._module.model
         turns = self._turns[positions]
-        x = torch.nn.functional.embedding(ids, model.embed_tokens.weight)
-        for index, (layer, weights) in enumerate(zip(self._layers, model.layers, strict=True)):
-            x = layer.out.added_to(self._attend(index, layer, self._norm(x, weights.input_layernorm), turns, batch), x)
-            gate, up = layer.gate_up(self._norm(x, weights.post_attention_layernorm)).chunk(2, dim=-1)
+        x = torch.nn.functional.embedding(ids, self._module.model.embed_tokens.weight)
+        for index, layer in enumerate(self._layers):
+            x = layer.out.added_to(self._attend(index, layer, self._direction(x), turns, batch), x)
+            gate, up = layer.gate_up(self._direction(x)).chunk(2, dim=-1)
             x = layer.down.added_to(silu(gate).mul_(up), x)
         assert self._head is not None
-        return self._head(self._norm(x[which], model.norm))
+        return self._head(self._direction(x[which]))
 
-    def _norm(self, x: Tensor, norm: Any) -> Tensor:
-        return rms_norm(x, norm.weight.shape, norm.weight, self._eps)
+    def _direction(self, x: Tensor) -> Tensor:
+        """The last dimension of size n at length 1; RMSNorm (1910.07467) is sqrt(n) and its weight times that.
+
+        Torch's own RMSNorm is many operations on a CPU.
+        """
+        least = self._least_lengths[x.shape[-1]]
+        return x / torch.hypot(vector_norm(x, dim=-1, keepdim=True), least)
 
     def _attend(self, index: int, layer: FusedLayer, x: Tensor, turns: Tensor, batch: Batch) -> Tensor:
         heads = layer.qkv(x).view(x.shape[0], -1, self._head_dim)
         mixed, value = heads[:, : -self._num_kv_heads], heads[:, -self._num_kv_heads :]
         if layer.qk_norm is not None:
-            mixed = rms_norm(mixed, (self._head_dim,), None, self._eps) * layer.qk_norm
+            mixed = self._direction(mixed) * layer.qk_norm
         pairs = torch.view_as_complex(mixed.unflatten(-1, (-1, 2)))
         mixed = torch.view_as_real(pairs * turns).flatten(-2)
         query, key = mixed[:, : self._num_heads], mixed[:, self._num_heads :]

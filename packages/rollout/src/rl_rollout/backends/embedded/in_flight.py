@@ -10,7 +10,7 @@ from rl_rollout.backends.embedded.table import RowValues
 from rl_rollout.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from rl_rollout.backends.embedded.images import SeenPrompt
     from rl_rollout.types import GenerateRequest
@@ -104,6 +104,33 @@ class InFlight:
             finish_reason=reason,
             **self.extras.columns(),
         )
+
+
+@dataclass(slots=True)
+class Wishes:
+    """Sequences of the batch for which a step does something beside drawing by temperature."""
+
+    streaming: set[InFlight] = field(default_factory=set[InFlight])
+    """They are told tokens before the end."""
+    truncating: set[InFlight] = field(default_factory=set[InFlight])
+    greedy: set[InFlight] = field(default_factory=set[InFlight])
+    adapted: set[InFlight] = field(default_factory=set[InFlight])
+    """They have an adapter."""
+    reading: set[InFlight] = field(default_factory=set[InFlight])
+    """They are told something beside tokens."""
+
+    def add(self, admitted: Sequence[InFlight]) -> None:
+        """They are in the batch now."""
+        self.streaming.update(s for s in admitted if s.told_every)
+        self.truncating.update(s for s in admitted if s.truncates)
+        self.greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
+        self.adapted.update(s for s in admitted if s.request.adapter is not None)
+        self.reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
+
+    def discard(self, sequence: InFlight) -> None:
+        """It has ended."""
+        for each in (self.streaming, self.truncating, self.greedy, self.adapted, self.reading):
+            each.discard(sequence)
 
 
 def finish_reason(verdict: int) -> FinishReason | None:
