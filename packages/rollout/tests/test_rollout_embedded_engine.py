@@ -18,6 +18,7 @@ from rl_rollout import (
     WeightUpdateError,
     create_server,
 )
+from rl_rollout.backends.embedded.model import choose_num_threads
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 
 
@@ -35,7 +36,7 @@ def serve(folder, scenario, **config):
     """Run `scenario(server)` on a server of its own."""
 
     async def life():
-        server = create_server("embedded", ServerConfig(model_path=str(folder), num_threads=1, **config))
+        server = create_server("embedded", ServerConfig(**{"model_path": str(folder), "num_threads": 1, **config}))
         await server.start()
         try:
             return await scenario(server)
@@ -59,6 +60,20 @@ def test_memory_is_bounded_and_everyone_is_served(qwen3_folder):
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
     assert engine.cache.num_blocks <= 8
     assert engine.scheduler.num_preemptions > 0  # 210 tokens do not fit at once
+
+
+def test_a_small_model_takes_one_thread_and_tells_it(qwen3_folder):
+    assert [choose_num_threads(n, 16) for n in (794_496, 2_770_000, 2**23, 2**30)] == [1, 2, 8, 16]
+
+    async def scenario(server):
+        asked = await asyncio.wrap_future(server._thread.call(lambda engine: torch.get_num_threads()))
+        return asked, server.status()["num_threads"]
+
+    try:
+        assert serve(qwen3_folder, scenario, num_threads=2) == (2, 2)
+        assert serve(qwen3_folder, scenario, num_threads=0) == (1, 1)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_a_request_that_can_never_fit_is_refused(qwen3_folder):

@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
         "--timeout-s", type=float, default=default.timeout_s, help="deadline of requests that bring none"
     )
     parser.add_argument(
-        "--num-threads", type=int, default=default.num_threads, help="CPU threads; 0 is torch's default"
+        "--num-threads", type=int, default=default.num_threads, help="CPU threads; 0 lets the backend choose"
     )
     parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument(

@@ -189,7 +189,7 @@ class ServerConfig:
     timeout_s: float = 120.0
     """Deadline of start-up, and of every request that brings none, seconds."""
     num_threads: int = 0
-    """CPU threads of the model; 0 leaves torch's default. On a busy machine 1 is often the fastest."""
+    """CPU threads of the model; 0 leaves the choice to the backend. On a busy machine 1 is often the fastest."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`; `auto` takes a CUDA device where there is one."""
     dtype: str = "auto"

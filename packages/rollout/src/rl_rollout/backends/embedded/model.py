@@ -30,6 +30,8 @@ SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _LOADING = threading.Lock()
 """Transformers patches torch's initialisation for the time of a load: two at a time in a process spoil one another."""
 
+PARAMETERS_PER_THREAD = 2**20
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -120,6 +122,15 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: there is no CUDA device here; use cpu")
     return device
+
+
+def choose_num_threads(num_parameters: int, most: int) -> int:
+    """Threads of a model on a CPU, where nobody says how many: one for each 2**20 parameters, up to `most`.
+
+    Below, threads wait for one another longer than they compute: of 0.8 M parameters two were slower than one, of 2.8 M
+    1.3 times as fast.
+    """
+    return max(1, min(most, num_parameters // PARAMETERS_PER_THREAD))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -13,7 +13,7 @@ from rl_rollout._http import Endpoint
 from rl_rollout._validation import check_adapter, check_extras, check_request
 from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.model import load_model
+from rl_rollout.backends.embedded.model import choose_num_threads, load_model
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
 from rl_rollout.base import RolloutServer
@@ -103,6 +103,10 @@ class EmbeddedServer(RolloutServer):
         is_cuda = model.device.type == "cuda"
         if is_cuda:
             torch.cuda.set_device(model.device)  # of this thread, which is the engine's
+        elif not self.config.num_threads:
+            num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
+            torch.set_num_threads(choose_num_threads(num_parameters, torch.get_num_threads()))
+        self._num_threads = torch.get_num_threads()
         self._weights = WeightStore(model.module, keeps_places=is_cuda)
         return Engine(model, self.config)
 
@@ -338,7 +342,7 @@ class EmbeddedServer(RolloutServer):
             engine.is_asleep = False
 
     def status(self) -> dict[str, Any]:
-        """What `/health` tells: counts are of requests."""
+        """What `/health` tells: counts are of requests, and `num_threads` are of the model on a CPU."""
         engine = self._engine
         return {
             "status": "ok" if engine.has_weights else "no weights",
@@ -349,6 +353,7 @@ class EmbeddedServer(RolloutServer):
             "num_waiting": engine.num_waiting,
             "is_paused": engine.is_paused,
             "is_asleep": engine.is_asleep,
+            "num_threads": self._num_threads,
         }
 
     def _need_running(self) -> None:

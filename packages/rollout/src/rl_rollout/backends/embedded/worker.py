@@ -33,7 +33,7 @@ class EngineThread:
     Args:
         build: Makes the engine, in the thread. What it raises, `start` raises.
         deliver: Called in the thread with everything that happened since the last call.
-        num_threads: CPU threads of the model; 0 leaves torch's default.
+        num_threads: CPU threads of the model; 0 leaves it to `build`.
     """
 
     def __init__(
