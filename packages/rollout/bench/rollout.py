@@ -236,6 +236,7 @@ def vllm_config(environment: str, config: ServerConfig) -> ServerConfig:
     }
     return replace(
         config,
+        device="auto",
         dtype="float32",
         max_num_seqs=64,
         timeout_s=600,
