@@ -25,6 +25,7 @@ class TensorArg {
   bool contiguous() const { return is_contiguous(tensor_); }
   void* data() const { return address(tensor_); }
   const dl::DataType& dtype() const { return tensor_.dtype; }
+  const dl::Device& device() const { return tensor_.device; }
   std::string describe() const;  // "float32 [3, 4]"
 
   TensorArg& on_cpu();

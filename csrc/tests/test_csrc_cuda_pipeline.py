@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from rl_csrc.errors import ArgumentError
 from rl_csrc.pipeline import run_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -38,6 +43,23 @@ def test_every_item_passes_through_unharmed(device: str, num_slots: int) -> None
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source)
     assert used == [slots[i % num_slots].data_ptr() for i in range(11)]
+
+
+def test_items_made_on_the_way_are_ready_when_they_are_read(device: str) -> None:
+    def made() -> Iterator[torch.Tensor]:
+        for i in range(7):
+            if device == "cuda":
+                torch.cuda._sleep(1_000_000)
+            yield torch.full((1000,), float(i), device=device)
+
+    targets: list[torch.Tensor] = []
+
+    def drain(_: torch.Tensor, slot: torch.Tensor) -> None:
+        targets.append(slot.clone())
+
+    slots = [torch.empty(1000, device=device) for _ in range(2)]
+    assert run_slots(made(), slots, lambda item, slot: slot.copy_(item), drain) == 7
+    assert [target.unique().tolist() for target in targets] == [[float(i)] for i in range(7)]
 
 
 def test_an_error_passes_on_and_nothing_is_left_running(device: str) -> None:

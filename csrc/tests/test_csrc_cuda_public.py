@@ -130,6 +130,22 @@ def test_estimators_and_copies() -> None:
     check(run)
 
 
+def test_a_tensor_left_on_the_host_is_refused_not_read() -> None:
+    batch = {name: x.cuda() for name, x in make().items()}
+    with pytest.raises(rl_csrc.ArgumentError, match="temperature is float32 .*wanted a tensor on the GPU"):
+        rl_csrc.logprobs(batch["logits"], batch["labels"], temperature=torch.ones(24))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_may_lie_on_a_device_that_is_not_current() -> None:
+    batch = make()
+    there = {name: x.to("cuda:1") for name, x in batch.items()}
+    wanted = rl_csrc.logprobs(batch["logits"], batch["labels"]).logprobs
+    assert relative_error(rl_csrc.logprobs(there["logits"], there["labels"]).logprobs.cpu(), wanted) < 3e-5
+    with pytest.raises(rl_csrc.ArgumentError, match="wanted one on cuda:1"):
+        rl_csrc.logprobs(there["logits"], there["labels"].to("cuda:0"))
+
+
 def test_digest_of_a_device_tensor() -> None:
     x = make()["logits"]
     assert rl_csrc.digest(x.cuda()) == rl_csrc.digest(x)

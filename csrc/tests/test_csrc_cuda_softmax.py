@@ -243,14 +243,17 @@ def test_linear_forward_and_backward(kernels: Implementation, dtype: torch.dtype
     labels = torch.randint(0, 1111, (70,), generator=generator).to(kernels.device)
     labels[4] = -100
     hidden[4] = float("nan")
-    scored, entropies, lse = kernels.call(
-        "linear_logprobs_forward", hidden, weight, labels, offset, 0.7, None, -100, True, 32, False
+    scored, entropies, squares, lse = kernels.call(
+        "linear_logprobs_forward", hidden, weight, labels, offset, 0.7, None, -100, True, True, 32, False
     )
     operands = [x.double().requires_grad_() for x in (hidden, weight)]
     exact_offset = None if offset is None else offset.double()
-    wanted = reference.linear_logprobs(*operands, labels, bias=exact_offset, temperature=0.7, entropy=True)
+    wanted = reference.linear_logprobs(
+        *operands, labels, bias=exact_offset, temperature=0.7, entropy=True, sum_pi_squared=True
+    )
     assert relative_error(scored, wanted.logprobs) < TOLERANCE
     assert relative_error(entropies, wanted.entropy) < TOLERANCE
+    assert relative_error(squares, wanted.sum_pi_squared) < TOLERANCE
     grads = [torch.randn(70, generator=generator).to(kernels.device) for _ in range(2)]
     found = kernels.call(
         "linear_logprobs_backward", hidden, weight, labels, offset, scored, lse, grads[0], entropies, grads[1],
@@ -263,6 +266,37 @@ def test_linear_forward_and_backward(kernels: Implementation, dtype: torch.dtype
         assert relative_error(ours, theirs) < (2e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("through_head", [False, True])
+def test_a_gradient_of_the_entropy_alone(kernels: Implementation, through_head: bool) -> None:
+    """Nothing asks for that of the log-probs: autograd hands over None."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(9, 64, generator=generator).to(kernels.device)
+    weight = (torch.randn(333, 64, generator=generator) * 0.3).to(kernels.device)
+    labels = torch.randint(0, 333, (9,), generator=generator).to(kernels.device)
+    upstream = torch.randn(9, generator=generator).to(kernels.device)
+    exact = hidden.double().requires_grad_()
+    logits = (exact @ weight.double().T).detach().requires_grad_()
+    if through_head:
+        how = (None, False)
+        scored, entropies, _, lse = kernels.call(
+            "linear_logprobs_forward", hidden, weight, labels, None, 1.0, None, -100, True, False, *how
+        )
+        found = kernels.call(
+            "linear_logprobs_backward", hidden, weight, labels, None, scored, lse, None, entropies, upstream,
+            1.0, None, -100, *how, (True, False, False),
+        )[0]  # fmt: skip
+        wanted = reference.linear_logprobs(exact, weight.double(), labels, entropy=True).entropy
+        leaf = exact
+    else:
+        rows = logits.detach().float()
+        scored, entropies, _, lse = forward(kernels, rows, labels)
+        found = torch.empty_like(rows)
+        backward(kernels, rows, labels, (None, upstream), found)
+        wanted, leaf = reference.logprobs(logits, labels, entropy=True).entropy, logits
+    assert wanted is not None
+    assert relative_error(found, torch.autograd.grad((wanted * upstream).sum(), leaf)[0]) < TOLERANCE
+
+
 def test_linear_batch_invariance(kernels: Implementation) -> None:
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(300, 128, generator=generator).to(kernels.device, torch.bfloat16)
@@ -271,7 +305,18 @@ def test_linear_batch_invariance(kernels: Implementation) -> None:
 
     def run(rows: slice) -> Tensor:
         return kernels.call(
-            "linear_logprobs_forward", hidden[rows], weight, labels[rows], None, 1.0, None, None, False, None, True
+            "linear_logprobs_forward",
+            hidden[rows],
+            weight,
+            labels[rows],
+            None,
+            1.0,
+            None,
+            None,
+            False,
+            False,
+            None,
+            True,
         )[0]
 
     whole = run(slice(0, 300))

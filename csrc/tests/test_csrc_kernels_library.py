@@ -35,7 +35,7 @@ SAMPLES = {
     "logprob_stats": lambda: (logits(grad=False), LABELS, None, 1.0, None, -100, None, 0),
     "stats_merge": lambda: (torch.rand(2, 4, 5) + 0.5,),
     "linear_logprobs": lambda: (
-        leaf(8, 6), leaf(21, 6), LABELS, leaf(21), None, 1.0, None, -100, True, None, False,
+        leaf(8, 6), leaf(21, 6), LABELS, leaf(21), None, 1.0, None, -100, True, True, None, False,
     ),
     "policy_loss": lambda: ((-torch.rand(8)).requires_grad_(), *policy_arguments(), torch.rand(8).requires_grad_()),
     "policy_loss_from_logits": lambda: (
@@ -151,9 +151,9 @@ def test_every_output_is_written(monkeypatch):
     policy = rl_csrc.policy_loss(torch.zeros(8), torch.zeros(8), torch.ones(8), torch.zeros(8), CU)
     stats = rl_csrc.logprob_stats(x, torch.zeros(9), vocab_start=0)
     linear = rl_csrc.linear_logprobs(
-        torch.randn(5, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.zeros(5), entropy=True
+        torch.randn(5, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.zeros(5), entropy=True, sum_pi_squared=True
     )
-    outputs = [*found, grad, *scan, *policy, stats, *rl_csrc.stats_merge(stats[None]), *linear[:2]]
+    outputs = [*found, grad, *scan, *policy, stats, *rl_csrc.stats_merge(stats[None]), *linear]
     outputs += [rl_csrc.group_norm(torch.randn(4), torch.zeros(4)), rl_csrc.whiten(torch.randn(4), torch.zeros(4))]
     outputs += [
         rl_csrc.pack(torch.randn(2, 3), torch.tensor([3, 1])).values,

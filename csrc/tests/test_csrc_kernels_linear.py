@@ -36,14 +36,17 @@ def test_matches_the_oracle(isa, dtype, num, vocab, width, extras):
     bias = torch.randn(vocab).to(dtype) if extras == "all" else None
     options = {"temperature": torch.rand(num) + 0.5, "softcap": 10.0} if extras == "all" else {}
     leaves = [x if x is None else x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    found = rl_csrc.linear_logprobs(leaves[0], leaves[1], labels, bias=leaves[2], entropy=True, **options)
+    options |= {"entropy": True, "sum_pi_squared": True}
+    found = rl_csrc.linear_logprobs(leaves[0], leaves[1], labels, bias=leaves[2], **options)
     g, h = torch.randn(num), torch.randn(num)
     (found.logprobs * g + found.entropy * h).sum().backward()
     wide = [x if x is None else x.double().requires_grad_() for x in (hidden, weight, bias)]
-    wanted = reference.linear_logprobs(wide[0], wide[1], labels, bias=wide[2], entropy=True, **options)
+    wanted = reference.linear_logprobs(wide[0], wide[1], labels, bias=wide[2], **options)
     (wanted.logprobs * g + wanted.entropy * h).sum().backward()
     torch.testing.assert_close(found.logprobs.double(), wanted.logprobs.detach(), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(found.entropy.double(), wanted.entropy.detach(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(found.sum_pi_squared.double(), wanted.sum_pi_squared, rtol=2e-5, atol=2e-6)
+    assert not found.sum_pi_squared.requires_grad
     for leaf, exact in zip(leaves, wide, strict=True):
         if leaf is None:
             continue
@@ -54,12 +57,13 @@ def test_matches_the_oracle(isa, dtype, num, vocab, width, extras):
 
 def test_chunks_of_any_size_agree(isa, monkeypatch):
     hidden, weight, labels = case(37, 3000, 64, torch.float32)
-    whole = rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True)
+    whole = rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True, sum_pi_squared=True)
     monkeypatch.setattr(head, "CHUNK_BYTES", 37 * 4 * 100)
     leaf = weight.clone().requires_grad_()
-    found = rl_csrc.linear_logprobs(hidden, leaf, labels, entropy=True, chunk_rows=10)
+    found = rl_csrc.linear_logprobs(hidden, leaf, labels, entropy=True, sum_pi_squared=True, chunk_rows=10)
     torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.entropy, whole.entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.sum_pi_squared, whole.sum_pi_squared, rtol=1e-5, atol=1e-5)
     found.logprobs.sum().backward()
     exact = weight.double().requires_grad_()
     reference.linear_logprobs(hidden.double(), exact, labels).logprobs.sum().backward()
@@ -72,13 +76,12 @@ def test_batch_invariant_bits(isa, dtype):
     before = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        whole = rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True, batch_invariant=True)
+        options = {"entropy": True, "sum_pi_squared": True, "batch_invariant": True}
+        whole = rl_csrc.linear_logprobs(hidden, weight, labels, **options)
         for i in (0, 63, 64, 129):
-            alone = rl_csrc.linear_logprobs(
-                hidden[i : i + 1], weight, labels[i : i + 1], entropy=True, batch_invariant=True
-            )
-            assert torch.equal(alone.logprobs, whole.logprobs[i : i + 1])
-            assert torch.equal(alone.entropy, whole.entropy[i : i + 1])
+            alone = rl_csrc.linear_logprobs(hidden[i : i + 1], weight, labels[i : i + 1], **options)
+            for one, all_of_them in zip(alone, whole, strict=True):
+                assert torch.equal(one, all_of_them[i : i + 1])
     torch.set_num_threads(before)
 
 

@@ -24,7 +24,7 @@ build() {
   mkdir -p "$site" && cp -r "$work/csrc/src/rl_csrc" "$site/" && cd "$work/csrc" || exit 1
   local objects=() includes
   includes=$("$python" -m pybind11 --includes)
-  for source in native/cuda/*.cu native/cuda/*.cpp; do
+  for source in native/cuda/*.cu native/cuda/*.cpp native/tensor_arg.cpp native/buffers/exchange.cpp; do
     # shellcheck disable=SC2086
     nvcc -std=c++20 -O3 -gencode=arch=compute_$arch,code=sm_$arch -Iinclude -Inative -Xcompiler -fPIC $includes \
       -c "$source" -o "$source.o" &

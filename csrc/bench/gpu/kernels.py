@@ -231,7 +231,7 @@ def linear_at(table: Table, width: int) -> None:
     for chunk, goal in ((None, 1 / 1.07), (512, None)):
         samples = measure(
             lambda chunk=chunk: ours.linear_logprobs_forward(
-                hidden, weight, labels, None, 1.0, None, -100, True, chunk, False
+                hidden, weight, labels, None, 1.0, None, -100, True, False, chunk, False
             ),
             repeats=11,
         )
@@ -243,15 +243,14 @@ def linear_at(table: Table, width: int) -> None:
     metric = f"linear_logprobs forward+backward, 4 products {shape}"
     one, pair = statistics.median(product), statistics.median(two)
     table.add(metric, "its 4 torch.mm", [2 * one + pair], role="limit")
-    scored, entropies, _ = ours.linear_logprobs_forward(
-        hidden, weight, labels, None, 1.0, None, -100, True, None, False
-    )
+    how = (1.0, None, -100, True, False, None, False)
+    scored, entropies, _, _ = ours.linear_logprobs_forward(hidden, weight, labels, None, *how)
     grads = torch.randn(ROWS, device=DEVICE) * 1e-4
 
     def recompute() -> None:
-        found = ours.linear_logprobs_forward(hidden, weight, labels, None, 1.0, None, -100, True, None, False)
+        found = ours.linear_logprobs_forward(hidden, weight, labels, None, *how)
         ours.linear_logprobs_backward(
-            hidden, weight, labels, None, found[0], found[2], grads, entropies, None, 1.0, None, -100, None, False,
+            hidden, weight, labels, None, found[0], found[3], grads, entropies, None, 1.0, None, -100, None, False,
             (True, True, False),
         )  # fmt: skip
 

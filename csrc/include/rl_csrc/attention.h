@@ -4,6 +4,7 @@
 
 #include "rl_csrc/kernels.h"
 
+#pragma GCC visibility push(default)
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -35,3 +36,4 @@ int64_t rl_cpu_paged_attention(const rl_paged_attention* in, int threads);
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC visibility pop

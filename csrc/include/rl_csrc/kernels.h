@@ -4,6 +4,7 @@
 #pragma once
 #include <stdint.h>
 
+#pragma GCC visibility push(default) /* the modules export these functions and nothing else */
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -124,7 +125,8 @@ typedef struct {
   int64_t width;
 } rl_linear;
 /* With `kept` [vocab, padded rows] bf16 and `kept_top` [ceil(vocab / 32), padded rows] float32 (both or neither; no bias, no
- * softcap; rows padded to a multiple of 32), what rl_cpu_linear_rescale needs to make the gradient without another product. */
+ * softcap, no sum_pi_squared; rows padded to a multiple of 32), what rl_cpu_linear_rescale needs to make the gradient without
+ * another product. */
 int64_t rl_cpu_linear_logprobs(const rl_logits* in, const rl_linear* linear, const rl_logprobs_out* out, uint16_t* kept, float* kept_top,
                                int threads);
 /* Turns `kept` into the transposed gradient of the logits, in place. grad->entropy and grad_entropy are not used. */
@@ -137,3 +139,4 @@ void rl_cpu_linear_gradient(const rl_logits* in, const rl_linear* linear, const 
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC visibility pop

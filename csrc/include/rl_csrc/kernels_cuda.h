@@ -4,6 +4,7 @@
 #pragma once
 #include "rl_csrc/kernels.h"
 
+#pragma GCC visibility push(default)
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -12,6 +13,8 @@ enum { RL_CUDA_NOT_SUPPORTED = 801 };
 const char* rl_cuda_error_name(int status);
 const char* rl_cuda_error_text(int status);
 int rl_cuda_runtime_version(int* version);
+/* The device that the calling thread launches on. */
+int rl_cuda_current_device(int* device);
 
 int rl_cuda_logprobs(const rl_logits* in, const rl_logprobs_out* out, void* stream);
 
@@ -142,3 +145,4 @@ int rl_cuda_delta_apply(void* target, int64_t size, int64_t item_bytes, const in
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC visibility pop

@@ -39,7 +39,7 @@ struct Exchange {
   int (*tensor_from_object)(void*, Tensor*);
   void* current_stream;
 };
-constexpr std::int32_t kCpu = 1;
+constexpr std::int32_t kCpu = 1, kCuda = 2;
 constexpr std::uint64_t kReadOnly = 1;
 }  // namespace dl
 

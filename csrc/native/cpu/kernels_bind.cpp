@@ -211,12 +211,13 @@ void linear_rescale(Handle kept, Handle kept_top, Handle labels, Handle temperat
 }
 
 void linear_logprobs(Handle hidden, Handle weight, Handle bias, Handle labels, Handle temperature, double softcap, Handle ignore_index,
-                     Handle scored, Handle entropy, Handle lse, Handle kept, Handle kept_top, int threads) {
+                     Handle scored, Handle entropy, Handle square, Handle lse, Handle kept, Handle kept_top, int threads) {
   rl_logits in = scored_rows(labels, temperature, softcap, ignore_index, 0);
   const rl_linear linear = linear_operands(hidden, weight, bias, &in);
-  if (!kept.is_none() && (linear.bias || softcap != 0)) raise("ArgumentError", "kept wants a head without bias and softcap.");
+  if (!kept.is_none() && (linear.bias || softcap != 0 || !square.is_none()))
+    raise("ArgumentError", "kept wants a head without bias and softcap, and no sum_pi_squared.");
   const Kept k = kept_values(kept, kept_top, in);
-  const rl_logprobs_out out = results(scored, entropy, py::none(), lse, in.rows);
+  const rl_logprobs_out out = results(scored, entropy, square, lse, in.rows);
   check_labels(unlocked(in.rows * in.vocab, [&] { return rl_cpu_linear_logprobs(&in, &linear, &out, k.values, k.top, threads); }), in);
 }
 

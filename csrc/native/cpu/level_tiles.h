@@ -19,7 +19,7 @@ RL_INLINE vf scaled(vf raw, vf factor, const Head& h, int64_t row, vf* cap) {
   return splat(h.softcap) * *cap * factor;
 }
 
-template <bool kPlain, bool kDot, bool kKeep>
+template <bool kPlain, bool kDot, bool kSquare, bool kKeep>
 RL_INLINE void add_stats(float* scores, int rows, int64_t first, int64_t token, const TileWork& w, const Head& h, const TileStats& s) {
   const vf factor = load(w.factor + token);
   const vf old_top = load(s.top + token);
@@ -36,22 +36,25 @@ RL_INLINE void add_stats(float* scores, int rows, int64_t first, int64_t token, 
   const vf top = max_keeping_nan(top0, top1);
   uint16_t* kept = kKeep ? s.kept + first * s.stride + token : nullptr;
   if (kKeep) store(s.kept_top + first / kPanelRows * s.stride + token, top);
-  vf sum0{}, sum1{}, dot0{}, dot1{};
+  vf sum0{}, sum1{}, dot0{}, dot1{}, square0{}, square1{};
   for (int r = 0; r < rows; r += 2) {
     const vf t0 = load(scores + r * 32) - top, e0 = exp2v(t0);
     sum0 += e0;
     if (kKeep) narrow(kept + r * s.stride, e0);
     if (kDot) dot0 = fma(e0, t0, dot0);
+    if (kSquare) square0 = fma(e0, e0, square0);
     if (r + 1 == rows) break;
     const vf t1 = load(scores + r * 32 + 32) - top, e1 = exp2v(t1);
     sum1 += e1;
     if (kKeep) narrow(kept + (r + 1) * s.stride, e1);
     if (kDot) dot1 = fma(e1, t1, dot1);
+    if (kSquare) square1 = fma(e1, e1, square1);
   }
   const vf shift = old_top - top, scale = exp2v(shift), old_sum = load(s.sum + token);
   store(s.top + token, top);
   store(s.sum + token, fma(old_sum, scale, sum0 + sum1));
   if (kDot) store(s.dot + token, fma(scale, fma(shift, old_sum, load(s.dot + token)), dot0 + dot1));
+  if (kSquare) store(s.square + token, fma(load(s.square + token), scale * scale, square0 + square1));
   for (int j = 0; j < kLanes; ++j) {
     const int64_t r = w.label[token + j] - first;
     if (r >= 0 && r < rows) s.target[token + j] = scores[r * 32 + j];
@@ -120,10 +123,10 @@ RL_INLINE void run(const TileWork& w, const Epilogue& epilogue) {
 
 Head head_of(const TileWork& w) { return {w.bias, w.softcap, w.softcap != 0 ? 1.0f / w.softcap : 0.0f}; }
 
-template <bool kPlain, bool kDot, bool kKeep>
+template <bool kPlain, bool kDot, bool kSquare, bool kKeep>
 void stats_run(const TileWork& w, const TileStats& s) {
   const Head h = head_of(w);
-  run(w, [&](float* scores, int rows, int64_t first, int64_t token) { add_stats<kPlain, kDot, kKeep>(scores, rows, first, token, w, h, s); });
+  run(w, [&](float* scores, int rows, int64_t first, int64_t token) { add_stats<kPlain, kDot, kSquare, kKeep>(scores, rows, first, token, w, h, s); });
 }
 
 template <bool kPlain>
@@ -134,9 +137,10 @@ void gradient_run(const TileWork& w, const TileGradient& g) {
 
 void linear_stats(const TileWork& w, const TileStats& s) {
   const bool plain = !w.bias && w.softcap == 0;
-  if (s.kept) return s.wants_dot ? stats_run<true, true, true>(w, s) : stats_run<true, false, true>(w, s);
-  if (plain) return s.wants_dot ? stats_run<true, true, false>(w, s) : stats_run<true, false, false>(w, s);
-  s.wants_dot ? stats_run<false, true, false>(w, s) : stats_run<false, false, false>(w, s);
+  if (s.kept) return s.wants_dot ? stats_run<true, true, false, true>(w, s) : stats_run<true, false, false, true>(w, s);
+  if (s.wants_square) return plain ? stats_run<true, true, true, false>(w, s) : stats_run<false, true, true, false>(w, s);
+  if (plain) return s.wants_dot ? stats_run<true, true, false, false>(w, s) : stats_run<true, false, false, false>(w, s);
+  s.wants_dot ? stats_run<false, true, false, false>(w, s) : stats_run<false, false, false, false>(w, s);
 }
 
 void linear_gradient(const TileWork& w, const TileGradient& g) {

@@ -69,8 +69,8 @@ TileWork work_of(const rl_logits& in, const rl_linear& l, const Tokens& t, std::
 }
 
 struct Stats {
-  std::vector<float> top, sum, dot, target;
-  explicit Stats(std::size_t n) : top(n, -1e30f), sum(n, 0), dot(n, 0), target(n, -std::numeric_limits<float>::infinity()) {}
+  std::vector<float> top, sum, dot, square, target;
+  explicit Stats(std::size_t n) : top(n, -1e30f), sum(n, 0), dot(n, 0), square(n, 0), target(n, -std::numeric_limits<float>::infinity()) {}
 };
 
 RowStats merged(const Stats& stats, std::int64_t segments, std::int64_t padded, std::int64_t token) {
@@ -81,6 +81,7 @@ RowStats merged(const Stats& stats, std::int64_t segments, std::int64_t padded, 
     const double shift = static_cast<double>(stats.top[at]) - r.top, scale = shift < -1000 ? 0 : std::exp2(shift);
     r.sum += scale * stats.sum[at];
     r.dot += scale * (stats.dot[at] + (scale > 0 ? shift : 0) * stats.sum[at]);
+    r.square += scale * scale * stats.square[at];
     r.target = std::max(r.target, stats.target[at]);
   }
   return r;
@@ -127,8 +128,10 @@ extern "C" int64_t rl_cpu_linear_logprobs(const rl_logits* in, const rl_linear* 
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t segment = piece / blocks, token = piece % blocks * t.block, at = segment * t.padded + token;
       const int64_t first = segment * kSegment, last = std::min(first + kSegment, in->vocab);
-      const TileStats s{stats.top.data() + at, stats.sum.data() + at, stats.dot.data() + at, stats.target.data() + at,
-                        out->entropy != nullptr,     kept ? kept + token : nullptr, kept ? kept_top + token : nullptr, t.padded};
+      const TileStats s{stats.top.data() + at,    stats.sum.data() + at, stats.dot.data() + at,
+                        stats.square.data() + at, stats.target.data() + at, out->entropy != nullptr,
+                        out->sum_pi_squared != nullptr, kept ? kept + token : nullptr, kept ? kept_top + token : nullptr,
+                        t.padded};
       tiles()->stats(work_of(*in, *linear, t, token, first, last), s);
     }
   });

@@ -24,10 +24,10 @@ struct TileWork {
 
 // Running statistics per token, in units of log 2.
 struct TileStats {
-  float *top, *sum, *dot, *target;
-  bool wants_dot;
+  float *top, *sum, *dot, *square, *target;
+  bool wants_dot, wants_square;
   // Where exp2(scaled logit - maximum so far) is kept in bf16, and that maximum for each 32 vocabulary rows; or nullptr. Both
-  // start at vocabulary row 0 and have `stride` tokens to a row.
+  // start at vocabulary row 0 and have `stride` tokens to a row. Then no squares are summed.
   std::uint16_t* kept;
   float* kept_top;
   std::int64_t stride;

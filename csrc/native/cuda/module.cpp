@@ -1,4 +1,4 @@
-// The Python face of the CUDA kernels: addresses, sizes and a stream in, a raised error out. The GIL is free during launches.
+// The Python face of the CUDA kernels: tensors, sizes and a stream in, a raised error out. The GIL is free during launches.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,18 +6,20 @@
 #include <string>
 #include <vector>
 
+#include "cuda/device_arg.h"
 #include "rl_csrc/kernels_cuda.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using Address = uintptr_t;  // 0: absent
+using Arg = rl::DeviceArg;
+using Stream = uintptr_t;
 
-template <typename T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
+void* as_stream(Stream stream) { return reinterpret_cast<void*>(stream); }
+
+// The address of the argument, which an error calls by its name here.
+#define RL_AT(type, argument) (argument).as<type>(#argument)
 
 void check(int status, const char* what) {
   if (status == 0) return;
@@ -35,17 +37,17 @@ void launch(const char* what, F&& f) {
   check(status, what);
 }
 
-rl_logits make_logits(Address data, int64_t row_stride, int64_t vocab, int64_t rows, int dtype, Address labels, Address row_index,
-                      Address temperature, float scalar_temperature, float softcap, py::object ignore_index, int64_t vocab_start) {
+rl_logits make_logits(const Arg& data, int64_t row_stride, int64_t vocab, int64_t rows, int dtype, const Arg& labels, const Arg& row_index,
+                      const Arg& temperature, float scalar_temperature, float softcap, py::object ignore_index, int64_t vocab_start) {
   rl_logits a{};
-  a.data = at<void>(data);
+  a.data = RL_AT(void, data);
   a.row_stride = row_stride;
   a.vocab = vocab;
   a.rows = rows;
   a.dtype = dtype;
-  a.labels = at<int64_t>(labels);
-  a.row_index = at<int64_t>(row_index);
-  a.temperature = at<float>(temperature);
+  a.labels = RL_AT(int64_t, labels);
+  a.row_index = RL_AT(int64_t, row_index);
+  a.temperature = RL_AT(float, temperature);
   a.scalar_temperature = scalar_temperature;
   a.softcap = softcap;
   a.has_ignore = !ignore_index.is_none();
@@ -73,10 +75,10 @@ rl_loss_spec make_spec(int loss, int kl, int aggregation, float clip_low, float 
   return s;
 }
 
-rl_loss_tokens make_tokens(Address old_logprobs, Address advantages, Address loss_mask, Address ref_logprobs, Address weights,
-                           Address denominator, float scalar_denominator) {
-  return {at<float>(old_logprobs), at<float>(advantages), at<uint8_t>(loss_mask),
-          at<float>(ref_logprobs), at<float>(weights),    at<float>(denominator),
+rl_loss_tokens make_tokens(const Arg& old_logprobs, const Arg& advantages, const Arg& loss_mask, const Arg& ref_logprobs, const Arg& weights,
+                           const Arg& denominator, float scalar_denominator) {
+  return {RL_AT(float, old_logprobs), RL_AT(float, advantages), RL_AT(uint8_t, loss_mask),
+          RL_AT(float, ref_logprobs), RL_AT(float, weights),    RL_AT(float, denominator),
           scalar_denominator};
 }
 
@@ -85,34 +87,34 @@ void bind_logprobs(py::module_& m) {
                                          py::arg("vocab"), py::arg("rows"), py::arg("dtype"), py::arg("labels"),
                                          py::arg("row_index"), py::arg("temperature"), py::arg("scalar_temperature"),
                                          py::arg("softcap"), py::arg("ignore_index"), py::arg("vocab_start"));
-  m.def("logprobs", [](const rl_logits& a, Address logprobs, Address entropy, Address square, Address lse, Address stream) {
-    const rl_logprobs_out out{at<float>(logprobs), at<float>(entropy), at<float>(square), at<float>(lse)};
-    launch("logprobs", [&] { return rl_cuda_logprobs(&a, &out, at<void>(stream)); });
+  m.def("logprobs", [](const rl_logits& a, const Arg& logprobs, const Arg& entropy, const Arg& square, const Arg& lse, Stream stream) {
+    const rl_logprobs_out out{RL_AT(float, logprobs), RL_AT(float, entropy), RL_AT(float, square), RL_AT(float, lse)};
+    launch("logprobs", [&] { return rl_cuda_logprobs(&a, &out, as_stream(stream)); });
   });
-  m.def("logprob_stats", [](const rl_logits& a, Address stats, Address stream) {
-    launch("logprob_stats", [&] { return rl_cuda_logprob_stats(&a, at<float>(stats), at<void>(stream)); });
+  m.def("logprob_stats", [](const rl_logits& a, const Arg& stats, Stream stream) {
+    launch("logprob_stats", [&] { return rl_cuda_logprob_stats(&a, RL_AT(float, stats), as_stream(stream)); });
   });
-  m.def("stats_merge", [](Address stats, int64_t world, int64_t rows, Address logprobs, Address entropy, Address square, Address lse,
-                          Address stream) {
-    const rl_logprobs_out out{at<float>(logprobs), at<float>(entropy), at<float>(square), at<float>(lse)};
-    launch("stats_merge", [&] { return rl_cuda_stats_merge(at<float>(stats), world, rows, &out, at<void>(stream)); });
+  m.def("stats_merge", [](const Arg& stats, int64_t world, int64_t rows, const Arg& logprobs, const Arg& entropy, const Arg& square, const Arg& lse,
+                          Stream stream) {
+    const rl_logprobs_out out{RL_AT(float, logprobs), RL_AT(float, entropy), RL_AT(float, square), RL_AT(float, lse)};
+    launch("stats_merge", [&] { return rl_cuda_stats_merge(RL_AT(float, stats), world, rows, &out, as_stream(stream)); });
   });
-  m.def("zero_rows", [](Address data, int dtype, int64_t row_stride, int64_t rows, int64_t vocab, Address is_scored, Address stream) {
+  m.def("zero_rows", [](const Arg& data, int dtype, int64_t row_stride, int64_t rows, int64_t vocab, const Arg& is_scored, Stream stream) {
     launch("zero_rows", [&] {
-      return rl_cuda_zero_rows(at<void>(data), dtype, row_stride, rows, vocab, at<uint8_t>(is_scored), at<void>(stream));
+      return rl_cuda_zero_rows(RL_AT(void, data), dtype, row_stride, rows, vocab, RL_AT(uint8_t, is_scored), as_stream(stream));
     });
   });
-  m.def("logprobs_backward", [](const rl_logits& a, Address logprobs, Address lse, Address entropy, Address grad_logprobs,
-                                Address grad_entropy, Address grad_logits, int64_t grad_stride, Address stream) {
+  m.def("logprobs_backward", [](const rl_logits& a, const Arg& logprobs, const Arg& lse, const Arg& entropy, const Arg& grad_logprobs,
+                                const Arg& grad_entropy, const Arg& grad_logits, int64_t grad_stride, Stream stream) {
     rl_logprobs_grad g{};
-    g.logprobs = at<float>(logprobs);
-    g.lse = at<float>(lse);
-    g.entropy = at<float>(entropy);
-    g.grad_logprobs = at<float>(grad_logprobs);
-    g.grad_entropy = at<float>(grad_entropy);
-    g.grad_logits = at<void>(grad_logits);
+    g.logprobs = RL_AT(float, logprobs);
+    g.lse = RL_AT(float, lse);
+    g.entropy = RL_AT(float, entropy);
+    g.grad_logprobs = RL_AT(float, grad_logprobs);
+    g.grad_entropy = RL_AT(float, grad_entropy);
+    g.grad_logits = RL_AT(void, grad_logits);
     g.grad_stride = grad_stride;
-    launch("logprobs_backward", [&] { return rl_cuda_logprobs_backward(&a, &g, at<void>(stream)); });
+    launch("logprobs_backward", [&] { return rl_cuda_logprobs_backward(&a, &g, as_stream(stream)); });
   });
 }
 
@@ -127,23 +129,23 @@ void bind_loss(py::module_& m) {
   m.def("policy_loss_partials", [](const rl_loss_spec& s, int64_t tokens, int64_t sequences) {
     return rl_cuda_policy_loss_partials(&s, tokens, sequences);
   });
-  m.def("policy_loss", [](const rl_loss_spec& s, const rl_loss_tokens& t, Address logprobs, Address entropy, Address cu_seqlens,
-                          int64_t tokens, int64_t sequences, Address loss, Address metrics, Address grad_logprobs,
-                          Address grad_entropy, Address partials, Address counter, Address stream) {
-    const rl_loss_io io{at<float>(logprobs), at<float>(entropy),       at<int64_t>(cu_seqlens), tokens,
-                        sequences,           at<float>(loss),          at<float>(metrics),      at<float>(grad_logprobs),
-                        at<float>(grad_entropy), at<float>(partials), at<uint32_t>(counter)};
-    launch("policy_loss", [&] { return rl_cuda_policy_loss(&s, &t, &io, at<void>(stream)); });
+  m.def("policy_loss", [](const rl_loss_spec& s, const rl_loss_tokens& t, const Arg& logprobs, const Arg& entropy, const Arg& cu_seqlens,
+                          int64_t tokens, int64_t sequences, const Arg& loss, const Arg& metrics, const Arg& grad_logprobs,
+                          const Arg& grad_entropy, const Arg& partials, const Arg& counter, Stream stream) {
+    const rl_loss_io io{RL_AT(float, logprobs), RL_AT(float, entropy),       RL_AT(int64_t, cu_seqlens), tokens,
+                        sequences,           RL_AT(float, loss),          RL_AT(float, metrics),      RL_AT(float, grad_logprobs),
+                        RL_AT(float, grad_entropy), RL_AT(float, partials), RL_AT(uint32_t, counter)};
+    launch("policy_loss", [&] { return rl_cuda_policy_loss(&s, &t, &io, as_stream(stream)); });
   });
   // False where a row does not fit on the chip: nothing was launched.
-  m.def("policy_loss_from_logits", [](const rl_logits& a, const rl_loss_spec& s, const rl_loss_tokens& t, Address logprobs,
-                                      Address entropy, Address grad_logits, int64_t grad_stride, int grad_dtype, Address token_scale,
-                                      Address given_grad, Address given_grad_entropy, Address stream) {
-    const rl_fused_out out{at<float>(logprobs), at<float>(entropy),     at<void>(grad_logits), grad_stride,
-                           grad_dtype,          at<float>(token_scale), at<float>(given_grad), at<float>(given_grad_entropy)};
+  m.def("policy_loss_from_logits", [](const rl_logits& a, const rl_loss_spec& s, const rl_loss_tokens& t, const Arg& logprobs,
+                                      const Arg& entropy, const Arg& grad_logits, int64_t grad_stride, int grad_dtype, const Arg& token_scale,
+                                      const Arg& given_grad, const Arg& given_grad_entropy, Stream stream) {
+    const rl_fused_out out{RL_AT(float, logprobs), RL_AT(float, entropy),     RL_AT(void, grad_logits), grad_stride,
+                           grad_dtype,          RL_AT(float, token_scale), RL_AT(float, given_grad), RL_AT(float, given_grad_entropy)};
     bool fits = true;
     launch("policy_loss_from_logits", [&] {
-      const int status = rl_cuda_policy_loss_from_logits(&a, &s, &t, &out, at<void>(stream));
+      const int status = rl_cuda_policy_loss_from_logits(&a, &s, &t, &out, as_stream(stream));
       fits = status != RL_CUDA_NOT_SUPPORTED;
       return fits ? status : 0;
     });
@@ -152,17 +154,17 @@ void bind_loss(py::module_& m) {
 }
 
 void bind_estimators(py::module_& m) {
-  m.def("scan_reverse", [](Address rewards, Address values, Address loss_mask, Address rho, Address lam, Address bootstrap_values,
-                           Address cu_seqlens, int64_t sequences, float scalar_lam, float gamma, float rho_clip, float c_clip,
-                           int kind, int mask_mode, Address advantages, Address returns, Address stream) {
+  m.def("scan_reverse", [](const Arg& rewards, const Arg& values, const Arg& loss_mask, const Arg& rho, const Arg& lam, const Arg& bootstrap_values,
+                           const Arg& cu_seqlens, int64_t sequences, float scalar_lam, float gamma, float rho_clip, float c_clip,
+                           int kind, int mask_mode, const Arg& advantages, const Arg& returns, Stream stream) {
     rl_device_scan s{};
-    s.rewards = at<float>(rewards);
-    s.values = at<float>(values);
-    s.loss_mask = at<uint8_t>(loss_mask);
-    s.rho = at<float>(rho);
-    s.lam = at<float>(lam);
-    s.bootstrap_values = at<float>(bootstrap_values);
-    s.cu_seqlens = at<int64_t>(cu_seqlens);
+    s.rewards = RL_AT(float, rewards);
+    s.values = RL_AT(float, values);
+    s.loss_mask = RL_AT(uint8_t, loss_mask);
+    s.rho = RL_AT(float, rho);
+    s.lam = RL_AT(float, lam);
+    s.bootstrap_values = RL_AT(float, bootstrap_values);
+    s.cu_seqlens = RL_AT(int64_t, cu_seqlens);
     s.sequences = sequences;
     s.scalar_lam = scalar_lam;
     s.gamma = gamma;
@@ -170,28 +172,28 @@ void bind_estimators(py::module_& m) {
     s.c_clip = c_clip;
     s.kind = kind;
     s.mask_mode = mask_mode;
-    s.advantages = at<float>(advantages);
-    s.returns = at<float>(returns);
-    launch("scan_reverse", [&] { return rl_cuda_scan_reverse(&s, at<void>(stream)); });
+    s.advantages = RL_AT(float, advantages);
+    s.returns = RL_AT(float, returns);
+    launch("scan_reverse", [&] { return rl_cuda_scan_reverse(&s, as_stream(stream)); });
   });
-  m.def("group_norm", [](Address rewards, Address group_ids, Address cu_groups, int64_t rows, int64_t groups, int mode, double eps,
-                         Address advantages, Address stream) {
+  m.def("group_norm", [](const Arg& rewards, const Arg& group_ids, const Arg& cu_groups, int64_t rows, int64_t groups, int mode, double eps,
+                         const Arg& advantages, Stream stream) {
     launch("group_norm", [&] {
-      return rl_cuda_group_norm(at<float>(rewards), at<int64_t>(group_ids), at<int64_t>(cu_groups), rows, groups, mode, eps,
-                                at<float>(advantages), at<void>(stream));
+      return rl_cuda_group_norm(RL_AT(float, rewards), RL_AT(int64_t, group_ids), RL_AT(int64_t, cu_groups), rows, groups, mode, eps,
+                                RL_AT(float, advantages), as_stream(stream));
     });
   });
   m.def("moments_blocks", &rl_cuda_moments_blocks);
-  m.def("masked_moments", [](Address x, Address mask, int64_t size, Address moments, Address partials, Address counter, Address stream) {
+  m.def("masked_moments", [](const Arg& x, const Arg& mask, int64_t size, const Arg& moments, const Arg& partials, const Arg& counter, Stream stream) {
     launch("masked_moments", [&] {
-      return rl_cuda_masked_moments(at<float>(x), at<uint8_t>(mask), size, at<double>(moments), at<double>(partials),
-                                    at<uint32_t>(counter), at<void>(stream));
+      return rl_cuda_masked_moments(RL_AT(float, x), RL_AT(uint8_t, mask), size, RL_AT(double, moments), RL_AT(double, partials),
+                                    RL_AT(uint32_t, counter), as_stream(stream));
     });
   });
-  m.def("whiten", [](Address x, Address mask, int64_t size, Address moments, bool shift_mean, double eps, Address out, Address stream) {
+  m.def("whiten", [](const Arg& x, const Arg& mask, int64_t size, const Arg& moments, bool shift_mean, double eps, const Arg& out, Stream stream) {
     launch("whiten", [&] {
-      return rl_cuda_whiten(at<float>(x), at<uint8_t>(mask), size, at<double>(moments), shift_mean, eps, at<float>(out),
-                            at<void>(stream));
+      return rl_cuda_whiten(RL_AT(float, x), RL_AT(uint8_t, mask), size, RL_AT(double, moments), shift_mean, eps, RL_AT(float, out),
+                            as_stream(stream));
     });
   });
 }
@@ -206,9 +208,9 @@ struct CopyPlan {
       throw std::invalid_argument("bucket_copy: " + std::to_string(sources.size()) + " sources, " + std::to_string(destinations.size()) +
                                   " destinations and " + std::to_string(nbytes.size()) + " sizes; wanted as many of each.");
   }
-  void run(Address stream) const {
+  void run(Stream stream) const {
     launch("bucket_copy", [&] {
-      return rl_cuda_bucket_copy(sources.data(), destinations.data(), nbytes.data(), int64_t(sources.size()), at<void>(stream));
+      return rl_cuda_bucket_copy(sources.data(), destinations.data(), nbytes.data(), int64_t(sources.size()), as_stream(stream));
     });
   }
 };
@@ -218,59 +220,59 @@ void bind_copies(py::module_& m) {
       .def(py::init<std::vector<uint64_t>, std::vector<uint64_t>, std::vector<uint64_t>>(), py::arg("sources"), py::arg("destinations"),
            py::arg("nbytes"))
       .def("run", &CopyPlan::run, py::arg("stream"));
-  m.def("pack", [](Address padded, Address cu, Address starts, int64_t sequences, int64_t length, int64_t tokens, int64_t token_bytes,
-                   Address packed, Address stream) {
+  m.def("pack", [](const Arg& padded, const Arg& cu, const Arg& starts, int64_t sequences, int64_t length, int64_t tokens, int64_t token_bytes,
+                   const Arg& packed, Stream stream) {
     launch("pack", [&] {
-      return rl_cuda_pack(at<void>(padded), at<int64_t>(cu), at<int64_t>(starts), sequences, length, tokens, token_bytes,
-                          at<void>(packed), at<void>(stream));
+      return rl_cuda_pack(RL_AT(void, padded), RL_AT(int64_t, cu), RL_AT(int64_t, starts), sequences, length, tokens, token_bytes,
+                          RL_AT(void, packed), as_stream(stream));
     });
   });
-  m.def("unpack", [](Address packed, Address cu, int64_t sequences, int64_t length, int64_t tokens, int64_t token_bytes, bool pad_left,
-                     Address padded, Address stream) {
+  m.def("unpack", [](const Arg& packed, const Arg& cu, int64_t sequences, int64_t length, int64_t tokens, int64_t token_bytes, bool pad_left,
+                     const Arg& padded, Stream stream) {
     launch("unpack", [&] {
-      return rl_cuda_unpack(at<void>(packed), at<int64_t>(cu), sequences, length, tokens, token_bytes, pad_left, at<void>(padded),
-                            at<void>(stream));
+      return rl_cuda_unpack(RL_AT(void, packed), RL_AT(int64_t, cu), sequences, length, tokens, token_bytes, pad_left, RL_AT(void, padded),
+                            as_stream(stream));
     });
   });
-  m.def("cp_slice", [](Address x, Address cu, int64_t sequences, int64_t tokens, int64_t token_bytes, int64_t cp_rank, int64_t cp_size,
-                       Address out, Address stream) {
+  m.def("cp_slice", [](const Arg& x, const Arg& cu, int64_t sequences, int64_t tokens, int64_t token_bytes, int64_t cp_rank, int64_t cp_size,
+                       const Arg& out, Stream stream) {
     launch("cp_slice", [&] {
-      return rl_cuda_cp_slice(at<void>(x), at<int64_t>(cu), sequences, tokens, token_bytes, cp_rank, cp_size, at<void>(out),
-                              at<void>(stream));
+      return rl_cuda_cp_slice(RL_AT(void, x), RL_AT(int64_t, cu), sequences, tokens, token_bytes, cp_rank, cp_size, RL_AT(void, out),
+                              as_stream(stream));
     });
   });
-  m.def("roll_labels", [](Address ids, Address cu, int64_t sequences, int64_t tokens, Address mask, int64_t ignore_index, Address labels,
-                          Address stream) {
+  m.def("roll_labels", [](const Arg& ids, const Arg& cu, int64_t sequences, int64_t tokens, const Arg& mask, int64_t ignore_index, const Arg& labels,
+                          Stream stream) {
     launch("roll_labels", [&] {
-      return rl_cuda_roll_labels(at<int64_t>(ids), at<int64_t>(cu), sequences, tokens, at<uint8_t>(mask), ignore_index,
-                                 at<int64_t>(labels), at<void>(stream));
+      return rl_cuda_roll_labels(RL_AT(int64_t, ids), RL_AT(int64_t, cu), sequences, tokens, RL_AT(uint8_t, mask), ignore_index,
+                                 RL_AT(int64_t, labels), as_stream(stream));
     });
   });
-  m.def("digest_many", [](const std::vector<uint64_t>& data, const std::vector<uint64_t>& nbytes, Address totals, Address stream) {
+  m.def("digest_many", [](const std::vector<uint64_t>& data, const std::vector<uint64_t>& nbytes, const Arg& totals, Stream stream) {
     if (data.size() != nbytes.size()) throw std::invalid_argument("digest_many: as many addresses as sizes are wanted.");
     launch("digest_many", [&] {
-      return rl_cuda_digest_many(data.data(), nbytes.data(), int64_t(data.size()), at<uint64_t>(totals), at<void>(stream));
+      return rl_cuda_digest_many(data.data(), nbytes.data(), int64_t(data.size()), RL_AT(uint64_t, totals), as_stream(stream));
     });
   });
   m.def("digest_blocks", &rl_cuda_digest_blocks);
-  m.def("digest", [](Address data, int64_t nbytes, uint64_t first_word, Address total, Address partials, Address counter, Address stream) {
+  m.def("digest", [](const Arg& data, int64_t nbytes, uint64_t first_word, const Arg& total, const Arg& partials, const Arg& counter, Stream stream) {
     launch("digest", [&] {
-      return rl_cuda_digest(at<void>(data), nbytes, first_word, at<uint64_t>(total), at<uint64_t>(partials), at<uint32_t>(counter),
-                            at<void>(stream));
+      return rl_cuda_digest(RL_AT(void, data), nbytes, first_word, RL_AT(uint64_t, total), RL_AT(uint64_t, partials), RL_AT(uint32_t, counter),
+                            as_stream(stream));
     });
   });
-  m.def("delta_encode", [](Address fresh, Address base, int64_t size, int64_t item_bytes, Address masks, Address table, Address starts,
-                           Address gaps, Address values, Address stream) {
+  m.def("delta_encode", [](const Arg& fresh, const Arg& base, int64_t size, int64_t item_bytes, const Arg& masks, const Arg& table, const Arg& starts,
+                           const Arg& gaps, const Arg& values, Stream stream) {
     launch("delta_encode", [&] {
-      return rl_cuda_delta_encode(at<void>(fresh), at<void>(base), size, item_bytes, at<uint32_t>(masks), at<int32_t>(table),
-                                  at<int64_t>(starts), at<uint8_t>(gaps), at<void>(values), at<void>(stream));
+      return rl_cuda_delta_encode(RL_AT(void, fresh), RL_AT(void, base), size, item_bytes, RL_AT(uint32_t, masks), RL_AT(int32_t, table),
+                                  RL_AT(int64_t, starts), RL_AT(uint8_t, gaps), RL_AT(void, values), as_stream(stream));
     });
   });
-  m.def("delta_apply", [](Address target, int64_t size, int64_t item_bytes, Address table, Address starts, Address gaps, Address values,
-                          Address bad, Address stream) {
+  m.def("delta_apply", [](const Arg& target, int64_t size, int64_t item_bytes, const Arg& table, const Arg& starts, const Arg& gaps, const Arg& values,
+                          const Arg& bad, Stream stream) {
     launch("delta_apply", [&] {
-      return rl_cuda_delta_apply(at<void>(target), size, item_bytes, at<int32_t>(table), at<int64_t>(starts), at<uint8_t>(gaps),
-                                 at<void>(values), at<int32_t>(bad), at<void>(stream));
+      return rl_cuda_delta_apply(RL_AT(void, target), size, item_bytes, RL_AT(int32_t, table), RL_AT(int64_t, starts), RL_AT(uint8_t, gaps),
+                                 RL_AT(void, values), RL_AT(int32_t, bad), as_stream(stream));
     });
   });
 }
@@ -278,7 +280,15 @@ void bind_copies(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
-  m.doc() = "CUDA kernels of rl-csrc behind addresses, sizes and a stream. rl_csrc._impl_cuda is their only caller.";
+  m.doc() = "CUDA kernels of rl-csrc behind tensors, sizes and a stream. rl_csrc._impl_cuda is their only caller.";
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const rl::Refused& refused) {
+      const py::object type = py::module_::import("rl_csrc.errors").attr("ArgumentError");
+      PyErr_SetString(type.ptr(), refused.what());
+    }
+  });
   bind_logprobs(m);
   bind_loss(m);
   bind_estimators(m);

@@ -5,6 +5,8 @@ extern "C" const char* rl_cuda_error_name(int status) { return cudaGetErrorName(
 
 extern "C" const char* rl_cuda_error_text(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
 
+extern "C" int rl_cuda_current_device(int* device) { return int(cudaGetDevice(device)); }
+
 extern "C" int rl_cuda_runtime_version(int* version) { return int(cudaRuntimeGetVersion(version)); }
 
 static_assert(RL_CUDA_NOT_SUPPORTED == int(cudaErrorNotSupported), "the header names this code without the runtime's");

@@ -1,6 +1,6 @@
 """Fused RL kernels, zero-copy tensor frames and transfer buffers, shared by the packages of rl-stack."""
 
-from rl_csrc import arena, bucket, delta, frames, paged, reference, ring, rows
+from rl_csrc import arena, bucket, delta, frames, paged, pipeline, reference, ring, rows
 from rl_csrc._build import BuildInfo, build_info
 from rl_csrc._copy_ops import bucket_copy, cp_slice, pack, roll_labels, unpack
 from rl_csrc._digest import digest, digest_finish, digest_many, digest_sum
@@ -59,6 +59,7 @@ __all__ = [
     "pack",
     "paged",
     "parallel_logprobs",
+    "pipeline",
     "policy_loss",
     "policy_loss_from_hidden",
     "policy_loss_from_logits",

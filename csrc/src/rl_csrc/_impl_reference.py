@@ -101,14 +101,13 @@ def linear_logprobs_forward(
     softcap: float | None,
     ignore_index: int | None,
     entropy: bool,
+    sum_pi_squared: bool,
     chunk_rows: int | None,
     batch_invariant: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and log-sum-exp; the logits are held whole."""
-    found = logprobs_forward(
-        _logits(hidden, weight, bias), labels, temperature, softcap, ignore_index, None, entropy, False
-    )
-    return found[0], found[1], found[3]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Log-probs, entropy, sum of squares and log-sum-exp; the logits are held whole."""
+    logits = _logits(hidden, weight, bias)
+    return logprobs_forward(logits, labels, temperature, softcap, ignore_index, None, entropy, sum_pi_squared)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rl_csrc import _library
-from rl_csrc._arguments import (
-    check_one_of,
-    check_rows,
-    check_same_length,
-    floats,
-    integers,
-    optional_floats,
-    optional_integers,
-    per_token,
-    wants_grad,
-)
+from rl_csrc._arguments import check_rows, check_same_length, floats, optional_floats, optional_integers, wants_grad
 from rl_csrc._dispatch import kernel
+from rl_csrc._policy_arguments import PolicyTokens, checked_spec, fused_arguments
 from rl_csrc._softmax_ops import check_linear
-from rl_csrc._types import (
-    AGGREGATIONS,
-    KLS,
-    LOSSES,
-    TOKEN_LOCAL_LOSSES,
-    Aggregation,
-    Kl,
-    Loss,
-    LossSpec,
-    PolicyLoss,
-    PolicyLossFromLogits,
-)
+from rl_csrc._types import PolicyLoss, PolicyLossFromLogits
 from rl_csrc.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+    from torch import Tensor
+
+    from rl_csrc._policy_arguments import PolicyOptions
+    from rl_csrc._types import Aggregation, Kl, Loss, LossSpec
 
 
 def policy_loss(
@@ -116,7 +99,9 @@ def policy_loss(
         aggregation=aggregation,
     )
     counts = (num_tokens, num_sequences, norm_constant)
-    tokens = _Tokens.of(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, spec, counts, ref_logprobs, weights)
+    tokens = PolicyTokens.of(
+        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, spec, counts, ref_logprobs, weights
+    )
     check_same_length("entropy", entropy, tokens.num)
     if torch.compiler.is_compiling():
         first = logprobs.to(tokens.dtype).contiguous()
@@ -130,69 +115,10 @@ def policy_loss(
     return PolicyLoss(*found[:2])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
-    """What a policy loss knows of its tokens besides their log-probs, checked and converted."""
-
-    old_logprobs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor
-    cu_seqlens: Tensor
-    denominator: float | Tensor
-    ref_logprobs: Tensor | None
-    weights: Tensor | None
-    num: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls,
-        like: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        loss_mask: Tensor,
-        cu_seqlens: Tensor,
-        spec: LossSpec,
-        counts: _Counts,
-        ref_logprobs: Tensor | None,
-        weights: Tensor | None,
-    ) -> _Tokens:
-        num = old_logprobs.shape[0]
-        named = {"advantages": advantages, "loss_mask": loss_mask, "ref_logprobs": ref_logprobs, "weights": weights}
-        for name, x in {"old_logprobs": old_logprobs, **named}.items():
-            check_same_length(name, x, num)
-        if spec.kl != "none" and ref_logprobs is None:
-            raise ArgumentError(f"kl is {spec.kl!r} and there are no ref_logprobs; give them, or kl='none'.")
-        mask = loss_mask.to(torch.bool).contiguous()
-        offsets = integers(cu_seqlens)
-        denominator = _denominator(spec.aggregation, mask, offsets, *counts)
-        if isinstance(denominator, Tensor):
-            denominator = floats(denominator, like)
-        return cls(
-            old_logprobs=floats(old_logprobs, like),
-            advantages=floats(advantages, like),
-            loss_mask=mask,
-            cu_seqlens=offsets,
-            denominator=denominator,
-            ref_logprobs=optional_floats(ref_logprobs, like),
-            weights=optional_floats(weights, like),
-            num=num,
-            dtype=torch.float64 if like.dtype == torch.float64 else torch.float32,
-        )
-
-    def head(self, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor, Tensor, LossSpec, float | Tensor]:
-        """The arguments from old_logprobs to denominator, in the order of the implementations."""
-        return (self.old_logprobs, self.advantages, self.loss_mask, self.cu_seqlens, spec, self.denominator)
-
-    def for_library(self, spec: LossSpec) -> tuple[Any, ...]:
-        """All arguments, in the order of the schemas."""
-        return _library.policy_arguments(*self.head(spec), self.ref_logprobs, self.weights)
-
-
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logprobs: Tensor, entropy: Tensor | None, tokens: _Tokens, spec: LossSpec
+        ctx: Any, logprobs: Tensor, entropy: Tensor | None, tokens: PolicyTokens, spec: LossSpec
     ) -> tuple[Tensor, Tensor]:
         first, second = floats(logprobs), optional_floats(entropy, logprobs)
         run = kernel("policy_loss", first)
@@ -246,7 +172,7 @@ def policy_loss_from_logits(
         options: as in `policy_loss`, without `entropy`.
     """
     check_rows(logits, labels, row_index)
-    spec, tokens, labels, temperature = _fused_arguments(
+    spec, tokens, labels, temperature = fused_arguments(
         logits, labels, old_logprobs, advantages, loss_mask, cu_seqlens, temperature, options
     )
     entropy = entropy or spec.entropy_coef != 0
@@ -265,7 +191,7 @@ class _PolicyLossFromLogits(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        tokens: _Tokens,
+        tokens: PolicyTokens,
         spec: LossSpec,
         scoring: tuple[Any, ...],
         inplace: bool,
@@ -302,27 +228,6 @@ def _scaled_in_place(grad: Tensor, by: Tensor) -> Tensor:
     return grad.mul_(by.to(grad.dtype))  # saved for this one use; a second backward sees the new version and raises
 
 
-def _fused_arguments(
-    like: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    temperature: float | Tensor,
-    options: PolicyOptions,
-) -> tuple[LossSpec, _Tokens, Tensor, float | Tensor]:
-    given = dict(options)
-    counts = (given.pop("num_tokens", None), given.pop("num_sequences", None), given.pop("norm_constant", None))
-    extra = (given.pop("ref_logprobs", None), given.pop("weights", None))
-    spec = checked_spec(**given)
-    check_one_of("loss", spec.loss, TOKEN_LOCAL_LOSSES)
-    tokens = _Tokens.of(like, old_logprobs, advantages, loss_mask, cu_seqlens, spec, counts, *extra)  # pyright: ignore[reportArgumentType]
-    check_same_length("labels", labels, tokens.num)
-    labels = torch.where(tokens.loss_mask, integers(labels), -100)
-    return spec, tokens, labels, per_token(temperature, tokens.num, "temperature")
-
-
 def policy_loss_from_hidden(
     hidden: Tensor,
     weight: Tensor,
@@ -344,7 +249,7 @@ def policy_loss_from_hidden(
     `hidden` and `weight`; the gradient of `weight` is accumulated in float32.
     """
     check_linear(hidden, weight, labels, None)
-    spec, tokens, labels, temperature = _fused_arguments(
+    spec, tokens, labels, temperature = fused_arguments(
         hidden, labels, old_logprobs, advantages, loss_mask, cu_seqlens, temperature, options
     )
     entropy = entropy or spec.entropy_coef != 0
@@ -364,7 +269,7 @@ class _PolicyLossFromHidden(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        tokens: _Tokens,
+        tokens: PolicyTokens,
         spec: LossSpec,
         scoring: tuple[Any, ...],
     ) -> tuple[Any, ...]:
@@ -381,70 +286,3 @@ class _PolicyLossFromHidden(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides its names
         scaled = (None if g is None else _scaled_in_place(g, grads[0]) for g in ctx.saved_tensors)
         return *scaled, None, None, None, None
-
-
-class PolicyOptions(TypedDict, total=False):
-    """The options that `policy_loss` shares with its fused forms. See there for each."""
-
-    loss: Loss
-    clip_low: float
-    clip_high: float
-    clip_dual: float | None
-    ratio_max: float
-    tau_pos: float
-    tau_neg: float
-    dro_beta: float
-    kl: Kl
-    kl_coef: float
-    ref_logprobs: Tensor | None
-    entropy_coef: float
-    weights: Tensor | None
-    aggregation: Aggregation
-    num_tokens: float | Tensor | None
-    num_sequences: float | Tensor | None
-    norm_constant: float | None
-
-
-def checked_spec(**options: Any) -> LossSpec:
-    """Return the options of a loss, or raise ArgumentError."""
-    spec = LossSpec(**options)
-    check_one_of("loss", spec.loss, LOSSES)
-    check_one_of("kl", spec.kl, KLS)
-    check_one_of("aggregation", spec.aggregation, AGGREGATIONS)
-    if spec.clip_low < 0 or spec.clip_high < 0:
-        raise ArgumentError(
-            f"clip_low is {spec.clip_low} and clip_high {spec.clip_high}; they are distances, 0 or more."
-        )
-    if spec.clip_dual is not None and spec.clip_dual <= 1:
-        raise ArgumentError(
-            f"clip_dual is {spec.clip_dual}; wanted more than 1 (3 is usual), or None to switch it off."
-        )
-    return spec
-
-
-_Counts = tuple["float | Tensor | None", "float | Tensor | None", "float | None"]
-
-
-def _denominator(
-    aggregation: Aggregation,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    num_tokens: float | Tensor | None,
-    num_sequences: float | Tensor | None,
-    norm_constant: float | None,
-) -> float | Tensor:
-    if aggregation == "token-sum":
-        return 1.0
-    if aggregation == "token-mean":
-        return loss_mask.bool().sum().clamp(min=1) if num_tokens is None else num_tokens
-    if num_sequences is None:
-        running = loss_mask.new_zeros(loss_mask.shape[0] + 1, dtype=cu_seqlens.dtype)
-        running[1:] = loss_mask.bool().cumsum(0)
-        num_sequences = (running[cu_seqlens.long()].diff() > 0).sum().clamp(min=1)
-    if aggregation != "seq-mean-token-sum-norm":
-        return num_sequences
-    if norm_constant is None:
-        raise ArgumentError(
-            "seq-mean-token-sum-norm divides by a constant; give norm_constant (the longest completion)."
-        )
-    return num_sequences * norm_constant

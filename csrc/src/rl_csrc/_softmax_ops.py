@@ -220,6 +220,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
+    sum_pi_squared: bool = False,
     softcap: float | None = None,
     ignore_index: int | None = -100,
     chunk_rows: int | None = None,
@@ -236,6 +237,7 @@ def linear_logprobs(
         bias: `[V]`, the same dtype.
         temperature: one number, or float `[T]`.
         entropy: also return the entropy in nats.
+        sum_pi_squared: also return the sum of squared probabilities (carries no gradient), from the same products.
         softcap: as in `logprobs`.
         ignore_index: as in `logprobs`.
         chunk_rows: tokens whose logits are held at once, where the path is chunked; None: chosen by the op.
@@ -244,16 +246,14 @@ def linear_logprobs(
     check_linear(hidden, weight, labels, bias)
     labels = integers(labels)
     temperature = per_token(temperature, labels.shape[0], "temperature")
-    options = (temperature, softcap, ignore_index)
+    options, wanted = (temperature, softcap, ignore_index), (entropy, sum_pi_squared)
     if torch.compiler.is_compiling():
-        return _library.linear_logprobs(hidden, weight, labels, bias, *options, entropy, chunk_rows, batch_invariant)
+        return _library.linear_logprobs(hidden, weight, labels, bias, *options, *wanted, chunk_rows, batch_invariant)
     how = (chunk_rows, batch_invariant)
     if wants_grad(hidden, weight, bias):
-        scored, entropies = _LinearLogProbs.apply(hidden, weight, bias, labels, options, entropy, how)
-    else:
-        run = kernel("linear_logprobs_forward", hidden)
-        scored, entropies, _ = run(hidden, weight, labels, bias, *options, entropy, *how)
-    return LogProbs(scored, entropies, None)
+        return LogProbs(*_LinearLogProbs.apply(hidden, weight, bias, labels, options, wanted, how))
+    found = kernel("linear_logprobs_forward", hidden)(hidden, weight, labels, bias, *options, *wanted, *how)
+    return LogProbs(*found[:3])
 
 
 def check_linear(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
@@ -280,21 +280,23 @@ class _LinearLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         options: tuple[Any, ...],
-        entropy: bool,
+        wanted: tuple[bool, bool],
         how: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         run = kernel("linear_logprobs_forward", hidden)
-        scored, entropies, lse = run(hidden, weight, labels, bias, *options, entropy, *how)
+        scored, entropies, squares, lse = run(hidden, weight, labels, bias, *options, *wanted, *how)
         ctx.save_for_backward(hidden, weight, bias, labels, scored, lse, entropies)
         ctx.options, ctx.how = options, how
         ctx.set_materialize_grads(False)
-        return scored, entropies
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
+        return scored, entropies, squares
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides its names
         hidden, weight, bias, labels, scored, lse, entropies = ctx.saved_tensors
-        first, second = (None if g is None else g.contiguous() for g in grads)
+        first, second = (None if g is None else g.contiguous() for g in grads[:2])
         run = kernel("linear_logprobs_backward", hidden)
         found = run(
             hidden.detach(),

@@ -13,7 +13,7 @@ import torch
 from rl_csrc.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Item = TypeVar("Item")
 
@@ -29,6 +29,9 @@ def run_slots(
     With CUDA slots both only enqueue work, on the current stream that they find; the caller's stream waits for all of
     it, also when one of them raises. With CPU slots each item is filled and drained before the next. Two slots overlap
     filling with draining. Raises `ArgumentError` without slots, or with slots on several devices.
+
+    Items are asked for on the stream that fills, so what an iterator makes there is ready when `fill` reads it, and its
+    memory is not used again before. `drain` reads the slot; an item's own CUDA memory may be gone by then.
     """
     devices = {slot.device for slot in slots}
     if len(devices) != 1:
@@ -58,7 +61,7 @@ def _run_on_streams(
     drained: list[torch.Event | None] = [None] * len(slots)
     count = 0
     try:
-        for count, item in enumerate(items, 1):
+        for count, item in enumerate(_made_on(filling, items), 1):
             number = (count - 1) % len(slots)
             last = drained[number]
             if last is not None:
@@ -73,3 +76,15 @@ def _run_on_streams(
         callers.wait_stream(filling)
         callers.wait_stream(draining)
     return count
+
+
+def _made_on(stream: torch.cuda.Stream, items: Iterable[Item]) -> Iterator[Item]:
+    """The items, each asked for while the stream is current."""
+    iterator = iter(items)
+    while True:
+        with torch.cuda.stream(stream):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item

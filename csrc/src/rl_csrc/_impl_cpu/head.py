@@ -69,21 +69,23 @@ def linear_logprobs_forward(
     softcap: float | None,
     ignore_index: int | None,
     entropy: bool,
+    sum_pi_squared: bool,
     chunk_rows: int | None,
     batch_invariant: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and log-sum-exp: on tiles, or merged from the statistics of runs of the vocabulary."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Log-probs, entropy, sum of squares and log-sum-exp: on tiles, or merged from runs of the vocabulary."""
     hidden, weight, bias = (
         with_adjacent_columns(hidden.detach()),
         with_adjacent_columns(weight.detach()),
         _float_bias(bias),
     )
     num = labels.shape[0]
-    scored, lse, entropies = new_floats(num), new_floats(num), new_floats(num) if entropy else None
+    scored, lse = new_floats(num), new_floats(num)
+    entropies, squares = new_floats(num) if entropy else None, new_floats(num) if sum_pi_squared else None
     if _has_tiles(hidden):
-        options = (temperature, softcap or 0.0, ignore_index, scored, entropies, lse)
+        options = (temperature, softcap or 0.0, ignore_index, scored, entropies, squares, lse)
         native.linear_logprobs(hidden, weight, bias, labels, *options, None, None, torch.get_num_threads())
-        return scored, entropies, lse
+        return scored, entropies, squares, lse
     reference.check_labels(labels, ignore_index, weight.shape[0])
     for rows in _row_chunks(num, chunk_rows, batch_invariant):
         part, options = hidden[rows].float(), (_rows_of(temperature, rows), softcap, ignore_index, None)
@@ -97,7 +99,9 @@ def linear_logprobs_forward(
         scored[rows], lse[rows] = found[0], found[3]
         if entropies is not None:
             entropies[rows] = found[1]
-    return scored, entropies, lse
+        if squares is not None:
+            squares[rows] = found[2]
+    return scored, entropies, squares, lse
 
 
 def linear_logprobs_backward(
@@ -259,7 +263,7 @@ def _tiled_chunk(
     kept_top = new_floats((num_vocab + 31) // 32, padded)
     threads = torch.get_num_threads()
     native.linear_logprobs(
-        hidden, weight, None, labels, temperature, 0.0, -100, scored, entropies, lse, kept, kept_top, threads
+        hidden, weight, None, labels, temperature, 0.0, -100, scored, entropies, None, lse, kept, kept_top, threads
     )
 
     def finish(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
@@ -282,7 +286,8 @@ def _loss_then_recompute(
     need: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Four products: the logits are made again once the loss is known."""
-    scored, entropies, lse = linear_logprobs_forward(hidden, weight, labels, None, *options, entropy, chunk_rows, False)
+    how = (entropy, False, chunk_rows, False)
+    scored, entropies, _, lse = linear_logprobs_forward(hidden, weight, labels, None, *options, *how)
     loss, metrics, grad, grad_entropy = policy_loss(scored, *arguments, entropies, ref_logprobs, weights)
     d_hidden = d_weight = None
     if any(need):

@@ -1,13 +1,20 @@
-"""What all launches share: element types, addresses, streams, and zeros that kernels count in."""
+"""What all launches share: element types, devices, streams, and zeros that kernels count in."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -25,12 +32,29 @@ _taken: dict[tuple[int, int], int] = {}
 """Entry of each (device, stream), and how many entries each (device, -1) has given away."""
 
 
+_lock = threading.Lock()
+
+
+def on_its_device(run: Callable[P, R]) -> Callable[P, R]:
+    """Make the device of the first tensor (or of the first tensor of a list) current while an op runs.
+
+    A stream's handle says nothing of its device: 0 is the default stream of whichever is current.
+    """
+
+    @functools.wraps(run)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        device = (first if isinstance(first, torch.Tensor) else first[0]).device
+        if device.index == torch.cuda.current_device():
+            return run(*args, **kwargs)
+        with torch.cuda.device(device):
+            return run(*args, **kwargs)
+
+    return guarded
+
+
 def stream_of(x: Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream
-
-
-def address_of(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def counter_on(device: torch.device) -> Tensor:
@@ -39,21 +63,30 @@ def counter_on(device: torch.device) -> Tensor:
     Each stream has its own, and so has each launch captured in a graph.
     """
     stream = torch.cuda.current_stream(device)
-    index, key = stream.device_index, (stream.device_index, stream.cuda_stream)
     capturing = torch.cuda.is_current_stream_capturing()
-    pool = _counters.get(index)
-    if pool is None and not capturing:
-        pool = _counters[index] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-    entry = _taken.get(key) if not capturing else None
-    if entry is None:
-        entry = _taken.get((index, -1), 0) + 1
-        if pool is None or entry >= _COUNTERS:
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        _taken[index, -1] = entry
-        if not capturing:
-            _taken[key] = entry
-    assert pool is not None
+    with _lock:
+        pool = _counters.get(stream.device_index)
+        if pool is None and not capturing:
+            pool = _counters[stream.device_index] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+            stream.synchronize()  # the next call may come on a stream that does not wait for this one
+        entry = None if pool is None else _entry(stream, capturing)
+    if pool is None or entry is None:
+        return torch.zeros(1, dtype=torch.int32, device=device)
     return pool[entry : entry + 1]
+
+
+def _entry(stream: torch.cuda.Stream, capturing: bool) -> int | None:
+    """The entry that a launch on the stream counts in, or None where all are given away."""
+    key = (stream.device_index, stream.cuda_stream)
+    if not capturing and key in _taken:
+        return _taken[key]
+    entry = _taken.get((stream.device_index, -1), 0) + 1
+    if entry >= _COUNTERS:
+        return None
+    _taken[stream.device_index, -1] = entry
+    if not capturing:
+        _taken[key] = entry
+    return entry
 
 
 def new_floats(like: Tensor, *shape: int) -> Tensor:

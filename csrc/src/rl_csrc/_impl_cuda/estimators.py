@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import address_of, counter_on, stream_of
+from rl_csrc._impl_cuda._common import counter_on, on_its_device, stream_of
 from rl_csrc._types import GROUP_MODES, MASK_MODES, SCAN_KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@on_its_device
 def scan_reverse(
     rewards: Tensor,
     values: Tensor | None,
@@ -32,13 +33,13 @@ def scan_reverse(
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     per_sequence = isinstance(lam, torch.Tensor)
     _cuda.scan_reverse(
-        rewards.data_ptr(),
-        address_of(values),
-        address_of(loss_mask),
-        address_of(rho),
-        lam.data_ptr() if per_sequence else 0,
-        address_of(bootstrap),
-        cu_seqlens.data_ptr(),
+        rewards,
+        values,
+        loss_mask,
+        rho,
+        lam if per_sequence else None,
+        bootstrap,
+        cu_seqlens,
         cu_seqlens.shape[0] - 1,
         1.0 if per_sequence else float(lam),
         gamma,
@@ -46,8 +47,8 @@ def scan_reverse(
         c_clip,
         [*SCAN_KINDS].index(kind),
         [*MASK_MODES].index(mask_mode),
-        advantages.data_ptr(),
-        returns.data_ptr(),
+        advantages,
+        returns,
         stream_of(rewards),
     )
     return advantages, returns
@@ -57,6 +58,7 @@ MAX_SCATTERED = 1 << 15
 """Rewards beyond which arbitrary group ids are sorted first: finding the members costs rewards times groups."""
 
 
+@on_its_device
 def group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | None, mode: str, eps: float) -> Tensor:
     """Group advantages `[B]`; a warp per group."""
     num = rewards.shape[0]
@@ -68,19 +70,20 @@ def group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | No
         rewards, group_ids = rewards[order], None
     advantages = torch.empty_like(rewards)
     _cuda.group_norm(
-        rewards.data_ptr(),
-        address_of(group_ids),
-        address_of(cu_groups),
+        rewards,
+        group_ids,
+        cu_groups,
         num,
         0 if cu_groups is None else cu_groups.shape[0] - 1,
         [*GROUP_MODES].index(mode),
         eps,
-        advantages.data_ptr(),
+        advantages,
         stream_of(rewards),
     )
     return advantages if order is None else torch.empty_like(advantages).index_copy_(0, order, advantages)
 
 
+@on_its_device
 def masked_moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and sum of squared distances, float64 scalars."""
     return tuple(_moments(x, mask))  # pyright: ignore[reportReturnType]  # three rows
@@ -90,24 +93,23 @@ def _moments(x: Tensor, mask: Tensor | None) -> Tensor:
     found = torch.empty(3, dtype=torch.float64, device=x.device)
     partials = torch.empty(3 * _cuda.moments_blocks(x.numel()), dtype=torch.float64, device=x.device)
     _cuda.masked_moments(
-        x.data_ptr(),
-        address_of(mask),
+        x,
+        mask,
         x.numel(),
-        found.data_ptr(),
-        partials.data_ptr(),
-        counter_on(x.device).data_ptr(),
+        found,
+        partials,
+        counter_on(x.device),
         stream_of(x),
     )
     return found
 
 
+@on_its_device
 def whiten(
     x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, moments: tuple[Tensor, Tensor, Tensor] | None
 ) -> Tensor:
     """Whitened values, float32 of x's shape; 0 outside the mask."""
     found = _moments(x, mask) if moments is None else torch.stack([*moments]).to(x.device, torch.float64)
     out = torch.empty_like(x, dtype=torch.float32)
-    _cuda.whiten(
-        x.data_ptr(), address_of(mask), x.numel(), found.data_ptr(), shift_mean, eps, out.data_ptr(), stream_of(x)
-    )
+    _cuda.whiten(x, mask, x.numel(), found, shift_mean, eps, out, stream_of(x))
     return out

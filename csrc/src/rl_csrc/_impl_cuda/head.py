@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import new_floats, stream_of
+from rl_csrc._impl_cuda._common import new_floats, on_its_device, stream_of
 from rl_csrc._impl_cuda.policy import fused_rows, given_rows, policy_loss, token_arguments, token_scale
 from rl_csrc._impl_cuda.softmax import logits_arguments, logprobs_backward, logprobs_forward
 
@@ -87,6 +87,7 @@ def _rows_of(x: float | Tensor, rows: slice) -> float | Tensor:
     return x[rows] if isinstance(x, torch.Tensor) else x
 
 
+@on_its_device
 def linear_logprobs_forward(
     hidden: Tensor,
     weight: Tensor,
@@ -96,13 +97,15 @@ def linear_logprobs_forward(
     softcap: float | None,
     ignore_index: int | None,
     entropy: bool,
+    sum_pi_squared: bool,
     chunk_rows: int | None,
     batch_invariant: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropies and log-sum-exps `[T]` of the LM head, chunk by chunk of float32 logits."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Log-probs, entropies, sums of squares and log-sum-exps `[T]` of the LM head, chunk by chunk of float32 logits."""
     num = labels.shape[0]
     scored, lse = new_floats(hidden, num), new_floats(hidden, num)
     entropies = new_floats(hidden, num) if entropy else None
+    squares = new_floats(hidden, num) if sum_pi_squared else None
     chunk = _chunk_rows(weight.shape[0], num, chunk_rows, batch_invariant)
     head = _Head(hidden, weight, bias, chunk, batch_invariant)
     for rows in head.chunks():
@@ -110,13 +113,13 @@ def linear_logprobs_forward(
         arguments = logits_arguments(logits, labels[rows], _rows_of(temperature, rows), softcap, ignore_index, None)
         _cuda.logprobs(
             arguments,
-            scored[rows].data_ptr(),
-            0 if entropies is None else entropies[rows].data_ptr(),
-            0,
-            lse[rows].data_ptr(),
+            scored[rows],
+            None if entropies is None else entropies[rows],
+            None if squares is None else squares[rows],
+            lse[rows],
             stream_of(hidden),
         )
-    return scored, entropies, lse
+    return scored, entropies, squares, lse
 
 
 def _without_ignored(hidden: Tensor, valid: Tensor) -> Tensor:
@@ -124,6 +127,7 @@ def _without_ignored(hidden: Tensor, valid: Tensor) -> Tensor:
     return hidden.masked_fill(~valid[:, None], 0)
 
 
+@on_its_device
 def linear_logprobs_backward(
     hidden: Tensor,
     weight: Tensor,
@@ -131,7 +135,7 @@ def linear_logprobs_backward(
     bias: Tensor | None,
     logprobs: Tensor,
     lse: Tensor,
-    grad_logprobs: Tensor,
+    grad_logprobs: Tensor | None,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
     temperature: float | Tensor,
@@ -143,6 +147,8 @@ def linear_logprobs_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias; the logits are computed again, their gradient overwrites them."""
     num = labels.shape[0]
+    if grad_logprobs is None:  # given_rows takes a gradient, or computes a loss
+        grad_logprobs = torch.zeros_like(lse)
     if ignore_index is not None:
         hidden = _without_ignored(hidden, labels != ignore_index)
     chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant)
@@ -213,6 +219,7 @@ class _HeadGradients:
         return self._hidden, weight, None if self._bias is None else self._bias.to(dtype)
 
 
+@on_its_device
 def policy_loss_from_hidden(
     hidden: Tensor,
     weight: Tensor,

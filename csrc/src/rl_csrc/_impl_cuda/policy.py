@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import DTYPES, address_of, counter_on, new_floats, row_stride_of, stream_of
+from rl_csrc._impl_cuda._common import DTYPES, counter_on, new_floats, on_its_device, row_stride_of, stream_of
 from rl_csrc._impl_cuda.softmax import logits_arguments, logprobs_backward, logprobs_forward, zero_unscored
 from rl_csrc._types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, LossSpec
 
@@ -41,19 +41,22 @@ def token_arguments(
     denominator: float | Tensor,
 ) -> tuple[Any, Tensor | None]:
     """The per-token inputs, and the device scalar they point to, which must outlive the launch call."""
-    scalar = denominator.float().reshape(1) if isinstance(denominator, torch.Tensor) else None
+    scalar = None
+    if isinstance(denominator, torch.Tensor):
+        scalar = denominator.to(old.device, torch.float32).reshape(1)
     tokens = _cuda.LossTokens(
-        old_logprobs=old.data_ptr(),
-        advantages=advantages.data_ptr(),
-        loss_mask=mask.data_ptr(),
-        ref_logprobs=address_of(ref),
-        weights=address_of(weights),
-        denominator=address_of(scalar),
-        scalar_denominator=1.0 if isinstance(denominator, torch.Tensor) else float(denominator),
+        old_logprobs=old,
+        advantages=advantages,
+        loss_mask=mask,
+        ref_logprobs=ref,
+        weights=weights,
+        denominator=scalar,
+        scalar_denominator=1.0 if scalar is not None else float(denominator),
     )
     return tokens, scalar
 
 
+@on_its_device
 def policy_loss(
     logprobs: Tensor,
     old: Tensor,
@@ -77,17 +80,17 @@ def policy_loss(
     _cuda.policy_loss(
         native,
         tokens,
-        logprobs.data_ptr(),
-        address_of(entropy),
-        cu_seqlens.data_ptr(),
+        logprobs,
+        entropy,
+        cu_seqlens,
         num,
         num_sequences,
-        loss.data_ptr(),
-        metrics.data_ptr(),
-        grad.data_ptr(),
-        address_of(grad_entropy),
-        partials.data_ptr(),
-        counter_on(logprobs.device).data_ptr(),
+        loss,
+        metrics,
+        grad,
+        grad_entropy,
+        partials,
+        counter_on(logprobs.device),
         stream_of(logprobs),
     )
     return loss, metrics, grad, grad_entropy
@@ -122,14 +125,14 @@ def fused_rows(
         logits_arguments(logits, labels, temperature, softcap, -100, row_index),
         _spec(spec),
         tokens,
-        scored.data_ptr(),
-        address_of(entropies),
-        out.data_ptr(),
+        scored,
+        entropies,
+        out,
         row_stride_of(out),
         DTYPES[out.dtype],
-        address_of(token_scale),
-        0,
-        0,
+        token_scale,
+        None,
+        None,
         stream_of(logits),
     )
 
@@ -146,30 +149,31 @@ def given_rows(
 ) -> bool:
     """Gradient of the logits from that of the log-probs, in one read; False where a row does not fit on the chip."""
     no_loss = _cuda.LossTokens(
-        old_logprobs=0,
-        advantages=0,
-        loss_mask=0,
-        ref_logprobs=0,
-        weights=0,
-        denominator=0,
+        old_logprobs=None,
+        advantages=None,
+        loss_mask=None,
+        ref_logprobs=None,
+        weights=None,
+        denominator=None,
         scalar_denominator=1.0,
     )
     return _cuda.policy_loss_from_logits(
         logits_arguments(logits, labels, temperature, softcap, ignore_index, None),
         _spec(LossSpec()),
         no_loss,
-        0,
-        0,
-        out.data_ptr(),
+        None,
+        None,
+        out,
         row_stride_of(out),
         DTYPES[out.dtype],
-        0,
-        grad_logprobs.data_ptr(),
-        address_of(grad_entropy),
+        None,
+        grad_logprobs,
+        grad_entropy,
         stream_of(logits),
     )
 
 
+@on_its_device
 def policy_loss_from_logits(
     logits: Tensor,
     labels: Tensor,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import DTYPES, address_of, new_floats, row_stride_of, stream_of
+from rl_csrc._impl_cuda._common import DTYPES, new_floats, on_its_device, row_stride_of, stream_of
 from rl_csrc._types import NUM_STATS
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ def logits_arguments(
 ) -> Any:
     per_row = isinstance(temperature, torch.Tensor)
     return _cuda.Logits(
-        data=logits.data_ptr(),
+        data=logits,
         row_stride=logits.stride(0) if logits.shape[0] > 1 else logits.shape[1],
         vocab=logits.shape[1],
         rows=labels.shape[0],
         dtype=DTYPES[logits.dtype],
-        labels=labels.data_ptr(),
-        row_index=address_of(row_index),
-        temperature=temperature.data_ptr() if per_row else 0,
+        labels=labels,
+        row_index=row_index,
+        temperature=temperature if per_row else None,
         scalar_temperature=1.0 if per_row else float(temperature),
         softcap=softcap or 0.0,
         ignore_index=ignore_index,
@@ -40,6 +40,7 @@ def logits_arguments(
     )
 
 
+@on_its_device
 def logprobs_forward(
     logits: Tensor,
     labels: Tensor,
@@ -56,18 +57,17 @@ def logprobs_forward(
     entropies = new_floats(logits, num) if entropy else None
     squares = new_floats(logits, num) if sum_pi_squared else None
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index)
-    _cuda.logprobs(
-        arguments, scored.data_ptr(), address_of(entropies), address_of(squares), lse.data_ptr(), stream_of(logits)
-    )
+    _cuda.logprobs(arguments, scored, entropies, squares, lse, stream_of(logits))
     return scored, entropies, squares, lse
 
 
+@on_its_device
 def logprobs_backward(
     logits: Tensor,
     labels: Tensor,
     logprobs: Tensor,
     lse: Tensor,
-    grad_logprobs: Tensor,
+    grad_logprobs: Tensor | None,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
     temperature: float | Tensor,
@@ -83,12 +83,12 @@ def logprobs_backward(
         zero_unscored(out, row_index)
     _cuda.logprobs_backward(
         arguments,
-        logprobs.data_ptr(),
-        lse.data_ptr(),
-        address_of(entropy),
-        grad_logprobs.data_ptr(),
-        address_of(grad_entropy),
-        out.data_ptr(),
+        logprobs,
+        lse,
+        entropy,
+        grad_logprobs,
+        grad_entropy,
+        out,
         row_stride_of(out),
         stream_of(logits),
     )
@@ -97,11 +97,10 @@ def logprobs_backward(
 def zero_unscored(out: Tensor, row_index: Tensor) -> None:
     is_scored = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
     is_scored[row_index] = True
-    _cuda.zero_rows(
-        out.data_ptr(), DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored.data_ptr(), stream_of(out)
-    )
+    _cuda.zero_rows(out, DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored, stream_of(out))
 
 
+@on_its_device
 def logprob_stats(
     logits: Tensor,
     labels: Tensor,
@@ -114,21 +113,22 @@ def logprob_stats(
     """Statistics of a vocabulary shard, `[T, 5]`."""
     stats = new_floats(logits, labels.shape[0], NUM_STATS)
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
-    _cuda.logprob_stats(arguments, stats.data_ptr(), stream_of(logits))
+    _cuda.logprob_stats(arguments, stats, stream_of(logits))
     return stats
 
 
+@on_its_device
 def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropy, sum of squared probabilities and log-sum-exp of `[W, T, 5]`, merged in rank order."""
     stats = stats.contiguous()
     scored, entropies, squares, lse = (new_floats(stats, stats.shape[1]) for _ in range(4))
     _cuda.stats_merge(
-        stats.data_ptr(),
+        stats,
         *stats.shape[:2],
-        scored.data_ptr(),
-        entropies.data_ptr(),
-        squares.data_ptr(),
-        lse.data_ptr(),
+        scored,
+        entropies,
+        squares,
+        lse,
         stream_of(stats),
     )
     return scored, entropies, squares, lse

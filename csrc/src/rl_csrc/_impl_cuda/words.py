@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import counter_on, stream_of
+from rl_csrc._impl_cuda._common import counter_on, on_its_device, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,32 +15,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@on_its_device
 def digest_sum(raw: Tensor, offset: int = 0) -> int:
     """Unfinished digest of the uint8 `[N]` piece at `offset` bytes of its stream. Waits for the device."""
     return int(digest_sum_async(raw, offset)) & ((1 << 64) - 1)
 
 
+@on_its_device
 def digest_sum_async(raw: Tensor, offset: int = 0) -> Tensor:
     """The same as a device int64 scalar (the sum's bits), without waiting."""
     total = torch.empty(1, dtype=torch.int64, device=raw.device)
     partials = torch.empty(_cuda.digest_blocks(raw.numel()), dtype=torch.int64, device=raw.device)
     _cuda.digest(
-        raw.data_ptr(),
+        raw,
         raw.numel(),
         offset // 8,
-        total.data_ptr(),
-        partials.data_ptr(),
-        counter_on(raw.device).data_ptr(),
+        total,
+        partials,
+        counter_on(raw.device),
         stream_of(raw),
     )
     return total[0]
 
 
+@on_its_device
 def digest_many(pieces: Sequence[Tensor]) -> list[int]:
     """Unfinished digests of uint8 `[N]` pieces, each from byte 0 of a stream. Waits for the device once."""
     totals = torch.zeros(len(pieces), dtype=torch.int64, device=pieces[0].device)
     addresses, sizes = [piece.data_ptr() for piece in pieces], [piece.numel() for piece in pieces]
-    _cuda.digest_many(addresses, sizes, totals.data_ptr(), stream_of(totals))
+    _cuda.digest_many(addresses, sizes, totals, stream_of(totals))
     return [total & ((1 << 64) - 1) for total in totals.tolist()]
 
 
@@ -54,23 +57,25 @@ def _delta_starts(table: Tensor) -> Tensor:
     return starts
 
 
+@on_its_device
 def delta_encode(fresh: Tensor, base: Tensor, max_fraction: float) -> tuple[Tensor, Tensor, Tensor] | None:
     """Table, gaps and values of `rl_csrc.delta`, or None where they would be too large. Waits for the device once."""
     item, num = fresh.element_size(), fresh.numel()
     table = torch.empty(-(-num // 65536), 2, dtype=torch.int32, device=fresh.device)
     masks = torch.empty(table.shape[0], 2048, dtype=torch.int32, device=fresh.device)
-    operands = fresh.data_ptr(), base.data_ptr(), num, item, masks.data_ptr(), table.data_ptr()
-    _cuda.delta_encode(*operands, 0, 0, 0, stream_of(fresh))
+    operands = fresh, base, num, item, masks, table
+    _cuda.delta_encode(*operands, None, None, None, stream_of(fresh))
     starts = _delta_starts(table)
     num_changed, num_gaps = starts[-1].tolist()
     if num_gaps + num_changed * item > int(fresh.nbytes * max_fraction) // item * item:
         return None
     gaps = torch.empty(num_gaps, dtype=torch.uint8, device=fresh.device)
     values = torch.empty(num_changed, dtype=_WORDS[item], device=fresh.device)
-    _cuda.delta_encode(*operands, starts.data_ptr(), gaps.data_ptr(), values.data_ptr(), stream_of(fresh))
+    _cuda.delta_encode(*operands, starts, gaps, values, stream_of(fresh))
     return table, gaps, values
 
 
+@on_its_device
 def delta_apply(target: Tensor, table: Tensor, gaps: Tensor, values: Tensor) -> bool:
     """Overwrite the changed elements; False, and nothing written, where the delta does not fit. Waits for the check."""
     item, num = target.element_size(), target.numel()
@@ -80,9 +85,9 @@ def delta_apply(target: Tensor, table: Tensor, gaps: Tensor, values: Tensor) -> 
     bad = (table < 0).any().int().reshape(1)
     if bool(bad) or starts[-1].tolist() != [values.numel(), gaps.numel()]:
         return False
-    parts = table.data_ptr(), starts.data_ptr(), gaps.data_ptr(), values.data_ptr()
-    _cuda.delta_apply(target.data_ptr(), num, item, *parts, bad.data_ptr(), stream_of(target))
+    parts = table, starts, gaps, values
+    _cuda.delta_apply(target, num, item, *parts, bad, stream_of(target))
     if bool(bad):
         return False
-    _cuda.delta_apply(target.data_ptr(), num, item, *parts, 0, stream_of(target))
+    _cuda.delta_apply(target, num, item, *parts, None, stream_of(target))
     return True

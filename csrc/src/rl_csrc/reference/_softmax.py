@@ -146,6 +146,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
+    sum_pi_squared: bool = False,
     softcap: float | None = None,
     ignore_index: int | None = -100,
 ) -> LogProbs:
@@ -160,7 +161,13 @@ def linear_logprobs(
     if bias is not None:
         logits = logits + bias.to(dtype)
     return logprobs(
-        logits, labels, temperature=temperature, entropy=entropy, softcap=softcap, ignore_index=ignore_index
+        logits,
+        labels,
+        temperature=temperature,
+        entropy=entropy,
+        sum_pi_squared=sum_pi_squared,
+        softcap=softcap,
+        ignore_index=ignore_index,
     )
 
 

@@ -62,7 +62,10 @@ void TensorArg::read_attributes(py::handle object) {
   tensor_.shape = extents_;
   tensor_.strides = extents_ + kMaxDims;
   tensor_.dtype = type_named(py::str(object.attr("dtype")).cast<std::string>());
-  tensor_.device.type = object.attr("is_cpu").cast<bool>() ? dl::kCpu : 0;
+  if (object.attr("is_cpu").cast<bool>())
+    tensor_.device = {dl::kCpu, 0};
+  else if (object.attr("is_cuda").cast<bool>())
+    tensor_.device = {dl::kCuda, object.attr("get_device")().cast<std::int32_t>()};
 }
 
 std::int64_t TensorArg::numel() const {
