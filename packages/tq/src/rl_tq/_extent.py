@@ -14,7 +14,7 @@ import torch
 from rl_csrc import frames, rows
 from rl_csrc.errors import FrameError
 from rl_tq._columns import INDEX
-from rl_tq._segments import new_memory
+from rl_tq._warm import new_memory
 from rl_tq.errors import SchemaError
 
 if TYPE_CHECKING:

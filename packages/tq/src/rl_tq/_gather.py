@@ -20,7 +20,7 @@ from rl_tq._columns import INDEX
 from rl_tq._extent import copied, lay
 from rl_tq._opened import Opened, OpenExtent
 from rl_tq._schema import ColumnKind, ColumnSchema
-from rl_tq._segments import new_memory
+from rl_tq._warm import new_memory
 
 if TYPE_CHECKING:
     from rl_tq._landing import Landing

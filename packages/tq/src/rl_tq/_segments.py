@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from rl_tq._backing import back
+from rl_tq._warm import size_class
 from rl_tq.errors import QueueFullError
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
-_MADV_HUGEPAGE = 14
-_HUGE_PAGE_BYTES = 2 << 20
 
 _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing: a mapping can never run past the end
@@ -122,20 +120,6 @@ def _unmap(address: int, nbytes: int, when_gone: Callable[[], None] | None) -> N
     _LIBC.munmap(address, nbytes)
     if when_gone is not None:
         when_gone()
-
-
-def new_memory(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] of this process, untouched. Its first touch is as fast as this machine makes it.
-
-    Huge pages, where the kernel has some, are touched five times faster than small ones; it is a wish, so that nothing
-    is lost where it is refused.
-    """
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    stop = (memory.data_ptr() + nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if stop > start:
-        _LIBC.madvise(start, stop - start, _MADV_HUGEPAGE)
-    return memory
 
 
 class Source(NamedTuple):
@@ -222,7 +206,7 @@ class Arena:
         """
         with self._lock:
             if nbytes > PACKED_BYTES:
-                number, memory = self._open(_size_class(nbytes), is_packed=False)
+                number, memory = self._open(size_class(nbytes), is_packed=False)
                 try:
                     self._back(number, nbytes)
                 except QueueFullError:
@@ -309,9 +293,3 @@ class Arena:
             del self._memory[number]
             raise
         return number, memory
-
-
-def _size_class(nbytes: int) -> int:
-    """Rounded up by at most an eighth, so that a later extent of nearly this size fits."""
-    step = max(4096, 1 << (nbytes.bit_length() - 4))
-    return -(-nbytes // step) * step

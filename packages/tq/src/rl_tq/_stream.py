@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from rl_tq._codec import decode, encode
-from rl_tq._segments import new_memory
+from rl_tq._warm import new_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
