@@ -200,7 +200,12 @@ def ray_store() -> Iterator[Any]:
     import ray
 
     ray.init(
-        num_cpus=4, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False, logging_level="ERROR"
+        "local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=2 << 30,
+        log_to_driver=False,
+        logging_level="ERROR",
     )
     try:
         yield ray

@@ -378,7 +378,7 @@ RAY = """
 import ray, torch
 import rl_tq.compat.transfer_queue as tq
 
-ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", namespace="theirs")
+ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", namespace="theirs")
 
 @ray.remote(num_cpus=0)
 def produce(key):

@@ -18,7 +18,12 @@ def cluster():
     before = os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns that it will
     ray.init(
-        num_cpus=16, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False, logging_level="ERROR"
+        "local",
+        num_cpus=16,
+        include_dashboard=False,
+        object_store_memory=1 << 30,
+        log_to_driver=False,
+        logging_level="ERROR",
     )
     yield
     ray.shutdown()

@@ -158,7 +158,7 @@ def from_wire(told: Mapping[str, Any] | None) -> tuple[Place, ...]:
     if not told:
         return ()
     layouts = [read_schema(layout) for layout in told["layouts"]]
-    return tuple([Place(layouts[layout], *rest) for layout, *rest in told["pieces"]])
+    return tuple([Place._make([layouts[layout], *rest]) for layout, *rest in told["pieces"]])
 
 
 class Stamps:

@@ -7,7 +7,9 @@ what was parked.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from rl_tq import errors
 from rl_tq._dump import dump
@@ -30,7 +32,7 @@ Message: TypeAlias = dict[str, Any]
 _FIFO = Fifo()
 
 
-class Caller(NamedTuple):
+class Caller(msgspec.Struct, frozen=True):
     """Who asks, and how."""
 
     key: Any
@@ -270,10 +272,12 @@ class Service:
     def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> Message | None:
         """Where the columns lie; None where that is too long to tell."""
         pieces = pieces_of(batch.rows, batch.numbers, batch.columns)
+        if pieces is None:
+            return None
         home = self.store.state.partitions[batch.partition]
         layouts: dict[frozenset[str], int] = {}
         told: list[list[int]] = []
-        for extent, first, count, start in pieces or ():
+        for extent, first, count, start in pieces:
             place = where(extent.number)
             if place is None:
                 return None
