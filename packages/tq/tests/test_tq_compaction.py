@@ -1,10 +1,12 @@
 """Memory of cleared rows goes although neighbours of theirs stay: with real clients, readers and processes."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -149,3 +151,61 @@ def test_what_was_moved_survives_a_restart(tmp_path):
         assert queue.get(meta.reorder([9]))["a"][0].unique().tolist() == [9]
         assert queue.stats()["rows"] == 1
         assert resident(queue) <= 1.1 * 8 * WORDS
+
+
+@pytest.mark.parametrize("address", ["inproc://", "tcp://127.0.0.1:0", "zmq://127.0.0.1:0"])
+def test_memory_of_a_serving_process_is_what_is_left(address):
+    """Where values lie in the server; a reader that located them before goes on."""
+    with rl_tq.serve(address, timeout_s=60.0) as served:
+        data = {**rows(range(32)), "turns": [[torch.arange(j) for j in range(i % 4)] for i in range(32)]}
+        meta = served.put(data, partition="p", tags=[{"group_id": i // 16} for i in range(32)])
+        extents = served._hub.extents
+        [(number, held)] = extents.items()
+        whole = weakref.ref(held.memory)
+        request = {"op": "locate", "partition": "p", "generation": 0, "rows": list(meta.rows), "sample_ids": ()}
+        located = served._hub.locate({**request, "columns": ["n"]}, served)
+        served.clear(meta.reorder([i for i in range(32) if i not in (3, 30)]))
+        until(lambda: number not in extents)
+        assert len(located[1][number].ragged("n")[1]) == 33
+        del located, held
+        assert whole() is None
+        assert served.stats()["bytes"] <= 1.1 * 2 * 8 * WORDS
+        batch = served.get(meta.reorder([30, 3]))
+        assert batch["a"][:, 5].tolist() == [30, 3]
+        assert batch["n"].tolist() == [[30], [3]]
+        assert [len(row) for row in batch["turns"]["lengths"].unbind()] == [2, 3]
+        claimed = served.get_meta(partition="p", columns=["a", "turns"], batch_size=2, task="t")
+        assert claimed.rows == meta.reorder([3, 30]).rows
+        served.clear("p")
+        assert not extents
+
+
+def test_what_several_puts_share_is_left_alone_and_gains_nothing():
+    with rl_tq.serve("inproc://") as served:
+        prompts = rl_tq.PerGroup([torch.arange(50_000)])
+        first = served.put({"x": torch.zeros(4), "prompt": prompts}, partition="p", tags=[{"group_id": 0}] * 4)
+        later = served.put({"x": torch.ones(2), "prompt": rl_tq.PerGroup()}, partition="p", tags=[{"group_id": 0}] * 2)
+        served.clear(first.reorder([0, 1, 2]))
+        served.clear(first.reorder([3]))
+        assert [len(row) for row in served.get(later)["prompt"].unbind()] == [50_000] * 2
+        assert len(served._hub.extents) == 2
+
+
+def test_rows_are_cleared_and_read_while_others_move():
+    with rl_tq.serve("inproc://", timeout_s=60.0) as served:
+
+        def work(seed: int) -> None:
+            order = random.Random(seed)
+            for _ in range(20):
+                meta = served.put(rows(range(8)), partition=f"p{seed}")
+                left = list(range(8))
+                while left:
+                    gone = left.pop(order.randrange(len(left)))
+                    served.clear(meta.reorder([gone]))
+                    if left:
+                        assert served.get(meta.reorder(left))["a"][:, 7].tolist() == left
+
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(work, seed) for seed in range(3)]:
+                done.result(60)
+        assert not served._hub.extents

@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from rl_tq._columns import Column
 from rl_tq._compaction import REST_S
-from rl_tq._extent import plan_extent
-from rl_tq._gather import Collected, collect, cumulated
-from rl_tq._schema import ColumnKind, ColumnSchema
+from rl_tq._rewrite import rewritten
+from rl_tq._schema import ColumnSchema
 from rl_tq._shm_client import ShmQueue
 from rl_tq._shm_server import ControlServer
 from rl_tq.errors import MissingDataError, ServerLostError, StaleReferenceError, TransferQueueError
@@ -96,13 +93,11 @@ class Compactor(ShmQueue):
             located, opened = self._locate({"op": "locate", "columns": plan["columns"], **rows}, is_copied=True)
         except (StaleReferenceError, MissingDataError):
             return True  # some or all of it was cleared meanwhile: plan again
-        schemas = {name: ColumnSchema.from_json(schema) for name, (schema, _) in located["columns"].items()}
-        columns = {name: (schemas[name], located["runs"][which]) for name, (_, which) in located["columns"].items()}
-        collected = collect(columns, opened)
-        layout = plan_extent(
-            {name: _column(name, schema, collected, len(plan["rows"])) for name, schema in schemas.items()}
-        )
-        # Values that rows share are copied for each: that may be more than there was.
+        columns = {
+            name: (ColumnSchema.from_json(schema), located["runs"][which])
+            for name, (schema, which) in located["columns"].items()
+        }
+        layout = rewritten(columns, opened, len(plan["rows"]))
         is_gain = layout.nbytes < plan["nbytes"]
         if is_gain:
             move: Message = {"op": "move", "old": plan["old"], "rows": plan["rows"], "nbytes": layout.nbytes}
@@ -110,11 +105,3 @@ class Compactor(ShmQueue):
         else:
             self._call({"op": "keep", "old": plan["old"]}, self.timeout_s)
         return True
-
-
-def _column(name: str, schema: ColumnSchema, collected: Collected, num_rows: int) -> Column:
-    offsets, turns = collected.offsets.get(name), None
-    if schema.kind is ColumnKind.TURNS:
-        lengths = collected.turns[name]
-        offsets, turns = cumulated([len(row) for row in lengths]), cumulated(list(chain.from_iterable(lengths)))
-    return Column(schema=schema, num_rows=num_rows, pieces=collected.parts[name], offsets=offsets, turns=turns)

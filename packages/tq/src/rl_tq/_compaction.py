@@ -22,6 +22,13 @@ _MAX_BYTES = 64 << 20
 _MAX_EXTENTS = 4096
 
 
+def is_worth_it(live_nbytes: int, nbytes: int, rest_s: float) -> bool | None:
+    """Whether what is left of memory is to be copied, now that nothing of it was cleared for so long; None: not yet."""
+    if live_nbytes > _AT_REST * nbytes or nbytes - live_nbytes < _MIN_WASTE_BYTES:
+        return False
+    return None if live_nbytes > _AT_ONCE * nbytes and rest_s < REST_S else True
+
+
 class Plan(NamedTuple):
     """What one copy takes."""
 
@@ -62,10 +69,10 @@ class Wasted:
             held = [self._state.extents.get(number) for number in sorted(numbers)]
             extents = [extent for extent in held if extent is not None and extent.nbytes]  # no bytes: it is another's
             live = sum(extent.live_nbytes for extent in extents)
-            if live > _AT_REST * put_nbytes or put_nbytes - live < _MIN_WASTE_BYTES:
+            verdict = is_worth_it(live, put_nbytes, now - since)
+            if verdict is False:
                 del self._since[segment]
-                continue
-            if (not extents or live > _AT_ONCE * put_nbytes) and now - since < REST_S:
+            if not verdict or (not extents and now - since < REST_S):
                 continue
             self._table.ask_to_seal(segment)
             if not extents:

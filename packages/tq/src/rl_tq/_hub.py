@@ -8,6 +8,7 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from rl_tq._hub_compaction import HubCompactor
 from rl_tq._opened import OpenExtent
 from rl_tq._service import Caller, Message, Service, error_reply, raise_error
 from rl_tq._snapshot import Snapshot, spill_directory_of, write_snapshot
@@ -15,7 +16,7 @@ from rl_tq._spill import write_spilled
 from rl_tq.errors import QueueFullError, ServerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
@@ -78,7 +79,8 @@ class Reply:
 class Hub:
     """The service, the extents and one lock around both."""
 
-    def __init__(self, address: str, snapshot: Path | None = None) -> None:
+    def __init__(self, address: str, snapshot: Path | None = None, *, is_compacted: bool = True) -> None:
+        """`is_compacted`: its extents are memory of this process, and are written anew when most rows are cleared."""
         self.address = address
         self.lock = threading.Lock()
         self.extents: dict[int, OpenExtent] = {}
@@ -86,6 +88,9 @@ class Hub:
         """Which server this is: its numbers of extents mean nothing to another."""
         self.is_open = True
         self._service = Service(self._alias)
+        self.aliased: set[int] = set()
+        """Extents whose memory has another number, too."""
+        self._compactor = HubCompactor(self, self._service.store) if is_compacted else None
         self._keys = count()
         self._numbers = count(1)
         self._parked: dict[int, Reply] = {}
@@ -110,7 +115,17 @@ class Hub:
     def _alias(self, extent: int) -> int:
         number = next(self._numbers)
         self.extents[number] = self.extents[extent]
+        self.aliased.add(extent)
         return number
+
+    def replace(self, extent: int, rows: Sequence[int], memory: torch.Tensor) -> None:
+        """Have rows of an extent lie in a copy of them."""
+        with self.lock:
+            if self.is_open:
+                number = next(self._numbers)
+                self.extents[number] = OpenExtent(memory=memory, is_private=False)
+                self._service.store.move(extent=number, nbytes=len(memory), old=[extent], rows=rows)
+                self._deliver()
 
     def call(self, request: Message, owner: object) -> Reply:
         """The future reply. Errors of the store are replies too."""
@@ -217,6 +232,8 @@ class Hub:
             for future in self._parked.values():
                 future.put(lost)
             self._parked.clear()
+        if self._compactor is not None:
+            self._compactor.close()
 
     def _deliver(self) -> None:
         now = time.monotonic()
@@ -227,3 +244,6 @@ class Hub:
             self._parked.pop(key).put(reply)
         for extent in freed:
             del self.extents[extent]
+            self.aliased.discard(extent)
+        if (shrunk := self._service.store.state.take_shrunk()) and self._compactor is not None:
+            self._compactor.note(shrunk, now)

@@ -136,6 +136,7 @@ class _RayDesk(Desk):
 
 class _RayGateway(Gateway):
     scheme = "ray"
+    is_compacted = False
 
     def __init__(self, queue: str, timeout_s: float, snapshot: Path | None) -> None:
         self._keepers: _Keepers | None = None

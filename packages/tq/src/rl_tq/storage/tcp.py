@@ -99,6 +99,8 @@ class Gateway:
     """Lets the clients of other processes into a hub."""
 
     scheme = "tcp"
+    is_compacted = True
+    """Whether extents are memory of this process."""
 
     def __init__(
         self, host: str, port: int, timeout_s: float, secret: bytes | None = None, snapshot: Path | None = None
@@ -119,7 +121,7 @@ class Gateway:
         self.port: int = self._listener.getsockname()[1]
         self._timeout_s = timeout_s
         try:
-            self.hub = Hub(_address(self.scheme, host, self.port), snapshot)
+            self.hub = Hub(_address(self.scheme, host, self.port), snapshot, is_compacted=self.is_compacted)
         except BaseException:
             self._listener.close()
             raise
