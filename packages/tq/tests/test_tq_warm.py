@@ -7,10 +7,12 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import rl_tq
 from rl_tq import _warm
-from rl_tq._warm import kept_bytes, new_memory
+from rl_tq._warm import kept_bytes, new_memory, size_class
 
 NBYTES = 36 << 20
 
@@ -85,3 +87,12 @@ def test_a_batch_is_received_into_the_memory_of_the_one_before():
         more = client.get(meta)
         more["a"].zero_()
         assert torch.equal(again["a"], values)
+
+
+@given(st.integers(4096, 1 << 40))
+def test_size_classes_waste_little_and_hold_what_is_a_little_larger(nbytes: int):
+    held = size_class(nbytes)
+    assert nbytes <= held <= nbytes + max(4096, nbytes // 8)
+    assert size_class(held) == held
+    assert size_class(nbytes + 1) >= held
+    assert held % 4096 == 0

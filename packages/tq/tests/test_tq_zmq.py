@@ -79,6 +79,30 @@ def test_a_server_that_dies_is_noticed(monkeypatch):
         server.communicate()
 
 
+@pytest.mark.slow
+def test_what_a_killed_client_claimed_comes_back(monkeypatch):
+    monkeypatch.setattr("rl_tq.storage.zmq._SILENCE_S", 2.5)
+    code = """import rl_tq, sys
+client = rl_tq.connect(sys.argv[1], timeout_s=60.0)
+print(client.get_meta(partition="p", columns=["a"], batch_size=2, task="t").rows, flush=True)
+sys.stdin.read()
+"""
+    with rl_tq.serve("zmq://127.0.0.1:0", timeout_s=60.0) as queue:
+        rows = queue.put({"a": torch.zeros(2)}, partition="p").rows
+        command = [sys.executable, "-c", code, queue.address]
+        consumer = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        try:
+            assert consumer.stdout is not None
+            assert consumer.stdout.readline().strip() == str(rows)
+            consumer.kill()
+            again = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t", timeout_s=60.0)
+            assert again.rows == rows
+            queue.ack(again)
+        finally:
+            consumer.kill()
+            consumer.communicate()
+
+
 @pytest.mark.parametrize("name", ["x", "127.0.0.1:99999", "127.0.0.1:80/abc"])
 def test_addresses_are_checked(name):
     with pytest.raises(rl_tq.AddressError, match="is not understood"):

@@ -99,8 +99,8 @@ def assemble(
         landing.reserve(
             [sum(part.nbytes for part in parts[name]) for name, schema in schemas.items() if schema.is_tensor]
         )
-    distinct: list[tuple[torch.Tensor, torch.Tensor]] = []
-    """Offsets, on the host and where the values are."""
+    distinct: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    """Offsets, on the host and where the values are, and the longest row of them as `_jagged` takes it."""
     result: dict[str, Any] = {}
     for name, schema in schemas.items():
         if not schema.is_tensor:
@@ -114,11 +114,11 @@ def assemble(
             result[name] = _packed_turns(values, turns[name], num_rows)
             continue
         own = offsets[name]
-        there = next((there for known, there in distinct if torch.equal(known, own)), None)
-        if there is None:
-            there = own.to(values.device)
-            distinct.append((own, there))
-        result[name] = NestedTensor(values, there)
+        alike = next((each for each in distinct if torch.equal(each[0], own)), None)
+        if alike is None:
+            alike = (own, own.to(values.device), _longest(own))
+            distinct.append(alike)
+        result[name] = _jagged(values, *alike[1:])
     landing.finish()
     # The constructor looks at the shape of every value, which takes 30 us for each that is nested; these are ours.
     return TensorDict._new_unsafe(source=result, batch_size=torch.Size([num_rows]))  # pyright: ignore
@@ -249,10 +249,22 @@ def _documents(values: torch.Tensor, bounds: Sequence[int], kind: ColumnKind) ->
 
 def _packed_turns(values: torch.Tensor, lengths: Sequence[Sequence[int]], num_rows: int) -> TensorDict:
     sizes = torch.tensor([length for row in lengths for length in row], dtype=torch.int64, device=values.device)
-    rows = cumulated([sum(row) for row in lengths]).to(values.device)
-    counts = cumulated([len(row) for row in lengths]).to(values.device)
-    packed: dict[str, Any] = {"values": NestedTensor(values, rows), "lengths": NestedTensor(sizes, counts)}
+    rows, counts = cumulated([sum(row) for row in lengths]), cumulated([len(row) for row in lengths])
+    packed: dict[str, Any] = {
+        "values": _jagged(values, rows.to(values.device), _longest(rows)),
+        "lengths": _jagged(sizes, counts.to(values.device), _longest(counts)),
+    }
     return TensorDict(packed, batch_size=[num_rows])
+
+
+def _longest(offsets: torch.Tensor) -> torch.Tensor:
+    """The length of the longest row, as nested tensors keep it: a tensor of so many rows of nothing."""
+    return torch.empty(int(np.diff(offsets.numpy()).max()), 0)
+
+
+def _jagged(values: torch.Tensor, offsets: torch.Tensor, longest: torch.Tensor) -> NestedTensor:
+    """Rows of different lengths. Without the longest, torch pads each of them to the length of all together."""
+    return NestedTensor(values, offsets, _metadata_cache={"max_seqlen": longest})
 
 
 def cumulated(lengths: Sequence[int]) -> torch.Tensor:

@@ -46,6 +46,9 @@ class ValuesContract(Served):
         assert batch["listed"].layout is torch.jagged
         assert rows_of(batch["listed"]) == [[1, 2], [], [3]]
         assert rows_of(batch["nested"]) == [[0.0], [], [1.0, 2.0, 3.0]]
+        # Padded to the longest row, and not to the length of all rows together.
+        assert batch["listed"].to_padded_tensor(-1).tolist() == [[1, 2], [-1, -1], [3, -1]]
+        assert batch["images"].to_padded_tensor(0.0).shape == (3, 3, 2, 2)
         assert [tuple(image.shape) for image in batch["images"].unbind()] == [(1, 2, 2), (3, 2, 2), (2, 2, 2)]
         assert batch["images"].unbind()[2].unique().tolist() == [7.0]
         assert batch["info"].tolist() == [{"answer": "72", "ids": [1, 2]}, "ä\n", None]
