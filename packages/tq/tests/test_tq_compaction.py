@@ -209,3 +209,18 @@ def test_rows_are_cleared_and_read_while_others_move():
             for done in [pool.submit(work, seed) for seed in range(3)]:
                 done.result(60)
         assert not served._hub.extents
+
+
+@pytest.mark.slow  # every client is an agent of UCX, which takes its time to start
+def test_what_was_written_anew_is_read_by_nixl():
+    pytest.importorskip("nixl")
+    with (
+        rl_tq.serve("nixl://127.0.0.1:0", timeout_s=60.0) as served,
+        rl_tq.connect(served.address, timeout_s=60.0) as client,
+    ):
+        meta = client.put(rows(range(32)), partition="p")
+        assert client.get(meta.reorder([7]))["a"][:, 5].tolist() == [7]
+        [number] = served._hub.extents
+        client.clear(meta.reorder([i for i in range(32) if i not in (3, 30)]))
+        until(lambda: number not in served._hub.extents)
+        assert client.get(meta.reorder([30, 3]))["a"][:, 5].tolist() == [30, 3]
