@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl_tq._requests import Located
     from rl_tq._store import MetadataStore
 
-_LOG = logging.getLogger("rl_tq")
+_LOG = logging.getLogger(__name__)
 
 
 class HubCompactor:
