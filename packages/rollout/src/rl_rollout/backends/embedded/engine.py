@@ -339,11 +339,8 @@ class Engine:
         is_stopped = (told[0][:, None] == table.stop_ids[drawn]).any(axis=1)
         is_full = table.lengths_host[drawn] >= table.limits[drawn]
         verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(told[1])
-        place = (
-            dict(zip(drawn.tolist(), range(len(drawn)), strict=True))
-            if self._wishes.streaming or self._wishes.reading
-            else {}
-        )
+        is_told = self._wishes.streaming or self._wishes.reading
+        place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True)) if is_told else {}
         self._events.extend(new_chunks(self._wishes.streaming, table, verdict, place))
         for sequence in self._wishes.reading:
             if sequence.row in place:
