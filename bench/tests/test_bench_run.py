@@ -27,6 +27,14 @@ def test_systems_take_turns_and_the_warm_up_round_is_not_counted():
     assert [row_of(run, name).n for name in "ab"] == [3, 3]
 
 
+def test_slow_peers_may_take_fewer_turns():
+    calls: list[str] = []
+    run = Run(repetitions=3)
+    run.compare("m", {"a": lambda: calls.append("a")}, peers={"b": lambda: calls.append("b")}, peer_repetitions=1)
+    assert "".join(calls) == "ababaa"
+    assert [row_of(run, name).n for name in "ab"] == [3, 1]
+
+
 def test_collect_takes_turns_and_returns_what_was_returned_after_the_warm_up():
     calls = iter(range(100))
     assert Run(repetitions=2).collect({"a": lambda: next(calls), "b": lambda: next(calls)}) == {

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rl_bench import Run
 
 VOCAB = 151_936
+SLOW = 3
+"""Samples of peers that take a large part of a second: ours and the limits are sampled as often as always."""
 
 
 def main(run: Run) -> None:
@@ -63,6 +65,7 @@ def _forward(run: Run, logits: torch.Tensor, labels: torch.Tensor) -> None:
             },
             limit={"read": lambda x=x: _cpu.read_floor(x)},
             goal=f">= {1 / goal:.3f} of limit",
+            peer_repetitions=SLOW,
         )
         run.compare(
             f"the same against torch.compile, {name}",
@@ -135,9 +138,9 @@ def _call_overhead(run: Run) -> None:
 
 def _linear(run: Run, width: int) -> None:
     amx = _cpu.kernel_level() == 4
-    vocab = 8192 if run.quick else 32_768
-    _linear_in(run, width, "bf16", torch.bfloat16, vocab, goal=1.0 if amx else 1.1)
-    _linear_in(run, width, "fp32", torch.float32, 8192, goal=1.1)
+    elements = 1 << (24 if run.quick else 26)  # of the weight: 128 MiB of bfloat16, far beyond the caches
+    _linear_in(run, width, "bf16", torch.bfloat16, elements // width, goal=1.0 if amx else 1.1)
+    _linear_in(run, width, "fp32", torch.float32, elements // width // 4, goal=1.1)
 
 
 def _linear_in(run: Run, width: int, name: str, dtype: torch.dtype, vocab: int, *, goal: float) -> None:
@@ -172,10 +175,16 @@ def _linear_in(run: Run, width: int, name: str, dtype: torch.dtype, vocab: int, 
 
     run.compare(
         f"linear_logprobs + entropy forward, {name}, H={width}",
-        {"rl_csrc": lambda: rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True)},
+        {
+            "rl_csrc": lambda: rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True),
+            "rl_csrc, sum_pi_squared too": lambda: rl_csrc.linear_logprobs(
+                hidden, weight, labels, entropy=True, sum_pi_squared=True
+            ),
+        },
         peers={"mm + cross_entropy": lambda: functional.cross_entropy((hidden @ weight.T).float(), labels)},
         limit={"torch.mm": lambda: gemms(1)},
         goal=f">= {1 / goal:.3f} of limit",
+        peer_repetitions=SLOW,
     )
     run.compare(
         f"linear_logprobs forward + backward, {name}, H={width}",
@@ -183,6 +192,7 @@ def _linear_in(run: Run, width: int, name: str, dtype: torch.dtype, vocab: int, 
         peers={"mm + cross_entropy": peer},
         limit={"4 x torch.mm": lambda: gemms(4)},
         goal=f">= {1 / 1.5:.3f} of limit",
+        peer_repetitions=SLOW,
     )
     run.compare(
         f"policy_loss_from_hidden, {name}, H={width}",

@@ -203,10 +203,12 @@ def test_a_bad_launch_says_what_failed(kernels: Implementation) -> None:
     gpu_only(kernels)
     logits = torch.zeros(1, 8, device=kernels.device)
     labels = torch.zeros(1, dtype=torch.int64, device=kernels.device)
-    arguments = kernels.module._logits(logits, labels, 1.0, None, None, None)
-    spec = kernels.module._spec(LossSpec(loss="gspo"))
-    tokens, _ = kernels.module._tokens(logits[0], logits[0], labels, None, None, 1.0)
+    mask, out = torch.ones(1, dtype=torch.bool, device=kernels.device), torch.zeros(1, 8, device=kernels.device)
+    tokens = (logits[0, :1], logits[0, :1], mask, cu_seqlens([1], kernels.device))
     with pytest.raises(
         RuntimeError, match="policy_loss_from_logits: the CUDA launch failed with cudaErrorInvalidValue"
     ):
-        kernels.module._cuda.policy_loss_from_logits(arguments, spec, tokens, 0, 0, logits.data_ptr(), 8, 0, 0, 0, 0, 0)
+        kernels.call(
+            "policy_loss_from_logits", logits, labels, *tokens, LossSpec(loss="gspo"), 1.0, None, None, 1.0, None,
+            None, False, out,
+        )  # fmt: skip

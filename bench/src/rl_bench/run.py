@@ -138,6 +138,7 @@ class Run:
         sync: Work | None = None,
         goal: str | None = None,
         can_tell: bool = True,
+        peer_repetitions: int | None = None,
     ) -> None:
         """Time the same work done by several systems, in turns (A B A B), and record a row for each.
 
@@ -153,6 +154,7 @@ class Run:
             sync: Timed, at the end of every sample: `torch.cuda.synchronize` where work is queued.
             goal: For ours; see `Row.goal`.
             can_tell: False records the goal and leaves `met` null: this machine cannot judge it.
+            peer_repetitions: Samples of each peer, where they are slow; None: as many as of ours and the limit.
 
         Raises:
             ValueError: unit and amount do not fit, the goal cannot be read, or two systems share a name.
@@ -166,7 +168,9 @@ class Run:
         if len({*ours, *rivals, *limits}) < len(ours) + len(rivals) + len(limits):
             raise ValueError(f"two systems of {metric!r} share a name: {[*ours, *rivals, *limits]}")
         systems = {**limits, **ours, **{name: work for name, work in rivals.items() if not isinstance(work, str)}}
-        samples = self._sample(list(systems.values()), inner=inner, before=before, sync=sync)
+        fewer = self.repetitions if peer_repetitions is None else min(peer_repetitions, self.repetitions)
+        turns = [fewer if name in rivals else self.repetitions for name in systems]
+        samples = self._sample(list(systems.values()), turns, inner=inner, before=before, sync=sync)
         for name, taken in zip(systems, samples, strict=True):
             is_ours = name in ours
             self.record(
@@ -260,12 +264,14 @@ class Run:
         return (row.median for row in same if row.median is not None)
 
     def _sample(
-        self, works: Sequence[Work], *, inner: int, before: Work | None, sync: Work | None
+        self, works: Sequence[Work], turns: Sequence[int], *, inner: int, before: Work | None, sync: Work | None
     ) -> list[list[tuple[float, float]]]:
-        """(wall, CPU) seconds per call: one warm-up round, then `repetitions` rounds that take the systems in turns."""
+        """(wall, CPU) seconds per call: one warm-up round, then rounds that take the systems in turns, each `turns`."""
         taken: list[list[tuple[float, float]]] = [[] for _ in works]
         for turn in range(self.repetitions + 1):
-            for work, samples in zip(works, taken, strict=True):
+            for work, wanted, samples in zip(works, turns, taken, strict=True):
+                if turn > wanted:
+                    continue
                 if before is not None:
                     before()
                 wall, cpu = time.perf_counter(), time.process_time()

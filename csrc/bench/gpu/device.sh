@@ -39,7 +39,7 @@ build() {
 run_tests() {
   # shellcheck disable=SC2086
   (cd "$root" && "$python" -m pytest -q -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
-    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_TESTS:-tests/test_csrc_cuda_softmax.py tests/test_csrc_cuda_policy.py tests/test_csrc_cuda_buffers.py tests/test_csrc_cuda_public.py}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
+    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_TESTS:-$(cd "$root" && ls tests/test_csrc_cuda_*.py)}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
 }
 
 tune() {
@@ -53,23 +53,26 @@ bench() {
 
 sanitize() {
   local chosen='(1001 and bfloat16) or (40000 and ppo) or (hold and gae) or bucket or (digest and 1000) or (delta and 0.01) or (moments and 1000) or (group_norm and 64)'
+  local tool failed=0
   for tool in memcheck racecheck; do
     echo "compute-sanitizer $tool"
     (cd "$root" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${RL_SANITIZE_S:-200}" compute-sanitizer --tool $tool --error-exitcode 9 \
       "$python" -m pytest -q -x -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
       -o markers="gpu: a CUDA device" -m gpu -k "$chosen" tests/test_csrc_cuda_{softmax,policy,buffers}.py 2>&1 |
-      tee "$out/$tool.log" | tail -12)
+      tee "$out/$tool.log" | tail -12) || failed=1
   done
+  return $failed
 }
 
+status=0
 for step in "$@"; do
   case $step in
-    build) build ;;
+    build) build || exit 1 ;;
     test) run_tests ;;
     tune) tune ;;
     bench) bench ;;
     sanitize) sanitize ;;
     *) echo "unknown step $step" && exit 2 ;;
-  esac
-  echo "== $step done at ${SECONDS}s"
+  esac && echo "== $step done at ${SECONDS}s" || { status=1 && echo "== $step FAILED at ${SECONDS}s"; }
 done
+exit $status
