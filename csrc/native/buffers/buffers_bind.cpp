@@ -12,5 +12,6 @@ void bind_buffers(pybind11::module_& m) {
   bind_shared(m);
   bind_delta(m);
   bind_rows(m);
+  bind_pages(m);
 }
 }  // namespace rl

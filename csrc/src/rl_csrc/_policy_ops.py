@@ -9,6 +9,7 @@ import torch
 from rl_csrc import _library
 from rl_csrc._arguments import check_rows, check_same_length, floats, optional_floats, optional_integers, wants_grad
 from rl_csrc._dispatch import kernel
+from rl_csrc._memory import in_huge_pages
 from rl_csrc._policy_arguments import PolicyTokens, checked_spec, fused_arguments
 from rl_csrc._softmax_ops import check_linear
 from rl_csrc._types import PolicyLoss, PolicyLossFromLogits
@@ -201,7 +202,7 @@ class _PolicyLossFromLogits(torch.autograd.Function):
         if inplace:
             out = logits.detach()
         elif ctx.needs_input_grad[0]:
-            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            out = in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
         if inplace and logits.stride(1) != 1:
             raise ArgumentError(
                 "inplace wants logits whose columns are adjacent; call contiguous() where they are made."

@@ -9,6 +9,7 @@ import torch
 from rl_csrc import _library
 from rl_csrc._arguments import check_rows, integers, optional_integers, per_token, wants_grad
 from rl_csrc._dispatch import kernel
+from rl_csrc._memory import in_huge_pages
 from rl_csrc._types import NUM_STATS, LogProbs
 from rl_csrc.errors import ArgumentError
 
@@ -102,7 +103,7 @@ def _logits_gradient(
     vocab_start: int,
     inplace: bool,
 ) -> Tensor:
-    out = logits.detach() if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out = logits.detach() if inplace else in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     if inplace and logits.stride(1) != 1:
         raise ArgumentError("inplace wants logits whose columns are adjacent; call contiguous() where they are made.")
     first = None if grad_logprobs is None else grad_logprobs.contiguous()

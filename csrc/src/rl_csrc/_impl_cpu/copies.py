@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_csrc._impl_cpu._common import native
+from rl_csrc._memory import in_huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 def pack(padded: Tensor, lengths: Tensor, starts: Tensor | None, total: int | None) -> tuple[Tensor, Tensor]:
     """Values `[T, ...]` and cu_seqlens."""
     cu_seqlens = _offsets(lengths)
-    values = padded.new_empty((int(cu_seqlens[-1]), *padded.shape[2:]))
+    values = in_huge_pages(padded.new_empty((int(cu_seqlens[-1]), *padded.shape[2:])))
     native.pack(padded.contiguous(), values, cu_seqlens, starts, False, torch.get_num_threads())
     return values, cu_seqlens
 
@@ -30,7 +31,7 @@ def pack(padded: Tensor, lengths: Tensor, starts: Tensor | None, total: int | No
 def unpack(values: Tensor, cu_seqlens: Tensor, length: int, padding_value: float, left: bool) -> Tensor:
     """Padded rows `[B, length, ...]`."""
     lengths = cu_seqlens.diff()
-    padded = values.new_full((lengths.shape[0], length, *values.shape[1:]), padding_value)
+    padded = in_huge_pages(values.new_empty((lengths.shape[0], length, *values.shape[1:]))).fill_(padding_value)
     starts = length - lengths if left else None
     native.pack(padded, values.contiguous(), cu_seqlens, starts, True, torch.get_num_threads())
     return padded
@@ -51,6 +52,6 @@ def roll_labels(token_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor | None,
 
 def cp_slice(x: Tensor, cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
     """This rank's tokens and their cu_seqlens."""
-    out = x.new_empty((x.shape[0] // cp_size, *x.shape[1:]))
+    out = in_huge_pages(x.new_empty((x.shape[0] // cp_size, *x.shape[1:])))
     native.cp_slice(x.contiguous(), cu_seqlens, cp_rank, cp_size, out, torch.get_num_threads())
     return out, torch.div(cu_seqlens, cp_size, rounding_mode="floor")

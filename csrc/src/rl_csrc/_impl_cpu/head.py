@@ -11,6 +11,7 @@ from rl_csrc import reference
 from rl_csrc._impl_cpu._common import native, new_floats, with_adjacent_columns
 from rl_csrc._impl_cpu.policy import policy_loss
 from rl_csrc._impl_cpu.softmax import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
+from rl_csrc._memory import in_huge_pages
 from rl_csrc._types import LossSpec
 
 if TYPE_CHECKING:
@@ -57,7 +58,12 @@ def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: 
     if pad and num < INVARIANT_ROWS:
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, INVARIANT_ROWS - num))
     part = weight[columns].float().T
-    return (hidden @ part if bias is None else torch.addmm(bias[columns], hidden, part))[:num]
+    logits = in_huge_pages(new_floats(hidden.shape[0], part.shape[1]))
+    if bias is None:
+        torch.mm(hidden, part, out=logits)
+    else:
+        torch.addmm(bias[columns], hidden, part, out=logits)
+    return logits[:num]
 
 
 def linear_logprobs_forward(
@@ -132,12 +138,13 @@ def linear_logprobs_backward(
     clean = hidden if ignored is None else hidden.masked_fill(ignored[:, None], 0)
     operand = clean if tiles else clean.float()
     d_hidden = torch.zeros(hidden.shape, dtype=torch.float32) if need[0] else None
-    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need[1] else None
+    d_weight = in_huge_pages(torch.empty(weight.shape, dtype=weight.dtype)) if need[1] else None
     d_bias = torch.empty(num_vocab, dtype=weight.dtype) if need[2] else None
     for columns in _vocab_chunks(num_vocab, num, 2 if tiles else 4):
         options = (logprobs, lse, entropy, grad_logprobs, grad_entropy)
         if tiles:
             grad = torch.empty(columns.stop - columns.start, (num + 31) // 32 * 32, dtype=torch.bfloat16)
+            grad = in_huge_pages(grad)
             scoring = (labels, temperature, softcap or 0.0, ignore_index)
             threads = torch.get_num_threads()
             native.linear_gradient(hidden, weight, wide_bias, *scoring, *options, columns.start, grad, threads)
@@ -204,7 +211,9 @@ def policy_loss_from_hidden(
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if need[0] else None
     rows_that_fit = max(KEPT_BYTES // (num_vocab * (2 if tiled else 4)) // 32 * 32, 32)
     chunks = _row_chunks(num, min(chunk_rows or rows_that_fit, rows_that_fit), False)
-    d_weight = torch.zeros(weight.shape, dtype=torch.float32) if need[1] and len(chunks) > 1 else None
+    d_weight = None
+    if need[1] and len(chunks) > 1:
+        d_weight = in_huge_pages(torch.empty(weight.shape, dtype=torch.float32)).zero_()
     clean = hidden.masked_fill(~loss_mask[:, None], 0)
     run = _tiled_chunk if tiled else _plain_chunk
 
@@ -223,7 +232,8 @@ def policy_loss_from_hidden(
         elif d_weight is not None:
             d_weight.add_(transposed @ clean[rows])
         elif need[1]:
-            d_weight = transposed @ clean[rows]
+            d_weight = in_huge_pages(torch.empty(weight.shape, dtype=weight.dtype))
+            torch.mm(transposed, clean, out=d_weight)
     loss, metrics, _, _ = loss_of()
     return loss, metrics, scored, entropies, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
@@ -239,7 +249,8 @@ def _plain_chunk(
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Score a chunk; the function returned turns its logits into their transposed gradient."""
     labels, temperature, softcap = scoring
-    logits = hidden @ weight.T
+    logits = in_huge_pages(new_floats(hidden.shape[0], weight.shape[0]))
+    torch.mm(hidden, weight.T, out=logits)
     found = logprobs_forward(logits, labels, temperature, softcap, -100, None, entropies is not None, False)
     scored.copy_(found[0])
     if entropies is not None and found[1] is not None:
@@ -259,7 +270,7 @@ def _tiled_chunk(
     """As `_plain_chunk`, keeping exponentials in bfloat16; the log-probs still come from the float32 products."""
     labels, temperature, _ = scoring
     num, padded, num_vocab = hidden.shape[0], (hidden.shape[0] + 31) // 32 * 32, weight.shape[0]
-    kept, lse = torch.empty(num_vocab, padded, dtype=torch.bfloat16), new_floats(num)
+    kept, lse = in_huge_pages(torch.empty(num_vocab, padded, dtype=torch.bfloat16)), new_floats(num)
     kept_top = new_floats((num_vocab + 31) // 32, padded)
     threads = torch.get_num_threads()
     native.linear_logprobs(

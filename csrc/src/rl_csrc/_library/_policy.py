@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_csrc._dispatch import kernel
 from rl_csrc._library._schema import filled, float_type, number, op, split
+from rl_csrc._memory import in_huge_pages
 from rl_csrc._types import METRIC_NAMES, LossSpec
 
 _FUSED = "Tensor? temperature, float scalar_temperature, float? softcap"
@@ -84,7 +85,7 @@ _policy_loss.register_autograd(_policy_autograd, setup_context=_policy_context)
 def _policy_loss_from_logits(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     temperature, scalar, softcap, row_index, entropy = rest[-5:]
     options = (number(temperature, scalar), softcap, row_index, entropy)
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out = in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     run = kernel("policy_loss_from_logits", logits)
     loss, metrics, scored, entropies = run(logits, labels, *_policy_tuple(rest[:-5]), *options, out)
     return loss, metrics, scored, filled(entropies, scored), out

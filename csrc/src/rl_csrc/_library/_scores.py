@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_csrc._dispatch import kernel
 from rl_csrc._library._schema import filled, float_type, number, op, split
+from rl_csrc._memory import in_huge_pages
 from rl_csrc._types import NUM_STATS, LogProbs
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _logprobs_backward(
     ignore_index: int | None,
     row_index: Tensor | None,
 ) -> Tensor:
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out = in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     grads = (grad_logprobs.contiguous(), entropy, None if grad_entropy is None else grad_entropy.contiguous())
     options = (number(temperature, scalar_temperature), softcap, ignore_index, row_index)
     kernel("logprobs_backward", logits)(logits, labels, logprobs, lse, *grads, *options, 0, out)
