@@ -1,8 +1,20 @@
+import os
+
 import pytest
 
 from rl_trainer.config import WarmupConfig, load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.warmup import make_small_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment():
+    """The environment is as it was: jobs get their secrets there, which tests of other packages must not find."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

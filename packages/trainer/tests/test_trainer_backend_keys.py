@@ -13,7 +13,8 @@ import pytest
 
 from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import Capabilities
-from rl_trainer.capabilities import address_of, check_backends, check_started
+from rl_trainer.addresses import address_of
+from rl_trainer.capabilities import check_backends, check_started
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
@@ -102,7 +103,7 @@ def built(*overrides):
         "pools": resource_pools(config),
         "sampling": manager.sampling("1/0"),
         "evaluation": told,
-        "addresses": [address_of(config.weights_transport, "n"), address_of(config.queue_storage, "n")],
+        "addresses": [address_of(name, "n", ("h", 1)) for name in (config.weights_transport, config.queue_storage)],
     }
 
 
@@ -135,7 +136,7 @@ REFUSED = [
     (["critic={path: /nowhere}"], [], "engine.backend=fsdp cannot be used for the critic: .*/nowhere"),
     ([], ["weights_transport=inproc"], "weights_transport=inproc moves data inside one process, and runtime=ray"),
     ([], ["queue_storage=inproc"], "queue_storage=inproc moves data inside one process"),
-    ([], ["weights_transport=tcp"], "weights_transport=tcp cannot be used: .* write tcp://host:port"),
+    ([], ["weights_transport=tcp://a"], "weights_transport=tcp://a cannot be used: .* write tcp://host:port"),
     ([], ["weights_transport=shm://a?b=1"], r"shm://a\?b=1 cannot be used: .* has an option 'b'; options of this back"),
 ]
 

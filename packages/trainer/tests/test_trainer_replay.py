@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 import rl_tq
+from rl_trainer.base import WorkerContext
 from rl_trainer.config import ReplaySection, load_config
 from rl_trainer.errors import PlanError
 from rl_trainer.job import run
@@ -19,6 +20,7 @@ from rl_trainer.plan import make_plan
 from rl_trainer.testing import FakeJob
 from rl_trainer.workers.services import QueueWorker
 
+ALONE = WorkerContext(rank=0, world_size=1)
 REPLAY = ["batch.replay.share=0.5", "batch.replay.max_age=2"]
 
 
@@ -29,7 +31,7 @@ def config(*overrides):
 
 @pytest.fixture
 def queue():
-    worker = QueueWorker(None, address="inproc://")
+    worker = QueueWorker(ALONE, storage="inproc", name="replay")
     yield worker
     worker.close()
 
@@ -82,7 +84,7 @@ def test_a_history_outlives_its_process_and_draws_are_the_same(queue, tmp_path):
     drawn = [used.group for used in replay.draw(2)]
     assert len(drawn) == 2
     assert {tuple(used.group for used in replay.draw(step)) for step in range(2, 12)} != {tuple(drawn)}
-    other = QueueWorker(None, address="inproc://", snapshot=str(tmp_path / "queue"))
+    other = QueueWorker(ALONE, storage="inproc", name="other", snapshot=str(tmp_path / "queue"))
     resumed, behind = replay_of(other)
     assert resumed.restore(json.loads(json.dumps(replay.state()))) == 8
     assert [used.group for used in resumed.draw(2)] == drawn

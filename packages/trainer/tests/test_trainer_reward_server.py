@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from rl_trainer.base import WorkerContext
 from rl_trainer.config import RewardPart, RewardSection, load_config
 from rl_trainer.errors import InputError, RewardError
 from rl_trainer.preflight import check
@@ -56,7 +57,7 @@ def is_there(pid):
 
 @pytest.mark.slow
 def test_it_sleeps_and_wakes_and_says_the_same(reward_model, tmp_path):
-    servers = RewardServers(None, folders={"liked": str(reward_model)}, timeout_s=200)
+    servers = RewardServers(WorkerContext(rank=0, world_size=1), folders={"liked": str(reward_model)}, timeout_s=200)
 
     async def score(urls):
         scorer = Scorer(own(reward_model))
@@ -76,7 +77,7 @@ def test_it_sleeps_and_wakes_and_says_the_same(reward_model, tmp_path):
         assert asyncio.run(score(servers.wake())) == pytest.approx(first, abs=1e-6)
     finally:
         servers.close()
-    broken = RewardServers(None, folders={"liked": str(tmp_path)}, timeout_s=200)
+    broken = RewardServers(WorkerContext(rank=0, world_size=1), folders={"liked": str(tmp_path)}, timeout_s=200)
     with pytest.raises(
         RewardError, match=r"(?s)server of reward.parts.liked .* ended while it started; .*no reward mode"
     ):

@@ -101,6 +101,8 @@ class WorkerContext:
     """Position in its group."""
     world_size: int
     """Workers in its group."""
+    host: str = "127.0.0.1"
+    """Address at which the job's other processes reach this one's machine."""
 
 
 class Fleet(ABC, Generic[W]):
@@ -164,6 +166,15 @@ class Runtime(ABC):
         Raises:
             PlacementError: they do not fit; says what is asked for and what is there.
         """
+
+    @property
+    @abstractmethod
+    def num_machines(self) -> int:
+        """Machines that the processes of started pools are on."""
+
+    @abstractmethod
+    def free_address(self, pool: str) -> tuple[str, int]:
+        """Host and a free port of rank 0 of a pool."""
 
     @abstractmethod
     def create_group(

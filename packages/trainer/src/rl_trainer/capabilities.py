@@ -18,6 +18,7 @@ import rl_ckpt
 import rl_rollout
 from rl_ckpt.errors import CkptError
 from rl_rollout.errors import RolloutError
+from rl_trainer.addresses import IN_ONE_PROCESS, LISTENING, address_of, scheme_of
 from rl_trainer.errors import ConfigError
 from rl_trainer.pipelines.engines import check_engines, server_config
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
     from rl_rollout.types import Capabilities
     from rl_trainer.config import Config
-
-_IN_ONE_PROCESS = "inproc"
-"""The transport, and the storage, whose ends have to be in one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,7 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
     """
     for key in ("weights_transport", "queue_storage"):
         backend: str = getattr(config, key)
-        if scheme_of(backend) == _IN_ONE_PROCESS and config.runtime != "inline":
+        if scheme_of(backend) == IN_ONE_PROCESS and config.runtime != "inline":
             raise ConfigError(
                 f"{key}={backend} moves data inside one process, and runtime={config.runtime} has several; choose "
                 "another, or runtime=inline"
@@ -120,20 +118,11 @@ def _require(config: Config, can: Capabilities, needs: list[_Need]) -> None:
             raise ConfigError(f"rollout.backend={config.rollout.backend} {need.sentence}")
 
 
-def scheme_of(backend: str) -> str:
-    """The installed name in `weights_transport` or `queue_storage`, which may be a whole address."""
-    return backend.partition("://")[0]
-
-
-def address_of(backend: str, name: str) -> str:
-    """The address of a session: the backend's own, or one of `name`."""
-    return backend if "://" in backend else f"{backend}://{name}"
-
-
 def _check_transport(config: Config) -> None:
-    address = address_of(config.weights_transport, "plan")
+    address = address_of(config.weights_transport, "plan", ("127.0.0.1", 1))
     try:
-        session = rl_ckpt.connect(address, role="receive", timeout_s=config.timeout_s)
+        token = "of the plan" if scheme_of(address) in LISTENING else None
+        session = rl_ckpt.connect(address, role="receive", token=token, timeout_s=config.timeout_s)
         asyncio.run(session.close())
     except CkptError as error:
         raise ConfigError(f"weights_transport={config.weights_transport} cannot be used: {error}") from error

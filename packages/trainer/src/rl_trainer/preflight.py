@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from rl_trainer.capabilities import scheme_of
+from rl_trainer.addresses import scheme_of
 from rl_trainer.checkpoints import RunState
 from rl_trainer.data import shows_images
 from rl_trainer.errors import ConfigError, InputError

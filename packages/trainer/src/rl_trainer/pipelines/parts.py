@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import rl_tq
+from rl_trainer.addresses import address_of, check_reach
 from rl_trainer.algorithms import estimator_named
 from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.base import ResourcePool
-from rl_trainer.capabilities import address_of, check_started
+from rl_trainer.capabilities import check_started
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data import shows_images
 from rl_trainer.data.prompts import make_prompts
@@ -134,12 +135,14 @@ def place(
         InputError: no training or no held-out prompt is short enough.
     """
     job = f"{config.name}-{os.getpid()}"
-    weights_address = address_of(config.weights_transport, f"{job}-weights")
     is_own_process = config.runtime != "inline"
     runtime.start(resource_pools(config))
+    for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", config.queue_storage)):
+        check_reach(key, backend, runtime.num_machines)
+    weights_address = address_of(config.weights_transport, f"{job}-weights", runtime.free_address("engine"))
     snapshot = queue_snapshot(config, state)
     store = runtime.create_group(
-        QueueWorker, "queue", address=address_of(config.queue_storage, f"{job}-queue"), snapshot=snapshot
+        QueueWorker, "queue", storage=config.queue_storage, name=f"{job}-queue", snapshot=snapshot
     )
     queue_address = store.address()
     with ThreadPoolExecutor(2, thread_name_prefix="place") as threads:  # processes start side by side

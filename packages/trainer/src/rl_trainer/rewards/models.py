@@ -12,6 +12,7 @@ import aiohttp
 
 from rl_trainer.errors import RewardError
 from rl_trainer.rewards.limits import RateLimit
+from rl_trainer.secrets import server_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,7 +103,8 @@ class ServedReward:
 
     async def _post(self, body: Mapping[str, Any]) -> Any:
         if self._session is None:
-            key = os.environ.get(self._part.api_key_env, "") if self._part.api_key_env else ""
+            is_own = self._part.path is not None
+            key = server_token() if is_own else os.environ.get(self._part.api_key_env or "")
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
         async with self._session.post(self.url, json=body) as response:

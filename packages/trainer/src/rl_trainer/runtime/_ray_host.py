@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_trainer.base import WorkerContext
 from rl_trainer.profiling import span
+from rl_trainer.runtime._network import free_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,12 +42,17 @@ class Whereabouts:
 class Host:
     """A process of a pool.
 
+    With `is_alone` all of them are on this machine; `folder` is the driver's working folder.
+
     Each worker lives on a thread of its own: a long call does not block another worker's, and torch keeps one team of
     threads and one heap for it, where Ray's changing threads would each make their own.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, *, folder: str, is_alone: bool) -> None:
         self.rank, self.world_size = rank, world_size
+        self.host = "127.0.0.1" if is_alone else ray.util.get_node_ip_address()
+        if Path(folder).is_dir():  # relative paths are those of the process that the run was started in
+            os.chdir(folder)
         self.workers: dict[str, Any] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
         self.is_over = threading.Event()
@@ -62,12 +67,9 @@ class Host:
         """Return when this process is closed; who waits for it hears of its death at once."""
         self.is_over.wait()
 
-    def rendezvous(self) -> tuple[str, int]:
-        """An address that the ranks of this pool can meet at; called on rank 0."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+    def free_address(self) -> tuple[str, int]:
+        """An address that others can meet this process at."""
+        return free_address(ray.util.get_node_ip_address())
 
     def set_rendezvous(self, address: str, port: int) -> None:
         """Set what torch.distributed's `env://` reads."""
@@ -82,7 +84,7 @@ class Host:
     def create(self, name: str, worker: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         """Construct a worker."""
         thread = self.threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
-        context = WorkerContext(rank=self.rank, world_size=self.world_size)
+        context = WorkerContext(rank=self.rank, world_size=self.world_size, host=self.host)
         self.workers[name] = thread.submit(worker, context, **kwargs).result()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk all of torch again and again

@@ -11,6 +11,7 @@ from rl_trainer.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.errors import PlacementError
 from rl_trainer.profiling import span
 from rl_trainer.runtime._mesh import checked_mesh
+from rl_trainer.runtime._network import free_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,16 @@ class InlineRuntime(Runtime):
                     "set its size to 1, or use runtime=ray"
                 )
         self._pools = {pool.name for pool in pools}
+
+    @property
+    def num_machines(self) -> int:
+        """This one."""
+        return 1
+
+    def free_address(self, pool: str) -> tuple[str, int]:
+        """Of the loopback interface."""
+        del pool
+        return free_address("127.0.0.1")
 
     def create_group(
         self, worker: Callable[..., W], pool: str, *, mesh: Mapping[str, int] | None = None, **kwargs: Any

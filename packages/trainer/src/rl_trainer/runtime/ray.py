@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
@@ -23,6 +24,7 @@ from rl_trainer.profiling import environment
 from rl_trainer.runtime._mesh import checked_mesh
 from rl_trainer.runtime._ray_fleet import RayFleet
 from rl_trainer.runtime._ray_host import CALLS_AT_A_TIME, Host, Whereabouts, last_lines
+from rl_trainer.secrets import make_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -88,16 +90,17 @@ class RayRuntime(Runtime):
             ]
         for name, hosts in self._hosts.items():
             hosts[:] = [self._located(host) for host in hosts]
-            where = self.get([hosts[0].actor.rendezvous.remote()], hosts[:1], "start", _START_TIMEOUT_S)[0]
+            where = self.get([hosts[0].actor.free_address.remote()], hosts[:1], "start", _START_TIMEOUT_S)[0]
             meet = [host.actor.set_rendezvous.remote(*where) for host in hosts]
             self.get(meet, hosts, f"start pool {name}", _START_TIMEOUT_S)
 
     def _init_ray(self, pools: Sequence[ResourcePool]) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; silences its warning
         options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-        if variables := environment():
-            options["runtime_env"] = {"env_vars": variables}
-        if "RAY_ADDRESS" not in os.environ:
+        tokens, variables = make_tokens(), environment()
+        if "RAY_ADDRESS" in os.environ:
+            variables |= tokens  # what is started here has them from this process
+        else:
             # Roles wait for one another more than they compute, so a laptop may hold more of them than it has cores.
             wanted = sum(p.num_workers * p.num_cpus for p in pools)
             options |= {
@@ -108,7 +111,19 @@ class RayRuntime(Runtime):
             self._has_started_ray = True
             # For the same reason each may compute on all cores; Ray would give torch one thread per reserved CPU.
             os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+        if variables:
+            options["runtime_env"] = {"env_vars": variables}
         _init_patiently(options)
+
+    @property
+    def num_machines(self) -> int:
+        """As Ray has placed them."""
+        return len({host.where.node_id for hosts in self._hosts.values() for host in hosts if host.where is not None})
+
+    def free_address(self, pool: str) -> tuple[str, int]:
+        """Of the machine that rank 0 is on."""
+        host = self._hosts_of(pool)[0]
+        return self.get([host.actor.free_address.remote()], [host], "find a port")[0]
 
     def _reserve(self, pool: ResourcePool) -> PlacementGroup:
         bundle = _bundle(pool)
@@ -134,7 +149,8 @@ class RayRuntime(Runtime):
             "scheduling_strategy": strategy,
         }
         make: Any = ray.remote(Host)
-        actor = make.options(**options).remote(rank, pool.num_workers)
+        ends = {"folder": str(Path.cwd()), "is_alone": self._has_started_ray}
+        actor = make.options(**options).remote(rank, pool.num_workers, **ends)
         return PlacedHost(pool=pool, rank=rank, group=group, bundle=bundle, actor=actor, watch=actor.watch.remote())
 
     def _located(self, host: PlacedHost) -> PlacedHost:
@@ -256,8 +272,9 @@ def _init_patiently(options: dict[str, Any]) -> None:
             ray.shutdown()
             if len(reasons) == _INIT_ATTEMPTS:
                 raise PlacementError(
-                    f"Ray did not start, {_INIT_ATTEMPTS} times: {reasons[-1]} Look at the load of the machine, and at "
-                    "RAY_ADDRESS if it is set"
+                    f"Ray did not start, {_INIT_ATTEMPTS} times: {reasons[-1]} Look at the load of the machine and, if "
+                    "RAY_ADDRESS is set, at whether it is right and whether the cluster asks for a token (then set "
+                    "RAY_AUTH_MODE=token, and have its ~/.ray/auth_token here)"
                 ) from error
         else:
             return

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import rl_rollout
 from rl_rollout.errors import ServerLostError
+from rl_trainer.secrets import server_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_agent.base import Generator
+    from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
 
 
@@ -31,7 +33,7 @@ class Replicas:
     """Connections to replicas behind one router, by address: a port that is used again is another server's."""
 
     def __init__(self, addresses: Sequence[ServerAddress]) -> None:
-        self._servers = {address: rl_rollout.connect_server(address) for address in addresses}
+        self._servers = {address: _connected(address) for address in addresses}
         self.router = rl_rollout.Router([*self._servers.values()])
 
     async def use(self, addresses: Sequence[ServerAddress]) -> None:
@@ -42,7 +44,7 @@ class Replicas:
         """
         for address in addresses:
             if address not in self._servers:
-                server = rl_rollout.connect_server(address)
+                server = _connected(address)
                 with suppress(ServerLostError):
                     await self.router.add(server)
                     self._servers[address] = server
@@ -54,3 +56,7 @@ class Replicas:
             if server in self.router.servers:
                 with suppress(ServerLostError):  # it is left out because it is lost
                     await self.router.remove(server)
+
+
+def _connected(address: ServerAddress) -> RolloutServer:
+    return rl_rollout.connect_server(address, api_token=server_token())

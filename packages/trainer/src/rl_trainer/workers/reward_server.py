@@ -32,8 +32,7 @@ class RewardServers:
     """
 
     def __init__(self, context: WorkerContext, *, folders: Mapping[str, str], timeout_s: float) -> None:
-        del context
-        self._folders, self._timeout_s = folders, timeout_s
+        self._host, self._folders, self._timeout_s = context.host, folders, timeout_s
         self._processes: dict[str, _Server] = {}
 
     @register(Dispatch.RANK_ZERO)
@@ -47,7 +46,7 @@ class RewardServers:
             if (server := self._processes.get(name)) is not None and not server.is_alive:
                 self._processes.pop(name).end()
             if name not in self._processes:
-                self._processes[name] = _Server(name, folder)
+                self._processes[name] = _Server(name, folder, self._host)
         deadline = time.monotonic() + self._timeout_s
         try:
             return {name: server.url(deadline) for name, server in self._processes.items()}
@@ -70,12 +69,12 @@ class RewardServers:
 class _Server:
     """One process. It ends with this one: it watches its standard input."""
 
-    def __init__(self, name: str, folder: str) -> None:
+    def __init__(self, name: str, folder: str, host: str) -> None:
         self._name, self._folder = name, folder
         self._lines: deque[str] = deque(maxlen=_NUM_LINES)
         self._ready: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._url: str | None = None
-        command = [sys.executable, "-m", "rl_rollout.cli", folder, "--task", "score", "--port", "0"]
+        command = [sys.executable, "-m", "rl_rollout.cli", folder, "--task", "score", "--host", host, "--port", "0"]
         self._process = subprocess.Popen(
             [*command, "--exit-with-stdin"],
             stdin=subprocess.PIPE,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rl_ckpt
 import rl_rollout
 from rl_rollout.errors import ServerLostError
+from rl_trainer.addresses import address_of
 from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.secrets import server_token
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -24,11 +27,10 @@ _HEALTH_CHECK_S = 1.0
 class QueueWorker:
     """Hosts the sample queue, so that the controller's process holds no tensor."""
 
-    def __init__(self, context: WorkerContext, *, address: str, snapshot: str | None = None) -> None:
-        del context
+    def __init__(self, context: WorkerContext, *, storage: str, name: str, snapshot: str | None = None) -> None:
         import rl_tq
 
-        self._queue = rl_tq.serve(address, snapshot=snapshot)
+        self._queue = rl_tq.serve(address_of(storage, name, (context.host, 0)), snapshot=snapshot)
 
     @register(Dispatch.RANK_ZERO)
     def address(self) -> str:
@@ -61,11 +63,10 @@ class RolloutWorker:
         is_own_process: bool,
         timeout_s: float,
     ) -> None:
-        del context
         make = rl_rollout.launch_server if is_own_process else rl_rollout.create_server
         self._timeout_s = timeout_s
         self._loop = LoopThread("rollout")
-        self._server = make(backend, config)
+        self._server = make(backend, replace(config, host=context.host, api_token=server_token()))
         self._address = self._loop.run(self._server.start(), timeout_s)
         self._receiver = rl_ckpt.connect(weights_address, role="receive", timeout_s=timeout_s)
         self._watch = self._loop.start(self._end_with_the_server()) if is_own_process else None

@@ -1,0 +1,80 @@
+"""A job on the machines of a Ray cluster that runs already."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rl_trainer.addresses import address_of, check_reach
+from rl_trainer.errors import ConfigError
+from rl_trainer.secrets import make_tokens, server_token
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+cluster.add_node(num_cpus=6)
+print("address", cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+SIZES = ["steps=2", "batch.batch_size=4", "batch.mini_batch_size=4", "eval_every=0", "data.eval_size=16"]
+SIZES += ["rollout.num_replicas=2", "engine.world_size=2", "output_dir=out", "timeout_s=300"]
+
+
+def test_an_address_is_the_backend_s_own_or_made_for_the_run():
+    place = ("10.0.0.1", 7070)
+    assert address_of("shm", "run", place) == "shm://run"
+    assert address_of("tcp", "run", place) == "tcp://10.0.0.1:7070"
+    assert address_of("tcp://10.0.0.2:1?streams=4", "run", place) == "tcp://10.0.0.2:1?streams=4"
+
+
+def test_what_does_not_leave_its_machine_is_refused_on_several():
+    check_reach("weights_transport", "shm", 1)
+    check_reach("weights_transport", "tcp://10.0.0.1:1", 2)
+    for key, backend in (("weights_transport", "shm://run"), ("queue_storage", "shm")):
+        with pytest.raises(ConfigError, match=f"{key}={backend} does not leave its machine, .* placed this run on 2"):
+            check_reach(key, backend, 2)
+
+
+def test_secrets_are_those_of_the_environment_or_new(monkeypatch):
+    monkeypatch.setenv("RL_CKPT_TOKEN", "mine")
+    for name in ("RL_TQ_TOKEN", "RL_ROLLOUT_API_TOKEN"):
+        monkeypatch.setenv(name, "")  # so that the test's end takes back what is set now
+        monkeypatch.delenv(name)
+    assert server_token() is None
+    tokens = make_tokens()
+    assert tokens["RL_CKPT_TOKEN"] == "mine"
+    assert len({*tokens.values()}) == 3
+    assert make_tokens() == tokens
+    assert server_token() == tokens["RL_ROLLOUT_API_TOKEN"]
+
+
+@pytest.fixture
+def cluster():
+    """The address of a Ray of two nodes, and what joins it has to have in its environment."""
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", CLUSTER]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment, text=True) as process:
+        address = next(line.split()[1] for line in process.stdout if line.startswith("address "))
+        yield environment | {"RAY_ADDRESS": address}
+        process.stdin.close()
+        process.wait(120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_job_runs_on_two_nodes_by_tcp_and_says_what_keeps_it_to_one(cluster, model, tmp_path):
+    def train(*overrides):
+        command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", f"model.path={model}", *SIZES, *overrides]
+        return subprocess.run(command, env=cluster, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+
+    refused = train()
+    assert refused.returncode == 2
+    assert "weights_transport=shm does not leave its machine" in refused.stdout + refused.stderr
+    done = train("weights_transport=tcp", "queue_storage=tcp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())  # the relative path meant the same to all
+    assert (summary["steps"], summary["failed_rollouts"]) == (2, 0)
