@@ -418,7 +418,7 @@ def test_the_originals_own_examples_run(path: Path, tmp_path: Path):
     paths = os.pathsep.join([str(swap.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": "local"}  # a Ray of its own, whatever else runs
     done = subprocess.run(
-        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=580, check=False
     )  # fmt: skip
     told = done.stdout + done.stderr
     if path.stem == "02_kv_interface":  # puts one field with two dtypes, which passes for success there
