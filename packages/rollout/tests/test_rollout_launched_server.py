@@ -23,8 +23,9 @@ from rl_rollout import (
     create_server,
     launch_server,
 )
+from rl_rollout._launch import API_TOKEN_VARIABLE
 from rl_rollout._partial import empty_output, extended
-from rl_rollout.cli import main
+from rl_rollout.cli import main, parse
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 TOKEN = "a-secret"
@@ -58,6 +59,14 @@ class TestLaunched(ServerConformance):
         assert TOKEN not in Path(f"/proc/{pid}/cmdline").read_text()
 
     test_stop_ends_it = ServerConformance.test_stop_ends_it
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_its_token_is_its_configuration_s_whatever_this_process_has(long_folder, monkeypatch, token):
+    monkeypatch.setenv(API_TOKEN_VARIABLE, "of this process")
+    environment = launch(long_folder, api_token=token)._process.environment
+    monkeypatch.setenv(API_TOKEN_VARIABLE, environment[API_TOKEN_VARIABLE])
+    assert parse([str(long_folder)])[2].api_token == token
 
 
 def config_of(folder, **fields):

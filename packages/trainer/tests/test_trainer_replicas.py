@@ -33,7 +33,7 @@ class Served(FakeServer):
 def answers(monkeypatch, *rounds, gone=()):
     """The process ids that answer while each of these lists of addresses is in use."""
     gone = set(gone)
-    monkeypatch.setattr(rl_rollout, "connect_server", lambda where: Served(where, gone))
+    monkeypatch.setattr(rl_rollout, "connect_server", lambda where, api_token: Served(where, gone))
 
     async def ask(router, number):
         params = SamplingParams(max_new_tokens=1)

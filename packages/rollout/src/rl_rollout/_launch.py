@@ -49,7 +49,7 @@ class LaunchedServer(HttpServer):
     def __init__(self, backend: str, config: ServerConfig) -> None:
         super().__init__(f"http://{config.host}:{config.port}", api_token=config.api_token, timeout_s=config.timeout_s)
         self.config = config
-        environment = {API_TOKEN_VARIABLE: config.api_token} if config.api_token else {}
+        environment = {API_TOKEN_VARIABLE: config.api_token or ""}  # not one that this process happens to have
         self._process = ServerProcess(
             serve_command(backend, config), environment, name="rl-serve", on_line=self._take_line
         )

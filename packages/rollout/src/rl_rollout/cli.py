@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
     if task == "score" and backend != "embedded":
         raise ConfigError(f"--backend {backend} does nothing with --task score; leave it out")
     found["options"] = dict(map(parse_option, found["options"]))
-    return task, backend, ServerConfig(api_token=os.environ.get(API_TOKEN_VARIABLE), **found), exits_with_stdin
+    return task, backend, ServerConfig(api_token=os.environ.get(API_TOKEN_VARIABLE) or None, **found), exits_with_stdin
 
 
 def parse_option(option: str) -> tuple[str, Any]:
