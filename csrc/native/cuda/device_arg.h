@@ -39,7 +39,7 @@ class DeviceArg {
     if (tensor_->device().id != current)
       refuse(name, "one on cuda:" + std::to_string(current) + ", as the first tensor is, not on cuda:" + std::to_string(tensor_->device().id));
     if constexpr (!std::is_void_v<T>) {
-      if (!is_element<T>(tensor_->dtype())) refuse(name, std::to_string(sizeof(T)) + "-byte elements of another type");
+      if (!is_element<T>(tensor_->dtype())) refuse(name, std::string("elements of type ") + element_name<T>());
       if (!tensor_->contiguous()) refuse(name, "contiguous memory");
     }
     return static_cast<T*>(tensor_->data());
@@ -53,6 +53,12 @@ class DeviceArg {
     if constexpr (std::is_floating_point_v<T>) return type.code == 2;
     if constexpr (sizeof(T) == 1) return type.code == 6 || type.code == 1;
     return type.code <= 1;
+  }
+
+  template <class T>
+  static const char* element_name() {
+    if constexpr (std::is_floating_point_v<T>) return sizeof(T) == 4 ? "float32" : "float64";
+    return sizeof(T) == 1 ? "bool or uint8" : sizeof(T) == 4 ? "int32" : "int64";
   }
 
   [[noreturn]] void refuse(const char* name, const std::string& wanted) const {
