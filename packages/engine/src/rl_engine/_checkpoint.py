@@ -71,7 +71,7 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], manifest: Manifest, wo
     try:
         with _alone_is_fine():
             save_shards(dict(tensors), storage_writer=writer, no_dist=world.size == 1, process_group=world.group)
-    except (CheckpointException, OSError) as error:  # raised on every rank
+    except (CheckpointException, OSError, RuntimeError) as error:  # raised on every rank; the last: a peer is gone
         raise CheckpointError(f"Checkpoint {target} cannot be written: {error}") from error
     world.barrier()
     _on_rank_0(finish, target, world)
