@@ -112,7 +112,7 @@ def long_row(folder, layout):
 
 def by_layout(folder, rank, size, layout):
     """Losses, gradients and log-probs of every seed, rows dealt to ranks at random."""
-    seen = {"gradients": [], "losses": [], "logprobs": []}
+    seen = {"gradients": [], "losses": [], "logprobs": [], "micro-batches": []}
     for seed in range(SEEDS):
         draw = random.Random(100 + seed)
         engine = build(folder, max_tokens_per_gpu=draw.choice([36, 50, 90, 4096]), parallel=layout)
@@ -122,6 +122,7 @@ def by_layout(folder, rank, size, layout):
         assert output.columns.batch_size[0] == len(mine)
         seen["gradients"].append(gradients(engine))
         seen["losses"].append(output.metrics["loss"])
+        seen["micro-batches"].append(engine._world.exchange(output.num_micro_batches))
         own = [row.tolist() for row in output.columns["logprobs"].unbind()] if mine else []
         theirs = [iter(rows) for rows in engine._world.exchange(own)]
         seen["logprobs"].append([next(theirs[at]) for at in owner])
@@ -320,6 +321,7 @@ def main(folder):
     resumed = build(model)
     assert resumed.load_checkpoint(folder / "written_by_one") == 5
     seen["from_one"] = (*one_step(resumed, mine), weights(resumed))
+    resumed.forward_backward_batch(mine, None)  # which leaves weights gathered, if nobody minds
     assert resumed.load_checkpoint(folder / "written_by_many") == 3
     seen["again"] = (*one_step(resumed, mine), weights(resumed))
     resumed.close()

@@ -1,10 +1,13 @@
 """Any partition of a batch gives the same loss, metrics and gradient: for every loss, in float64."""
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_engine import distill, dpo, kto, losses, rm, sft
 from rl_engine.kto import divergence
 from rl_engine.losses import (
     DistillKind,
@@ -29,6 +32,22 @@ LOSSES = {
     "divergence": divergence,
     **{f"distill {kind}": DistillLoss(kind=kind, forward_weight=0.3) for kind in DistillKind},
 }
+
+
+def is_loss(thing):
+    """Whether it takes a micro-batch and gives its share of a loss and of metrics."""
+    call = thing.__call__ if inspect.isclass(thing) else thing
+    return inspect.isfunction(call) and inspect.signature(call).return_annotation == "tuple[Tensor, dict[str, Tensor]]"
+
+
+def test_no_loss_of_the_package_is_left_out():
+    """Kinds of one are taken from its enumeration above."""
+    found = {
+        thing for module in (distill, dpo, kto, losses, rm, sft) for thing in vars(module).values() if is_loss(thing)
+    }
+    tried = {loss if inspect.isfunction(loss) else type(loss) for loss in LOSSES.values()}
+    assert found == tried
+    assert {type(loss) for loss in LOSSES.values() if hasattr(loss, "kind")} == {DpoLoss, DistillLoss}
 
 
 def columns_of(lengths, seed):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_engine import LoraConfig
+from rl_engine import EngineConfig, LoraConfig, create_engine
 from rl_engine.testing import write_tiny_model
 
 pytestmark = pytest.mark.timeout(600)  # many engines in one start of two processes, on a machine that may be busy
@@ -73,6 +74,13 @@ def check_against_oracle(seen, layout):
 @pytest.mark.parametrize("layout", ["dp", "sp2", "replicas"])
 def test_two_ranks_give_the_oracles_gradient_however_rows_are_dealt(two, layout):
     check_against_oracle(two, layout)
+
+
+def test_every_rank_runs_as_many_micro_batches(two):
+    """Also where one of them passed all rows, or none."""
+    counts = [counts for layout in ("dp", "sp2", "replicas") for counts in two[layout]["micro-batches"]]
+    assert all(first == second for first, second in counts)
+    assert max(first for first, _ in counts) > 1
 
 
 @pytest.mark.parametrize("layout", ["dp", "sp2", "replicas"])
@@ -178,6 +186,17 @@ def test_a_model_saved_by_two_ranks_is_an_ordinary_folder(two):
     original = AutoModelForCausalLM.from_pretrained(two["folder"] / "model", dtype=torch.float64)
     moved = (model.lm_head.weight - original.lm_head.weight).abs().max()
     assert 0 < moved < 0.02  # one AdamW step of 1e-2
+
+
+def test_a_checkpoint_of_two_ranks_becomes_an_ordinary_folder_on_one(two, tmp_path):
+    config = EngineConfig(model_path=str(two["folder"] / "model"), optimizer=None, precision="float64")
+    engine = create_engine("fsdp", config)
+    engine.initialize()
+    engine.load_checkpoint(two["folder"] / "written_by_many")
+    engine.save_model(tmp_path / "saved")
+    engine.close()
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    torch.testing.assert_close(saved, load_file(two["folder"] / "model_by_many" / "model.safetensors"), rtol=0, atol=0)
 
 
 def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):

@@ -82,6 +82,11 @@ def test_two_ranks_give_the_oracles_gradient(two, case):
     assert two[case]["share"] == (1 if "replicas" in case else pytest.approx(0.5, rel=0.1))
 
 
+def test_the_stream_of_weights_holds_one_tensor_at_a_time(two):
+    most, largest = two["llama dp"]["streamed"]
+    assert most <= 2 * largest  # one that was handed out, and the next
+
+
 def test_a_checkpoint_moves_between_fsdp_and_torchtitan(two):
     loss, norm, weights = two["from fsdp"]
     assert (loss, norm) == pytest.approx(two["fsdp"][:2], rel=1e-5)

@@ -50,12 +50,12 @@ def main(folder):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(mine, sft_loss)
         rows = first._world.exchange([row.tolist() for row in output.columns.get("logprobs").unbind()])
-        share = sum(tensor.numel() for _, tensor in engine.get_local_shards())
         seen[case] = {
             "loss": output.metrics["loss"],
             "logprobs": [rows[index % size][index // size] for index in range(len(ranks.draw_rows(SEED)))],
             "gradients": gradients(engine),
-            "share": share / sum(tensor.numel() for tensor in ranks.weights(engine).values()),
+            "share": ranks.shards_are_the_weights(engine, first._world),
+            "streamed": ranks.most_alive(engine),
         }
         engine.close()
     seen["first"] = ranks.one_step(first, mine)
