@@ -1,0 +1,109 @@
+"""Any partition of a batch into micro-batches gives the same loss, metrics and gradient: every loss and aggregation."""
+
+import random
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rl_engine.types import BatchCounts, ModelOutput
+from rl_trainer.algorithms import POLICY_LOSSES, PolicyLossFunction
+from rl_trainer.algorithms.process_reward import ProcessRewardLoss
+from rl_trainer.algorithms.value_loss import ValueLossFunction
+from rl_trainer.config import AlgorithmConfig, TeacherSection
+
+AGGREGATIONS, CORRECTIONS = (get_args(get_type_hints(AlgorithmConfig)[key]) for key in ("aggregation", "correction"))
+TEACHER = TeacherSection(path="nowhere", divergence="mixed", coef=0.5)
+
+
+def draw_rows(lengths, seed):
+    """Columns of one batch, end to end, in float64, and what the model gave."""
+    draw = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+
+    def numbers(*size, scale=0.3):
+        return torch.randn(total, *size, generator=draw, dtype=torch.float64) * scale
+
+    logprobs = numbers() - 1
+    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs")
+    columns = {name: logprobs + numbers() for name in names}
+    columns |= {name: numbers(scale=1.0) for name in ("advantages", "returns", "values")}
+    columns["teacher_candidate_logprobs"] = numbers(4, scale=1.0).log_softmax(-1)[:, :3]
+    columns["loss_mask"] = (numbers() > -0.2).long()
+    columns["loss_mask"][torch.tensor(lengths).cumsum(0) - 1] = 1
+    columns["selected"] = (numbers() > 0).long()
+    columns["rewards"] = torch.zeros(total, dtype=torch.float64)
+    columns["rewards"][torch.tensor(lengths).cumsum(0) - 1] = 1.0
+    return logprobs, columns
+
+
+def added_up(loss_function, given, columns, lengths, parts):
+    """Loss, metrics and gradient when each of `parts`, lists of rows, is a micro-batch of its own."""
+    leaf = given.clone().requires_grad_()
+    spans = [part.tolist() for part in torch.arange(sum(lengths)).split(lengths)]
+    counts = BatchCounts(tokens=float(columns["loss_mask"].sum()), sequences=float(len(lengths)))
+    total = {}
+    for rows in parts:
+        index = torch.tensor([token for row in rows for token in spans[row]])
+        offsets = torch.nn.functional.pad(torch.tensor([lengths[row] for row in rows]).cumsum(0), (1, 0))
+        scores = leaf[index]
+        output = ModelOutput(
+            token_logprobs=scores,
+            token_values=scores,
+            token_candidate_logprobs=scores[:, None] - torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
+            entropy=scores.square(),
+            cu_seqlens=offsets,
+            counts=counts,
+        )
+        batch = {
+            name: torch.nested.nested_tensor_from_jagged(column[index], offsets) for name, column in columns.items()
+        }
+        loss, metrics = loss_function(output, TensorDict(batch, batch_size=[len(rows)]))
+        loss.backward()
+        for name, share in {"loss": loss, **metrics}.items():
+            total[name] = total.get(name, 0.0) + float(share.detach())
+    return total, leaf.grad
+
+
+def check(loss_function, seed):
+    """Loss and gradient of rows cut at random are those of all rows at once; the latter's gradient."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 6) for _ in range(draw.randint(2, 6))]
+    rows = list(range(len(lengths)))
+    draw.shuffle(rows)
+    ends = sorted({draw.randint(1, len(rows)) for _ in rows} | {len(rows)})
+    parts = [rows[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+    given, columns = draw_rows(lengths, seed)
+    whole = added_up(loss_function, given, columns, lengths, [sorted(rows)])
+    cut = added_up(loss_function, given, columns, lengths, parts)
+    assert cut[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)  # sums are in float32
+    torch.testing.assert_close(cut[1], whole[1], rtol=1e-6, atol=1e-8)
+    return whole[1]
+
+
+def policy_loss(loss, aggregation):
+    config = AlgorithmConfig(loss=loss, aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
+    return PolicyLossFunction(config=config, max_new_tokens=7, teacher=TEACHER)
+
+
+SEEDS = [pytest.param(range(1), id="once"), pytest.param(range(1, 21), id="often", marks=pytest.mark.slow)]
+OTHERS = {
+    **{name: PolicyLossFunction(config=AlgorithmConfig(correction=name)) for name in CORRECTIONS},
+    "value": ValueLossFunction(clip=0.2),
+    "process reward": ProcessRewardLoss(),
+}
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_a_policy_loss_is_that_of_the_whole_batch(loss, aggregation, seeds):
+    assert all(check(policy_loss(loss, aggregation), seed).abs().max() > 0 for seed in seeds)
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_corrected_and_other_losses_are_those_of_the_whole_batch(name, seeds):
+    for seed in seeds:
+        check(OTHERS[name], seed)
