@@ -56,6 +56,7 @@ FOR_ALL = [
     ("model", {"optimizer": OptimizerConfig(lr=-1.0)}, 1, ConfigError, r"optimizer\.lr is -1\.0"),
     ("model", {"num_candidates": 79}, 1, ConfigError, "the model's vocabulary has 78 entries"),
     ("model", {"router_aux_loss_coef": 0.1}, 1, ConfigError, "the model has no router"),
+    ("nowhere", {}, 1, ModelFolderError, "nowhere does not exist"),
     ("nothing", {}, 1, ModelFolderError, r"has no config\.json"),
     ("unknown", {}, 1, ModelFolderError, "qwen99"),
 ]

@@ -125,7 +125,8 @@ def test_a_student_comes_near_its_teacher_on_rows_not_seen(folders, tmp_path, ki
 
 
 def test_what_cannot_be_compared_is_refused(folders, tmp_path, capsys):
-    arguments = [f"model.path={folders[0]}", f"data.path={tmp_path}", f"output_dir={tmp_path / 'out'}"]
+    (tmp_path / "rows.jsonl").touch()
+    arguments = [f"model.path={folders[0]}", f"data.path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}"]
     assert distill_main([*arguments, f"teacher.path={folders[1]}", "num_candidates=0"]) == 2
     assert "num_candidates must be 1 or more" in capsys.readouterr().err
     other = write_tiny_model(tmp_path / "other")

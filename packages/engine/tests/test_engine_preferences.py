@@ -190,6 +190,16 @@ def test_pairs_stay_together_whatever_the_cut(model):
     assert seen[2] == pytest.approx(seen[0], rel=1e-9)
 
 
+def test_a_pair_may_come_twice_in_one_step(tmp_path, model):
+    """The end of one time round the data and the beginning of the next."""
+    rows = [{"prompt_token_ids": [5, n], "chosen_token_ids": [7, 8], "rejected_token_ids": [9]} for n in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for config, train in ((DpoConfig, train_dpo), (RmConfig, train_rm)):
+        pairs, out = str(tmp_path / "pairs.jsonl"), str(tmp_path / "out")
+        run = config(model_path=str(model), data_path=pairs, eval_path=pairs, output_dir=out, steps=2, batch_size=5)
+        assert train(run).steps == 2
+
+
 def test_a_pair_over_the_budget_is_named(model):
     engine = create_engine("fsdp", EngineConfig(model_path=str(model), max_tokens_per_gpu=10))
     engine.initialize()

@@ -1,4 +1,6 @@
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -200,12 +202,49 @@ def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, message):
 
 def test_a_folder_without_tokenizer_is_bad_input(capsys, tmp_path):
     data = write(tmp_path / "data.jsonl", [chat("1+1=", "2")])
-    (tmp_path / "empty").mkdir()
-    code, _, err = run(
-        capsys, f"model.path={tmp_path / 'empty'}", f"data.path={data}", f"output_dir={tmp_path / 'out'}"
-    )
+    folder = write_tiny_model(tmp_path / "model")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    code, _, err = run(capsys, f"model.path={folder}", f"data.path={data}", f"output_dir={tmp_path / 'out'}")
     assert code == 2
     assert "has no tokenizer" in err
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("model.path=modle", "Model folder modle does not exist"),
+        ("backend=fsddp", "No engine backend is named 'fsddp'"),
+        ("backend=veomni", "The veomni backend does not run"),
+        ("eval.path=nothing", "Data file nothing does not exist"),
+    ],
+)
+def test_what_cannot_run_is_said_before_the_data_is_read(capsys, tmp_path, model, key, message):
+    (tmp_path / "data.jsonl").write_text("no JSON")
+    arguments = {"model.path": model, "data.path": tmp_path / "data.jsonl", "output_dir": tmp_path / "out"}
+    given = [f"{name}={value}" for name, value in arguments.items() if not key.startswith(name)]
+    code, _, err = run(capsys, *given, key)
+    assert code == 2
+    assert message in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_is_shown_a_bar_and_everything_else_lines(capsys, monkeypatch, tmp_path, model):
+    config = resumable(tmp_path, model, steps=2)
+    train(config)
+    plain = capsys.readouterr()
+    assert plain.out.startswith("step 1/2  loss ")
+    assert "2/2" not in plain.err
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    train(config)
+    assert "2/2" in screen.getvalue()
+    assert "loss " in screen.getvalue()
+    assert capsys.readouterr().out.count("step 2/2  loss ") == 1
 
 
 def test_help_lists_the_keys(capsys):
@@ -237,6 +276,9 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model):
     outcome = train(resumable(tmp_path / "b", model, resume=True), stopped.append)
     assert outcome.steps == 8
     assert stopped[6] == "resumed after step 4"
+    again = []
+    assert train(resumable(tmp_path / "b", model, resume=True), again.append).steps == 8
+    assert again == ["resumed after step 8, the last"]
     losses = [[line.split("  ")[:4] for line in lines if line.startswith("step")] for lines in (straight, stopped)]
     assert losses[1][6:] == losses[0][4:]
 
@@ -264,7 +306,7 @@ def test_a_checkpoint_whose_replacement_was_cut_off_is_still_found(tmp_path, mod
     (tmp_path / "out.checkpoint").rename(tmp_path / ".out.checkpoint.previous")
     lines = []
     train(resumable(tmp_path, model, steps=4, resume=True), lines.append)
-    assert lines == ["resumed after step 4"]
+    assert lines == ["resumed after step 4, the last"]
 
 
 def test_held_out_rows_are_scored_and_not_learned(tmp_path, model):

@@ -212,15 +212,19 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+
+
 def _tokenizer(model_path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
+    lack = f"Model folder {model_path} has no tokenizer that transformers can load; give one, or pre-tokenised rows."
+    if not any(file for pattern in _VOCABULARIES for file in Path(model_path).glob(pattern)):
+        raise DataError(lack)  # transformers would make an empty one
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"Model folder {model_path} has no tokenizer that transformers can load; give one, or pre-tokenised rows."
-        ) from error
+        raise DataError(lack) from error
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
         lack = "chat template" if tokenizer.chat_template is None else "eos token"
         raise DataError(f"The tokenizer of {model_path} has no {lack}; add one, or give pre-tokenised rows.")

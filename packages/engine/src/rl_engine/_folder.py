@@ -175,6 +175,8 @@ def read_config(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
+    if not folder.is_dir():
+        raise ModelFolderError(f"Model folder {folder} does not exist. Download the model first, and give its folder.")
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
     try:
@@ -206,13 +208,15 @@ def _build(folder: Path, build: Any) -> Any:
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    had_bar = logging.is_progress_bar_enabled()
+    had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it warns of is an error here, or a scalar head that is meant to be new
     try:
         return build()
     except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
         raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {_first_line(error)}") from error
     finally:
+        logging.set_verbosity(verbosity)
         if had_bar:
             logging.enable_progress_bar()
 

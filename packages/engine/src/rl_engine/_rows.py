@@ -124,7 +124,7 @@ class RowBatch:
         self._lengths = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         self._unfed = 0 if feeds_last else 1
         self._check_mask()
-        self._units = self._find_units()
+        self._units = self._find_units(needs_pairs=needs_mask)
         self._places: _Ragged | None = None
 
     @property
@@ -333,8 +333,12 @@ class RowBatch:
             )
         return column
 
-    def _find_units(self) -> list[list[int]] | None:
-        """Raises BatchError: `pair_id` or `is_chosen` is not one entry per row, or a pair is not one of each."""
+    def _find_units(self, *, needs_pairs: bool) -> list[list[int]] | None:
+        """See `units`; where a loss is to read them, every pair must be there.
+
+        Raises:
+            BatchError: `pair_id` or `is_chosen` is not one entry per row, or a pair is not one of each.
+        """
         for name in (PAIR, CHOSEN):
             column = self._columns.get(name)
             if column is not None and not (isinstance(column, Tensor) and column.shape == (self.num_rows,)):
@@ -347,7 +351,7 @@ class RowBatch:
         units: dict[int, list[int]] = {}
         for row, pair in enumerate(pairs.tolist()):
             units.setdefault(pair, []).append(row)
-        if isinstance(chosen, Tensor):
+        if needs_pairs and isinstance(chosen, Tensor):
             is_chosen = chosen.bool().tolist()
             for pair, rows in units.items():
                 good = sum(is_chosen[row] for row in rows)

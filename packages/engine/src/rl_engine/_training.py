@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rl_engine._distributed import expected_size
 from rl_engine._folder import previous_folder
+from rl_engine._progress import Progress
+from rl_engine._registry import check as check_engine
 from rl_engine._rows import RowBatch
-from rl_engine.errors import ConfigError
+from rl_engine.errors import ConfigError, DataError
 from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, Precision
 
 if TYPE_CHECKING:
@@ -133,6 +136,20 @@ def check(config: RunConfig) -> None:
         raise ConfigError("resume=true needs save_every, or the run would write no checkpoint to go on from.")
 
 
+def check_parts(config: RunConfig, *engines: EngineConfig) -> None:
+    """Refuse files that are not there and engines that cannot be, before anything is read.
+
+    Raises:
+        DataError: names the file.
+        BackendError, ConfigError, ModelFolderError: as `rl_engine.check`.
+    """
+    for path in (config.data_path, config.eval_path):
+        if path is not None and not Path(path).is_file():
+            raise DataError(f"Data file {path} does not exist.")
+    for engine in engines:
+        check_engine(config.backend, engine, expected_size())
+
+
 def engine_config(config: RunConfig, *, head: Head = Head.LM, init: ModelInit = ModelInit.PRETRAINED) -> EngineConfig:
     """The engine of a run."""
     return EngineConfig(
@@ -191,41 +208,43 @@ def run(
     """
     rank, size = rank_and_size()
     source = RowBatch(train.columns, needs_mask=True, device=torch.device("cpu"))
-    lengths = torch.tensor(source.lengths)
+    lengths = source.lengths
     num_items = source.num_rows // train.rows_per_item
     recent: deque[dict[str, float]] = deque(maxlen=config.log_every)
     means: dict[str, float] = {}
     evaluated: dict[str, float] = {}
     tokens = 0
     done = _resumed(config, worker, num_items)
-    if done and rank == 0:
-        report(f"resumed after step {done}")
+    progress = Progress(report, total=config.steps, done=done, is_shown=rank == 0)
+    if done:
+        progress.line(f"resumed after step {done}" + (", the last" if done >= config.steps else ""))
     for step, items in enumerate(batches(num_items, config.batch_size, config.seed, config.steps), start=1):
         if step <= done:
             continue
         chosen = rows_of(items[rank::size], train.rows_per_item)
-        mine = source.select(chosen)
+        mine = _taken(source, chosen, train.rows_per_item)
         if complete is not None:
             mine = complete(worker, train, chosen, mine)
         recent.append(worker.forward_backward(mine, loss_function).metrics)
         outcome = worker.optim_step()
-        tokens += int(lengths[rows_of(items, train.rows_per_item)].sum())
+        tokens += sum(lengths[row] for row in rows_of(items, train.rows_per_item))
+        progress.step(recent[-1]["loss"])
         means = {name: fmean(entry[name] for entry in recent) for name in recent[-1]}
         is_last = step == config.steps or (len(recent) == config.log_every and is_reached(means))
-        if rank == 0 and (step % config.log_every == 0 or is_last):
+        if step % config.log_every == 0 or is_last:
             speed = tokens / (time.perf_counter() - started)
-            report(
+            progress.line(
                 f"step {step}/{config.steps}  {_shown(means)}  grad norm {outcome.grad_norm:.2f}  "
                 f"lr {outcome.lr:.2e}  {speed:.0f} tokens/s"
             )
         if held_out is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
             evaluated = evaluate(worker, loss_function, held_out, complete)
-            if rank == 0:
-                report(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
+            progress.line(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
         if config.save_every and (step % config.save_every == 0 or is_last):
             _save(config, worker, num_items)
         if is_last:
             break
+    progress.close()
     worker.save_weights(config.output_dir)
     return RunReport(
         steps=worker.step,
@@ -278,10 +297,18 @@ def evaluate(
     source = RowBatch(rows.columns, needs_mask=True, device=torch.device("cpu"))
     items = list(range(source.num_rows // rows.rows_per_item))[rank::size]
     chosen = rows_of(items, rows.rows_per_item)
-    mine = source.select(chosen)
+    mine = _taken(source, chosen, rows.rows_per_item)
     if complete is not None:
         mine = complete(worker, rows, chosen, mine)
     return worker.forward(mine, loss_function).metrics
+
+
+def _taken(source: RowBatch, chosen: list[int], rows_per_item: int) -> TensorDict:
+    """The chosen rows; a pair that comes twice in one step is two pairs."""
+    mine = source.select(chosen)
+    if rows_per_item > 1:
+        mine["pair_id"] = torch.arange(len(chosen)) // rows_per_item
+    return mine
 
 
 def score_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import sys
 import typing
 from enum import StrEnum
@@ -64,14 +65,16 @@ def _main(
     if given and given[0] in ("-h", "--help"):
         print(f"{program} {_NEEDED} [key=value ...]", *_key_lines(config_class), sep="\n")
         return 0
+    # torch 2.13 warns of a name of its own whenever a jagged tensor is made; delete when no torch does
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         config = parse_config(config_class, given, program=program)
         outcome = train(config)
     except _BAD_INPUT as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    loss = outcome.metrics.get("loss", float("nan"))
-    print(f"{outcome.steps} steps in {outcome.wall_s:.1f} s, loss {loss:.4f}; model in {config.output_dir}")
+    loss = f", loss {outcome.metrics['loss']:.4f}" if outcome.metrics else ""
+    print(f"{outcome.steps} steps, {outcome.wall_s:.1f} s{loss}; model in {config.output_dir}")
     return 0
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
+    from rl_engine.types import EngineConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RunConfig):
@@ -67,6 +69,7 @@ def train(config: DistillConfig, report: Callable[[str], None] = print) -> RunRe
     for field in fields(config):
         if idle.get(field.name) and getattr(config, field.name) != field.default:
             raise ConfigError(f"{field.name} does nothing with loss={config.loss}; leave it out.")
+    _training.check_parts(config, _training.engine_config(config), _teacher(config))
     _check_tokenizers(config.model_path, config.teacher_path)
     paths = [path for path in (config.data_path, config.eval_path) if path is not None]
     files = [tokenize_file(path, config.model_path) for path in paths]
@@ -79,22 +82,25 @@ def train(config: DistillConfig, report: Callable[[str], None] = print) -> RunRe
 
 def add_teacher(config: DistillConfig, files: Sequence[TensorDict]) -> None:
     """Add what the loss reads of the teacher to the columns of each file. Collective."""
-    wants_candidates = config.loss != DistillKind.REVERSE
-    engine = replace(
-        _training.engine_config(config),
-        model_path=config.teacher_path,
-        optimizer=None,
-        num_candidates=config.num_candidates if wants_candidates else 0,
-        activation_checkpointing=False,
-    )
     names = {"logprobs": "teacher_logprobs"}
-    if wants_candidates:
+    if config.loss != DistillKind.REVERSE:
         names |= {"candidate_token_ids": "candidate_token_ids", "candidate_logprobs": "teacher_candidate_logprobs"}
-    with TrainingWorker(engine, config.backend) as teacher:
+    with TrainingWorker(_teacher(config), config.backend) as teacher:
         for columns in files:
             scored = _training.score_all(teacher, columns, list(names))
             for name, column in names.items():
                 columns[column] = scored[name]
+
+
+def _teacher(config: DistillConfig) -> EngineConfig:
+    """The engine that scores the files."""
+    return replace(
+        _training.engine_config(config),
+        model_path=config.teacher_path,
+        optimizer=None,
+        num_candidates=0 if config.loss == DistillKind.REVERSE else config.num_candidates,
+        activation_checkpointing=False,
+    )
 
 
 def _check_tokenizers(student: str | Path, teacher: str | Path) -> None:

@@ -72,6 +72,7 @@ def train(config: DpoConfig, report: Callable[[str], None] = print) -> RunReport
     if config.label_smoothing and config.loss != DpoKind.SIGMOID:
         raise ConfigError(f"label_smoothing does nothing with loss={config.loss}; leave it out.")
     _check_kto(config)
+    _training.check_parts(config, _training.engine_config(config))
     if config.loss == DpoKind.KTO:
         return _train_kto(config, report, started)
     data = tokenize_pairs(config.data_path, config.model_path)

@@ -59,12 +59,14 @@ def train(config: RmConfig, report: Callable[[str], None] = print) -> RunReport:
         NonFiniteError: a gradient is NaN or infinite.
     """
     started = time.perf_counter()
+    engine = _training.engine_config(config, head=Head.REWARD)
     _training.check(config)
+    _training.check_parts(config, engine)
     is_process = config.loss == RewardKind.PROCESS
     read, loss = (tokenize_steps, process_reward_loss) if is_process else (tokenize_pairs, reward_loss)
     data = read(config.data_path, config.model_path)
     held_out = None if config.eval_path is None else read(config.eval_path, config.model_path)
-    with TrainingWorker(_training.engine_config(config, head=Head.REWARD), config.backend) as worker:
+    with TrainingWorker(engine, config.backend) as worker:
         return _training.run(config, worker, loss, data, held_out, report, started)
 
 

@@ -55,7 +55,9 @@ def train(config: SftConfig, report: Callable[[str], None] = print) -> RunReport
         NonFiniteError: a gradient is NaN or infinite.
     """
     started = time.perf_counter()
+    engine = _training.engine_config(config, init=config.init)
     _training.check(config)
+    _training.check_parts(config, engine)
     data, held_out = (
         None if path is None else Rows(columns=tokenize_file(path, config.model_path))
         for path in (config.data_path, config.eval_path)
@@ -68,7 +70,7 @@ def train(config: SftConfig, report: Callable[[str], None] = print) -> RunReport
             accuracy is not None and means["sequence_accuracy"] >= accuracy
         )
 
-    with TrainingWorker(_training.engine_config(config, init=config.init), config.backend) as worker:
+    with TrainingWorker(engine, config.backend) as worker:
         return _training.run(config, worker, sft_loss, data, held_out, report, started, is_reached)
 
 
