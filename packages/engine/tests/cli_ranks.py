@@ -2,11 +2,9 @@
 
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from rl_engine.cli import distill_main, dpo_main, rm_main, sft_main
 
@@ -29,8 +27,6 @@ def run(folder, name, output):
 
 def main(folder):
     torch.set_num_threads(1)
-    # one group for all of them: torchrun's own store outlives a group, that of plain environment variables does not
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     codes = {name: run(folder, name, f"{name}-many") for name in RUNS}
     if os.environ["RANK"] == "0":
         torch.save(codes, folder / "seen.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from rl_engine.errors import ConfigError, EngineError
 
 _Value = TypeVar("_Value")
+_MEETINGS: dict[tuple[str, ...], tuple[dist.Store, int, int, itertools.count[int]]] = {}
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -94,8 +96,23 @@ def join_world(*, timeout_s: float, needs_group: bool) -> World:
                 timeout=timeout,
             )
         return World(rank=0, size=1, device=device, owns_group=needs_group)
-    dist.init_process_group(backend, timeout=timeout)
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, owns_group=True)
+    store, rank, size = _meeting(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank=rank, size=size, device=device, owns_group=True)
+
+
+def _meeting(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where the ranks of torchrun's environment meet for their next group, this one's number, and how many they are.
+
+    One store is kept as long as the process: the one that torch makes for a group ends with it, and a rank that is
+    quick to make the next group would meet the others at the store of the last.
+    """
+    key = tuple(os.environ[name] for name in _TORCHRUN)
+    if key not in _MEETINGS:
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        _MEETINGS[key] = store, rank, size, itertools.count()
+    store, rank, size, number = _MEETINGS[key]
+    return dist.PrefixStore(f"rl-engine-{next(number)}", store), rank, size
 
 
 def _device() -> torch.device:
