@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import os
 import sys
 import typing
 from enum import StrEnum
@@ -74,7 +75,8 @@ def _main(
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     loss = f", loss {outcome.metrics['loss']:.4f}" if outcome.metrics else ""
-    print(f"{outcome.steps} steps, {outcome.wall_s:.1f} s{loss}; model in {config.output_dir}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{outcome.steps} steps, {outcome.wall_s:.1f} s{loss}; model in {config.output_dir}")
     return 0
 
 
