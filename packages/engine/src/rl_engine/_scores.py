@@ -128,11 +128,13 @@ def score_states(
         softcap=head.softcap,
         temperature=wanted.temperature,
         entropy=wanted.entropy,
+        sum_pi_squared=wanted.sum_pi_squared,
         ignore_index=None,
     )
     lookup = _FromStates(hidden, weight, bias, head, wanted.temperature)
-    squares = lookup.sum_pi_squared(labels) if wanted.sum_pi_squared else None
-    return _with_candidates(lookup, found.logprobs, labels, candidates, wanted, entropy=found.entropy, squares=squares)
+    return _with_candidates(
+        lookup, found.logprobs, labels, candidates, wanted, entropy=found.entropy, squares=found.sum_pi_squared
+    )
 
 
 def _with_candidates(
@@ -200,15 +202,6 @@ class _FromStates:
             token_ids.append(found.indices)
             values.append(found.values)
         return torch.cat(token_ids), torch.cat(values[1:] or values)
-
-    @torch.no_grad()
-    def sum_pi_squared(self, labels: Tensor) -> Tensor:
-        """(C,), by one more product with the head."""
-        squares = [
-            logprobs(self._logits(hidden), chosen, sum_pi_squared=True, ignore_index=None).sum_pi_squared
-            for hidden, chosen in zip(self._hidden.split(_CHUNK), labels.split(_CHUNK), strict=True)
-        ]
-        return torch.cat([part for part in squares if part is not None])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._final(torch.nn.functional.linear(hidden, self._weight, self._bias))
