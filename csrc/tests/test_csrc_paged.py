@@ -107,7 +107,7 @@ def test_half_types_are_computed_in_float32(dtype, level):
     torch.testing.assert_close(out.double(), expected(sequences, 0.3), atol=2e-2, rtol=2e-2)
 
 
-def test_a_token_does_not_depend_on_the_others():
+def test_a_token_does_not_depend_on_the_others(level):
     arguments, _ = case(*SHAPES["decode"])
     whole = paged.attention(*arguments, scaling=0.3)
     for t in range(4):

@@ -12,7 +12,7 @@
 namespace rl {
 namespace {
 
-using PagedToken = void (*)(const rl_paged_attention*, std::int64_t, float*);
+using PagedToken = void (*)(const rl_paged_attention*, std::int64_t, float*, std::int64_t*);
 
 PagedToken paged_token() {
 #if defined(__x86_64__)
@@ -65,10 +65,12 @@ extern "C" std::int64_t rl_cpu_paged_attention(const rl_paged_attention* in, int
   const std::int64_t per_token = work / std::max<std::int64_t>(in->tokens, 1) * in->heads * (in->key_size + in->value_size);
   const std::int64_t grain = std::max<std::int64_t>(1, kPieceProducts / std::max<std::int64_t>(per_token, 1));
   const std::int64_t group = in->heads / in->kv_heads;
+  const std::int64_t padded = longest + kPagedBlock - 1;
   const PagedToken attend = paged_token();
   parallel_for(in->tokens, grain, threads, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> scratch(static_cast<std::size_t>(group * (in->key_size + longest)));
-    for (std::int64_t t = begin; t < end; ++t) attend(in, t, scratch.data());
+    std::vector<float> scratch(static_cast<std::size_t>(group * (in->key_size + padded)));
+    std::vector<std::int64_t> slots(static_cast<std::size_t>(padded));
+    for (std::int64_t t = begin; t < end; ++t) attend(in, t, scratch.data(), slots.data());
   });
   return 0;
 }

@@ -22,98 +22,128 @@ RL_INLINE float add_lanes(vf x) {
 #endif
 }
 
-constexpr int64_t kAhead = 8;
+RL_INLINE float top_lane(vf x) {  // of lanes with a NaN: any
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  return max_lane(x);
+#endif
+}
 
 RL_INLINE void prefetch(const void* address, int64_t nbytes) {
   for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch((const char*)address + i);
 }
 
-template <class T>
-RL_INLINE float dot(const float* q, const typename T::storage* k, int64_t size) {
-  vf sum{};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) sum = fma(load(q + i), T::get(k + i), sum);
-  float total = add_lanes(sum);
-  for (; i < size; ++i) total += q[i] * T::get_one(k + i);
-  return total;
+// a0 b0 a1 b1 ... of the first halves and of the second, added: half as many sums of each, side by side.
+RL_INLINE vf add_halves(vf a, vf b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) +
+         __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11) + __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
 }
 
-// Scores become weights that sum to 1 (less what a sink takes). Units of log 2 from the start.
-RL_INLINE void softmax_in_place(float* scores, int64_t size, float softcap, const float* sink) {
-  int64_t i;
-  if (softcap > 0) {
-    const float scale = 1.0f / (softcap * kLog2e);
-    for (i = 0; i + kLanes <= size; i += kLanes)
-      store(scores + i, tanhv(load(scores + i) * splat(scale)) * splat(softcap * kLog2e));
-    for (; i < size; ++i) scores[i] = tanhv(splat(scores[i] * scale))[0] * softcap * kLog2e;
+// Products of a query with kCount keys, keys[0], keys[step], ...: each key's sum stays apart until all are folded together.
+template <class T, int kCount = kLanes>
+RL_INLINE vf dots(const float* q, const typename T::storage* const* keys, int step, int64_t size) {
+  if constexpr (kCount > 4) {
+    return add_halves(dots<T, kCount / 2>(q, keys, 2 * step, size), dots<T, kCount / 2>(q, keys + step, 2 * step, size));
+  } else {
+    const typename T::storage *k0 = keys[0], *k1 = keys[step], *k2 = keys[2 * step], *k3 = keys[3 * step];
+    vf sum0{}, sum1{}, sum2{}, sum3{};
+    for (int64_t i = 0; i + kLanes <= size; i += kLanes) {
+      const vf x = load(q + i);
+      sum0 = fma(x, T::get(k0 + i), sum0), sum1 = fma(x, T::get(k1 + i), sum1);
+      sum2 = fma(x, T::get(k2 + i), sum2), sum3 = fma(x, T::get(k3 + i), sum3);
+    }
+    return add_halves(add_halves(sum0, sum2), add_halves(sum1, sum3));
   }
+}
+
+// Scores of one query with kLanes keys.
+template <class T>
+RL_INLINE vf scores_of(const float* q, const typename T::storage* const* keys, int64_t size) {
+  const vf scores = dots<T>(q, keys, 1, size);
+  int64_t i = size / kLanes * kLanes;
+  if (i == size) return scores;
+  float rest[kLanes] = {};
+  for (; i < size; ++i)
+    for (int j = 0; j < kLanes; ++j) rest[j] += q[i] * T::get_one(keys[j] + i);
+  return scores + load(rest);
+}
+
+// Scores become weights that sum to 1 (less what a sink takes), those from `size` to `padded` 0. Units of log 2 from the start.
+RL_INLINE void softmax_in_place(float* scores, int64_t size, int64_t padded, float softcap, const float* sink) {
+  if (softcap > 0) {
+    const vf scale = splat(1.0f / (softcap * kLog2e)), cap = splat(softcap * kLog2e);
+    for (int64_t i = 0; i < padded; i += kLanes) store(scores + i, tanhv(load(scores + i) * scale) * cap);
+  }
+  for (int64_t i = size; i < padded; ++i) scores[i] = 2 * kFloor;
   vf tops = splat(sink ? *sink * kLog2e : kFloor);
-  for (i = 0; i + kLanes <= size; i += kLanes) tops = max_keeping_nan(tops, load(scores + i));
-  float top = max_lane(tops);
-  for (; i < size; ++i) top = scores[i] > top ? scores[i] : top;
+  for (int64_t i = 0; i < padded; i += kLanes) tops = max_keeping_nan(tops, load(scores + i));
+  const float top = top_lane(tops);
   vf sums{};
-  for (i = 0; i + kLanes <= size; i += kLanes) {
+  for (int64_t i = 0; i < padded; i += kLanes) {
     const vf weight = exp2v(load(scores + i) - splat(top));
     store(scores + i, weight);
     sums = sums + weight;
   }
   float sum = add_lanes(sums);
-  for (; i < size; ++i) sum += scores[i] = exp2v(splat(scores[i] - top))[0];
   if (sink) sum += exp2v(splat(*sink * kLog2e - top))[0];
-  const float inverse = 1.0f / sum;
-  for (i = 0; i < size; ++i) scores[i] *= inverse;
+  const vf inverse = splat(1.0f / sum);
+  for (int64_t i = 0; i < padded; i += kLanes) store(scores + i, load(scores + i) * inverse);
 }
 
-// Calls body(first position, count, slot of the first) for each run of positions [first, end) that lies in one page.
-template <class Body>
-RL_INLINE void each_run(const int64_t* pages, int64_t page_size, int64_t first, int64_t end, const Body& body) {
-  for (int64_t p = first; p < end;) {
-    const int64_t offset = p % page_size, left = page_size - offset;
-    const int64_t count = left < end - p ? left : end - p;
-    body(p, count, pages[p / page_size] * page_size + offset);
-    p += count;
-  }
+// Numbers [i, i + kWidth * kLanes) of the outputs of kGroup query heads: sums over positions of weights[g][p] * value[p].
+template <class T, int kGroup, int kWidth>
+RL_INLINE void weigh_lanes(const rl_paged_attention* in, const typename T::storage* values, const int64_t* slots, int64_t span,
+                           const float* weights, int64_t padded, typename T::storage* out, int64_t i) {
+  const int64_t stride = in->kv_heads * in->value_size;
+  vf sums[kGroup][kWidth] = {};
+  for (int64_t p = 0; p < span; ++p)
+    for (int w = 0; w < kWidth; ++w) {
+      const vf value = T::get(values + slots[p] * stride + i + w * kLanes);
+      for (int g = 0; g < kGroup; ++g) sums[g][w] = fma(splat(weights[g * padded + p]), value, sums[g][w]);
+    }
+  for (int g = 0; g < kGroup; ++g)
+    for (int w = 0; w < kWidth; ++w) T::put(out + g * in->value_size + i + w * kLanes, sums[g][w]);
 }
 
-// out[g] += sum over positions of weights[g][p] * value[p], for kGroup query heads at once.
 template <class T, int kGroup>
-RL_INLINE void weigh_values(const rl_paged_attention* in, const int64_t* pages, int64_t head, int64_t first, int64_t end,
-                            const float* weights, typename T::storage* out) {
-  typedef typename T::storage S;
-  const S* cache = (const S*)in->value_cache + head * in->value_size;
-  const int64_t stride = in->kv_heads * in->value_size, span = end - first;
+RL_INLINE void weigh_values(const rl_paged_attention* in, const typename T::storage* values, const int64_t* slots, int64_t span,
+                            const float* weights, int64_t padded, typename T::storage* out) {
+  constexpr int kWidth = kGroup == 4 ? 2 : 4;  // as many sums as hide the latency of an addition and fit in registers
   int64_t i = 0;
-  for (; i + kLanes <= in->value_size; i += kLanes) {
-    vf sums[kGroup] = {};
-    each_run(pages, in->page_size, first, end, [&](int64_t p, int64_t count, int64_t slot) {
-      const S* value = cache + slot * stride + i;
-      const float* weight = weights + (p - first);
-      for (int64_t j = 0; j < count; ++j, value += stride) {
-        const vf v = T::get(value);
-        for (int g = 0; g < kGroup; ++g) sums[g] = fma(splat(weight[g * span + j]), v, sums[g]);
-      }
-    });
-    for (int g = 0; g < kGroup; ++g) T::put(out + g * in->value_size + i, sums[g]);
-  }
+  for (; i + kWidth * kLanes <= in->value_size; i += kWidth * kLanes)
+    weigh_lanes<T, kGroup, kWidth>(in, values, slots, span, weights, padded, out, i);
+  for (; i + 2 * kLanes <= in->value_size; i += 2 * kLanes) weigh_lanes<T, kGroup, 2>(in, values, slots, span, weights, padded, out, i);
+  for (; i + kLanes <= in->value_size; i += kLanes) weigh_lanes<T, kGroup, 1>(in, values, slots, span, weights, padded, out, i);
   for (; i < in->value_size; ++i) {
     float sums[kGroup] = {};
-    each_run(pages, in->page_size, first, end, [&](int64_t p, int64_t count, int64_t slot) {
-      for (int64_t j = 0; j < count; ++j)
-        for (int g = 0; g < kGroup; ++g)
-          sums[g] += weights[g * span + (p - first) + j] * T::get_one(cache + (slot + j) * stride + i);
-    });
+    for (int64_t p = 0; p < span; ++p)
+      for (int g = 0; g < kGroup; ++g)
+        sums[g] += weights[g * padded + p] * T::get_one(values + slots[p] * in->kv_heads * in->value_size + i);
     for (int g = 0; g < kGroup; ++g) T::put_one(out + g * in->value_size + i, sums[g]);
   }
 }
 
 template <class T>
-RL_INLINE void paged_token_of(const rl_paged_attention* in, int64_t token, float* scratch) {
+RL_INLINE void paged_token_of(const rl_paged_attention* in, int64_t token, float* scratch, int64_t* slots) {
   typedef typename T::storage S;
   const int64_t end = in->positions[token] + 1;
   const int64_t first = in->window > 0 && end > in->window ? end - in->window : 0, span = end - first;
+  const int64_t padded = (span + kLanes - 1) / kLanes * kLanes;
   const int64_t* pages = in->block_tables + in->rows[token] * in->table_stride;
   const int64_t group = in->heads / in->kv_heads, key_stride = in->kv_heads * in->key_size;
   const int64_t value_stride = in->kv_heads * in->value_size;
+  for (int64_t p = first; p < end;) {
+    const int64_t page = p / in->page_size, page_end = (page + 1) * in->page_size, shift = (pages[page] - page) * in->page_size;
+    for (; p < page_end && p < end; ++p) slots[p - first] = p + shift;
+  }
+  for (int64_t p = span; p < padded; ++p) slots[p] = slots[span - 1];  // keys beyond the last are not read
   float *query = scratch, *weights = scratch + group * in->key_size;
   for (int64_t head = 0; head < in->kv_heads; ++head) {
     const S* q = (const S*)in->query + token * in->query_strides[0] + head * group * in->query_strides[1];
@@ -122,34 +152,34 @@ RL_INLINE void paged_token_of(const rl_paged_attention* in, int64_t token, float
         query[g * in->key_size + i] = T::get_one(q + g * in->query_strides[1] + i) * (in->scaling * kLog2e);
     const S* cache = (const S*)in->key_cache + head * in->key_size;
     const S* values = (const S*)in->value_cache + head * in->value_size;
-    each_run(pages, in->page_size, first, end, [&](int64_t p, int64_t count, int64_t slot) {
-      for (int64_t j = 0; j < count; ++j) {
+    for (int64_t p = 0; p < padded; p += kLanes) {
+      const int64_t ahead = p + kLanes < padded ? kLanes : 0;
+      const S* keys[kLanes];
+      for (int j = 0; j < kLanes; ++j) {
+        keys[j] = cache + slots[p + j] * key_stride;
         // The cache is larger than the processor's: ask for the next keys, and for the values that follow.
-        prefetch(cache + (slot + j + kAhead) * key_stride, in->key_size * sizeof(S));
-        prefetch(values + (slot + j) * value_stride, in->value_size * sizeof(S));
-        for (int64_t g = 0; g < group; ++g)
-          weights[g * span + (p - first) + j] = dot<T>(query + g * in->key_size, cache + (slot + j) * key_stride, in->key_size);
+        prefetch(cache + slots[p + ahead + j] * key_stride, in->key_size * sizeof(S));
+        prefetch(values + slots[p + j] * value_stride, in->value_size * sizeof(S));
       }
-    });
+      for (int64_t g = 0; g < group; ++g) store(weights + g * padded + p, scores_of<T>(query + g * in->key_size, keys, in->key_size));
+    }
     for (int64_t g = 0; g < group; ++g)
-      softmax_in_place(weights + g * span, span, in->softcap, in->sinks ? in->sinks + head * group + g : nullptr);
+      softmax_in_place(weights + g * padded, span, padded, in->softcap, in->sinks ? in->sinks + head * group + g : nullptr);
     S* out = (S*)in->out + (token * in->heads + head * group) * in->value_size;
     int64_t g = 0;
-    for (; g + 4 <= group; g += 4)
-      weigh_values<T, 4>(in, pages, head, first, end, weights + g * span, out + g * in->value_size);
-    for (; g + 2 <= group; g += 2)
-      weigh_values<T, 2>(in, pages, head, first, end, weights + g * span, out + g * in->value_size);
-    for (; g < group; ++g) weigh_values<T, 1>(in, pages, head, first, end, weights + g * span, out + g * in->value_size);
+    for (; g + 4 <= group; g += 4) weigh_values<T, 4>(in, values, slots, span, weights + g * padded, padded, out + g * in->value_size);
+    for (; g + 2 <= group; g += 2) weigh_values<T, 2>(in, values, slots, span, weights + g * padded, padded, out + g * in->value_size);
+    for (; g < group; ++g) weigh_values<T, 1>(in, values, slots, span, weights + g * padded, padded, out + g * in->value_size);
   }
 }
 
 }  // namespace
 
-void RL_PAGED_TOKEN(const rl_paged_attention* in, int64_t token, float* scratch) {
+void RL_PAGED_TOKEN(const rl_paged_attention* in, int64_t token, float* scratch, int64_t* slots) {
   switch (in->dtype) {
-    case RL_BF16: return paged_token_of<Bf16>(in, token, scratch);
-    case RL_F16: return paged_token_of<F16>(in, token, scratch);
-    default: return paged_token_of<F32>(in, token, scratch);
+    case RL_BF16: return paged_token_of<Bf16>(in, token, scratch, slots);
+    case RL_F16: return paged_token_of<F16>(in, token, scratch, slots);
+    default: return paged_token_of<F32>(in, token, scratch, slots);
   }
 }
 
