@@ -413,6 +413,15 @@ def test_a_put_that_fails_while_writing_gives_its_memory_back(queue, monkeypatch
     assert queue.stats()["segments"] == 0
 
 
+@pytest.fixture
+def interruptible():
+    """Processes that a shell starts in its background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_waiter_claims_nothing(queue):
     with rl_tq.connect(queue.address) as peer:
         target = threading.current_thread().ident

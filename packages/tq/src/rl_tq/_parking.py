@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 _NONE: Any = object()
+_SLICE_S = 1.0
+"""No system call waits longer: a signal that comes just before one is only seen by Python when it ends."""
 
 
 class Slot(Generic[Answer]):
@@ -86,7 +88,7 @@ class Turnstile:
             try:
                 while not slot.is_done and (left := deadline - time.monotonic()) > 0:
                     if not self._read_until(slot, deadline):
-                        slot.wait(left)
+                        slot.wait(min(left, _SLICE_S))
             finally:
                 with self._lock:
                     del self._waiting[slot]
@@ -99,7 +101,7 @@ class Turnstile:
             return False
         try:
             while not slot.is_done and (left := deadline - time.monotonic()) > 0:
-                self._read(left)
+                self._read(min(left, _SLICE_S))
         finally:
             self._turn.release()
         return True
