@@ -16,5 +16,5 @@ def make_tokens() -> dict[str, str]:
 
 
 def server_token() -> str | None:
-    """What the job's own servers ask for; None in a job of one process, which made none."""
+    """What the job's own servers ask for; None where no job was started."""
     return os.environ.get(_SERVER)
