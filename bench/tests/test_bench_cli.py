@@ -41,6 +41,15 @@ def test_the_checkout_and_its_benchmarks_are_found_from_any_folder_inside(checko
     assert find_benchmarks(checkout) == {"toy_bench": checkout / "packages/toy/bench/toy_bench.py"}
 
 
+def test_the_rows_that_need_a_gpu_alone(checkout: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["toy_bench", "--gpu"]) == 2
+    assert "has no rows that need a GPU" in capsys.readouterr().err
+    file = checkout / "packages/toy/bench/toy_gpu.py"
+    file.write_text('def gpu(run):\n    run.record("on a GPU", "ours", [1.0], unit="s")\n')
+    assert main(["toy_gpu", "--gpu"]) == 0
+    assert "on a GPU" in capsys.readouterr().out
+
+
 def test_two_benchmarks_of_one_name_are_refused(checkout: Path):
     other = checkout / "csrc" / "bench"
     other.mkdir(parents=True)

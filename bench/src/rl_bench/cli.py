@@ -19,7 +19,8 @@ from rl_bench.machine import describe_commit, describe_machine
 from rl_bench.run import Row, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
 
 
 def find_checkout(start: Path) -> Path | None:
@@ -46,17 +47,21 @@ def find_benchmarks(root: Path) -> dict[str, Path]:
     return found
 
 
-def run_benchmark(root: Path, file: Path, *, quick: bool, threads: int) -> dict[str, Any]:
-    """Import one benchmark and run its `main(run)`; returns what the JSON file holds."""
+def load_benchmark(root: Path, file: Path, *, threads: int) -> ModuleType:
+    """Import one benchmark, with as many threads for torch."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before the benchmark imports torch, which reads it once
     if str(root) not in sys.path:
         sys.path.append(str(root))  # last, so that nothing is shadowed; processes that the benchmark spawns inherit it
-    module = importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
+    return importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
+
+
+def run_benchmark(root: Path, name: str, main: Callable[[Run], None], *, quick: bool, threads: int) -> dict[str, Any]:
+    """Run a benchmark's `main(run)` or `gpu(run)`; returns what the JSON file holds."""
     run = Run(quick=quick)
     run.parameters(quick=quick, threads=threads)
-    module.main(run)
+    main(run)
     return {
-        "name": file.stem,
+        "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "commit": describe_commit(root),
@@ -105,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller inputs; not for figures that are quoted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, parameters and rows there")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: every core)")
+    parser.add_argument("--gpu", action="store_true", help="only the rows that need a GPU")
     arguments = parser.parse_args(argv)
     root = find_checkout(Path.cwd()) or find_checkout(Path(__file__).resolve())
     if root is None:
@@ -113,7 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.name not in found:
         return _refuse(f"no benchmark {arguments.name!r} here; there are: {', '.join(sorted(found)) or 'none'}")
     threads = arguments.threads or os.cpu_count() or 1
-    result = run_benchmark(root, found[arguments.name], quick=arguments.quick, threads=threads)
+    module = load_benchmark(root, found[arguments.name], threads=threads)
+    work = getattr(module, "gpu" if arguments.gpu else "main", None)
+    if work is None:
+        return _refuse(f"the benchmark {arguments.name!r} has no rows that need a GPU; leave out --gpu")
+    result = run_benchmark(root, arguments.name, work, quick=arguments.quick, threads=threads)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(to_table(result))
     if arguments.json is not None:

@@ -103,10 +103,15 @@ def measure(run, cores):
     with ExitStack() as stack:
         beside_nixl(run, stack, size, cores, weights, num_bytes)
     if torch.cuda.is_available():
-        from packages.ckpt.bench import _gpu
+        gpu(run)
 
-        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder:
-            _gpu.measure(run, Path(folder))
+
+def gpu(run):
+    """The rows of two processes on one GPU."""
+    from packages.ckpt.bench import _gpu
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rl-bench-") as folder:
+        _gpu.measure(run, Path(folder))
 
 
 def beside_nixl(run, stack, size, cores, weights, num_bytes):

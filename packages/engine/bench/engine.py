@@ -93,7 +93,7 @@ def our_step(folder, batch, **changes):
 def main(run: Run) -> None:
     _short_rows(run)
     _mixed_rows(run)
-    _on_a_gpu(run)
+    gpu(run)
 
 
 def _short_rows(run: Run) -> None:
@@ -135,7 +135,7 @@ def _mixed_rows(run: Run) -> None:
         tell_memory(run, metric, found, over_imports=over_imports)
 
 
-def _on_a_gpu(run: Run) -> None:
+def gpu(run: Run) -> None:
     """The same on a GPU: a model of half a billion parameters, packed batches of eight thousand tokens."""
     metric, memory = "0.6 B parameters on a GPU", "0.6 B parameters on a GPU, peak memory"
     goal = ">= 1.5 of best peer"

@@ -185,10 +185,10 @@ def main(run: Run) -> None:
         for server in (*servers.values(), *peers.values()):
             runner.run(server.stop())
     if torch.cuda.is_available():
-        _on_a_gpu(run)
+        gpu(run)
 
 
-def _on_a_gpu(run: Run) -> None:
+def gpu(run: Run) -> None:
     """256 requests x 256 tokens from prompts of 64, on a model of the shape of Qwen3-0.6B in bfloat16."""
     from transformers import AutoModelForCausalLM
 

@@ -42,14 +42,21 @@ def main(run: Run) -> None:
                     values(run, name, data, queue, peer, ray, other)
                 if not isinstance(other, str):
                     other_rows(run, other)
-            if torch.cuda.is_available():
-                to_device(run, payloads, queue, peer)
             one_row(run, queue, peer)
             control(run, queue, peer)
             parked(run, queue, peer)
         cleared(run, payloads["images"])
         restart(run)
         loopback(run, payloads["images"], tcp, plain_port, zmq_port)
+    if torch.cuda.is_available():
+        gpu(run)
+
+
+def gpu(run: Run) -> None:
+    """Ragged and shuffled rows to a GPU."""
+    num_rows = 32 if run.quick else 256
+    with server() as (shm, *_), rl_tq.connect(shm) as queue, rl_tq.connect(shm) as peer:
+        to_device(run, {"text": text(num_rows), "images": images(num_rows)}, queue, peer)
 
 
 SERVER = """
@@ -332,8 +339,7 @@ def values(
 
 def to_device(run: Run, payloads: dict[str, TensorDict], queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue) -> None:
     """Ragged and shuffled rows to a GPU, beside one copy of as many bytes from pinned memory."""
-    for name in ("text", "images"):
-        data = payloads[name]
+    for name, data in payloads.items():
         nbytes = sum(tensor.nbytes for tensor in plain(data).values())
         meta = queue.put(data, partition="device")
         shuffled = meta.reorder(torch.randperm(len(meta)).tolist())

@@ -113,7 +113,7 @@ def check_resume(config: Config, num_rows: int) -> None:
 
 
 def check_installed(group: str, name: str, key: str) -> None:
-    """Check that an entry point exists and that what it and its extra need is installed, importing none of it.
+    """Check that an entry point exists and that what its extra needs is installed, importing none of it.
 
     Raises:
         ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
@@ -132,7 +132,7 @@ def _missing_requirements(point: EntryPoint) -> list[str]:
     if point.dist is None:
         return []
     requirements = [Requirement(text) for text in point.dist.requires or []]
-    wanted = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": point.name})]
+    wanted = [r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": point.name})]
     return [r.name for r in wanted if not _is_installed(r.name)]
 
 
