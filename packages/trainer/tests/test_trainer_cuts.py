@@ -1,4 +1,4 @@
-"""Any partition of a batch into micro-batches gives the same loss, metrics and gradient: every loss and aggregation."""
+"""Every loss and aggregation: any partition into micro-batches gives the same, and none waits for the device."""
 
 import random
 from typing import get_args, get_type_hints
@@ -6,14 +6,17 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_engine.types import BatchCounts, ModelOutput
-from rl_trainer.algorithms import POLICY_LOSSES, PolicyLossFunction
+from rl_trainer.algorithms import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
 from rl_trainer.algorithms.process_reward import ProcessRewardLoss
 from rl_trainer.algorithms.value_loss import ValueLossFunction
 from rl_trainer.config import AlgorithmConfig, TeacherSection
 
-AGGREGATIONS, CORRECTIONS = (get_args(get_type_hints(AlgorithmConfig)[key]) for key in ("aggregation", "correction"))
+AGGREGATIONS, CORRECTIONS, REJECTIONS = (
+    get_args(get_type_hints(AlgorithmConfig)[key]) for key in ("aggregation", "correction", "rejection")
+)
 TEACHER = TeacherSection(path="nowhere", divergence="mixed", coef=0.5)
 
 
@@ -38,6 +41,21 @@ def draw_rows(lengths, seed):
     return logprobs, columns
 
 
+class NothingToWaitFor(TorchDispatchMode):
+    """Refuses what on another device than the CPU would wait until all is computed that was asked for before."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name, kwargs = op.overloadpacket.__name__, kwargs or {}
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        masks = [index for index in indices if index is not None and index.dtype == torch.bool]
+        is_unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
+        waits = name.startswith(self.WAITS) or masks or is_unsized
+        assert not waits, f"{name} waits for the device"
+        return op(*args, **kwargs)
+
+
 def added_up(loss_function, given, columns, lengths, parts):
     """Loss, metrics and gradient when each of `parts`, lists of rows, is a micro-batch of its own."""
     leaf = given.clone().requires_grad_()
@@ -59,7 +77,8 @@ def added_up(loss_function, given, columns, lengths, parts):
         batch = {
             name: torch.nested.nested_tensor_from_jagged(column[index], offsets) for name, column in columns.items()
         }
-        loss, metrics = loss_function(output, TensorDict(batch, batch_size=[len(rows)]))
+        with NothingToWaitFor():
+            loss, metrics = loss_function(output, TensorDict(batch, batch_size=[len(rows)]))
         loss.backward()
         for name, share in {"loss": loss, **metrics}.items():
             total[name] = total.get(name, 0.0) + float(share.detach())
@@ -90,6 +109,7 @@ def policy_loss(loss, aggregation):
 SEEDS = [pytest.param(range(1), id="once"), pytest.param(range(1, 21), id="often", marks=pytest.mark.slow)]
 OTHERS = {
     **{name: PolicyLossFunction(config=AlgorithmConfig(correction=name)) for name in CORRECTIONS},
+    **{name: PolicyLossFunction(config=AlgorithmConfig(rejection=name)) for name in REJECTIONS},
     "value": ValueLossFunction(clip=0.2),
     "process reward": ProcessRewardLoss(),
 }
@@ -107,3 +127,10 @@ def test_a_policy_loss_is_that_of_the_whole_batch(loss, aggregation, seeds):
 def test_corrected_and_other_losses_are_those_of_the_whole_batch(name, seeds):
     for seed in seeds:
         check(OTHERS[name], seed)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_loss_of_one_s_own_is_that_of_the_whole_batch(aggregation, monkeypatch):
+    own = PolicyLoss(source="here", compute=lambda given: -given.advantages * given.logprobs)
+    monkeypatch.setitem(POLICY_LOSSES, "own", own)
+    check(policy_loss("own", aggregation), 1)

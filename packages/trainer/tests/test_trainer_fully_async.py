@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from rl_trainer.config import load_config
+from rl_trainer.config import ReplaySection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
+from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines.fully_async import run_fully_async
-from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.pipelines.rollouts import Generated, RolloutManager
 from rl_trainer.pipelines.step import ages_of
 from rl_trainer.plan import make_plan
 from rl_trainer.testing import FakeAgents, FakeJob
@@ -125,9 +126,26 @@ def test_ages_by_hand():
     job.agents.submit(job.manager.draw(2), {"seed": 0}, "train", 2)
     job.agents.version = 4
     batch = job.agents.poll()[0].batch
-    assert ages_of(batch, version=4, bound=2) == {
+    made = Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, position=2)
+    assert ages_of(made, version=4, bound=2) == {
         "staleness_0": 0.0, "staleness_1": 1.0, "staleness_mean": 1.0, "staleness_max": 1.0
     }  # fmt: skip
+
+
+def test_only_what_is_replayed_may_be_as_old_as_replay_allows():
+    agents = FakeAgents(config(), per_poll=2)
+    agents.version = 3
+    agents.submit(Job(config(), agents).manager.draw(2), {"seed": 0}, "train", 2)
+    batch = agents.poll()[0].batch
+    groups = [
+        HeldGroup(group_id=g, row_index=g, place=g, released=3) for g in sorted({t["group_id"] for t in batch.tags})
+    ]
+    made = Generated(batch=batch, reward=0.5, failures={}, dropped_groups=0, position=2, reused=tuple(groups))
+    assert ages_of(made, version=5, bound=0, replay=ReplaySection(max_age=2))["staleness_2"] == 1.0
+    with pytest.raises(StaleWeightsError, match="weights of version 6 may learn from 4 to 6"):
+        ages_of(made, version=6, bound=0, replay=ReplaySection(max_age=2))
+    with pytest.raises(StaleWeightsError, match="weights of version 5 may learn from 5 to 5"):
+        ages_of(replace(made, reused=(groups[0],)), version=5, bound=0, replay=ReplaySection(max_age=2))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rl_trainer.config import ReplaySection, load_config
 from rl_trainer.errors import PlanError
 from rl_trainer.job import run
 from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipelines.one_step_off import run_one_step_off
 from rl_trainer.pipelines.replay import PARTITION, Replay
 from rl_trainer.pipelines.rollouts import Generated
 from rl_trainer.pipelines.sync import run_sync
@@ -42,7 +43,7 @@ def replay_of(queue, **section):
     return Replay(section, batch_size=4, seed=0, queue=client, copy=queue.copy), client
 
 
-def generated(client, rewards, *, version, reused=()):
+def generated(client, rewards, *, version, reused=(), partition="train"):
     """Groups of two rows with these rewards, by id; in the queue, as generation writes them."""
     tags = [
         {"group_id": group, "reward": reward, "attempt": 0, "num_tokens": 1, "finish_reason": "stop"}
@@ -53,7 +54,7 @@ def generated(client, rewards, *, version, reused=()):
     rewards_column = [torch.tensor([tag["reward"]]) for tag in tags]
     columns = {"rewards": rewards_column, "group_id": torch.tensor([tag["group_id"] for tag in tags])}
     groups = tuple(HeldGroup(group_id=g, row_index=10 * g, place=g, released=version) for g in rewards)
-    batch = client.put(columns, partition="train", tags=tags)
+    batch = client.put(columns, partition=partition, tags=tags)
     numbers = {"reward": 0.5, "failures": {}, "dropped_groups": 0, "position": 0}
     return Generated(batch=batch, groups=groups, reused=tuple(reused), **numbers)
 
@@ -78,43 +79,50 @@ def test_what_is_kept_is_what_has_signal_until_it_is_too_old(queue):
 
 
 def test_a_history_outlives_its_process_and_draws_are_the_same(queue, tmp_path):
-    replay, client = replay_of(queue)
+    replay, client = replay_of(queue, max_age=20)
     replay.keep(generated(client, dict.fromkeys(range(1, 9), (0.0, 1.0)), version=1), version=2)
     client.snapshot(tmp_path / "queue")
     drawn = [used.group for used in replay.draw(2)]
     assert len(drawn) == 2
     assert {tuple(used.group for used in replay.draw(step)) for step in range(2, 12)} != {tuple(drawn)}
     other = QueueWorker(ALONE, storage="inproc", name="other", snapshot=str(tmp_path / "queue"))
-    resumed, behind = replay_of(other)
+    resumed, behind = replay_of(other, max_age=20)
     assert resumed.restore(json.loads(json.dumps(replay.state()))) == 8
-    assert [used.group for used in resumed.draw(2)] == drawn
+    assert resumed.drawn == replay.drawn != [], "a batch that was made ahead is completed with the same groups"
+    assert [used.group for used in resumed.draw(2)] == [used.group for used in replay.draw(2)] == drawn
     values = [behind.get(rows)["rewards"].values().tolist() for rows in resumed.rows_of(resumed.draw(2), "train")]
     assert values == [[0.0, 1.0]] * 2
     assert resumed.state() == replay.state()
     other.close()
 
 
+class Job(FakeJob):
+    """Its batches are in the queue, and the pipeline writes to them."""
+
+    def __init__(self, settings, client):
+        super().__init__(settings)
+        self._client = client
+
+    def generate_sequences(self, partition, step, *, num_groups=None):
+        made = super().generate_sequences(partition, step, num_groups=num_groups)
+        first = self.position - len(made.groups)
+        rewards = {first + i + 1: (0.0, 1.0) for i in range(len(made.groups))}
+        return generated(self._client, rewards, version=made.batch.tags[0]["weight_version_min"], partition=partition)
+
+    def clear(self, rows):
+        super().clear(rows)
+        self._client.clear(rows)
+
+    def compute_advantage(self, batch, *args):
+        report = super().compute_advantage(batch, *args)
+        self._client.put({"advantages": torch.zeros(len(batch))}, partition=batch.partition, sample_ids=batch)
+        return replace(report, batch=batch)
+
+
 def test_a_step_generates_what_it_does_not_replay(queue):
     settings = config()
     replay, client = replay_of(queue)
-
-    class Job(FakeJob):
-        def generate_sequences(self, partition, step, *, num_groups=None):
-            made = super().generate_sequences(partition, step, num_groups=num_groups)
-            first = self.position - len(made.groups)
-            rewards = {first + i + 1: (0.0, 1.0) for i in range(len(made.groups))}
-            return generated(client, rewards, version=self._version)
-
-        def clear(self, rows):
-            super().clear(rows)
-            client.clear(rows)
-
-        def compute_advantage(self, batch, *args):
-            report = super().compute_advantage(batch, *args)
-            client.put({"advantages": torch.zeros(len(batch))}, partition="train", sample_ids=batch)
-            return replace(report, batch=batch)
-
-    job = Job(settings)
+    job = Job(settings, client)
     records = list(run_sync(replace(job.parts(), replay=replay), settings, [{}]))
     assert [r.metrics["replayed_groups"] for r in records[1:]] == [0, 2, 2, 2]
     assert [len(r.rows) for r in records[1:]] == [4, 2, 2, 2], "a prompt counts for the step that generated it"
@@ -123,10 +131,25 @@ def test_a_step_generates_what_it_does_not_replay(queue):
     assert [c for c in job.calls if c.startswith("update")] == ["update 4"] * 8
 
 
+def test_one_step_off_draws_what_is_young_enough_when_its_turn_comes(queue):
+    overrides = ["pipeline=one_step_off", "batch.replay.max_age=3", "steps=6"]
+    settings = config(*overrides)
+    replay, client = replay_of(queue, max_age=3)
+    job = Job(settings, client)
+    records = list(run_one_step_off(replace(job.parts(), replay=replay), settings, [{}]))[1:]
+    # The batch of step s + 2 is drawn when that of s is in the history: of step 1's for 3 and 4, of step 2's for 4 ...
+    assert [r.metrics["replayed_groups"] for r in records] == [0, 0, 2, 2, 2, 2]
+    assert [len(r.rows) for r in records] == [4, 4, 2, 2, 2, 2]
+    assert [r.metrics["staleness_max"] for r in records] == [0, 1, 2, 3, 3, 3]
+    rows = [row for r in records for row in r.rows]
+    assert len(rows) == len(set(rows)) == 16, "a prompt counts for the step that generated it"
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["pipeline=one_step_off"], "batch.replay goes with pipeline=sync, and pipeline=one_step_off"),
+        (["pipeline=fully_async"], "pipeline=fully_async releases groups ahead by a fixed number per step"),
+        (["pipeline=one_step_off"], "max_age=2 does nothing with pipeline=one_step_off: .* give 3 or more"),
         (["algorithm.old_logprobs=recompute"], "batch.replay learns from tokens of older weights"),
         (["batch.replay.share=0.2"], "share=0.2 of batch.batch_size=4 groups is less than one"),
     ],
@@ -137,13 +160,22 @@ def test_what_would_be_silently_wrong_is_refused(overrides, words):
 
 
 @pytest.mark.slow
-def test_a_run_that_replays_resumes_with_the_same_losses(model, tmp_path):
-    """Real parts in this process; every prompt is generated once, and the history is there after the resume."""
+@pytest.mark.parametrize("pipeline", ["sync", "one_step_off"])
+def test_a_run_that_replays_resumes_with_the_same_losses(model, tmp_path, pipeline):
+    """Real parts; every prompt is generated once, and the history is there after the resume."""
     sizes = ["data.options.num_rows=200", "data.eval_size=4", "rollout.max_new_tokens=5"]
     learning = ["algorithm.entropy_coef=0.1", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "timeout_s=120"]
     reward = tmp_path / "rewards.py"
     reward.write_text("def f(text, row):\n    return sum(map(ord, text)) % 7 / 7\n")
-    common = [*sizes, *learning, f"reward.path={reward}:f", f"model.path={model}", "runtime=inline", "save_every=2"]
+    common = [
+        *sizes,
+        *learning,
+        f"reward.path={reward}:f",
+        f"model.path={model}",
+        f"pipeline={pipeline}",
+        "save_every=2",
+    ]
+    common += ["runtime=inline"] if pipeline == "sync" else ["batch.replay.max_age=3", "steps=6"]
 
     def losses(name, *overrides):
         out = tmp_path / name
@@ -152,9 +184,14 @@ def test_a_run_that_replays_resumes_with_the_same_losses(model, tmp_path):
         return {r["step"]: (r["metrics"]["policy_loss"], r["metrics"]["replayed_groups"]) for r in records[1:]}
 
     whole = losses("whole")
-    assert [count for _, count in whole.values()] == [0, 2, 2, 2]
-    resumed = losses("resumed", f"resume_from={tmp_path}/whole/checkpoint-2")
-    assert resumed == {step: whole[step] for step in (3, 4)}
+    counts, num_without = [count for _, count in whole.values()], 1 if pipeline == "sync" else 2
+    assert counts[:num_without] == [0] * num_without
+    assert all(0 < count <= 2 for count in counts[num_without:]), (
+        "fewer than two only where rewards happened to be equal"
+    )
+    for step in range(2, len(whole), 2):
+        resumed = losses(f"resumed {step}", f"resume_from={tmp_path}/whole/checkpoint-{step}")
+        assert resumed == {later: whole[later] for later in range(step + 1, len(whole) + 1)}
     lines = (tmp_path / "whole" / "prompts.jsonl").read_text().splitlines()
     rows = [row for line in lines for row in json.loads(line)["rows"]]
-    assert len(rows) == len(set(rows)) == 4 + 2 * 3
+    assert len(rows) == len(set(rows)) == sum(4 - count for count in counts)

@@ -5,14 +5,17 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from rl_tq.types import BatchMeta
 from rl_trainer.base import Call, Dispatch, ResourcePool, WorkerContext, register
 from rl_trainer.dispatch import Mesh, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
+from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.runtime.ray import _init_patiently
 from rl_trainer.testing import RuntimeConformance
 
@@ -195,6 +198,25 @@ def test_ray_splits_and_collects_over_a_named_axis_of_the_mesh(ray_runtime):
         ray_runtime.create_group(Meshed, "two", mesh={"dp": 2, "tp": 2})
     with pytest.raises(PlacementError, match=r"Meshed.shards goes along axis 'tp', but .* has \['dp'\]"):
         ray_runtime.create_group(Meshed, "two", mesh={"dp": 2})
+
+
+def test_inline_keeps_the_threads_of_whoever_trains_when_a_server_beside_it_sets_its_own():
+    def in_a_new_thread(call):
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(call).result()
+
+    def start_and_count():
+        with InlineRuntime() as runtime:
+            runtime.start([ResourcePool(name="pool", num_workers=1)])
+            in_a_new_thread(lambda: torch.set_num_threads(1))
+            return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        in_a_new_thread(lambda: torch.set_num_threads(3))
+        assert in_a_new_thread(start_and_count) == 3
+    finally:
+        in_a_new_thread(lambda: torch.set_num_threads(before))
 
 
 def test_inline_has_the_same_modes():

@@ -20,7 +20,7 @@ from rl_trainer.plan import make_plan
 from rl_trainer.workers._loop_thread import LoopThread
 from rl_trainer.workers.teacher import ServedTeacherWorker
 
-PROMPTS, COMPLETIONS = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
+PROMPTS, COMPLETIONS, MASKS = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], [[1, 1], [1, 0, 1]]
 
 
 def jagged(rows):
@@ -38,7 +38,8 @@ def taught(queue, section):
     """The column that a worker writes of two rows."""
     worker = ServedTeacherWorker(None, teacher=section, queue_address=queue.address, timeout_s=60)
     try:
-        columns = {"prompt_token_ids": jagged(PROMPTS), "completion_token_ids": jagged(COMPLETIONS)}
+        rows = {"prompt_token_ids": PROMPTS, "completion_token_ids": COMPLETIONS, "loss_mask": MASKS}
+        columns = {name: jagged(values) for name, values in rows.items()}
         batch = queue.put(columns, partition="train")
         return queue.get(worker.teach(batch))["teacher_logprobs"]
     finally:
@@ -50,6 +51,7 @@ class Fake:
 
     def __init__(self, lacks=0):
         self.lacks, self.capabilities = lacks, Capabilities(gives_prompt_logprobs=lacks is not None)
+        self.sampled = {}
 
     async def check_health(self):
         pass
@@ -58,6 +60,7 @@ class Fake:
         pass
 
     async def generate(self, request):
+        self.sampled[request.request_id] = request.sampled_spans
         told = tuple(-float(token) for token in request.prompt_token_ids[1:])
         return TokenOutput(
             request_id=request.request_id, token_ids=(1,), logprobs=(-1.0,), weight_versions=(0,), finish_reason="stop",
@@ -66,9 +69,12 @@ class Fake:
 
 
 def test_every_completion_token_gets_its_own_log_prob(queue, monkeypatch):
-    monkeypatch.setattr(rl_rollout, "connect_server", lambda url, timeout_s: Fake())
+    server = Fake()
+    monkeypatch.setattr(rl_rollout, "connect_server", lambda url, timeout_s: server)
     column = taught(queue, TeacherSection(path="t", url="http://teacher"))
     assert [row.tolist() for row in column.unbind()] == [[-9.0, -10.0], [-11.0, -12.0, -13.0]]
+    # A teacher that takes images is told which tokens were sampled, and so stand for none.
+    assert server.sampled == {"teach-0": ((3, 5),), "teach-1": ((1, 2), (3, 4))}
 
 
 def test_a_server_that_does_not_tell_them_is_refused_and_one_that_tells_too_few_is_not_believed(queue, monkeypatch):

@@ -72,7 +72,8 @@ class RunState:
     def for_run(self, config: Config) -> RunState:
         """What a run can go on from: held groups that another pipeline or batch size made are generated again."""
         own = replace(self, history={}) if self.history and config.batch.replay is None else self
-        is_whole = config.pipeline != "one_step_off" or len(self.held) == config.batch.batch_size
+        num_made = len(own.held) + len(own.history.get("drawn", ()))
+        is_whole = config.pipeline != "one_step_off" or num_made == config.batch.batch_size
         if config.pipeline == self.pipeline and is_whole:
             return own
         again = tuple(row_index for _, row_index, *_ in self.held)

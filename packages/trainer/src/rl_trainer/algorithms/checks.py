@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 
 _OF_REWARDS = ("advantage", "correction", "rejection")
+_LEAST_AGE = 3
+"""Of a replayed group of one_step_off: a batch of step s has tokens of version s - 1, and is in the history when the
+batch of step s + 2 is drawn."""
 
 
 def check_algorithm(config: Config) -> None:
@@ -220,15 +223,22 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_replay(config: Config) -> None:
-    if config.pipeline != "sync":
+    replay = config.batch.replay
+    assert replay is not None, "the caller has checked it"
+    if config.pipeline == "fully_async":
         raise PlanError(
-            f"batch.replay goes with pipeline=sync, and pipeline={config.pipeline} learns from older tokens in its own "
-            "way; leave it out"
+            "batch.replay goes with pipeline=sync or one_step_off: how many fresh groups a step then needs depends on "
+            "what earlier steps had to teach, and pipeline=fully_async releases groups ahead by a fixed number per "
+            "step, which bounds their age; leave it out"
         )
-    assert config.batch.replay is not None, "the caller has checked it"
-    if int(config.batch.replay.share * config.batch.batch_size) == 0:
+    if config.pipeline == "one_step_off" and replay.max_age < _LEAST_AGE:
         raise PlanError(
-            f"batch.replay.share={config.batch.replay.share:g} of batch.batch_size={config.batch.batch_size} groups is "
+            f"batch.replay.max_age={replay.max_age} does nothing with pipeline=one_step_off: the next batch is made "
+            f"while this one trains, so that what is replayed is {_LEAST_AGE} versions old; give {_LEAST_AGE} or more"
+        )
+    if int(replay.share * config.batch.batch_size) == 0:
+        raise PlanError(
+            f"batch.replay.share={replay.share:g} of batch.batch_size={config.batch.batch_size} groups is "
             "less than one, so that it does nothing; raise it, or leave batch.replay out"
         )
     _require_off_policy(config.algorithm, "batch.replay")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
+from rl_trainer.algorithms._rows import row_of, row_sums
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -74,8 +76,8 @@ def correction_weights(
     mask = loss_mask.bool()
     delta = torch.where(mask, old_logprobs.detach().float() - rollout_logprobs.float(), 0.0)
     if level == "sequence":
-        row_of = _row_of(cu_seqlens)
-        delta = delta.new_zeros(cu_seqlens.numel() - 1).index_add_(0, row_of, delta)[row_of]
+        rows = row_of(cu_seqlens, delta.numel())
+        delta = row_sums(delta, rows, cu_seqlens)[rows]
     ratio = delta.clamp(max=_LOG_MAX).exp()
     if correction == "tis":
         weights = ratio.clamp(max=high)
@@ -117,24 +119,18 @@ def rejection_mask(
         per_token = delta.square() / 2 if divergence == "k2" else torch.expm1(delta.clamp(max=_LOG_MAX)) - delta
     measure = per_token
     if level != "token":
-        row_of, num_rows = _row_of(cu_seqlens), cu_seqlens.numel() - 1
+        rows = row_of(cu_seqlens, mask.numel())
         if level == "sequence_max":
-            rows = torch.segment_reduce(per_token, "max", offsets=cu_seqlens, initial=0.0)
+            per_row = torch.segment_reduce(per_token, "max", offsets=cu_seqlens, initial=0.0)
         else:
-            rows = per_token.new_zeros(num_rows).index_add_(0, row_of, per_token)
+            per_row = row_sums(per_token, rows, cu_seqlens)
         if level == "sequence_mean":
-            rows = rows / rows.new_zeros(num_rows).index_add_(0, row_of, mask.float()).clamp(min=1.0)
-        measure = rows[row_of]
+            per_row = per_row / row_sums(mask.float(), rows, cu_seqlens).clamp(min=1.0)
+        measure = per_row[rows]
     if divergence != "k1":
         return mask & (measure <= high)
     ratio = measure.clamp(max=_LOG_MAX).exp()
     return mask & (ratio <= high) & ((-measure).exp() >= low if level == "sequence_max" else ratio >= low)
-
-
-def _row_of(cu_seqlens: Tensor) -> Tensor:
-    """(T,) number of the row that each token belongs to."""
-    lengths = cu_seqlens.diff()
-    return torch.arange(lengths.numel(), device=cu_seqlens.device).repeat_interleave(lengths)
 
 
 def mismatch_metrics(

@@ -10,6 +10,7 @@ import torch
 import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
+from rl_trainer.algorithms._rows import row_of, row_sums
 from rl_trainer.algorithms.correction import (
     correction_bounds,
     correction_weights,
@@ -155,8 +156,8 @@ class PolicyLossFunction:
         """
         masked = torch.where(loss_mask.bool(), per_token, 0.0)
         if self.config.aggregation == "seq-mean-token-mean":
-            counts = torch.segment_reduce(loss_mask.float(), "sum", offsets=output.cu_seqlens).clamp(min=1.0)
-            masked = masked / counts.repeat_interleave(output.cu_seqlens.diff())
+            rows = row_of(output.cu_seqlens, loss_mask.numel())
+            masked = masked / row_sums(loss_mask.float(), rows, output.cu_seqlens).clamp(min=1.0)[rows]
         total, counts = masked.sum(), output.counts
         if self.config.aggregation == "token-sum":
             return total

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from rl_trainer.algorithms._rows import row_of, row_sums
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
@@ -30,11 +32,10 @@ class ProcessRewardLoss:
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
         mask = rows["loss_mask"].values().bool()
-        lengths = output.cu_seqlens.diff()
-        row_of = torch.arange(lengths.numel(), device=mask.device).repeat_interleave(lengths)
+        rows_of = row_of(output.cu_seqlens, mask.numel())
 
         def per_row(values: Tensor) -> Tensor:
-            return values.new_zeros(lengths.numel()).index_add(0, row_of, values)
+            return row_sums(values, rows_of, output.cu_seqlens)
 
         ratio = torch.where(mask, output.logprobs - rows["ref_logprobs"].values(), 0.0)
         logits, outcomes = self.beta * per_row(ratio), per_row(rows["rewards"].values().float())

@@ -60,12 +60,13 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySection:
-    """Part of every batch are groups that earlier steps have learned from (arXiv 2506.05316). With pipeline=sync."""
+    """Part of every batch are groups that earlier steps have learned from (arXiv 2506.05316); not in fully_async."""
 
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Of a batch's groups, rounded down; fresh ones take the place of what there is not."""
     max_age: Positive = 4
-    """Weight versions that its oldest token may lie behind: it is learned from so many times more at most."""
+    """Weight versions that its oldest token may lie behind: it is learned from so many times more at most. At least 3
+    with pipeline=one_step_off, where tokens are a version older and batches are made a step ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

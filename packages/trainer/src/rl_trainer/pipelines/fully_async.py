@@ -47,7 +47,7 @@ def run_fully_async(
     for step in range(first, config.steps + 1):
         with timer.phase("wait_generate"):
             generated = stream.take(step)
-        ages = ages_of(generated.batch, version=step, bound=policy.bound)
+        ages = ages_of(generated, version=step, bound=policy.bound)
         updates = learn(parts, config, generated.batch, step, timer)
         with timer.phase("weight_sync"):
             parts.weights.sync(step + 1)

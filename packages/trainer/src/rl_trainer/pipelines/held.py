@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from rl_tq.types import BatchMeta
     from rl_trainer.metrics import HeldGroup
 
-_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_logprobs", "rewards", "group_id")
+COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_logprobs", "rewards", "group_id")
+"""What every pipeline reads of a group."""
 _WAIT_S = 10.0
 
 
 def claim_held(
-    queue: TransferQueue, partition: str, groups: Sequence[HeldGroup], columns: Sequence[str] = _COLUMNS
+    queue: TransferQueue, partition: str, groups: Sequence[HeldGroup], columns: Sequence[str] = COLUMNS
 ) -> dict[int, BatchMeta]:
     """The rows of each of `groups` in a queue that began with a checkpoint's snapshot; all other rows are cleared.
 

@@ -3,6 +3,7 @@
 Knows: the order of a step, and that every token of a batch must come from the version before the engine's. Servers get
 new weights between two batches, never during one. The sampler's policy is not the one being updated, so the loss takes
 its ratio to the sampler (`algorithm.old_logprobs=rollout`), or corrects for the difference (`algorithm.correction`).
+What is replayed (`batch.replay`) is older.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rl_trainer.metrics import PhaseTimer, StepRecord
-from rl_trainer.pipelines.held import claim_held
+from rl_trainer.pipelines import replay
+from rl_trainer.pipelines.held import COLUMNS, claim_held
 from rl_trainer.pipelines.rollouts import Generated
 from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
 
@@ -44,7 +46,7 @@ def run_one_step_off(
     def generate(step: int) -> Generated:
         if step == first and parts.held:
             return _taken_over(parts, _partition(step))
-        return parts.rollout_manager.generate_sequences(_partition(step), step)
+        return replay.generate(parts, config, _partition(step), step)
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
     try:
@@ -53,7 +55,7 @@ def run_one_step_off(
             generated = following.result()
         for step in range(first, config.steps + 1):
             behind = int(step > first or bool(parts.held))
-            ages = ages_of(generated.batch, version=step, bound=behind, least=behind)
+            ages = ages_of(generated, version=step, bound=behind, least=behind, replay=config.batch.replay)
             if step < config.steps:
                 following = thread.submit(generate, step + 1)
             updates = learn(parts, config, generated.batch, step, timer)
@@ -61,6 +63,8 @@ def run_one_step_off(
                 upcoming = following.result()
             with timer.phase("weight_sync"):
                 parts.weights.sync(step + 1)
+            if parts.replay is not None:  # what the next step replays has been drawn by now
+                parts.replay.keep(generated, step + 1)
             parts.queue.clear(_partition(step))
             accuracy = None
             if is_eval_due(config, step):
@@ -76,9 +80,10 @@ def run_one_step_off(
 
 def _taken_over(parts: Parts, partition: str) -> Generated:
     """The batch that an earlier process had generated for its next step."""
-    metas = claim_held(parts.queue, partition, parts.held)
+    columns = COLUMNS if parts.replay is None else parts.replay.columns
+    metas = claim_held(parts.queue, partition, parts.held, columns)
     batch = next(iter(metas.values())).concat([metas[group.group_id] for group in parts.held])
-    return Generated(
+    generated = Generated(
         batch=batch,
         groups=parts.held,
         reward=fmean(tags["reward"] for tags in batch.tags),
@@ -86,6 +91,7 @@ def _taken_over(parts: Parts, partition: str) -> Generated:
         dropped_groups=0,
         position=parts.rollout_manager.position,
     )
+    return generated if parts.replay is None else replay.joined(generated, parts.replay, parts.replay.drawn, partition)
 
 
 def _partition(step: int) -> str:

@@ -234,7 +234,7 @@ def place(
     queue, history = rl_tq.connect(queue_address, timeout_s=config.timeout_s), None
     if (section := config.batch.replay) is not None:
         history = Replay(section, batch_size=config.batch.batch_size, seed=config.seed, queue=queue, copy=store.copy)
-        num_groups = history.restore(state.history)
+        num_groups = max(num_groups, history.restore(state.history))
     return Parts(
         actor=actor,
         reference=reference,

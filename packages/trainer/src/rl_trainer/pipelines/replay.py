@@ -66,14 +66,21 @@ class Replay:
         self.section, self._batch_size, self._seed = section, batch_size, seed
         self._queue, self._copy = queue, copy
         self._used: dict[int, Used] = {}
+        self._drawn: list[int] = []
+        self.columns: tuple[str, ...] = ()
+        """Those that generation writes."""
 
     def draw(self, step: int) -> list[Used]:
         """The groups that a step learns from once more: at random, the same ones for the same seed and history."""
-        known = [self._used[group] for group in sorted(self._used)]
+        known = [group for group in sorted(self._used) if step - self._used[group].oldest <= self.section.max_age]
         count = min(int(self.section.share * self._batch_size), len(known))
-        return sorted(
-            random.Random(f"{self._seed}/replay/{step}").sample(known, count), key=lambda used: used.group.group_id
-        )
+        self._drawn = sorted(random.Random(f"{self._seed}/replay/{step}").sample(known, count))
+        return self.drawn
+
+    @property
+    def drawn(self) -> list[Used]:
+        """What was drawn last: for a step to come, where batches are made ahead."""
+        return [self._used[group] for group in self._drawn]
 
     def rows_of(self, used: Sequence[Used], partition: str) -> list[BatchMeta]:
         """Rows of these groups for a step to write to."""
@@ -81,6 +88,7 @@ class Replay:
 
     def keep(self, generated: Generated, version: int) -> None:
         """Take over what a step has learned from, for steps whose weights are of `version` or newer."""
+        self.columns = generated.batch.columns
         rows: dict[int, list[int]] = {}
         for row in rows_with_signal(generated.batch):
             rows.setdefault(generated.batch.tags[row]["group_id"], []).append(row)
@@ -95,15 +103,17 @@ class Replay:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; the rows are in the queue's snapshot."""
-        columns = next((used.meta.columns for used in self._used.values()), ())
-        return {"columns": [*columns], "groups": [used.group.as_tuple() for _, used in sorted(self._used.items())]}
+        groups = [used.group.as_tuple() for _, used in sorted(self._used.items())]
+        return {"columns": [*self.columns], "groups": groups, "drawn": self._drawn}
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Take over the history of an earlier process; returns its highest group id, or 0."""
         groups = [HeldGroup.from_tuple(tuple(group)) for group in state.get("groups", ())]
-        metas = claim_held(self._queue, PARTITION, groups, columns=state.get("columns", ()))
+        self.columns = tuple(state.get("columns", ()))
+        metas = claim_held(self._queue, PARTITION, groups, self.columns)
         for group in groups:
             self._used[group.group_id] = Used(group=group, meta=metas[group.group_id])
+        self._drawn = [group for group in state.get("drawn", ()) if group in self._used]
         return max(self._used, default=0)
 
 
@@ -113,5 +123,10 @@ def generate(parts: Parts, config: Config, partition: str, step: int) -> Generat
         return parts.rollout_manager.generate_sequences(partition, step)
     used = parts.replay.draw(step)
     fresh = parts.rollout_manager.generate_sequences(partition, step, num_groups=config.batch.batch_size - len(used))
-    batch = type(fresh.batch).concat([fresh.batch, *parts.replay.rows_of(used, partition)])
+    return joined(fresh, parts.replay, used, partition)
+
+
+def joined(fresh: Generated, replay: Replay, used: Sequence[Used], partition: str) -> Generated:
+    """Fresh groups with others of the history behind them."""
+    batch = type(fresh.batch).concat([fresh.batch, *replay.rows_of(used, partition)])
     return replace(fresh, batch=batch, reused=tuple(each.group for each in used))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import Config
+    from rl_trainer.config import Config, ReplaySection
     from rl_trainer.metrics import PhaseTimer
     from rl_trainer.pipelines.parts import Parts
     from rl_trainer.pipelines.rollouts import Generated
@@ -83,25 +83,30 @@ def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]
     return [batch.reorder([i for g in order[at : at + size] for i in groups[g]]) for at in range(0, len(order), size)]
 
 
-def ages_of(batch: BatchMeta, *, version: int, bound: int | None, least: int = 0) -> dict[str, float]:
+def ages_of(
+    generated: Generated, *, version: int, bound: int | None, least: int = 0, replay: ReplaySection | None = None
+) -> dict[str, float]:
     """Share of samples per age of their oldest token in weight versions; the mean age, and the highest.
 
     Args:
-        batch: What weights of `version` learn from.
+        generated: What weights of `version` learn from.
         version: Of the weights that learn.
         bound: The highest age that the pipeline allows; None: any.
         least: The lowest.
+        replay: Bounds the age of groups that are learned from again, which are older than the fresh ones may be.
 
     Raises:
         StaleWeightsError: a token is older than `bound`, or newer than `least`.
     """
     ages: Counter[int] = Counter()
+    batch, reused = generated.batch, {group.group_id for group in generated.reused}
     for sample_id, tags in zip(batch.sample_ids, batch.tags, strict=True):
         low, high = tags["weight_version_min"], tags["weight_version_max"]
-        if not low <= high <= version - least or (bound is not None and version - low > bound):
+        limit = replay.max_age if replay is not None and tags["group_id"] in reused else bound
+        if not low <= high <= version - least or (limit is not None and version - low > limit):
             raise StaleWeightsError(
                 f"sample {sample_id} has tokens of weight versions {low} to {high}; weights of version {version} may "
-                f"learn from {'any up' if bound is None else version - bound} to {version - least}"
+                f"learn from {'any up' if limit is None else version - limit} to {version - least}"
             )
         ages[version - low] += 1
     shares = {f"staleness_{age}": ages[age] / len(batch) for age in range(max(ages, default=0) + 1)}

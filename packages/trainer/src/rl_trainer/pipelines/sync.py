@@ -1,8 +1,7 @@
 """On-policy training: generate with the current weights, learn from it, hand the new weights to the servers, repeat.
 
-Knows: the order of a step, and that every token must come from the current version, unless a part of the batch is
-replayed (`batch.replay`). Does not know: where anything
-runs, how tensors travel, which engine trains or which server generates.
+Knows: the order of a step, and that every token must come from the current version, but for what is replayed
+(`batch.replay`). Does not know: where anything runs, how tensors travel, which engine trains or which server generates.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def run_sync(parts: Parts, config: Config, eval_rows: Sequence[Row], *, start_st
     for step in range(start_step + 1, config.steps + 1):
         with timer.phase("generate"):
             generated = generate(parts, config, _PARTITION, step)
-        bound = 0 if parts.replay is None else parts.replay.section.max_age
-        ages = ages_of(generated.batch, version=version, bound=bound)
+        ages = ages_of(generated, version=version, bound=0, replay=config.batch.replay)
         with timer.phase("yield_memory"):
             parts.weights.yield_memory()
         updates = learn(parts, config, generated.batch, step, timer)

@@ -6,6 +6,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
+
 from rl_trainer.base import Call, Fleet, ResourcePool, Runtime, WorkerContext
 from rl_trainer.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.errors import PlacementError
@@ -40,6 +42,9 @@ class InlineRuntime(Runtime):
                     "set its size to 1, or use runtime=ray"
                 )
         self._pools = {pool.name for pool in pools}
+        # torch gives a thread that computes for the first time the number of threads that was set last, by whatever
+        # thread: this one, which trains, takes its own before a server beside it sets what suits a small model.
+        torch.get_num_threads()
 
     @property
     def num_machines(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ from rl_trainer.errors import ConfigError, TrainerError
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rl_rollout.base import RolloutServer
     from rl_tq.types import BatchMeta
     from rl_trainer.config import TeacherSection
@@ -64,24 +67,27 @@ class ServedTeacherWorker:
     @register(Dispatch.RANK_ZERO)
     def teach(self, batch: BatchMeta) -> BatchMeta:
         """Write `teacher_logprobs`, float32 of every completion token."""
-        data = self._queue.get(batch, ("prompt_token_ids", "completion_token_ids"))
-        prompts, completions = (data[name].unbind() for name in ("prompt_token_ids", "completion_token_ids"))
-        pairs = [(p.tolist(), c.tolist()) for p, c in zip(prompts, completions, strict=True)]
-        scored = self._loop.run(self._score_all(pairs), self._timeout_s)
+        names = ("prompt_token_ids", "completion_token_ids", "loss_mask")
+        data = self._queue.get(batch, names)
+        rows = [
+            tuple(part.tolist() for part in row) for row in zip(*(data[name].unbind() for name in names), strict=True)
+        ]
+        scored = self._loop.run(self._score_all(rows), self._timeout_s)
         values = torch.tensor([value for row in scored for value in row], dtype=torch.float32)
         column = torch.nested.nested_tensor_from_jagged(values, data["completion_token_ids"].offsets())
         columns = TensorDict({"teacher_logprobs": column}, batch_size=[len(batch)])
         return self._queue.put(columns, partition=batch.partition, sample_ids=batch.sample_ids)
 
-    async def _score_all(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, ...]]:
+    async def _score_all(self, rows: Sequence[tuple[list[int], ...]]) -> list[tuple[float, ...]]:
         turns = asyncio.Semaphore(_AT_A_TIME)
 
         async def score(number: int) -> tuple[float, ...]:
-            prompt, completion = pairs[number]
+            prompt, completion, mask = rows[number]
             request = GenerateRequest(
                 request_id=f"teach-{number}",
                 prompt_token_ids=(*prompt, *completion),
                 sampling_params=SamplingParams(max_new_tokens=1),
+                sampled_spans=_runs(mask, len(prompt)),
                 returns_prompt_logprobs=True,
                 timeout_s=self._timeout_s,
             )
@@ -95,10 +101,16 @@ class ServedTeacherWorker:
                 )
             return found
 
-        return await asyncio.gather(*map(score, range(len(pairs))))
+        return await asyncio.gather(*map(score, range(len(rows))))
 
     def close(self) -> None:
         """Leave the server, which goes on, and the queue."""
         self._loop.run(self._server.stop(), 30.0)
         self._loop.close()
         self._queue.close()
+
+
+def _runs(mask: Sequence[int], start: int) -> tuple[tuple[int, int], ...]:
+    """[start, end) of the runs of ones in a mask whose first entry is that of token `start`."""
+    edges = [at for at, (before, after) in enumerate(pairwise((0, *mask, 0)), start=start) if before != after]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
