@@ -35,6 +35,42 @@ def test_rows_that_are_not_alike_or_not_plain_have_none(other):
     assert rows.row_offsets([other, torch.zeros(2)]) is None
 
 
+def test_rows_cut_out_of_a_column():
+    offsets = torch.tensor([0, 3, 3, 10, 12])
+    assert rows.ends(offsets[1:]) == (3, 12)
+    start, stop, longest, own = rows.cut(offsets, 1, 3, [])
+    assert (start, stop, longest, own.tolist()) == (3, 12, 7, [0, 0, 7, 9])
+    own += 1  # its memory is its own
+    assert offsets.tolist() == [0, 3, 3, 10, 12]
+    assert rows.cut(offsets, 4, 0, [])[:3] == (12, 12, 0)
+
+
+def test_offsets_that_are_known_are_not_made_again():
+    known = [torch.tensor([0, 2]), torch.tensor([0, 2, 5])]
+    assert rows.cut(torch.tensor([4, 4, 6, 9]), 1, 2, known)[3] is known[1]
+    assert rows.cut(torch.tensor([4, 4, 6, 9]), 0, 2, known)[3].tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "first", "count", "match"),
+    [
+        (torch.tensor([0, 1]), 0, 2, "2 rows from 0 on are not among the 1"),
+        (torch.tensor([0, 1]), 2, 0, "0 rows from 2 on"),
+        (torch.tensor([0, 1]), 1, (1 << 64) - 1, "rows from 1 on"),
+        (torch.tensor([0, 4, 3]), 0, 2, "fall from 4 to 3"),
+        (torch.tensor([0, 1], dtype=torch.int32), 0, 1, "contiguous int64 tensor"),
+        (torch.arange(4)[::2], 0, 1, "contiguous int64 tensor"),
+        (torch.tensor(0), 0, 0, "contiguous int64 tensor"),
+        (torch.empty(0, dtype=torch.int64), 0, 0, "contiguous int64 tensor"),
+        ([0, 1], 0, 1, "not <class 'list'>"),
+    ],
+    ids=["many", "beyond", "overflow", "falling", "dtype", "strided", "scalar", "empty", "list"],
+)
+def test_rows_that_a_column_does_not_have(offsets, first, count, match):
+    with pytest.raises(ArgumentError, match=match):
+        rows.cut(offsets, first, count, [])
+
+
 def test_join_is_a_concatenation_or_nothing():
     pieces = [torch.arange(5), torch.tensor(7), torch.arange(1_000_000), torch.empty(0, dtype=torch.int64)]
     out = torch.full((8 * 1_000_006 + 3,), 0xAA, dtype=torch.uint8)

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <numeric>
 #include <queue>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,6 +57,42 @@ py::object row_offsets(const py::list& rows) {
   }
   const auto length = static_cast<std::int64_t>(offsets->size());
   return make_tensor(offsets->data(), kInt64, &length, 1, offsets, false);
+}
+
+// The int64 offsets of a ragged column, [rows + 1]. They may lie in memory that others write: who calls checks what he reads.
+std::span<const std::int64_t> offsets_of(const py::object& object) {
+  dl::Tensor t;
+  if (!is_plain_tensor(object.ptr()) || !describe(object.ptr(), t) || t.ndim != 1 || t.dtype.code || t.dtype.bits != 64 || !t.shape[0])
+    raise("ArgumentError", "offsets are a contiguous int64 tensor [rows + 1] on the CPU, not " + std::string(py::repr(py::type::of(object))));
+  return {reinterpret_cast<const std::int64_t*>(address(t)), static_cast<std::size_t>(t.shape[0])};
+}
+
+// First and last offset.
+py::tuple ends(const py::object& offsets) {
+  const auto all = offsets_of(offsets);
+  return py::make_tuple(all.front(), all.back());
+}
+
+// The offsets of some rows, counted from the first one's: (first value, one past the last, the longest row, int64 [rows + 1]).
+py::tuple cut(const py::object& offsets, std::uint64_t first, std::uint64_t count, const py::list& known) {
+  const auto all = offsets_of(offsets);
+  if (first >= all.size() || count >= all.size() - first)
+    raise("ArgumentError", std::to_string(count) + " rows from " + std::to_string(first) + " on are not among the " + std::to_string(all.size() - 1) + " that the offsets have");
+  auto own = std::make_shared<std::vector<std::int64_t>>(all.begin() + first, all.begin() + first + count + 1);
+  const std::int64_t start = own->front(), stop = own->back();
+  std::int64_t longest = 0, previous = start;
+  for (std::int64_t& offset : *own) {
+    if (offset < previous) raise("ArgumentError", "offsets fall from " + std::to_string(previous) + " to " + std::to_string(offset) + ": they must rise");
+    longest = std::max(longest, offset - previous);
+    previous = offset;
+    offset -= start;
+  }
+  for (py::handle each : known) {
+    const auto other = offsets_of(py::reinterpret_borrow<py::object>(each));
+    if (std::equal(own->begin(), own->end(), other.begin(), other.end())) return py::make_tuple(start, stop, longest, each);
+  }
+  const auto length = static_cast<std::int64_t>(own->size());
+  return py::make_tuple(start, stop, longest, make_tensor(own->data(), kInt64, &length, 1, own, false));
 }
 
 void copy_all(const std::vector<CopyItem>& items, std::size_t nbytes) {
@@ -145,6 +182,8 @@ std::vector<std::int64_t> balanced_order(const std::vector<std::int64_t>& length
 
 void bind_rows(py::module_& m) {
   m.def("row_offsets", &row_offsets, py::arg("rows"));
+  m.def("ends", &ends, py::arg("offsets"));
+  m.def("cut", &cut, py::arg("offsets"), py::arg("first"), py::arg("count"), py::arg("known"));
   m.def("join", &join, py::arg("pieces"), py::arg("out"));
   m.def("join_slices", &join_slices, py::arg("sources"), py::arg("slices"), py::arg("width"), py::arg("out"));
   m.def("balanced_order", [](const py::list& lengths, std::int64_t num_parts) {

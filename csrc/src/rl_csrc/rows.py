@@ -22,6 +22,34 @@ def row_offsets(rows: list[torch.Tensor]) -> torch.Tensor | None:
     return _cpu.row_offsets(rows)
 
 
+def ends(offsets: torch.Tensor) -> tuple[int, int]:
+    """Return the first and the last of a ragged column's offsets, int64 [rows + 1], contiguous and on the CPU.
+
+    Raises:
+        ArgumentError: they are no such tensor.
+    """
+    return _cpu.ends(offsets)
+
+
+def cut(offsets: torch.Tensor, first: int, count: int, known: list[torch.Tensor]) -> tuple[int, int, int, torch.Tensor]:
+    """Return what `count` rows of a ragged column, from `first` on, are as a column of their own.
+
+    Args:
+        offsets: int64 [rows + 1], contiguous and on the CPU.
+        first: Index of the first row.
+        count: Rows.
+        known: Offsets that were made before: one of them that is the same is returned instead of a copy.
+
+    Returns:
+        Index of their first value, one past that of the last, values in the longest row, and where each row begins and
+        ends once the others are gone: int64 [count + 1], from 0, in memory of its own.
+
+    Raises:
+        ArgumentError: the column has no such rows, or the offsets of these do not rise.
+    """
+    return _cpu.cut(offsets, first, count, known)
+
+
 def join(pieces: list[torch.Tensor], out: Buffer) -> bool:
     """Copy the bytes of tensors, one after the other, to the start of `out`; without the GIL where that pays.
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_tq import BatchMeta
+from rl_tq.types import batch_meta
 
 IDS = st.lists(st.text(max_size=4), unique=True, max_size=12)
 
@@ -39,6 +40,15 @@ def test_reorder_by_hand():
     assert meta.reorder([-1]).sample_ids == ("z",)
     with pytest.raises(IndexError):
         meta.reorder([3])
+
+
+def test_ids_that_are_numbers_are_made_of_the_rows_that_are_left():
+    meta = batch_meta("p", None, ("a",), ({"g": 0}, {"g": 1}, {"g": 0}), (5, 6, 9), 1, "", (), (), {})
+    assert meta.reorder([2, 0]).sample_ids == ("row9", "row5")
+    assert [part.sample_ids for part in meta.split(2)] == [("row5", "row6"), ("row9",)]
+    assert {group: part.sample_ids for group, part in meta.groupby("g").items()} == {0: ("row5", "row9"), 1: ("row6",)}
+    assert meta.sample_ids == ("row5", "row6", "row9")
+    assert meta.reorder([1]).sample_ids == ("row6",)
 
 
 def test_lengths_must_agree():

@@ -13,7 +13,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from rl_csrc.rows import row_offsets
+from rl_csrc.rows import ends, row_offsets
 from rl_tq._schema import ColumnKind, ColumnSchema, schema_of
 from rl_tq.errors import SchemaError
 from rl_tq.types import PerGroup
@@ -123,14 +123,13 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
         # values() and offsets(), which cost 40 us each; to ask is_nested and layout costs 20.
         if is_jagged and nested._lengths is None and nested._ragged_idx == 1:
             offsets: torch.Tensor = nested._offsets
-            if offsets.dtype is not torch.int64 or not offsets.is_cpu:
-                offsets = offsets.to("cpu", torch.int64)
+            if offsets.dtype is not torch.int64 or not offsets.is_cpu or not offsets.is_contiguous():
+                offsets = offsets.to("cpu", torch.int64).contiguous()
             values: torch.Tensor = nested._values
             if values.requires_grad:
                 values = values.detach()
-            bounds = offsets.numpy()
-            first, last = int(bounds[0]), int(bounds[-1])
-            if first or last != len(values):
+            first, last = ends(offsets)
+            if first or last != values.shape[0]:
                 values, offsets = values[first:last], offsets - first
             return _ragged(values.dtype, values.shape[1:], [values], offsets)
         return _list_column(name, list(tensor.detach().unbind()))

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 _MIN_WASTE_BYTES = 64 << 10
 _AT_ONCE = 0.5
-"""Live share of a segment at which it is copied at once,"""
+"""Live share of a segment at which it is copied at once, if so much is gone:"""
+_AT_ONCE_BYTES = 4 << 20
 _AT_REST = 0.93
-"""and once nothing in it was cleared for so long:"""
+"""Live share once nothing in it was cleared for so long:"""
 REST_S = 0.5
 _MAX_BYTES = 64 << 20
 _MAX_EXTENTS = 4096
@@ -24,9 +25,11 @@ _MAX_EXTENTS = 4096
 
 def is_worth_it(live_nbytes: int, nbytes: int, rest_s: float) -> bool | None:
     """Whether what is left of memory is to be copied, now that nothing of it was cleared for so long; None: not yet."""
-    if live_nbytes > _AT_REST * nbytes or nbytes - live_nbytes < _MIN_WASTE_BYTES:
+    gone = nbytes - live_nbytes
+    if live_nbytes > _AT_REST * nbytes or gone < _MIN_WASTE_BYTES:
         return False
-    return None if live_nbytes > _AT_ONCE * nbytes and rest_s < REST_S else True
+    is_urgent = live_nbytes <= _AT_ONCE * nbytes and gone >= _AT_ONCE_BYTES
+    return True if is_urgent or rest_s >= REST_S else None
 
 
 class Plan(NamedTuple):

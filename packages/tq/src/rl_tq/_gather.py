@@ -36,17 +36,25 @@ _SMALL_ROW_BYTES = 4096
 
 Parts: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
 """Column name to its values, in pieces that follow one another."""
-Offsets: TypeAlias = Mapping[str, torch.Tensor]
-"""Name of a column whose rows have lengths to where they begin and end in its values, int64 [B + 1]."""
 Turns: TypeAlias = "Mapping[str, Sequence[Sequence[int]]]"
 """Name of a column of turns to the lengths of each row's turns."""
+
+
+class Bounds(NamedTuple):
+    """Where rows begin and end in the values of their column."""
+
+    offsets: torch.Tensor
+    """int64 [B + 1]."""
+    longest: int
+    """Values in the longest row."""
 
 
 class Collected(NamedTuple):
     """The values of rows, where they lie."""
 
     parts: Parts
-    offsets: Offsets
+    bounds: Mapping[str, Bounds]
+    """Of columns whose rows have lengths."""
     turns: Turns
 
 
@@ -68,7 +76,7 @@ def gather(columns: LocatedColumns, opened: Opened, num_rows: int, landing: Land
 def collect(columns: LocatedColumns, opened: Opened, *, is_joined: bool = False) -> Collected:
     """Where the values of rows lie: views of the extents; with `is_joined`, ragged rows in many pieces are copied."""
     parts: dict[str, Sequence[torch.Tensor]] = {}
-    offsets: dict[str, torch.Tensor] = {}
+    bounds: dict[str, Bounds] = {}
     turns: dict[str, Sequence[Sequence[int]]] = {}
     indexes: dict[int, np.ndarray[Any, Any]] = {}
     for name, (schema, runs) in columns.items():
@@ -77,8 +85,11 @@ def collect(columns: LocatedColumns, opened: Opened, *, is_joined: bool = False)
         elif schema.kind is ColumnKind.TURNS:
             parts[name], turns[name] = _turns(name, runs, opened)
         else:
-            parts[name], offsets[name] = _ragged(name, runs, opened, is_joined=is_joined and len(runs) >= _MANY_RUNS)
-    return Collected(parts, offsets, turns)
+            known = [each.offsets for each in bounds.values()]
+            parts[name], bounds[name] = _ragged(
+                name, runs, opened, known, is_joined=is_joined and len(runs) >= _MANY_RUNS
+            )
+    return Collected(parts, bounds, turns)
 
 
 def assemble(
@@ -94,17 +105,17 @@ def assemble(
 
     Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
     """
-    parts, offsets, turns = collected
+    parts, bounds, turns = collected
     if landing.is_given:
         landing.reserve(
             [sum(part.nbytes for part in parts[name]) for name, schema in schemas.items() if schema.is_tensor]
         )
-    distinct: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    """Offsets, on the host and where the values are, and the longest row of them as `_jagged` takes it."""
+    distinct: list[tuple[Bounds, torch.Tensor, torch.Tensor]] = []
+    """Bounds, and what `_jagged` takes of them."""
     result: dict[str, Any] = {}
     for name, schema in schemas.items():
         if not schema.is_tensor:
-            result[name] = _documents(_joined(parts[name], is_view=True), offsets[name].tolist(), schema.kind)
+            result[name] = _documents(_joined(parts[name], is_view=True), bounds[name].offsets.tolist(), schema.kind)
             continue
         values = landing.place(parts[name]) if landing.is_given else _joined(parts[name], is_view=is_own[name])
         if schema.kind is ColumnKind.DENSE:
@@ -113,10 +124,10 @@ def assemble(
         if schema.kind is ColumnKind.TURNS:
             result[name] = _packed_turns(values, turns[name], num_rows)
             continue
-        own = offsets[name]
-        alike = next((each for each in distinct if torch.equal(each[0], own)), None)
+        own = bounds[name]
+        alike = next((each for each in distinct if _are_equal(each[0], own)), None)
         if alike is None:
-            alike = (own, own.to(values.device), _longest(own))
+            alike = (own, own.offsets.to(values.device), _longest(own))
             distinct.append(alike)
         result[name] = _jagged(values, *alike[1:])
     landing.finish()
@@ -176,28 +187,28 @@ def _rows(values: Any, start: int, count: int) -> torch.Tensor:
 
 
 def _ragged(
-    name: str, runs: Sequence[Run], opened: Opened, *, is_joined: bool
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The values of all rows, in pieces or copied together, and where the rows begin and end in them."""
+    name: str, runs: Sequence[Run], opened: Opened, known: list[torch.Tensor], *, is_joined: bool
+) -> tuple[list[torch.Tensor], Bounds]:
+    """The values of all rows, in pieces or copied together, and their bounds, with one of the `known` offsets if so."""
     if len(runs) == 1:
         [(extent, start, count)] = runs
         if len(stretches := opened[extent].stretches(name, start, count)) == 1:
             [(first, number)] = stretches
             values, offsets = opened[extent].ragged(name)
-            begin, end = int(offsets[first]), int(offsets[first + number])
-            return [_rows(values, begin, end - begin)], torch.from_numpy(offsets[first : first + number + 1] - begin)
+            start, stop, longest, own = rows.cut(offsets, first, number, known)
+            return [_rows(values, start, stop - start)], Bounds(own, longest)
     pieces: list[tuple[int, int, int]] = []
     lengths: list[int] = []
     for extent, start, count in runs:
-        bounds = opened[extent].bounds(name)
+        offsets = opened[extent].bounds(name)
         for first, number in opened[extent].stretches(name, start, count):
-            edges = bounds[first : first + number + 1]
+            edges = offsets[first : first + number + 1]
             pieces.append((extent, edges[0], edges[-1]))
             lengths += [b - a for a, b in pairwise(edges)]
     sources = {extent: opened[extent].ragged(name)[0] for extent in {piece[0] for piece in pieces}}
     if is_joined:
-        return [_picked_values(pieces, sources)], cumulated(lengths)
-    return [_rows(sources[extent], start, stop - start) for extent, start, stop in pieces], cumulated(lengths)
+        return [_picked_values(pieces, sources)], bounds_of(lengths)
+    return [_rows(sources[extent], start, stop - start) for extent, start, stop in pieces], bounds_of(lengths)
 
 
 def _picked_values(pieces: Sequence[tuple[int, int, int]], sources: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -241,30 +252,39 @@ def _joined(parts: Sequence[torch.Tensor], *, is_view: bool) -> torch.Tensor:
     return parts[0] if is_view else copied(parts[0])
 
 
-def _documents(values: torch.Tensor, bounds: Sequence[int], kind: ColumnKind) -> NonTensorStack:
+def _documents(values: torch.Tensor, offsets: Sequence[int], kind: ColumnKind) -> NonTensorStack:
     text = values.numpy().tobytes()
-    documents = [text[start:stop] for start, stop in pairwise(bounds)]
+    documents = [text[start:stop] for start, stop in pairwise(offsets)]
     return NonTensorStack(*(map(json.loads, documents) if kind is ColumnKind.JSON else documents))
 
 
 def _packed_turns(values: torch.Tensor, lengths: Sequence[Sequence[int]], num_rows: int) -> TensorDict:
     sizes = torch.tensor([length for row in lengths for length in row], dtype=torch.int64, device=values.device)
-    rows, counts = cumulated([sum(row) for row in lengths]), cumulated([len(row) for row in lengths])
+    tokens, counts = bounds_of([sum(row) for row in lengths]), bounds_of([len(row) for row in lengths])
     packed: dict[str, Any] = {
-        "values": _jagged(values, rows.to(values.device), _longest(rows)),
-        "lengths": _jagged(sizes, counts.to(values.device), _longest(counts)),
+        "values": _jagged(values, tokens.offsets.to(values.device), _longest(tokens)),
+        "lengths": _jagged(sizes, counts.offsets.to(values.device), _longest(counts)),
     }
     return TensorDict(packed, batch_size=[num_rows])
 
 
-def _longest(offsets: torch.Tensor) -> torch.Tensor:
+def _are_equal(a: Bounds, b: Bounds) -> bool:
+    return a.offsets is b.offsets or (a.longest == b.longest and torch.equal(a.offsets, b.offsets))
+
+
+def _longest(bounds: Bounds) -> torch.Tensor:
     """The length of the longest row, as nested tensors keep it: a tensor of so many rows of nothing."""
-    return torch.empty(int(np.diff(offsets.numpy()).max()), 0)
+    return torch.empty(bounds.longest, 0)
 
 
 def _jagged(values: torch.Tensor, offsets: torch.Tensor, longest: torch.Tensor) -> NestedTensor:
     """Rows of different lengths. Without the longest, torch pads each of them to the length of all together."""
     return NestedTensor(values, offsets, _metadata_cache={"max_seqlen": longest})
+
+
+def bounds_of(lengths: Sequence[int]) -> Bounds:
+    """Bounds of rows of these lengths that follow one another."""
+    return Bounds(cumulated(lengths), max(lengths, default=0))
 
 
 def cumulated(lengths: Sequence[int]) -> torch.Tensor:

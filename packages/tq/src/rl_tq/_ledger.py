@@ -41,24 +41,22 @@ class Lease(msgspec.Struct, kw_only=True, eq=False):
 class TaskLedger:
     """One task's share of a partition. A row is free, leased, acked or dead."""
 
-    leased: dict[int, Lease] = field(default_factory=dict[int, Lease])
-    acked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    leased: dict[int, Lease] = field(default_factory=dict)
+    acked: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Row to (training step, lease)."""
-    dead: dict[int, str] = field(default_factory=dict[int, str])
+    dead: dict[int, str] = field(default_factory=dict)
     """Dead letters: row to the last reason why it came back."""
-    attempts: dict[int, int] = field(default_factory=dict[int, int])
+    attempts: dict[int, int] = field(default_factory=dict)
     """Row to how often it came back."""
-    returned: set[int] = field(default_factory=set[int])
+    returned: set[int] = field(default_factory=set)
     """Free rows that this task was given before."""
-    acked_groups: Counter[Hashable] = field(default_factory=Counter["Hashable"])
+    acked_groups: Counter[Hashable] = field(default_factory=Counter)
     """Group to how many of its rows were acked."""
-    cleared: Counter[int] = field(default_factory=Counter[int])
+    cleared: Counter[int] = field(default_factory=Counter)
     """Training step to how many rows acked at it were cleared since."""
     num_acked: int = 0
     """In the life of the partition."""
-    indexes: dict[tuple[frozenset[str], Policy], ReadyRows] = field(
-        default_factory=dict[tuple[frozenset[str], "Policy"], ReadyRows]
-    )
+    indexes: dict[tuple[frozenset[str], Policy], ReadyRows] = field(default_factory=dict)
 
     def is_free(self, number: int) -> bool:
         """Whether the row may be given to this task."""

@@ -55,8 +55,13 @@ def find_runs(rows: Sequence[int], columns: Sequence[str], places: Sequence[Plac
     """Where columns of rows lie, and the places that say so; None where the places do not tell."""
     if len(places) == 1:
         [place] = places
-        runs = _runs(rows, [place], {}) if place.columns.keys() >= set(columns) else None
-        return ({column: (place.columns[column], runs) for column in columns}, [place]) if runs else None
+        start = rows[0] - place.first_row
+        is_there = 0 <= start <= place.num_rows - len(rows) and _num_consecutive(rows) == len(rows)
+        runs = [(place.extent, place.start + start, len(rows))] if is_there else _runs(rows, [place], {})
+        schemas = place.columns
+        if not runs or any(column not in schemas for column in columns):
+            return None
+        return {column: (schemas[column], runs) for column in columns}, [place]
     found: dict[str, tuple[ColumnSchema, list[Run]]] = {}
     used: dict[Place | int, Place] = {}
     known: dict[tuple[int, ...], list[Run] | None] = {}

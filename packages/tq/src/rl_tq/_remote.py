@@ -17,7 +17,7 @@ from rl_tq._client import QueueClient
 from rl_tq._codec import encode
 from rl_tq._columns import INDEX
 from rl_tq._extent import as_bytes, read_extent
-from rl_tq._gather import Collected, assemble, collect, cumulated
+from rl_tq._gather import Bounds, Collected, assemble, bounds_of, collect
 from rl_tq._schema import ColumnKind, ColumnSchema, read_schema
 from rl_tq._service import Message, error_reply, raise_error
 from rl_tq.errors import SchemaError, TransferQueueError
@@ -137,8 +137,8 @@ def located_parts(
         name: (ColumnSchema.from_json(schema), reply["runs"][which])
         for name, (schema, which) in reply["columns"].items()
     }
-    parts, offsets, turns = collect(columns, opened)
-    lengths = {name: each.diff().tolist() for name, each in offsets.items()} | dict(turns)
+    parts, bounds, turns = collect(columns, opened)
+    lengths = {name: each.offsets.diff().tolist() for name, each in bounds.items()} | dict(turns)
     return {name: (reply["columns"][name][0], pieces, lengths.get(name)) for name, pieces in parts.items()}
 
 
@@ -196,7 +196,7 @@ def assembled(reply: Message, payload: torch.Tensor | None, num_rows: int, landi
     """A batch of fetched values."""
     schemas: dict[str, ColumnSchema] = {}
     parts: dict[str, list[torch.Tensor]] = {}
-    offsets: dict[str, torch.Tensor] = {}
+    bounds: dict[str, Bounds] = {}
     turns: dict[str, list[list[int]]] = {}
     start = 0
     for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
@@ -207,9 +207,9 @@ def assembled(reply: Message, payload: torch.Tensor | None, num_rows: int, landi
         if schema.kind is ColumnKind.TURNS:
             turns[name] = sizes
         elif sizes is not None:
-            offsets[name] = cumulated(sizes)
+            bounds[name] = bounds_of(sizes)
         start += nbytes + -nbytes % ALIGNMENT
-    return assemble(schemas, Collected(parts, offsets, turns), dict.fromkeys(schemas, True), num_rows, landing)
+    return assemble(schemas, Collected(parts, bounds, turns), dict.fromkeys(schemas, True), num_rows, landing)
 
 
 def landing_place(landing: Landing | None, message: Message, nbytes: int) -> torch.Tensor | None:

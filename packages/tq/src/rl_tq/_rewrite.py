@@ -22,7 +22,8 @@ def rewritten(columns: LocatedColumns, opened: Opened, num_rows: int) -> Layout:
 
 
 def _column(name: str, schema: ColumnSchema, collected: Collected, num_rows: int) -> Column:
-    offsets, turns = collected.offsets.get(name), None
+    bounds = collected.bounds.get(name)
+    offsets, turns = None if bounds is None else bounds.offsets, None
     if schema.kind is ColumnKind.TURNS:
         lengths = collected.turns[name]
         offsets, turns = cumulated([len(row) for row in lengths]), cumulated(list(chain.from_iterable(lengths)))

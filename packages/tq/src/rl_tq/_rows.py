@@ -104,22 +104,22 @@ class Partition:
     name: str
     generation: int
     options: PartitionOptions = field(default_factory=PartitionOptions)
-    schema: dict[str, ColumnSchema] = field(default_factory=dict[str, "ColumnSchema"])
-    rows: dict[int, Row] = field(default_factory=dict[int, Row])
+    schema: dict[str, ColumnSchema] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
     """By number, oldest first."""
-    by_name: dict[str, Row] = field(default_factory=dict[str, Row])
+    by_name: dict[str, Row] = field(default_factory=dict)
     """Those that a caller named."""
-    by_version: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict[int, set[int]](set))
-    by_group: defaultdict[Hashable, set[int]] = field(default_factory=lambda: defaultdict["Hashable", set[int]](set))
+    by_version: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    by_group: defaultdict[Hashable, set[int]] = field(default_factory=lambda: defaultdict(set))
     nbytes: int = 0
     """Of its extents in memory."""
     spilled_nbytes: int = 0
     """Of those in files."""
     weight_version: int = 0
-    tasks: dict[str, TaskLedger] = field(default_factory=dict[str, "TaskLedger"])
-    dropped: Counter[str] = field(default_factory=Counter[str])
+    tasks: dict[str, TaskLedger] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     """Rows that were cleared by a limit, by the reason."""
-    done: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    done: dict[int, list[int]] = field(default_factory=dict)
     """Training step to the rows that every declared task acked at it or before, for `keep_steps`."""
     changed: int = 0
     """Grows whenever it changes."""
@@ -127,7 +127,7 @@ class Partition:
     """Whether no row was ever named or tagged by a caller."""
     accepted: Schema | None = None
     """Columns of its last put: the same again agree with the others, and need not be compared."""
-    _packed: dict[frozenset[str], bytes] = field(default_factory=dict[frozenset[str], bytes])
+    _packed: dict[frozenset[str], bytes] = field(default_factory=dict)
 
     def packed_schema(self, columns: frozenset[str]) -> bytes:
         """The schema of some columns, for a message. It never changes: a column's is that of its first put."""

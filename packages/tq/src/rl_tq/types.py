@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, chain
-from operator import itemgetter
+from itertools import accumulate, chain, compress
+from operator import itemgetter, ne
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_tq._balance import balanced_order
@@ -126,8 +126,9 @@ class BatchMeta:
             IndexError: a position is not in -B..B-1.
         """
         take = _taker(index)
+        names = self._names
         return self._with_rows(
-            take(self.sample_ids),
+            None if names is None else take(names),
             take(self.tags) if self.tags else (),
             take(self.rows) if self.rows else (),
             take(self.leases) if self.leases else (),
@@ -143,12 +144,16 @@ class BatchMeta:
         Raises:
             KeyError: a row has no such tag.
         """
+        values = self._values(tag)
+        starts = list(compress(range(1, len(values)), map(ne, values[1:], values)))
+        groups = [*values[:1], *[values[start] for start in starts]]
+        if len(set(groups)) == len(groups):  # the rows of each follow one another
+            return dict(zip(groups, self._cut([*starts, len(values)]), strict=False))
         index: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for i, value in enumerate(self._values(tag)):
+        for i, value in enumerate(values):
             index[value].append(i)
-        if list(chain.from_iterable(index.values())) == list(range(len(self))):  # the rows of each group in a row
-            return dict(zip(index, self._cut(accumulate(map(len, index.values()))), strict=True))
-        return {value: self.reorder(positions) for value, positions in index.items()}
+        together = self.reorder(list(chain.from_iterable(index.values())))
+        return dict(zip(index, together._cut(accumulate(map(len, index.values()))), strict=True))
 
     def sort_by(self, tag: str, *, descending: bool = False) -> BatchMeta:
         """Rows in the order of a tag; equal ones stay in the order they have.
@@ -278,22 +283,30 @@ class BatchMeta:
         """Contiguous parts, each from where the one before stopped."""
         partition, columns, generation, task = self.partition, self.columns, self.generation, self.task
         places, extra = self.places, self.extra
-        sample_ids, tags, rows, leases = self.sample_ids, self.tags, self.rows, self.leases
+        names, tags, rows, leases = self._names, self.tags, self.rows, self.leases
         parts: list[BatchMeta] = []
         start = 0
         for stop in stops:
             parts.append(
                 batch_meta(
-                    partition, sample_ids[start:stop], columns, tags[start:stop], rows[start:stop], generation, task,
-                    leases[start:stop], places, extra,
+                    partition, None if names is None else names[start:stop], columns, tags[start:stop],
+                    rows[start:stop], generation, task, leases[start:stop], places, extra,
                 )
             )  # fmt: skip
             start = stop
         return parts
 
+    @property
+    def _names(self) -> tuple[str, ...] | None:
+        """The ids; None where they are the rows' numbers and nobody asked for them yet."""
+        try:
+            return _GET_SAMPLE_IDS(self)
+        except AttributeError:
+            return None
+
     def _with_rows(
         self,
-        sample_ids: tuple[str, ...],
+        sample_ids: tuple[str, ...] | None,
         tags: tuple[Mapping[str, Any], ...],
         rows: tuple[int, ...],
         leases: tuple[int, ...],
@@ -338,6 +351,7 @@ class BatchMeta:
     _SET_PARTITION, _SET_SAMPLE_IDS, _SET_COLUMNS, _SET_TAGS, _SET_ROWS, _SET_GENERATION, _SET_TASK, _SET_LEASES,
     _SET_PLACES, _SET_EXTRA,
 ) = [getattr(BatchMeta, each.name).__set__ for each in fields(BatchMeta)]  # fmt: skip
+_GET_SAMPLE_IDS = vars(BatchMeta)["sample_ids"].__get__
 
 
 def batch_meta(
