@@ -122,6 +122,7 @@ def test_backend_that_is_not_installed(capsys, key):
     [
         ("safetensors", "engine.backend=fsdp needs safetensors: pip install 'rl-engine[fsdp]'"),  # of the extra
         ("msgspec", "queue_storage=shm needs msgspec: pip install 'rl-tq[shm]'"),  # of the package itself
+        ("ray", "runtime=ray needs ray: pip install ray, or choose runtime=inline"),
     ],
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):

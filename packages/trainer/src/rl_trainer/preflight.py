@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rl_trainer.data import Row
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OWN = "rl-post-trainer"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -42,6 +43,8 @@ def check(config: Config, rows: list[Row]) -> None:
         *((TRACKERS, name, "tracking.trackers") for name in config.tracking.trackers),
     ):
         check_installed(group, name, key)
+    if config.runtime == "ray" and not _is_installed("ray"):
+        raise ConfigError("runtime=ray needs ray: pip install ray, or choose runtime=inline")
     check_tracking(config.tracking)
     check_model(config)
     if config.teacher is not None:
@@ -113,7 +116,7 @@ def check_resume(config: Config, num_rows: int) -> None:
 
 
 def check_installed(group: str, name: str, key: str) -> None:
-    """Check that an entry point exists and that what its extra needs is installed, importing none of it.
+    """Check that an entry point exists and that what it and its extra need is installed, importing none of it.
 
     Raises:
         ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
@@ -132,7 +135,10 @@ def _missing_requirements(point: EntryPoint) -> list[str]:
     if point.dist is None:
         return []
     requirements = [Requirement(text) for text in point.dist.requires or []]
-    wanted = [r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": point.name})]
+    is_ours = point.dist.name == _OWN  # runs already; ray, which it may lack, is the runtime's alone
+    wanted = [
+        r for r in requirements if (not is_ours if r.marker is None else r.marker.evaluate({"extra": point.name}))
+    ]
     return [r.name for r in wanted if not _is_installed(r.name)]
 
 
