@@ -122,6 +122,21 @@ def test_a_policy_loss_is_that_of_the_whole_batch(loss, aggregation, seeds):
     assert all(check(policy_loss(loss, aggregation), seed).abs().max() > 0 for seed in seeds)
 
 
+@pytest.mark.parametrize("correction", ["none", "tis"])
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_without_old_log_probs_the_policy_s_own_are_the_old_ones(loss, correction):
+    config = AlgorithmConfig(loss=loss, correction=correction)
+    given, columns = draw_rows([3, 5, 2], 0)
+    columns["old_logprobs"] = given.clone()
+    told = added_up(PolicyLossFunction(config=config, teacher=TEACHER), given, columns, [3, 5, 2], [[0, 1], [2]])
+    del columns["old_logprobs"]
+    own = PolicyLossFunction(config=config, teacher=TEACHER, has_old_logprobs=False)
+    found = added_up(own, given, columns, [3, 5, 2], [[0, 1], [2]])
+    assert found[0] == told[0]
+    assert found[1].equal(told[1])
+    assert found[1].abs().max() > 0
+
+
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_corrected_and_other_losses_are_those_of_the_whole_batch(name, seeds):

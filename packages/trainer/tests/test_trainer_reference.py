@@ -10,14 +10,17 @@ from rl_trainer.job import run
 from rl_trainer.pipelines import parts
 
 
-def metrics_of(output_dir, model):
+def metrics_of(output_dir, model, *overrides):
     settings = [
         "runtime=inline", "steps=2", "eval_every=0", "data.options.num_rows=200", "data.eval_size=4", "timeout_s=120",
         "batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "engine.lora.rank=4", "engine.lr=1e-2",
         "engine.lr_warmup_steps=0", "engine.precision=float32", "algorithm.entropy_coef=0.1",
         "algorithm.kl_coef=0.1",
     ]  # fmt: skip
-    run(load_config("quickstart", [*settings, f"model.path={model}", f"output_dir={output_dir}"]), Console(quiet=True))
+    run(
+        load_config("quickstart", [*settings, *overrides, f"model.path={model}", f"output_dir={output_dir}"]),
+        Console(quiet=True),
+    )
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()][1:]
     return [(line["metrics"]["kl"], line["metrics"]["policy_loss"]) for line in lines]
 
@@ -35,3 +38,18 @@ def test_an_actor_without_its_adapter_is_the_reference_that_another_engine_would
     assert own[0][0] == pytest.approx(0.0, abs=1e-9), "an adapter begins as nothing"
     assert own[1][0] > 1e-4, "and does not stay so"
     assert other == [pytest.approx(step, abs=1e-6) for step in own]
+
+
+def test_a_batch_that_is_learned_from_once_tells_its_old_log_probs_itself(model, tmp_path, monkeypatch):
+    recompute = ("algorithm.old_logprobs=recompute", "algorithm.correction=tis")
+    once = metrics_of(tmp_path / "once", model, *recompute)
+    for place in ("step", "engines"):
+        monkeypatch.setattr(f"rl_trainer.pipelines.{place}.has_old_pass", lambda config: True)
+    scored = metrics_of(tmp_path / "scored", model, *recompute)
+    assert once == [pytest.approx(step, abs=1e-6) for step in scored]
+    assert [phases(tmp_path / name) for name in ("once", "scored")] == [False, True]
+
+
+def phases(output_dir):
+    """Whether a step had a pass for old log-probs."""
+    return "old_logprobs" in json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1])["phase_s"]

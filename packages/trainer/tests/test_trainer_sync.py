@@ -35,6 +35,24 @@ def test_what_is_not_needed_is_not_computed():
     assert not {"old_logprobs", "ref_logprobs"} & set(job.calls)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "has_pass"),
+    [
+        ([], False),
+        (["algorithm.kl_in_reward=true"], True),
+        (["algorithm.loss=kl_cov"], True),
+        (["algorithm.advantage=vtrace", "critic.lr=1e-5", "algorithm.correction=tis"], True),
+        (["algorithm.advantage=optimal_token_baseline"], True),
+        (["batch.mini_batch_size=2"], True),
+    ],
+)
+def test_with_one_mini_batch_old_log_probs_take_no_pass_of_their_own_unless_something_reads_them(overrides, has_pass):
+    wanted = config("batch.mini_batch_size=4", *overrides)
+    job = FakeJob(wanted)
+    list(run_sync(job.parts(), wanted, []))
+    assert ("old_logprobs" in job.calls) is has_pass
+
+
 def test_stale_tokens_stop_the_run_before_anything_is_learned_from_them():
     job = FakeJob(config(), lag=1)
     with pytest.raises(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_trainer.algorithms import estimator_named
+from rl_trainer.algorithms import estimator_named, loss_named
 from rl_trainer.algorithms.checks import check_algorithm
 from rl_trainer.config import DataConfig
 from rl_trainer.data.options import check_options
@@ -120,6 +120,21 @@ def longest_sequence(config: Config) -> tuple[int, str]:
 def has_reference(config: Config) -> bool:
     """Whether anything is compared with the start policy, or with what it has become."""
     return config.algorithm.kl_coef > 0 or has_process_rewards(config)
+
+
+def has_old_pass(config: Config) -> bool:
+    """Whether the engine scores a batch before it is learned from (`algorithm.old_logprobs=recompute`).
+
+    With one mini-batch the update's own pass tells the same, unless something reads them before.
+    """
+    algorithm, batch = config.algorithm, config.batch
+    needs = estimator_named(algorithm.advantage).needs
+    is_read_before = (
+        bool({"ratio", "logprobs", "sum_pi_squared"} & {*needs})
+        or (algorithm.kl_in_reward and algorithm.kl_coef > 0)
+        or loss_named(algorithm.loss).selects_tokens
+    )
+    return algorithm.old_logprobs == "recompute" and (batch.mini_batch_size < batch.batch_size or is_read_before)
 
 
 def has_process_rewards(config: Config) -> bool:

@@ -51,6 +51,8 @@ class PolicyLossFunction:
     """Loss, clipping, aggregation and coefficients."""
     teacher: TeacherSection | None = None
     """What is learned from a teacher."""
+    has_old_logprobs: bool = True
+    """False: there is no column `old_logprobs`, because a batch's only update tells what the policy before it says."""
     max_new_tokens: int = 1
     """Tokens of the longest completion, the constant that seq-mean-token-sum-norm divides by."""
 
@@ -58,8 +60,9 @@ class PolicyLossFunction:
         """Loss share and metric shares of one micro-batch."""
         config, spec = self.config, loss_named(self.config.loss)
         options = {**spec.options, **config.loss_options}
-        weights, mismatch = self._correct(output, rows)
-        old, advantages = rows["old_logprobs"].values(), rows["advantages"].values()
+        old = rows["old_logprobs"].values() if self.has_old_logprobs else output.logprobs.detach()
+        advantages = rows["advantages"].values()
+        weights, mismatch = self._correct(output, rows, old)
         mask = rows["loss_mask"].values()
         counted: dict[str, Any] = {
             "aggregation": config.aggregation,
@@ -91,7 +94,7 @@ class PolicyLossFunction:
             name, weights = "ppo", kept if weights is None else weights * kept
         elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
             name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
-            extra = _penalty(output, rows, options["kl_coef"], counted)
+            extra = _penalty(output, rows, old, options["kl_coef"], counted)
         has_reference = config.kl_coef > 0 and not config.kl_in_reward
         result = rl_csrc.policy_loss(
             output.logprobs,
@@ -118,7 +121,7 @@ class PolicyLossFunction:
             extra, metrics = extra + pull, metrics | taught
         return result.loss + extra, metrics | mismatch
 
-    def _correct(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _correct(self, output: ModelOutput, rows: TensorDict, old: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Weights for the sampler's difference, and how large it is.
 
         Where the sampler's log-probs are the old ones, the difference is that to the policy under update.
@@ -126,9 +129,8 @@ class PolicyLossFunction:
         config = self.config
         mask = rows["loss_mask"].values()
         if config.old_logprobs == "rollout":
-            found = output.logprobs.detach(), rows["old_logprobs"].values()
-            return None, mismatch_metrics(*found, mask, None, output.counts.tokens)
-        old, rollout = rows["old_logprobs"].values(), rows["rollout_logprobs"].values()
+            return None, mismatch_metrics(output.logprobs.detach(), old, mask, None, output.counts.tokens)
+        rollout = rows["rollout_logprobs"].values()
         weights = clipped = None
         if config.correction != "none":
             correction, level = split_correction(config.correction)
@@ -167,9 +169,9 @@ class PolicyLossFunction:
         return total / (max(counts.sequences, 1.0) * constant)
 
 
-def _penalty(output: ModelOutput, rows: TensorDict, coef: float, counted: dict[str, Any]) -> Tensor:
+def _penalty(output: ModelOutput, rows: TensorDict, old: Tensor, coef: float, counted: dict[str, Any]) -> Tensor:
     """What the chosen tokens pay for their distance from the old policy."""
-    old, mask = rows["old_logprobs"].values(), rows["loss_mask"].values()
+    mask = rows["loss_mask"].values()
     free = output.logprobs.detach()  # no distance, no penalty
     return rl_csrc.policy_loss(
         output.logprobs,

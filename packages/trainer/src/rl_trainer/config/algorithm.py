@@ -63,7 +63,8 @@ class AlgorithmConfig:
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """`recompute`: by the engine before the update; `rollout`: take the sampler's."""
+    """`recompute`: by the engine before the update, in a pass of its own unless there is one mini-batch, whose update
+    tells them; `rollout`: take the sampler's."""
     correction: Correction = "none"
     """Weight of a token for the sampler's differing probabilities: `tis` truncates the ratio engine / sampler at the
     upper bound, `icepop` drops what is outside the bounds; the ratio is the token's own, or its whole completion's

@@ -12,7 +12,7 @@ from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, Mod
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named
 from rl_trainer.errors import ConfigError
-from rl_trainer.plan import has_process_rewards
+from rl_trainer.plan import has_old_pass, has_process_rewards
 from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
 from rl_trainer.workers.images import IMAGES, takes_images
@@ -43,6 +43,7 @@ def create_engine(
         backend=config.engine.backend,
         config=actor_config(config, model_path) if is_trained else frozen_config(config, model_path, num_candidates),
         algorithm=config.algorithm,
+        has_old_pass=has_old_pass(config),
         inputs=inputs,
         teacher=config.teacher,
         max_new_tokens=config.rollout.max_new_tokens,

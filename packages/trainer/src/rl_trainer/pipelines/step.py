@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.metrics import StepRecord
 from rl_trainer.pipelines.rollouts import hash_seed
+from rl_trainer.plan import has_old_pass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer) -> list[UpdateReport]:
     """Score a batch, compute its advantages, and take the optimizer steps of one training step on it."""
-    if config.algorithm.old_logprobs == "recompute":
+    if has_old_pass(config):
         with timer.phase("old_logprobs"):
             batch = batch.union(parts.actor.compute_log_prob(batch))
     if parts.reference is not None:

@@ -227,6 +227,7 @@ class EngineWorker(_EngineRank):
         backend: str,
         config: EngineConfig,
         algorithm: AlgorithmConfig,
+        has_old_pass: bool = True,
         teacher: TeacherSection | None = None,
         max_new_tokens: int = 1,
         queue_address: str,
@@ -238,9 +239,12 @@ class EngineWorker(_EngineRank):
             backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
         )
         self._algorithm = algorithm
+        has_old = has_old_pass or algorithm.old_logprobs == "rollout"
         self._has_adapter = config.lora is not None
         self._teacher = teacher
-        self._loss = PolicyLossFunction(config=algorithm, teacher=teacher, max_new_tokens=max_new_tokens)
+        self._loss = PolicyLossFunction(
+            config=algorithm, teacher=teacher, has_old_logprobs=has_old, max_new_tokens=max_new_tokens
+        )
         self._loop = LoopThread("weights")
         self._sender = None
         if weights_address is not None and context.rank == 0:
@@ -334,7 +338,7 @@ class EngineWorker(_EngineRank):
         config = self._algorithm
         columns = [*self._inputs, "advantages", "rollout_logprobs"]
         columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
-        columns += ["old_logprobs"] if config.old_logprobs == "recompute" else []
+        columns += ["old_logprobs"] if config.old_logprobs == "recompute" and self._loss.has_old_logprobs else []
         columns += ["selected"] if loss_named(config.loss).selects_tokens else []
         columns += teacher_columns(self._teacher).values() if self._teacher is not None else []
         data = self._queue.get(batch, columns)
