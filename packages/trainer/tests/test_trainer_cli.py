@@ -56,6 +56,15 @@ def test_unknown_key(capsys):
     )
 
 
+def test_too_few_gpus_are_told_with_the_numbers_before_anything_is_made(capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("rl_trainer.pipelines.parts._num_gpus", lambda: 1)
+    told = refused(capsys, "quickstart")
+    assert "the run asks for 2 GPUs (engine 1, rollout 1), and this machine has 1; set rollout.colocated=true" in told
+    for enough in ("rollout.colocated=true", "runtime=inline"):
+        assert cli.main(["quickstart", "--dry-run", enough, "data.options.num_rows=300"]) == 0
+
+
 def test_missing_file(capsys, model):
     assert "there is no file nowhere.jsonl" in refused(
         capsys, "gsm8k", "data.path=nowhere.jsonl", f"model.path={model}"

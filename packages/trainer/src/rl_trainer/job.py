@@ -42,7 +42,10 @@ def plan(config: Config, console: Console | None = None) -> Datasets:
     Raises:
         InputError: something cannot work.
     """
+    from rl_trainer.pipelines.parts import check_gpus
+
     counts = make_plan(config)
+    check_gpus(config)
     datasets = load_datasets(config.data, seed=config.seed)
     preflight.check(config, [*datasets.train, *datasets.eval])
     preflight.check_resume(config, len(datasets.train))  # none of a stream

@@ -16,6 +16,7 @@ from rl_trainer.capabilities import check_started
 from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.data import shows_images
 from rl_trainer.data.prompts import make_prompts
+from rl_trainer.errors import PlanError
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines import moving_reference
 from rl_trainer.pipelines.engines import (
@@ -104,6 +105,24 @@ def resource_pools(config: Config) -> list[ResourcePool]:
         if reward_models(config):
             pools.append(ResourcePool(name="reward", num_workers=1, num_gpus=num_gpus))
     return pools
+
+
+def check_gpus(config: Config) -> None:
+    """Check that this machine has the GPUs that the pools will ask for; a cluster is asked when it is joined.
+
+    Raises:
+        PlanError: it has fewer.
+    """
+    if config.runtime != "ray" or "RAY_ADDRESS" in os.environ:
+        return
+    pools = [pool for pool in resource_pools(config) if pool.num_gpus]
+    wanted, there = sum(pool.num_workers for pool in pools), _num_gpus()
+    if wanted > there:
+        raise PlanError(
+            f"the run asks for {wanted} GPUs ({', '.join(f'{pool.name} {pool.num_workers}' for pool in pools)}), and "
+            f"this machine has {there}; set rollout.colocated=true, so that servers share those of the engine, "
+            "runtime=inline, smaller numbers, or RAY_ADDRESS of a cluster"
+        )
 
 
 def reward_models(config: Config) -> dict[str, str]:
