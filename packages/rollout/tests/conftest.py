@@ -4,7 +4,9 @@ import asyncio
 import json
 import math
 import shutil
+import sys
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import torch
 import rl_ckpt
 from rl_rollout import CkptReceiver
 from rl_rollout.testing import load_weights, write_tiny_model
+
+sys.path.append(str(Path(__file__).parent / "peers"))  # `rollout_servers`, for the files about servers of others
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 """Layers of the adapters."""

@@ -20,8 +20,8 @@ from rl_rollout import (
     connect_server,
     create_server,
 )
+from rl_rollout._images import repeats
 from rl_rollout._partial import rest_of
-from rl_rollout.backends.embedded.images import repeats
 from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tiny_vl_model
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")

@@ -1,66 +1,26 @@
-"""The SGLang backend: against a fake that speaks its protocol, and against the real server where there is one.
-
-RL_ROLLOUT_SGLANG is the folder of a virtual environment with SGLang and rl-ckpt: SGLang pins another torch than ours.
-"""
+"""The SGLang backend: against a fake that speaks its protocol, and against the real server where there is one."""
 
 import asyncio
 import io
 import json
-import os
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from rollout_servers import fake_sglang_config, real_model, real_sglang, real_sglang_config, request, serve
 
 from rl_rollout import (
     ConfigError,
     GenerateRequest,
     GenerationError,
     RequestError,
-    SamplingParams,
     ServerConfig,
     ServerStartError,
     UnsupportedError,
     create_server,
 )
 from rl_rollout.backends.sglang import lora_arguments, read_answer, session_payload
-from rl_rollout.testing import Served, ServerConformance, write_tiny_model
-
-ENVIRONMENT = os.environ.get("RL_ROLLOUT_SGLANG")
-START_S = 600.0
-FAKE = [sys.executable, str(Path(__file__).parent / "peers/fake_sglang.py")]
-
-
-def config_of(folder, *args, command=FAKE, env=None, adapters=(), **fields):
-    options = {"command": command, "args": list(args), "env": env or {}, "adapters": dict(adapters)}
-    fields = {"num_threads": 1, "timeout_s": START_S, "dtype": "float32", "max_num_seqs": 32} | fields
-    return ServerConfig(model_path=str(folder), options=options, **fields)
-
-
-def real_config(folder, *args, max_total_tokens=65536, **fields):
-    return config_of(
-        folder,
-        *args,
-        *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-        *("--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.1"),
-        *("--max-total-tokens", str(max_total_tokens)),
-        command=f"{ENVIRONMENT}/bin/python -m sglang.launch_server",
-        env={"SGLANG_USE_CPU_ENGINE": "1"},
-        device="cpu",
-        **fields,
-    )
-
-
-def real_model(folder):
-    sizes = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
-    return write_tiny_model(folder / "model", **sizes)
-
-
-def request(request_id="r", prompt=(5, 6, 7), **params):
-    params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
-    return GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
+from rl_rollout.testing import ServerConformance
 
 
 async def fill_the_cache(config, room):
@@ -89,22 +49,13 @@ def check_full_cache(config, room):
     assert [output.token_ids for output in outputs] == [alone.token_ids] * 4
 
 
-def serve(config, trainer, **fields):
-    with asyncio.Runner() as runner:
-        server = create_server("sglang", config)
-        runner.run(server.start())
-        yield Served(server=server, run=runner.run, model_path=config.model_path, update=trainer.update, **fields)
-        runner.run(server.stop())
-        runner.run(trainer.close())
-
-
 @pytest.mark.contract
 class TestProtocol(ServerConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def served(cls, long_folder, new_trainer):
-        config = config_of(long_folder, "--enable-memory-saver", "--enable-deterministic-inference")
-        yield from serve(config, new_trainer(60), max_model_len=4094)
+        config = fake_sglang_config(long_folder, "--enable-memory-saver", "--enable-deterministic-inference")
+        yield from serve("sglang", config, new_trainer(60), max_model_len=4094)
 
     def test_where_something_is_cut_off_the_logprobs_are_the_behaviour_ones(self, served):
         output = served.generate(temperature=0.7, top_k=5)
@@ -120,16 +71,14 @@ class TestProtocol(ServerConformance):
 
 
 @pytest.mark.contract
-@pytest.mark.integration
-@pytest.mark.timeout(1500)
-@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_SGLANG names no environment with SGLang and rl-ckpt")
+@real_sglang
 class TestRealSglang(ServerConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def served(cls, tmp_path_factory, new_trainer):
         folder = real_model(tmp_path_factory.mktemp("sglang"))
-        config = real_config(folder, max_model_len=8192)
-        yield from serve(config, new_trainer(60), max_model_len=8190)
+        config = real_sglang_config(folder, max_model_len=8192)
+        yield from serve("sglang", config, new_trainer(60), max_model_len=8190)
 
     def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served):
         """Temperature and top-k, recomputed by transformers: as our own sampler defines them."""
@@ -151,39 +100,39 @@ class TestRealSglang(ServerConformance):
     test_stop_ends_it = ServerConformance.test_stop_ends_it
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(1500)
-@pytest.mark.skipif(not ENVIRONMENT, reason="RL_ROLLOUT_SGLANG names no environment with SGLang and rl-ckpt")
+@real_sglang
 class TestLimitsOfTheRealOneOnCpu:
     """Its own words where it dies at start: this is all that adapters and sleep have been run against."""
 
     def test_a_full_cache(self, tmp_path):
-        check_full_cache(real_config(real_model(tmp_path), max_total_tokens=402), 400)
+        check_full_cache(real_sglang_config(real_model(tmp_path), max_total_tokens=402), 400)
 
     def test_an_argument_that_it_does_not_know(self, qwen3_folder):
-        server = create_server("sglang", real_config(qwen3_folder, "--no-such-argument"))
+        server = create_server("sglang", real_sglang_config(qwen3_folder, "--no-such-argument"))
         with pytest.raises(ServerStartError, match=r"(?s)sglang .* ended with code .*--no-such-argument"):
             asyncio.run(server.start())
 
     def test_adapters(self, qwen3_folder, write_adapters):
         folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder).items()}
-        server = create_server("sglang", real_config(qwen3_folder, "--lora-backend", "torch_native", adapters=folders))
+        server = create_server(
+            "sglang", real_sglang_config(qwen3_folder, "--lora-backend", "torch_native", adapters=folders)
+        )
         with pytest.raises(ServerStartError, match="pin_memory=True requires a CUDA"):
             asyncio.run(server.start())
 
     def test_sleep(self, qwen3_folder):
-        server = create_server("sglang", real_config(qwen3_folder, "--enable-memory-saver"))
+        server = create_server("sglang", real_sglang_config(qwen3_folder, "--enable-memory-saver"))
         with pytest.raises(ServerStartError, match="torch_memory_saver"):
             asyncio.run(server.start())
 
 
 def test_a_full_cache(long_folder):
-    check_full_cache(config_of(long_folder, "--max-total-tokens", "402"), 400)
+    check_full_cache(fake_sglang_config(long_folder, "--max-total-tokens", "402"), 400)
 
 
 def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adapters):
     folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder).items()}
-    server = create_server("sglang", config_of(qwen3_folder, adapters=folders))
+    server = create_server("sglang", fake_sglang_config(qwen3_folder, adapters=folders))
     assert server.capabilities.has_adapters
     assert not server.capabilities.updates_weights  # what SGLang does with them then, nobody has seen
     told = lora_arguments(list(server.adapters.values()))
@@ -196,7 +145,7 @@ def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adap
 def test_what_it_cannot_do_is_refused(qwen3_folder):
     with pytest.raises(ConfigError, match="--max-total-tokens N"):
         create_server("sglang", ServerConfig(model_path=str(qwen3_folder), kv_cache_bytes=1))
-    can = create_server("sglang", config_of(qwen3_folder)).capabilities
+    can = create_server("sglang", fake_sglang_config(qwen3_folder)).capabilities
     assert (can.sleep_levels, can.is_seeded, can.has_adapters) == ((), False, False)
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from rl_rollout._images import ImagePreparer, PreparedImages
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig, TokenOutput
 
@@ -64,7 +65,7 @@ class ExternalServer(RolloutServer):
     """Set by `run_as`."""
 
     def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
-        model_config = read_model_config(config.model_path)
+        self.model_config = model_config = read_model_config(config.model_path)
         self.config = config
         self.engine_name = engine_name
         self.model_name = Path(config.model_path).resolve().name
@@ -79,6 +80,8 @@ class ExternalServer(RolloutServer):
         self._is_stopped = self._is_paused = self._is_asleep = False
         self._refusal = ""
         """Why nothing is generated until an update succeeds; empty when something may be."""
+        self.preparer: ImagePreparer | None = None
+        """Set by a subclass whose model takes images."""
         self._flights: dict[str, Flight] = {}
         self._may_send = asyncio.Event()
         self._may_send.set()
@@ -106,8 +109,8 @@ class ExternalServer(RolloutServer):
     # ---- what a subclass knows
 
     @abstractmethod
-    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
-        """Generate."""
+    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
+        """Generate. The places of images are written out in the prompt."""
 
     @abstractmethod
     async def post_abort(self, request_ids: Sequence[str]) -> None:
@@ -178,10 +181,11 @@ class ExternalServer(RolloutServer):
         timeout_s = request.timeout_s or self.config.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
+                request, images = await self._prepare(request)
                 if not await self._wait_for_gate(flight):
                     return empty_output(request)
                 flight.is_sent = True
-                output = await self.post_generate(request)
+                output = await self.post_generate(request, images)
                 check_finite(output)
                 check_length(output, self.max_new_tokens(request))
                 return output
@@ -198,7 +202,7 @@ class ExternalServer(RolloutServer):
 
     def _check(self, request: GenerateRequest) -> None:
         self._need_running()
-        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        self._check_prompt(request)
         check_extras(request, self.capabilities)
         check_adapter(request, self.adapters)
         if self._refusal:
@@ -206,16 +210,29 @@ class ExternalServer(RolloutServer):
         if request.request_id in self._flights:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
 
+    def _check_prompt(self, request: GenerateRequest) -> None:
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+
+    async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages | None]:
+        """The request with the places of its images written out, and the images."""
+        if self.preparer is None:
+            return request, None
+        self.preparer.check_blind(request)
+        if not request.images:
+            return request, None
+        request, images = await asyncio.to_thread(self.preparer.prepare, request)
+        self._check_prompt(request)  # it is longer now
+        return request, images
+
     async def _wait_for_gate(self, flight: Flight) -> bool:
-        """Wait while paused; False if the request was aborted meanwhile."""
-        if self._may_send.is_set():
-            return True
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._may_send, flight.aborted)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        """Wait while paused; False if the request was aborted before it was sent."""
+        if not self._may_send.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._may_send, flight.aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
         return not flight.aborted.is_set()
 
     def max_new_tokens(self, request: GenerateRequest) -> int:
@@ -251,13 +268,13 @@ class ExternalServer(RolloutServer):
         if mode not in ("abort", "wait", "keep"):
             raise RequestError(f"pause mode {mode!r} is not one of abort, wait, keep")
         self._need_running()
-        flights = [flight for flight in self._flights.values() if flight.is_sent]
+        flights = list(self._flights.values())
         self._may_send.clear()
         self._is_paused = True
         if mode == "abort":
             await self._abort(flights)
         elif mode == "wait":
-            await self._drain(flights)
+            await self._drain([flight for flight in flights if flight.is_sent])
         await self.post_pause(mode)
 
     async def _drain(self, flights: Sequence[Flight]) -> None:
@@ -273,13 +290,23 @@ class ExternalServer(RolloutServer):
     async def resume(self) -> None:
         """See `RolloutServer.resume`."""
         self._need_running()
-        await self.post_resume()
         self._is_paused = False
-        self._open_gate()
+        await self._go_on()
 
-    def _open_gate(self) -> None:
-        if not self._is_paused and not self._is_asleep:
+    @property
+    def _stands_still(self) -> bool:
+        """Whether nothing may be computed: also not what is in flight, while there are no weights that it may use."""
+        return self._is_paused or self._is_asleep or bool(self._refusal)
+
+    async def _go_on(self) -> None:
+        """Compute again, unless something stands against it."""
+        if not self._stands_still:
+            await self.post_resume()
             self._may_send.set()
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
+        self._may_send.clear()
 
     async def update_weights(self, receive: WeightReceiver, version: int) -> None:
         """See `RolloutServer.update_weights`. Decoding stands still meanwhile.
@@ -291,16 +318,19 @@ class ExternalServer(RolloutServer):
             raise UnsupportedError(f"{self.engine_name} as it was started takes no new weights{why}")
         async with self._update_lock:
             self._need_running()
-            address = receive.address
-            stands_still = self._is_paused or self._is_asleep
+            address, is_lost = receive.address, False
             try:
                 if "://" not in address:
                     raise WeightUpdateError("the address is no URL of rl-ckpt, e.g. shm://policy")
-                if not stands_still:
+                if not self._stands_still:
                     await self.post_pause("keep")
                 await self.post_update(address, version)
+                self.weight_version, self._refusal = version, ""
+            except ServerLostError:
+                is_lost = True
+                raise
             except TornUpdateError as error:
-                self._refusal = f"version {version} was installed by half ({error}); an update must succeed first"
+                self._refuse(f"version {version} was installed by half ({error}); an update must succeed first")
                 raise WeightUpdateError(f"{self._refusal}; the server refuses until then") from error
             except RolloutError as error:
                 who = self._refusal or f"version {self.weight_version} still serves"
@@ -308,10 +338,8 @@ class ExternalServer(RolloutServer):
                     f"version {version} was not installed from {address!r}: {error}; {who}"
                 ) from error
             finally:
-                if not stands_still and not self._is_stopped:
-                    await self.post_resume()
-            self.weight_version = version
-            self._refusal = ""
+                if not self._is_stopped and not is_lost:
+                    await self._go_on()
 
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutServer.sleep`."""
@@ -325,7 +353,7 @@ class ExternalServer(RolloutServer):
             self._is_asleep = True
             await self.post_sleep(level)
             if level == 2:
-                self._refusal = "the weights were released by sleep(level=2); wake the server and update them"
+                self._refuse("the weights were released by sleep(level=2); wake the server and update them")
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `RolloutServer.wake`."""
@@ -339,9 +367,7 @@ class ExternalServer(RolloutServer):
             await self.post_wake(tags)
             if "kv_cache" in tags:
                 self._is_asleep = False
-                if not self._is_paused:
-                    await self.post_resume()
-                self._open_gate()
+                await self._go_on()
 
     def status(self) -> dict[str, Any]:
         """What `/health` tells: counts are of requests."""

@@ -6,10 +6,18 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rl_rollout._images import load_preparer
 from rl_rollout.errors import ConfigError, ModelFolderError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_rollout._images import ImagePreparer
+
+IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Model types whose prepared images are given to the servers of others."""
 COMMON_OPTIONS = {
     "args": "further arguments of the server, a list or a line",
     "env": "environment variables of the server beside those of this process",
@@ -31,7 +39,20 @@ def read_model_config(model_path: str) -> dict[str, Any]:
         raise ModelFolderError(
             f"model folder {model_path!r} has no config.json that can be read ({error}); give a Hugging Face folder"
         ) from error
-    return {**found, **found.get("text_config", {})}
+    return {**found, **found.get("text_config", {}), "model_type": found.get("model_type")}
+
+
+def has_vision(model_config: Mapping[str, Any]) -> bool:
+    """Whether a model of `read_model_config` looks at images, whoever may show it some."""
+    return "vision_config" in model_config
+
+
+def find_preparer(model_path: str, model_config: Mapping[str, Any]) -> ImagePreparer | None:
+    """Who prepares images for the servers of others; None for models whose interface they are not known to share."""
+    if model_config.get("model_type") not in IMAGE_MODELS:
+        return None
+    num_merged = int(model_config["vision_config"]["spatial_merge_size"]) ** 2
+    return load_preparer(model_path, token_id=int(model_config["image_token_id"]), num_merged=num_merged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VISION = ("<vision>", "<image>", "<video>", "</vision>")
 """Tokens of a vision-language model, after the alphabet."""
+VISION_NAMES = ("vision_bos_token", "image_token", "video_token", "vision_eos_token")
+"""What transformers' processors call them."""
 
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 VISION_TEMPLATE = (
@@ -39,35 +41,46 @@ def write_tiny_model(folder: Path, *, family: str = "qwen3", seed: int = 0, **ov
     return _write_model(folder, AutoModelForCausalLM, AutoConfig.for_model(family, **(sizes | overrides)), seed)
 
 
-def write_tiny_vl_model(folder: Path, *, family: str = "qwen2_5_vl", seed: int = 0) -> Path:
+def write_tiny_vl_model(
+    folder: Path, *, family: str = "qwen2_5_vl", seed: int = 0, patch_size: int = 4, **overrides: Any
+) -> Path:
     """`write_tiny_model` for a vision-language model: with an image processor, and `<vision><image></vision>` in chats.
 
     Args:
         folder: Written to; made if it is not there.
         family: `qwen2_5_vl` or `qwen3_vl`.
         seed: Of the weights.
+        patch_size: Pixels of a patch's side; an image has a feature for each two by two of them.
+        **overrides: Fields of the language model's config.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     vocab_size = _write_tokenizer(folder, VISION, VISION_TEMPLATE)
-    size = {"shortest_edge": 64, "longest_edge": 1024}  # pixels of the smallest and the largest image
-    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(folder)
-    vision = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4}
-    vision |= {"out_hidden_size": 32, "initializer_range": 0.2}
+    text = _sizes(vocab_size) | overrides
+    feature = (2 * patch_size) ** 2
+    size = {"shortest_edge": feature, "longest_edge": 16 * feature}  # pixels of the smallest and the largest image
+    Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(
+        folder
+    )
+    vision = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": patch_size}
+    vision |= {"out_hidden_size": text["hidden_size"], "initializer_range": 0.2}
     vision |= {
-        "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+        "qwen2_5_vl": {"window_size": 4 * patch_size, "fullatt_block_indexes": [1]},
         "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
     }[family]
-    sections = {"qwen2_5_vl": [1, 1, 2], "qwen3_vl": [2, 1, 1]}[family]
+    half = text["head_dim"] // 2
+    sections = {"qwen2_5_vl": [half // 4, half // 4, half // 2], "qwen3_vl": [half // 2, half // 4, half // 4]}[family]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
     ids = {
         f"{name}_token_id": vocab_size - len(VISION) + index
         for index, name in enumerate(("vision_start", "image", "video", "vision_end"))
     }
     config = AutoConfig.for_model(
         family,
-        text_config=_sizes(vocab_size) | {"rope_parameters": rope},
+        text_config=text | {"rope_parameters": rope},
         vision_config=vision,
         tie_word_embeddings=False,
         **ids,
@@ -111,7 +124,11 @@ def _write_tokenizer(folder: Path, special: tuple[str, ...], chat_template: str)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        extra_special_tokens=dict(zip(VISION_NAMES, special, strict=False)),
     )
     wrapped.chat_template = chat_template
     wrapped.save_pretrained(folder)

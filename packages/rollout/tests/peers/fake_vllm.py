@@ -6,11 +6,14 @@ not know, so that a misspelt argument, path or field fails a test.
 
 import argparse
 import asyncio
+import base64
 import json
 import signal
 import sys
 
+import torch
 from aiohttp import web
+from msgspec import msgpack
 
 from rl_rollout import (
     CkptReceiver,
@@ -21,6 +24,7 @@ from rl_rollout import (
     SamplingParams,
     ServerConfig,
     TokenOutput,
+    _images,
     create_server,
 )
 
@@ -51,6 +55,8 @@ def parse():
     parser.add_argument("--max-loras", type=int)
     parser.add_argument("--max-lora-rank", type=int, choices=(1, 8, 16, 32, 64, 128, 256, 320, 512))
     parser.add_argument("--lora-modules", nargs="+", type=json.loads, default=[])
+    parser.add_argument("--no-mm-device-do-normalize", action="store_true")
+    parser.add_argument("--limit-mm-per-prompt", type=json.loads)
     parser.add_argument("--fail-finish", type=int, default=0, help="of this fake: the version whose finish fails")
     arguments = parser.parse_args()
     assert arguments.logprobs_mode == "processed_logprobs"
@@ -71,6 +77,50 @@ def spans(versions):
     return found
 
 
+class Pictures:
+    """What requests show, by its hash: in place of the image processor of the engine beneath."""
+
+    def __init__(self, server):
+        self.known = {}
+        self.token_id = None
+        if (sight := server._model.sight) is not None:
+            self.token_id = sight._token_id
+            prepare = _images.ImagePreparer(self.processed, token_id=self.token_id, num_merged=4).prepare
+            sight._prepare = prepare
+            _images._decoded = lambda request_id, index, key: self.known[key]
+
+    @staticmethod
+    def processed(images, return_tensors):
+        assert return_tensors == "pt"
+        pixels, grids = zip(*images, strict=True)
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(grids)}
+
+    def read(self, ids, features):
+        """Of `features`: the images, and where the prompt has placeholders that stand for none."""
+        assert features.keys() == {"mm_hashes", "mm_placeholders", "kwargs_data"}
+        keys, data, places = (features[name]["image"] for name in ("mm_hashes", "kwargs_data", "mm_placeholders"))
+        for key, encoded in zip(keys, data, strict=True):
+            self.known[key] = read_item(base64.b64decode(encoded))
+        shown = {place["offset"] + i for place in places for i in range(place["length"])}
+        assert {ids[i] for i in shown} == {self.token_id}
+        return tuple(keys), [(i, i + 1) for i, token in enumerate(ids) if token == self.token_id and i not in shown]
+
+
+def read_item(data):
+    item = msgpack.decode(data)
+    assert item["image_grid_thw"]["field"] == ["batched", {"keep_on_cpu": True}]
+    pixels, grid = (read_tensor(item[name]["data"]) for name in ("pixel_values", "image_grid_thw"))
+    slices = {"keep_on_cpu": False, "slices": [[0, len(pixels), None]], "dim": 0}
+    assert item["pixel_values"]["field"] == ["flat", slices]
+    return pixels, grid
+
+
+def read_tensor(told):
+    dtype, shape, data = told
+    assert data.code == 3
+    return torch.frombuffer(bytearray(data.data), dtype=getattr(torch, dtype)).reshape(shape)
+
+
 class FakeVllm:
     def __init__(self, arguments):
         self.arguments = arguments
@@ -88,6 +138,14 @@ class FakeVllm:
         )
         self.receiver = None
         self.label = "default"
+        self.has_weights = True
+
+    async def start(self):
+        await self.server.start()
+        self.pictures = Pictures(self.server)
+        sees = self.pictures.token_id is not None
+        # The real one needs its tokenizer where there is a vision tower.
+        assert (sees, sees) == (not self.arguments.skip_tokenizer_init, self.arguments.no_mm_device_do_normalize)
 
     def routes(self):
         async def health(request):
@@ -97,26 +155,42 @@ class FakeVllm:
             "/inference/v1/generate": self.generate,
             "/abort_requests": self.abort,
             "/pause": lambda body, query: self.server.pause(query["mode"]),
-            "/resume": lambda body, query: self.server.resume(),
+            "/resume": self.resume,
             "/init_weight_transfer_engine": self.init,
             "/start_weight_update": self.nothing,
             "/update_weights": self.update,
             "/finish_weight_update": self.finish,
             "/update_weight_version": self.set_version,
             "/reset_prefix_cache": self.reset,
+            "/reset_encoder_cache": self.nothing,
         }
         if self.arguments.enable_sleep_mode:
-            posts["/sleep"] = lambda body, query: self.server.sleep(int(query["level"]))
-            posts["/wake_up"] = lambda body, query: self.server.wake([query["tags"]])
+            posts |= {"/sleep": self.sleep, "/wake_up": self.wake}
         return [web.get("/health", health), *(web.post(path, handler(call)) for path, call in posts.items())]
 
     async def nothing(self, body, query):
         return {}
 
+    async def sleep(self, body, query):
+        self.has_weights = query["level"] != "2"
+        await self.server.sleep(int(query["level"]))
+
+    async def wake(self, body, query):
+        # The real one goes on by itself when all is awake, with whatever lies where the weights were.
+        assert self.has_weights or query["tags"] == "weights"
+        await self.server.wake([query["tags"]])
+
+    async def resume(self, body, query):
+        assert self.has_weights
+        await self.server.resume()
+
     async def generate(self, body, query):
         params = body["sampling_params"]
         assert params.keys() == SAMPLING
-        assert body.keys() == {"request_id", "model", "token_ids", "sampling_params"}
+        assert body.keys() - {"features"} == {"request_id", "model", "token_ids", "sampling_params"}
+        images, sampled = (), ()
+        if "features" in body:
+            images, sampled = self.pictures.read(body["token_ids"], body["features"])
         names = [each["name"] for each in self.arguments.lora_modules]
         assert body["model"] in (self.arguments.served_model_name, *names)
         asked = GenerateRequest(
@@ -130,6 +204,8 @@ class FakeVllm:
             adapter=body["model"] if body["model"] in names else None,
             num_top_logprobs=params["logprobs"],
             returns_prompt_logprobs=params["prompt_logprobs"] is not None,
+            images=images,
+            sampled_spans=tuple(sampled),
         )
         try:
             output = await self.server.generate(asked)
@@ -176,6 +252,7 @@ class FakeVllm:
 
     async def update(self, body, query):
         await self.server.update_weights(self.receiver, body["update_info"]["version"])
+        self.has_weights = True
 
     async def finish(self, body, query):
         if int(body["weight_version"]) == self.arguments.fail_finish:
@@ -205,7 +282,7 @@ def handler(call):
 async def main():
     arguments = parse()
     fake = FakeVllm(arguments)
-    await fake.server.start()
+    await fake.start()
     app = web.Application()
     app.add_routes(fake.routes())
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)

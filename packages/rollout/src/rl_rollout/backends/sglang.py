@@ -3,13 +3,14 @@
 Token ids go in and come out of `/generate`. Log-probs are those of the distribution that was sampled from: SGLang's are
 of logits / temperature, and where top-k cuts something off, its "behaviour log-probs" are asked for instead.
 Which weights a token was sampled from is told by SGLang's spans. Weights come through rl-ckpt's loader, which must be
-installed beside SGLang.
+installed beside SGLang. Images go to it as they are, with one placeholder for each.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import pickle
 import socket
 import sys
@@ -21,7 +22,14 @@ import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
 from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
-from rl_rollout._external_options import ADAPTER_OPTIONS, COMMON_OPTIONS, words
+from rl_rollout._external_options import (
+    ADAPTER_OPTIONS,
+    COMMON_OPTIONS,
+    find_preparer,
+    has_vision,
+    read_environment,
+    words,
+)
 from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
 from rl_rollout.errors import ConfigError, GenerationError, RequestError, RolloutError, UnsupportedError
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_rollout._external_options import Adapter
+    from rl_rollout._images import PreparedImages
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.types import GenerateRequest, ServerConfig
 
@@ -42,6 +51,12 @@ OPTIONS = {
 
 SEED_ARGUMENT = "--enable-deterministic-inference"
 SLEEP_ARGUMENT = "--enable-memory-saver"
+VISION_ARGUMENTS = ("--mm-preprocess-cache-size-mb", "256")
+"""With this cache, SGLang keeps the ids of a prompt with images; without, it decodes and tokenises them anew."""
+FEATURES_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"
+"""Cache of what the vision tower makes of images, which SGLang 0.5.23 does not empty when it takes new weights."""
+QWEN2_5_PATCH = 1176
+"""Numbers of a patch that SGLang's Qwen2.5-VL shows its vision tower; what has others, it takes for features."""
 LOADER = "rl_ckpt.adapters.sglang.load_weights"
 
 
@@ -70,6 +85,9 @@ class SglangServer(ExternalServer):
         self.max_model_len = self._context - 2
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
+        self._has_vision = has_vision(self.model_config)
+        if takes_patches(self.model_config):
+            self.preparer = find_preparer(config.model_path, self.model_config)
         self._num_ranks = 1
         self._cache_room = self.max_model_len
         # A connection per request: SGLang closes idle ones, perhaps while the next request is sent.
@@ -77,6 +95,7 @@ class SglangServer(ExternalServer):
             self._command(),
             f"http://127.0.0.1:{self._port}",
             lambda: aiohttp.TCPConnector(limit=0, force_close=True),
+            **self._environment(),
         )
 
     @property
@@ -87,7 +106,19 @@ class SglangServer(ExternalServer):
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             is_seeded=SEED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
+            takes_images=self.preparer is not None,
         )
+
+    def _environment(self) -> dict[str, str]:
+        if not self._has_vision:
+            return {}
+        asked = read_environment(self.config.options.get("env", {})).get(FEATURES_VARIABLE, "0")
+        if asked != "0":
+            raise ConfigError(
+                f"option env has {FEATURES_VARIABLE}={asked!r}: SGLang would show images as its vision tower saw them "
+                "before an update of the weights; leave it out"
+            )
+        return {FEATURES_VARIABLE: "0"}
 
     def _command(self) -> list[str]:
         config = self.config
@@ -99,6 +130,7 @@ class SglangServer(ExternalServer):
             *(() if config.device == "auto" else ("--device", config.device)),
             *("--random-seed", str(config.seed), "--context-length", str(self._context)),
             *("--max-running-requests", str(config.max_num_seqs), "--skip-tokenizer-init"),
+            *(VISION_ARGUMENTS if self._has_vision else ()),
             *("--custom-weight-loader", LOADER, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
 
@@ -109,7 +141,7 @@ class SglangServer(ExternalServer):
         self._cache_room = int(told["max_total_num_tokens"]) - 2  # which it keeps to itself here too
         await self.upstream.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
-    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
+    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
         if params.ignore_eos and params.stop_token_ids:
@@ -138,7 +170,7 @@ class SglangServer(ExternalServer):
         }
         if params.seed is not None:
             sampling["sampling_seed"] = params.seed
-        body = {
+        body: dict[str, Any] = {
             "rid": request.request_id,
             "input_ids": request.prompt_token_ids,
             "sampling_params": sampling,
@@ -148,7 +180,13 @@ class SglangServer(ExternalServer):
             "return_sampling_mask": is_cut(request),
             "lora_path": request.adapter,
         }
-        return read_answer(request, await self.upstream.call("POST", "/generate", body))
+        if images is not None:
+            body["input_ids"] = one_place_each(request, images, self.model_config)
+            body["image_data"] = images.urls
+        answer = await self.upstream.call("POST", "/generate", body)
+        if images is not None:
+            check_prompt_length(request, answer)
+        return read_answer(request, answer)
 
     async def post_abort(self, request_ids: Sequence[str]) -> None:
         """See `ExternalServer`."""
@@ -205,6 +243,48 @@ def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
         json.dumps({"lora_name": adapter.name, "lora_path": adapter.folder, "pinned": False}) for adapter in adapters
     ]
     return ["--enable-lora", "--max-loras-per-batch", str(len(adapters) + 1), "--lora-paths", *paths]
+
+
+def takes_patches(model_config: Mapping[str, Any]) -> bool:
+    """Whether SGLang shows its vision tower patches of this model's size."""
+    if model_config["model_type"] != "qwen2_5_vl":
+        return True
+    vision = model_config["vision_config"]
+    sizes = (vision.get("in_channels", 3), vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"])
+    return math.prod(sizes) == QWEN2_5_PATCH
+
+
+def one_place_each(request: GenerateRequest, images: PreparedImages, model_config: Mapping[str, Any]) -> list[int]:
+    """The prompt as SGLang takes it: it writes the places out itself.
+
+    Raises:
+        UnsupportedError: a model sampled a placeholder, which SGLang would take for an image.
+    """
+    ids = request.prompt_token_ids
+    shown = {index for start, end in images.spans for index in range(start, end)}
+    marks = {model_config["image_token_id"], model_config["video_token_id"]}
+    sampled = [index for index, token in enumerate(ids) if token in marks and index not in shown]
+    if sampled:
+        raise UnsupportedError(
+            f"request {request.request_id!r}: a model sampled the placeholder at token {sampled[0]} of the prompt, and "
+            "SGLang takes each for an image; leave the turns with sampled placeholders out, or use another server"
+        )
+    firsts = {start for start, _ in images.spans}
+    return [token for index, token in enumerate(ids) if index not in shown or index in firsts]
+
+
+def check_prompt_length(request: GenerateRequest, answer: Mapping[str, Any]) -> None:
+    """See that SGLang wrote as many places out as the model's image processor says.
+
+    Raises:
+        GenerationError: tells both numbers.
+    """
+    told, ours = answer["meta_info"]["prompt_tokens"], len(request.prompt_token_ids)
+    if told != ours:
+        raise GenerationError(
+            f"request {request.request_id!r}: SGLang made {told} tokens of a prompt that has {ours} with its images "
+            "written out; see that its transformers and its image processor are those of the model"
+        )
 
 
 def is_cut(request: GenerateRequest) -> bool:

@@ -27,6 +27,7 @@ from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_rollout._images import PreparedImages
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.types import GenerateRequest, ServerConfig
 
@@ -85,8 +86,9 @@ class TensorrtLlmServer(ExternalServer):
             *self.arguments,
         ]
 
-    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
-        """See `ExternalServer`."""
+    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
+        """See `ExternalServer`. There are no images."""
+        del images
         check_distribution(request)
         chunks: list[TokenChunk] = []
         reading = self._reading[request.request_id] = asyncio.ensure_future(self._read(request, chunks))

@@ -3,7 +3,8 @@
 Token ids go in and come out of `/inference/v1/generate`; `/pause`, `/resume`, `/abort_requests` and the weight-transfer
 endpoints are those of vLLM's development mode, on a UNIX socket in a folder of this user alone. Log-probs are those
 of the distribution that was sampled from (`--logprobs-mode processed_logprobs`); which weights a token was sampled
-from is told by vLLM's own spans. Weights come through rl-ckpt's plug-in, which must be installed beside vLLM.
+from is told by vLLM's own spans. Weights come through rl-ckpt's plug-in, which must be installed beside vLLM. Images
+are prepared here, and given to vLLM with their places in the prompt.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
-from rl_rollout._external_options import ADAPTER_OPTIONS, COMMON_OPTIONS, read_environment, words
+from rl_rollout._external_options import (
+    ADAPTER_OPTIONS,
+    COMMON_OPTIONS,
+    find_preparer,
+    has_vision,
+    read_environment,
+    words,
+)
 from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
 from rl_rollout._validation import NO_LOGPROB, as_logprob
+from rl_rollout._vllm_features import features_of
 from rl_rollout.errors import ConfigError, RolloutError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_rollout._external_options import Adapter
+    from rl_rollout._images import PreparedImages
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.types import GenerateRequest, ServerConfig
 
@@ -46,6 +56,9 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM 0.32 tells routed experts with its second model runner alone, and does not start with the first."""
 CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Size of the cache in GiB; where it is set, vLLM on a CPU does not look at the argument."""
+NORMALISE_ARGUMENT = "--mm-device-do-normalize"
+VISION_ARGUMENTS = ("--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}')
+"""Of a model with a vision tower: images come normalised, and nobody shows it videos."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Room for ranks that vLLM can be told to make."""
 
@@ -71,6 +84,13 @@ class VllmServer(ExternalServer):
             )
         super().__init__(config, engine_name="vllm")
         self._check_cache()
+        self._has_vision = has_vision(self.model_config)
+        if NORMALISE_ARGUMENT in self.arguments:
+            raise ConfigError(
+                f"args have {NORMALISE_ARGUMENT}: images are normalised before vLLM gets them; leave it out"
+            )
+        self.preparer = find_preparer(config.model_path, self.model_config)
+        self._wakes_cache = False
         self._folder = tempfile.mkdtemp(prefix="rl-rollout-")
         self._socket = f"{self._folder}/vllm"
         self._sessions: set[str] = set()
@@ -90,6 +110,7 @@ class VllmServer(ExternalServer):
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
             has_adapters=bool(self.adapters),
+            takes_images=self.preparer is not None,
         )
 
     def _check_cache(self) -> None:
@@ -121,8 +142,10 @@ class VllmServer(ExternalServer):
             *("--model", config.model_path, "--served-model-name", self.model_name, "--uds", self._socket),
             *("--dtype", config.dtype, "--seed", str(config.seed), "--max-model-len", str(self.max_model_len)),
             *("--max-num-seqs", str(config.max_num_seqs), "--logprobs-mode", "processed_logprobs"),
-            *("--enable-scale-out", "--skip-tokenizer-init", "--weight-transfer-config", '{"backend": "rl_ckpt"}'),
-            *("--max-logprobs", "-1", *memory, *lora_arguments(list(self.adapters.values())), *self.arguments),
+            *("--enable-scale-out", "--weight-transfer-config", '{"backend": "rl_ckpt"}', "--max-logprobs", "-1"),
+            # Where there is a vision tower, vLLM needs the tokenizer at start, to try it with placeholders of its own.
+            *(VISION_ARGUMENTS if self._has_vision else ("--skip-tokenizer-init",)),
+            *(*memory, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
 
     async def after_start(self) -> None:
@@ -134,10 +157,10 @@ class VllmServer(ExternalServer):
         await super().stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def post_generate(self, request: GenerateRequest) -> TokenOutput:
+    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
-        body = {
+        body: dict[str, Any] = {
             "request_id": request.request_id,
             "model": request.adapter or self.model_name,
             "token_ids": request.prompt_token_ids,
@@ -154,6 +177,8 @@ class VllmServer(ExternalServer):
                 "detokenize": False,
             },
         }
+        if images is not None:
+            body["features"] = features_of(images)
         answer = await self.upstream.call("POST", "/inference/v1/generate", body)
         return read_answer(request, answer)
 
@@ -167,6 +192,9 @@ class VllmServer(ExternalServer):
 
     async def post_resume(self) -> None:
         """See `ExternalServer`."""
+        if self._wakes_cache:
+            await self.upstream.command("/wake_up", tags="kv_cache")
+            self._wakes_cache = False
         await self.upstream.command("/resume")
 
     async def post_update(self, address: str, version: int) -> None:
@@ -180,6 +208,8 @@ class VllmServer(ExternalServer):
         try:
             await self.upstream.command("/finish_weight_update", {"weight_version": str(version)})
             await self.upstream.command("/reset_prefix_cache", reset_running_requests="true")
+            if self._has_vision:
+                await self.upstream.command("/reset_encoder_cache")
         except RolloutError as error:
             raise TornUpdateError(str(error)) from error
 
@@ -190,9 +220,13 @@ class VllmServer(ExternalServer):
         await self.upstream.command("/sleep", level=str(level), mode="keep")
 
     async def post_wake(self, tags: Sequence[str]) -> None:
-        """See `ExternalServer`."""
-        for tag in tags:
-            await self.upstream.command("/wake_up", tags=tag)
+        """See `ExternalServer`.
+
+        vLLM goes on by itself when all is awake. So its cache sleeps until it may: after level 2, until an update.
+        """
+        self._wakes_cache |= "kv_cache" in tags
+        if "weights" in tags:
+            await self.upstream.command("/wake_up", tags="weights")
 
 
 def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:

@@ -1,0 +1,178 @@
+"""Images of a prompt, prepared for models with the interface of Qwen2.5-VL and Qwen3-VL.
+
+An image stands in a prompt as placeholder tokens, one for every feature that the vision tower makes of it. Callers
+give one placeholder per image, or all of them; here each image is decoded, prepared by the model's own image
+processor, and its places are written out. All servers take what comes of it, so that they see the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import itertools
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rl_rollout.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from rl_rollout.types import GenerateRequest
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedImages:
+    """The images of one prompt of P tokens."""
+
+    urls: tuple[str, ...]
+    """The data URL of each."""
+    given_ids: tuple[int, ...]
+    """The P tokens; -1 where a model sampled one, which then stands for no image."""
+    pixel_values: Tensor
+    """[patches of all images, numbers of a patch] float32"""
+    image_grid_thw: Tensor
+    """[images, 3] int64, patches of each along time, height and width."""
+    spans: tuple[tuple[int, int], ...]
+    """[start, end) of each image's places among the P tokens."""
+
+
+class ImagePreparer:
+    """Prepares images for one model. `prepare` may run in any thread.
+
+    Args:
+        processor: The model's image processor, of transformers.
+        token_id: The placeholder.
+        num_merged: Patches that make one feature.
+    """
+
+    def __init__(self, processor: Any, *, token_id: int, num_merged: int) -> None:
+        self._processor = processor
+        self.token_id = token_id
+        self._num_merged = num_merged
+
+    def prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages]:
+        """The request with its images' places written out, and what the model is to see there.
+
+        Raises:
+            RequestError: an image cannot be read, the prompt has not as many places as there are images, it ends with
+                one, or more is asked about it than can be told.
+        """
+        given = _given(request.prompt_token_ids, request.sampled_spans)
+        if given[-1] == self.token_id:
+            raise RequestError(f"request {request.request_id!r}: the prompt ends with an image; let a token follow it")
+        if request.returns_prompt_logprobs or request.returns_routed_experts:
+            raise RequestError(
+                f"request {request.request_id!r}: of a prompt with images, neither returns_prompt_logprobs nor "
+                "returns_routed_experts can be had; leave them out"
+            )
+        pictures = [_decoded(request.request_id, index, url) for index, url in enumerate(request.images)]
+        found = self._processor(images=pictures, return_tensors="pt")
+        grids: Tensor = found["image_grid_thw"]
+        counts = (grids.prod(-1) // self._num_merged).tolist()
+        times = repeats(request.request_id, given, self.token_id, counts)
+        ids, given = (_repeated(each, times) for each in (request.prompt_token_ids, given))
+        prepared = PreparedImages(
+            urls=request.images,
+            given_ids=given,
+            pixel_values=found["pixel_values"],
+            image_grid_thw=grids,
+            spans=_spans(request.request_id, given, self.token_id, counts),
+        )
+        return replace(request, prompt_token_ids=ids, sampled_spans=()), prepared
+
+    def check_blind(self, request: GenerateRequest) -> None:
+        """Refuse a prompt with places for images and none to put there.
+
+        Raises:
+            RequestError: says so.
+        """
+        if not request.images and self.token_id in _given(request.prompt_token_ids, request.sampled_spans):
+            raise RequestError(
+                f"request {request.request_id!r}: the prompt has places for images (token {self.token_id}) and the "
+                "request none; give `images`"
+            )
+
+
+def load_preparer(model_path: str, *, token_id: int, num_merged: int) -> ImagePreparer | None:
+    """A preparer with the image processor in a model folder; None, and a warning, where it cannot be loaded."""
+    try:
+        from transformers import AutoImageProcessor
+
+        load: Any = AutoImageProcessor.from_pretrained
+        return ImagePreparer(load(model_path, local_files_only=True), token_id=token_id, num_merged=num_merged)
+    except (ImportError, OSError, ValueError) as error:
+        _log.warning("%s is served without images, as its image processor cannot be loaded: %s", model_path, error)
+        return None
+
+
+def repeats(request_id: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
+    """How often each token is to stand in a prompt in which image i takes `counts[i]` placeholders.
+
+    Args:
+        request_id: For the error.
+        given: With one placeholder per image, or with all of them already.
+        token_id: The placeholder.
+        counts: Placeholders of each image.
+
+    Raises:
+        RequestError: there are neither as many placeholders as images, nor as many as these take.
+    """
+    num_places = sum(token == token_id for token in given)
+    if num_places == sum(counts):
+        return [1] * len(given)
+    if num_places != len(counts):
+        raise RequestError(
+            f"request {request_id!r}: {len(counts)} images and {num_places} places for them (token {token_id}); the "
+            f"prompt must have one for each image, or all {sum(counts)} that their features take. Tokens that a model "
+            "sampled are told in sampled_spans"
+        )
+    left = iter(counts)
+    return [next(left) if token == token_id else 1 for token in given]
+
+
+def _spans(request_id: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """[start, end) of each image's places, which are all written out."""
+    places = [index for index, token in enumerate(given) if token == token_id]
+    ends = list(itertools.accumulate(counts))
+    spans = tuple((places[end - count], places[end - 1] + 1) for end, count in zip(ends, counts, strict=True))
+    for index, ((start, end), count) in enumerate(zip(spans, counts, strict=True)):
+        if end - start != count:
+            raise RequestError(
+                f"request {request_id!r}: the {count} places of image {index} are not one after the other, but among "
+                f"tokens {start} to {end - 1}; put one placeholder for each image, or its places side by side"
+            )
+    return spans
+
+
+def _repeated(ids: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
+    return tuple(token for token, count in zip(ids, times, strict=True) for _ in range(count))
+
+
+def _given(ids: Sequence[int], sampled_spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The ids, -1 where a model sampled one."""
+    given = list(ids)
+    for start, end in sampled_spans:
+        given[start:end] = [-1] * (end - start)
+    return given
+
+
+def _decoded(request_id: str, index: int, url: str) -> Any:
+    """The image in a data URL (RFC 2397), as an RGB image of PIL."""
+    from PIL import Image
+
+    where = f"request {request_id!r}: image {index}"
+    head, comma, data = url.partition(",")
+    if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
+        raise RequestError(f"{where} is {url[:40]!r}..., and must be a data URL: data:image/png;base64,...")
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
+            return image.convert("RGB")
+    except (binascii.Error, OSError, ValueError, Image.DecompressionBombError) as error:
+        raise RequestError(f"{where} cannot be read: {error}") from error

@@ -1,0 +1,79 @@
+"""What vLLM is asked, and how its answers are read."""
+
+import asyncio
+import base64
+import io
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rollout_servers import (
+    fake_vllm_config,
+)
+
+from rl_rollout import (
+    FinishReason,
+    GenerationError,
+    TokenOutput,
+    WeightUpdateError,
+    create_server,
+)
+from rl_rollout._external import versions_of
+from rl_rollout._upstream import Upstream
+from rl_rollout._validation import check_length
+from rl_rollout.backends.vllm import most_likely, read_experts
+
+
+def test_an_answer_that_only_points_to_the_log_brings_the_errors_in_it():
+    class Answer:
+        status = 500
+
+        async def text(self):
+            return json.dumps({"error": {"message": "See stack trace (above) for the root cause."}})
+
+    process = SimpleNamespace(first_errors=("(Worker) RuntimeError: head_dim=56",))
+    upstream = Upstream(process, name="vllm", url="http://none", connector=object, timeout_s=1.0)
+    with pytest.raises(
+        GenerationError, match=r"500 to /generate: See .* in its log:\n  \| \(Worker\) RuntimeError: head_dim"
+    ):
+        asyncio.run(upstream.check(Answer(), "/generate"))
+
+
+def test_an_output_that_was_cut_is_no_output():
+    output = TokenOutput(
+        request_id="r",
+        token_ids=(1, 2),
+        logprobs=(-1.0, -1.0),
+        weight_versions=(0, 0),
+        finish_reason=FinishReason.LENGTH,
+    )
+    check_length(output, 2)
+    with pytest.raises(GenerationError, match="ended it for its length after 2 of 3 tokens"):
+        check_length(output, 3)
+
+
+def test_what_has_no_logprob_is_not_among_the_most_likely():
+    found = [{"token_id": i, "logprob": x} for i, x in ((7, -2.0), (3, -0.5), (9, -9999.0))]
+    assert most_likely(found, 3) == ((3, -0.5), (7, -2.0))
+
+
+def test_routed_experts_are_read_from_npy():
+    file = io.BytesIO()
+    np.save(file, np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
+    experts = read_experts(base64.b64encode(file.getvalue()).decode())
+    assert experts == (((0, 1), (2, 3)), ((4, 5), (6, 7)), ((8, 9), (10, 11)))
+
+
+def test_routed_experts_are_asked_of_the_runner_that_tells_them(qwen3_folder):
+    plain = create_server("vllm", fake_vllm_config(qwen3_folder))
+    telling = create_server("vllm", fake_vllm_config(qwen3_folder, "--enable-return-routed-experts"))
+    assert [server.capabilities.gives_routed_experts for server in (plain, telling)] == [False, True]
+    assert [server.process.environment.get("VLLM_USE_V2_MODEL_RUNNER") for server in (plain, telling)] == [None, "1"]
+
+
+def test_versions_are_never_guessed():
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+    assert versions_of(spans, 5, "vllm") == [3, 3, 4, 4, 4]
+    with pytest.raises(WeightUpdateError, match="of 5 tokens, and there are 6"):
+        versions_of(spans, 6, "vllm")

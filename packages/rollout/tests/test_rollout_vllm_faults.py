@@ -1,0 +1,149 @@
+"""What happens when vLLM dies, cannot be started, or fails half way."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rollout_servers import (
+    FAKES,
+    START_S,
+    fake_vllm_config,
+    request,
+)
+
+from rl_rollout import (
+    ConfigError,
+    ModelFolderError,
+    ServerConfig,
+    ServerLostError,
+    ServerStartError,
+    WeightUpdateError,
+    create_server,
+)
+from rl_rollout.testing import load_weights
+
+
+def test_a_server_that_dies_at_start_shows_its_last_lines(qwen3_folder):
+    server = create_server("vllm", fake_vllm_config(qwen3_folder, "--no-such-argument"))
+    with pytest.raises(ServerStartError, match=r"(?s)vllm .* ended with code 2; .*--no-such-argument"):
+        asyncio.run(server.start())
+
+
+def test_a_port_in_use_is_told_before_anything_starts(qwen3_folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = create_server("vllm", fake_vllm_config(qwen3_folder, port=port))
+        with pytest.raises(ServerStartError, match=f"port {port} of 127.0.0.1 cannot be bound"):
+            asyncio.run(server.start())
+    assert not server.process.was_started
+
+
+def test_a_command_that_is_none(qwen3_folder):
+    server = create_server("vllm", fake_vllm_config(qwen3_folder, command=["/no/such/python"]))
+    with pytest.raises(ServerStartError, match="/no/such/python"):
+        asyncio.run(server.start())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"options": {"comand": "python"}}, "did you mean 'command'"),
+        ({"options": {"command": 3}}, "list of words"),
+        ({"options": {"env": "A=1"}}, "object of names and values"),
+        ({"options": {"adapters": ["one"]}}, "object of names and folders"),
+        ({"options": {"adapters": {"tiny-qwen3": "here"}}}, "is the name of the model"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        (
+            {"options": {"args": "--enable-return-routed-experts", "env": {"VLLM_USE_V2_MODEL_RUNNER": 0}}},
+            "VLLM_USE_V2_MODEL_RUNNER='0' and args have --enable-return-routed-experts, .* leave one of them out",
+        ),
+        (
+            {"kv_cache_bytes": 2**20, "options": {"env": {"VLLM_CPU_KVCACHE_SPACE": 1}}},
+            "kv_cache_bytes=1048576 and VLLM_CPU_KVCACHE_SPACE='1' .* leave one of them out",
+        ),
+    ],
+)
+def test_bad_settings_are_told_before_anything_starts(qwen3_folder, fields, told):
+    with pytest.raises(ConfigError, match=told):
+        create_server("vllm", ServerConfig(model_path=str(qwen3_folder), **fields))
+
+
+def test_a_folder_that_is_none_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(ModelFolderError, match="config.json"):
+        create_server("vllm", fake_vllm_config(tmp_path / "missing"))
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder):
+    async def scenario():
+        server = create_server("vllm", fake_vllm_config(qwen3_folder))
+        await server.start()
+        (child,) = children(server.process.pid)
+        await server.pause("keep")
+        await server.resume()
+        task = asyncio.create_task(server.generate(request(max_new_tokens=200)))
+        await asyncio.sleep(0.05)
+        os.kill(int(child), signal.SIGKILL)
+        with pytest.raises(ServerLostError, match="ended with code 137"):
+            await task
+        with pytest.raises(ServerLostError):
+            await server.generate(request())
+        await server.stop()
+        return child, Path(server._folder)
+
+    child, folder = asyncio.run(scenario())
+    assert not Path(f"/proc/{child}").exists()
+    assert not folder.exists()
+
+
+def test_it_ends_with_the_process_that_started_it(qwen3_folder):
+    code = f"""
+import asyncio, os
+from pathlib import Path
+from rl_rollout import ServerConfig, create_server
+async def main():
+    config = ServerConfig(model_path={str(qwen3_folder)!r}, dtype="float32", options={{"command": {FAKES["vllm"]!r}}})
+    server = create_server("vllm", config)
+    await server.start()
+    guard = server.process.pid
+    print(guard, *Path(f"/proc/{{guard}}/task/{{guard}}/children").read_text().split(), flush=True)
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=START_S).stdout
+    pids = told.split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + START_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_update_that_was_installed_by_half_makes_the_server_refuse(qwen3_folder, new_trainer):
+    """vLLM has the new weights and does not say so: no token may come of them until an update succeeds."""
+
+    async def scenario():
+        server, trainer = create_server("vllm", fake_vllm_config(qwen3_folder, "--fail-finish", "1")), new_trainer(60)
+        weights = load_weights(qwen3_folder)
+        await server.start()
+        try:
+            with pytest.raises(WeightUpdateError, match="installed by half.*finish was told to fail.*refuses"):
+                await trainer.update_server(server, weights, 1)
+            with pytest.raises(WeightUpdateError, match="must succeed first"):
+                await server.generate(request())
+            await trainer.update_server(server, weights, 2)
+            return await server.generate(request())
+        finally:
+            await server.stop()
+            await trainer.close()
+
+    assert asyncio.run(scenario()).weight_versions == (2,) * 8
