@@ -5,5 +5,6 @@
 namespace rl {
 void bind_kernels(pybind11::module_& m);  // native/cpu
 void bind_attention(pybind11::module_& m);
+void bind_decoder(pybind11::module_& m);
 void bind_buffers(pybind11::module_& m);  // native/buffers
 }  // namespace rl

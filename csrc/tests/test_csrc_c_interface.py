@@ -15,7 +15,7 @@ import rl_csrc
 from rl_csrc import _cpu
 
 INCLUDE = Path(__file__).resolve().parents[1] / "include"
-HEADERS = ("kernels.h", "kernels_cuda.h", "attention.h")
+HEADERS = ("kernels.h", "kernels_cuda.h", "attention.h", "decoder.h")
 
 
 class Logits(ctypes.Structure):
@@ -63,7 +63,7 @@ def test_a_c_compiler_takes_the_header(header: str) -> None:
 
 
 def test_every_declared_cpu_function_is_exported(library: ctypes.CDLL) -> None:
-    text = "".join((INCLUDE / "rl_csrc" / name).read_text() for name in ("kernels.h", "attention.h"))
+    text = "".join((INCLUDE / "rl_csrc" / name).read_text() for name in ("kernels.h", "attention.h", "decoder.h"))
     names = set(re.findall(r"^\w[\w ]*\b(rl_cpu_\w+)\(", text, re.MULTILINE))
     assert len(names) > 15
     assert [name for name in sorted(names) if not hasattr(library, name)] == []

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = ("test_csrc_kernels_softmax.py", "test_csrc_kernels_policy.py", "test_csrc_kernels_estimators.py")
 SUITE += ("test_csrc_kernels_linear.py", "test_csrc_kernels_library.py")
+SUITE += ("test_csrc_paged.py", "test_csrc_decoder.py", "test_csrc_sampling.py")
 
 
 @pytest.mark.slow

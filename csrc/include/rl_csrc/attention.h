@@ -22,7 +22,8 @@ typedef struct {
   const int64_t* rows;           /* [tokens] */
   const int64_t* positions;      /* [tokens] */
   const float* sinks;            /* [heads] score of a virtual key without value; NULL: none */
-  void* out;                     /* [tokens, heads, value_size] */
+  void* out;                     /* [tokens, heads, value_size], tokens out_stride apart */
+  int64_t out_stride;
   int64_t tokens, heads, kv_heads, key_size, value_size, pages, page_size, table_rows, table_stride;
   int64_t window;                /* positions a token sees, its own included; 0: all */
   float scaling, softcap;        /* softcap 0: none */

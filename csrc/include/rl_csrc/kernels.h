@@ -76,6 +76,18 @@ int64_t rl_cpu_logprobs_with_grad(const rl_logits* in, const rl_logprobs_out* ou
 int64_t rl_cpu_logprob_stats(const rl_logits* in, float* stats, int threads);
 void rl_cpu_stats_merge(const float* stats, int64_t world, int64_t rows, const rl_logprobs_out* out, int threads);
 
+/* A token of each row, drawn by inverting the cumulative distribution at a number that SplitMix64 makes of stream and position. */
+typedef struct {
+  const int64_t* streams;   /* [rows] */
+  const int64_t* positions; /* [rows] */
+  const uint8_t* is_greedy; /* [rows] take the most likely token instead; NULL: none */
+  int64_t* ids;             /* [rows] */
+  float* logprobs;          /* [rows] of the tokens; not finite where the logits are not */
+} rl_draw;
+
+/* Float32 logits, one row each; labels, row_index and softcap are not used. */
+void rl_cpu_draw(const rl_logits* in, const rl_draw* draw, int threads);
+
 /* loss [1], metrics [RL_NUM_METRICS], grad_logprobs [T], grad_entropy [T] or NULL. */
 void rl_cpu_policy_loss(const rl_policy_batch* batch, const rl_loss_spec* spec, float* loss, float* metrics, float* grad_logprobs,
                         float* grad_entropy, int threads);

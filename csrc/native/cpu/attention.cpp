@@ -45,34 +45,41 @@ void write_heads(const void* source, const std::int64_t* strides, void* cache, s
 }
 
 }  // namespace
-}  // namespace rl
 
-using namespace rl;
+std::int64_t first_unplaced(const rl_paged_attention& in) {
+  for (std::int64_t t = 0; t < in.tokens; ++t)
+    if (!is_placed(in, t)) return t + 1;
+  return 0;
+}
 
-extern "C" std::int64_t rl_cpu_paged_attention(const rl_paged_attention* in, int threads) {
-  for (std::int64_t t = 0; t < in->tokens; ++t)
-    if (!is_placed(*in, t)) return t + 1;
-  const std::int64_t width = in->dtype == RL_F32 ? 4 : 2;
+void attend_pages(const rl_paged_attention& in, int threads) {
+  const std::int64_t width = in.dtype == RL_F32 ? 4 : 2;
   std::int64_t longest = 0, work = 0;
-  for (std::int64_t t = 0; t < in->tokens; ++t) {
-    const std::int64_t slot = slot_of(*in, t);
-    write_heads(in->key, in->key_strides, in->key_cache, in->kv_heads, in->key_size, width, t, slot);
-    write_heads(in->value, in->value_strides, in->value_cache, in->kv_heads, in->value_size, width, t, slot);
-    longest = std::max(longest, in->positions[t] + 1);
-    work += in->positions[t] + 1;
+  for (std::int64_t t = 0; t < in.tokens; ++t) {
+    const std::int64_t slot = slot_of(in, t);
+    write_heads(in.key, in.key_strides, in.key_cache, in.kv_heads, in.key_size, width, t, slot);
+    write_heads(in.value, in.value_strides, in.value_cache, in.kv_heads, in.value_size, width, t, slot);
+    longest = std::max(longest, in.positions[t] + 1);
+    work += in.positions[t] + 1;
   }
   constexpr std::int64_t kPieceProducts = 1 << 16;
-  const std::int64_t per_token = work / std::max<std::int64_t>(in->tokens, 1) * in->heads * (in->key_size + in->value_size);
+  const std::int64_t per_token = work / std::max<std::int64_t>(in.tokens, 1) * in.heads * (in.key_size + in.value_size);
   const std::int64_t grain = std::max<std::int64_t>(1, kPieceProducts / std::max<std::int64_t>(per_token, 1));
-  const std::int64_t group = in->heads / in->kv_heads;
   const std::int64_t padded = longest + kPagedBlock - 1;
   const PagedToken attend = paged_token();
-  parallel_for(in->tokens, grain, threads, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> scratch(static_cast<std::size_t>(group * (in->key_size + padded)));
+  parallel_for(in.tokens, grain, threads, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> scratch(static_cast<std::size_t>(in.heads * (in.key_size + padded)));
     std::vector<std::int64_t> slots(static_cast<std::size_t>(padded));
-    for (std::int64_t t = begin; t < end; ++t) attend(in, t, scratch.data(), slots.data());
+    for (std::int64_t t = begin; t < end; ++t) attend(&in, t, scratch.data(), slots.data());
   });
-  return 0;
+}
+
+}  // namespace rl
+
+extern "C" std::int64_t rl_cpu_paged_attention(const rl_paged_attention* in, int threads) {
+  const std::int64_t bad = rl::first_unplaced(*in);
+  if (!bad) rl::attend_pages(*in, threads);
+  return bad;
 }
 
 namespace rl {
@@ -115,7 +122,7 @@ void paged_attention(py::handle query, py::handle key, py::handle value, py::han
   in.query = token_heads(q, in.query_strides);
   in.key = token_heads(k, in.key_strides);
   in.value = token_heads(v, in.value_strides);
-  in.key_cache = keys.data(), in.value_cache = values.data(), in.out = result.data();
+  in.key_cache = keys.data(), in.value_cache = values.data(), in.out = result.data(), in.out_stride = result.size(1) * result.size(2);
   in.tokens = q.size(0), in.heads = q.size(1), in.key_size = q.size(2);
   in.pages = keys.size(0), in.page_size = keys.size(1), in.kv_heads = keys.size(2), in.value_size = values.size(3);
   in.table_rows = tables.size(0), in.table_stride = tables.size(1);

@@ -172,6 +172,21 @@ void stats_merge(Handle stats, Handle scored, Handle entropy, Handle square, Han
   unlocked(world * rows, [&] { rl_cpu_stats_merge(in, world, rows, &out, threads); });
 }
 
+void draw(Handle logits, Handle temperature, Handle streams, Handle positions, Handle is_greedy, Handle ids, Handle scored, int threads) {
+  TensorArg data(logits, "logits");
+  data.on_cpu();
+  rl_logits in{};
+  if (float_type(data) != RL_F32) data.refuse("float32");
+  in.row_stride = rows_stride(data);
+  in.data = data.data(), in.rows = data.size(0), in.vocab = data.size(1);
+  if (in.vocab < 1) data.refuse("at least one token to draw from");
+  in.temperature = elements<float>(temperature, "temperature", in.rows);
+  const rl_draw out{elements<std::int64_t>(streams, "streams", in.rows), elements<std::int64_t>(positions, "positions", in.rows),
+                    elements<std::uint8_t>(is_greedy, "is_greedy", in.rows), elements<std::int64_t>(ids, "ids", in.rows),
+                    elements<float>(scored, "logprobs", in.rows)};
+  unlocked(in.rows * in.vocab, [&] { rl_cpu_draw(&in, &out, threads); });
+}
+
 // bf16 operands of the LM head; the rest of `in` comes with the labels.
 rl_linear linear_operands(Handle hidden, Handle weight, Handle bias, rl_logits* in) {
   TensorArg h(hidden, "hidden"), w(weight, "weight");
@@ -489,6 +504,7 @@ void bind_kernels(py::module_& m) {
   m.def("logprobs_with_grad", &logprobs_with_grad);
   m.def("logprob_stats", &logprob_stats);
   m.def("stats_merge", &stats_merge);
+  m.def("draw", &draw);
   m.def("has_tiles", &rl_cpu_has_tiles, "Whether the LM head runs on tiles (bf16 products of AVX-512, or AMX) at the level in use.");
   m.def("linear_logprobs", &linear_logprobs);
   m.def("linear_gradient", &linear_gradient);

@@ -13,10 +13,11 @@ namespace {
 #include "cpu/level_tanh.h"
 #include "cpu/level_softmax.h"
 #include "cpu/level_policy.h"
+#include "cpu/level_draw.h"
 }  // namespace
 
 const Level& RL_LEVEL() {
-  static constexpr Level kernels{row_stats, row_gradient, policy_tokens};
+  static constexpr Level kernels{row_stats, row_gradient, policy_tokens, row_pick, row_top};
   return kernels;
 }
 

@@ -12,26 +12,12 @@ namespace {
 #include "cpu/vec.h"
 #include "cpu/level_tanh.h"
 
-RL_INLINE float add_lanes(vf x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)x);
-#else
-  float total = 0;
-  for (int i = 0; i < kLanes; ++i) total += x[i];
-  return total;
-#endif
-}
-
 RL_INLINE float top_lane(vf x) {  // of lanes with a NaN: any
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
 #else
   return max_lane(x);
 #endif
-}
-
-RL_INLINE void prefetch(const void* address, int64_t nbytes) {
-  for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch((const char*)address + i);
 }
 
 // a0 b0 a1 b1 ... of the first halves and of the second, added: half as many sums of each, side by side.
@@ -46,13 +32,13 @@ RL_INLINE vf add_halves(vf a, vf b) {
 #endif
 }
 
-// Products of a query with kCount keys, keys[0], keys[step], ...: each key's sum stays apart until all are folded together.
+// Products of a query with kCount keys, keys[0] + at, keys[step] + at, ...: each key's sum stays apart until all are folded together.
 template <class T, int kCount = kLanes>
-RL_INLINE vf dots(const float* q, const typename T::storage* const* keys, int step, int64_t size) {
+RL_INLINE vf dots(const float* q, const typename T::storage* const* keys, int step, int64_t at, int64_t size) {
   if constexpr (kCount > 4) {
-    return add_halves(dots<T, kCount / 2>(q, keys, 2 * step, size), dots<T, kCount / 2>(q, keys + step, 2 * step, size));
+    return add_halves(dots<T, kCount / 2>(q, keys, 2 * step, at, size), dots<T, kCount / 2>(q, keys + step, 2 * step, at, size));
   } else {
-    const typename T::storage *k0 = keys[0], *k1 = keys[step], *k2 = keys[2 * step], *k3 = keys[3 * step];
+    const typename T::storage *k0 = keys[0] + at, *k1 = keys[step] + at, *k2 = keys[2 * step] + at, *k3 = keys[3 * step] + at;
     vf sum0{}, sum1{}, sum2{}, sum3{};
     for (int64_t i = 0; i + kLanes <= size; i += kLanes) {
       const vf x = load(q + i);
@@ -63,15 +49,15 @@ RL_INLINE vf dots(const float* q, const typename T::storage* const* keys, int st
   }
 }
 
-// Scores of one query with kLanes keys.
+// Scores of one query with kLanes keys, which begin at `at` of their positions.
 template <class T>
-RL_INLINE vf scores_of(const float* q, const typename T::storage* const* keys, int64_t size) {
-  const vf scores = dots<T>(q, keys, 1, size);
+RL_INLINE vf scores_of(const float* q, const typename T::storage* const* keys, int64_t at, int64_t size) {
+  const vf scores = dots<T>(q, keys, 1, at, size);
   int64_t i = size / kLanes * kLanes;
   if (i == size) return scores;
   float rest[kLanes] = {};
   for (; i < size; ++i)
-    for (int j = 0; j < kLanes; ++j) rest[j] += q[i] * T::get_one(keys[j] + i);
+    for (int j = 0; j < kLanes; ++j) rest[j] += q[i] * T::get_one(keys[j] + at + i);
   return scores + load(rest);
 }
 
@@ -138,38 +124,31 @@ RL_INLINE void paged_token_of(const rl_paged_attention* in, int64_t token, float
   const int64_t padded = (span + kLanes - 1) / kLanes * kLanes;
   const int64_t* pages = in->block_tables + in->rows[token] * in->table_stride;
   const int64_t group = in->heads / in->kv_heads, key_stride = in->kv_heads * in->key_size;
-  const int64_t value_stride = in->kv_heads * in->value_size;
   for (int64_t p = first; p < end;) {
     const int64_t page = p / in->page_size, page_end = (page + 1) * in->page_size, shift = (pages[page] - page) * in->page_size;
     for (; p < page_end && p < end; ++p) slots[p - first] = p + shift;
   }
   for (int64_t p = span; p < padded; ++p) slots[p] = slots[span - 1];  // keys beyond the last are not read
-  float *query = scratch, *weights = scratch + group * in->key_size;
+  float *query = scratch, *weights = scratch + in->heads * in->key_size;
+  for (int64_t h = 0; h < in->heads; ++h) {
+    const S* q = (const S*)in->query + token * in->query_strides[0] + h * in->query_strides[1];
+    for (int64_t i = 0; i < in->key_size; ++i) query[h * in->key_size + i] = T::get_one(q + i) * (in->scaling * kLog2e);
+  }
+  for (int64_t p = 0; p < padded; p += kLanes) {
+    const S* keys[kLanes];
+    for (int j = 0; j < kLanes; ++j) keys[j] = (const S*)in->key_cache + slots[p + j] * key_stride;
+    for (int64_t h = 0; h < in->heads; ++h)
+      store(weights + h * padded + p, scores_of<T>(query + h * in->key_size, keys, h / group * in->key_size, in->key_size));
+  }
+  for (int64_t h = 0; h < in->heads; ++h) softmax_in_place(weights + h * padded, span, padded, in->softcap, in->sinks ? in->sinks + h : nullptr);
   for (int64_t head = 0; head < in->kv_heads; ++head) {
-    const S* q = (const S*)in->query + token * in->query_strides[0] + head * group * in->query_strides[1];
-    for (int64_t g = 0; g < group; ++g)
-      for (int64_t i = 0; i < in->key_size; ++i)
-        query[g * in->key_size + i] = T::get_one(q + g * in->query_strides[1] + i) * (in->scaling * kLog2e);
-    const S* cache = (const S*)in->key_cache + head * in->key_size;
     const S* values = (const S*)in->value_cache + head * in->value_size;
-    for (int64_t p = 0; p < padded; p += kLanes) {
-      const int64_t ahead = p + kLanes < padded ? kLanes : 0;
-      const S* keys[kLanes];
-      for (int j = 0; j < kLanes; ++j) {
-        keys[j] = cache + slots[p + j] * key_stride;
-        // The cache is larger than the processor's: ask for the next keys, and for the values that follow.
-        prefetch(cache + slots[p + ahead + j] * key_stride, in->key_size * sizeof(S));
-        prefetch(values + slots[p + j] * value_stride, in->value_size * sizeof(S));
-      }
-      for (int64_t g = 0; g < group; ++g) store(weights + g * padded + p, scores_of<T>(query + g * in->key_size, keys, in->key_size));
-    }
-    for (int64_t g = 0; g < group; ++g)
-      softmax_in_place(weights + g * padded, span, padded, in->softcap, in->sinks ? in->sinks + head * group + g : nullptr);
-    S* out = (S*)in->out + (token * in->heads + head * group) * in->value_size;
+    const float* its = weights + head * group * padded;
+    S* out = (S*)in->out + token * in->out_stride + head * group * in->value_size;
     int64_t g = 0;
-    for (; g + 4 <= group; g += 4) weigh_values<T, 4>(in, values, slots, span, weights + g * padded, padded, out + g * in->value_size);
-    for (; g + 2 <= group; g += 2) weigh_values<T, 2>(in, values, slots, span, weights + g * padded, padded, out + g * in->value_size);
-    for (; g < group; ++g) weigh_values<T, 1>(in, values, slots, span, weights + g * padded, padded, out + g * in->value_size);
+    for (; g + 4 <= group; g += 4) weigh_values<T, 4>(in, values, slots, span, its + g * padded, padded, out + g * in->value_size);
+    for (; g + 2 <= group; g += 2) weigh_values<T, 2>(in, values, slots, span, its + g * padded, padded, out + g * in->value_size);
+    for (; g < group; ++g) weigh_values<T, 1>(in, values, slots, span, its + g * padded, padded, out + g * in->value_size);
   }
 }
 

@@ -34,6 +34,10 @@ struct Level {
   // sequence's (gspo, gmpo); `extra` the gradient that every unclipped token of a gmpo sequence gets.
   void (*policy_tokens)(const rl_policy_batch* batch, const rl_loss_spec* spec, int64_t begin, int64_t end, float scale, float ratio,
                         float extra, PolicySums* sums, float* grad);
+  // Of a row of float32 logits, scaled by `factor` (log2(e) / temperature) and with the maximum `top`: the first token up to which
+  // the exponentials sum to more than `threshold`, and the most likely one.
+  int64_t (*row_pick)(const float* logits, int64_t vocab, float factor, float top, double threshold);
+  int64_t (*row_top)(const float* logits, int64_t vocab, float factor, float top);
 };
 
 const Level& level_baseline();

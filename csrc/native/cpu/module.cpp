@@ -10,5 +10,6 @@ PYBIND11_MODULE(_cpu, m) {
   m.attr("compiler") = __VERSION__;
   rl::bind_kernels(m);
   rl::bind_attention(m);
+  rl::bind_decoder(m);
   rl::bind_buffers(m);
 }

@@ -183,6 +183,16 @@ struct F16 {
 #endif
 };
 
+RL_INLINE float add_lanes(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += x[i];
+  return total;
+#endif
+}
+
 RL_INLINE double sum_lanes(vf x) {
 #if defined(__AVX512F__)
   const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));

@@ -1,6 +1,6 @@
 """Fused RL kernels, zero-copy tensor frames and transfer buffers, shared by the packages of rl-stack."""
 
-from rl_csrc import arena, bucket, delta, frames, paged, pipeline, reference, ring, rows
+from rl_csrc import arena, bucket, decoder, delta, frames, paged, pipeline, reference, ring, rows, sampling
 from rl_csrc._build import BuildInfo, build_info
 from rl_csrc._copy_ops import bucket_copy, cp_slice, pack, roll_labels, unpack
 from rl_csrc._digest import digest, digest_finish, digest_many, digest_sum
@@ -45,6 +45,7 @@ __all__ = [
     "bucket_copy",
     "build_info",
     "cp_slice",
+    "decoder",
     "delta",
     "digest",
     "digest_finish",
@@ -67,6 +68,7 @@ __all__ = [
     "ring",
     "roll_labels",
     "rows",
+    "sampling",
     "scan_reverse",
     "stats_merge",
     "unpack",

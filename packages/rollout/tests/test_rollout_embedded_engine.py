@@ -58,12 +58,15 @@ def test_memory_is_bounded_and_everyone_is_served(qwen3_folder):
     outputs, alone, lengths, engine = serve(qwen3_folder, scenario, kv_cache_bytes=128 * 256)
     assert [len(output.token_ids) for output in outputs] == lengths
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+    # Not a bit differs, whoever was beside a token and however often it was computed.
+    assert [output.logprobs for output in outputs] == [output.logprobs for output in alone]
     assert engine.cache.num_blocks <= 8
     assert engine.scheduler.num_preemptions > 0  # 210 tokens do not fit at once
 
 
 def test_a_small_model_takes_one_thread_and_tells_it(qwen3_folder):
-    assert [choose_num_threads(n, 16) for n in (794_496, 2_770_000, 2**23, 2**30)] == [1, 2, 8, 16]
+    assert [choose_num_threads(n, 16, is_fused=False) for n in (794_496, 2_770_000, 2**30)] == [1, 2, 16]
+    assert [choose_num_threads(n, 16, is_fused=True) for n in (200_000, 794_496, 2**30)] == [1, 3, 16]
 
     async def scenario(server):
         asked = await asyncio.wrap_future(server._thread.call(lambda engine: torch.get_num_threads()))

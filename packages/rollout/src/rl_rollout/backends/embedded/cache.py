@@ -30,6 +30,9 @@ class LayerShape:
 class KVCache:
     """Per layer keys [blocks, block_size, heads, key_dim] and values like them.
 
+    A few blocks are moved by `index_select` and its kin: for indexing in brackets torch wakes its threads however
+    little there is to do, and they then keep their cores for milliseconds, in which the model's own threads wait.
+
     Memory is zeroed when it is taken: positions that nobody has written are masked, and a mask cannot hide a NaN.
     """
 
@@ -88,13 +91,13 @@ class KVCache:
             return
         source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
         for part in (*self.keys.values(), *self.values.values()):
-            part[target] = part[source]
+            part.index_copy_(0, target, part.index_select(0, source))
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero these blocks."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for part in (*self.keys.values(), *self.values.values()):
-            part[index] = 0
+            part.index_fill_(0, index, 0)
 
     def release(self) -> None:
         """Give all memory back."""

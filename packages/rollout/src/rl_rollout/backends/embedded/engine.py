@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rl_csrc import sampling
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.blocks import BlockPool
 from rl_rollout.backends.embedded.cache import KVCache
 from rl_rollout.backends.embedded.graphs import DecodeGraphs
 from rl_rollout.backends.embedded.in_flight import InFlight, Wishes, finish_reason
 from rl_rollout.backends.embedded.packing import Packer, kept
-from rl_rollout.backends.embedded.sampler import sample, stream_seed
+from rl_rollout.backends.embedded.sampler import scaled_and_cut, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.table import BatchTable
 from rl_rollout.backends.embedded.telling import new_chunks, note_tokens
@@ -321,14 +322,13 @@ class Engine:
         # Nearly always the rows are 0..n-1, and a slice is a view where an index makes a copy.
         which = slice(count) if np.array_equal(drawn, np.arange(count)) else rows
         lengths = table.lengths[which]
-        ids, logprobs, distribution = sample(
-            logits,
-            temperature=table.temperature[which],
-            streams=table.streams[which],
-            positions=lengths,
-            is_greedy=table.is_greedy[which] if self._wishes.greedy else None,
-            top_k=table.top_k[which] if self._wishes.truncating else None,
-            top_p=table.top_p[which] if self._wishes.truncating else None,
+        temperature = table.temperature[which]
+        is_greedy = table.is_greedy[which] if self._wishes.greedy else None
+        if self._wishes.truncating:
+            logits = scaled_and_cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
+            temperature = torch.ones_like(temperature)
+        ids, logprobs = sampling.draw(
+            logits, temperature=temperature, streams=table.streams[which], positions=lengths, is_greedy=is_greedy
         )
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs
@@ -344,7 +344,8 @@ class Engine:
         self._events.extend(new_chunks(self._wishes.streaming, table, verdict, place))
         for sequence in self._wishes.reading:
             if sequence.row in place:
-                sequence.extras.note_draw(distribution[place[sequence.row]])
+                its = place[sequence.row]
+                sequence.extras.note_draw(logits[its] / temperature[its])
         ended = np.flatnonzero(verdict)
         self._leave([(int(drawn[i]), finish_reason(int(verdict[i]))) for i in ended])
 
@@ -355,7 +356,7 @@ class Engine:
         rows = self._tensor([row for row, _ in ended])
         lengths = self.table.lengths_host[[row for row, _ in ended]].tolist()
         columns = (self.table.tokens, self.table.logprobs, self.table.versions)
-        parts = [column[rows, : max(lengths)].tolist() for column in columns]
+        parts = [column[:, : max(lengths)].index_select(0, rows).tolist() for column in columns]
         for (row, reason), ids, logprobs, versions, length in zip(ended, *parts, lengths, strict=True):
             sequence = self.scheduler.running[row]
             if reason is None:

@@ -39,10 +39,10 @@ class Extras:
         if experts is not None and self.request.returns_routed_experts:
             self.experts.extend(experts[len(self.experts) - start :].tolist())
 
-    def note_draw(self, distribution: Tensor) -> None:
-        """Log-probs [V] that the newest token was drawn from."""
+    def note_draw(self, scaled: Tensor) -> None:
+        """Logits [V] over temperature that the newest token was drawn from."""
         if self.request.num_top_logprobs:
-            values, ids = distribution.topk(min(self.request.num_top_logprobs, distribution.shape[-1]))
+            values, ids = scaled.log_softmax(dim=-1).topk(min(self.request.num_top_logprobs, scaled.shape[-1]))
             pairs = zip(ids.tolist(), values.tolist(), strict=True)
             # What top-k and top-p have cut off has no log-prob.
             self.top_logprobs.append(tuple(pair for pair in pairs if pair[1] > float("-inf")))

@@ -1,31 +1,25 @@
-"""The forward pass of Llama's descendants in few operations, for CPUs; the transformers module stays the reference.
+"""The forward pass of Llama's descendants as one native call, for CPUs; the transformers module stays the reference.
 
-The projections of attention are one product, those of the MLP's gate another, over weights that oneDNN packed once per
-weight version and that hold the scales of the norms before them; residuals are added by the products themselves. Rows
-of query and key projections are reordered so that the two numbers which a rotation mixes lie side by side: one complex
-product rotates all heads. Products of queries and keys do not change by that; the cached keys do, so that a server
-takes this pass for everything or for nothing.
-Letters: T packed tokens, B of them with logits, H query heads, K key/value heads, D head size, V vocabulary.
+`rl_csrc.decoder` computes it, over weights that are laid out for it once per weight version.
+Letters: T packed tokens, B of them with logits, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
-from torch.nn.functional import silu
 
+from rl_csrc.decoder import Decoder, DecoderLayer, PackedLinear, has_kernel, pack_linear
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.cache import KVCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_rollout.backends.embedded.attention import AttentionSettings, Batch, ProbeBatch
+    from rl_rollout.backends.embedded.attention import AttentionSettings, ProbeBatch
     from rl_rollout.backends.embedded.cache import LayerShape
 
 KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -37,51 +31,6 @@ _PROBED_TOKENS = 8
 _log = logging.getLogger(__name__)
 
 
-class Packed:
-    """x -> x W^T + b, with the float32 weights of several layers one below the other.
-
-    Args:
-        layers: Those.
-        norm: The RMSNorm in front of them, of which x has only been through `_direction`: the rest is in W.
-        order: Rows of W.
-    """
-
-    def __init__(self, layers: list[torch.nn.Linear], norm: Any = None, order: Tensor | None = None) -> None:
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        if norm is not None:
-            weight = weight * (norm.weight.detach() * weight.shape[1] ** 0.5)
-        biases = [bias.detach() for layer in layers if (bias := _bias(layer)) is not None]
-        self._bias = torch.cat(biases) if biases else None
-        if order is not None:
-            weight = weight[order]
-            self._bias = None if self._bias is None else self._bias[order]
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-
-    def added_to(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The same and a residual."""
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
-
-
-def _bias(layer: torch.nn.Linear) -> Tensor | None:
-    return layer.bias
-
-
-@dataclass(frozen=True, slots=True)
-class FusedLayer:
-    """One layer's packed weights."""
-
-    qkv: Packed
-    qk_norm: Tensor | None
-    """[H + K, D] scales of queries and keys, for vectors of length 1."""
-    out: Packed
-    gate_up: Packed
-    down: Packed
-
-
 class FusedDecoder:
     """The pass of a module of `KNOWN` classes, whose weights are read at `repack`."""
 
@@ -89,83 +38,66 @@ class FusedDecoder:
         self._module = module
         self.max_model_len = max_model_len
         self._settings = settings
-        config = module.config
-        self._num_heads: int = config.num_attention_heads
-        self._num_kv_heads: int = config.num_key_value_heads
-        positions = torch.arange(max_model_len)
-        cos, sin = module.model.rotary_emb(torch.zeros(1), positions[None])
+        cos, sin = module.model.rotary_emb(torch.zeros(1), torch.arange(max_model_len)[None])
         half = cos.shape[-1] // 2
-        self._head_dim = 2 * half
-        self._least_lengths = {
-            size: torch.tensor((size * config.rms_norm_eps) ** 0.5) for size in (config.hidden_size, self._head_dim)
-        }
-        """By size, what RMSNorm's epsilon amounts to beside the length of a vector."""
-        self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None]
-        """[positions, 1, D / 2]"""
-        self._side_by_side = torch.arange(self._head_dim).view(2, half).t().flatten()
-        self._layers: list[FusedLayer] = []
-        self._head: Packed | None = None
+        self._cos, self._sin = (part[0, :, :half].contiguous() for part in (cos, sin))
+        self._decoder: Decoder | None = None
         self.repack()
 
     def repack(self) -> None:
         """The weights have changed; or are gone, and then the packed ones go too."""
-        self._layers, self._head = [], None
-        if self._module.lm_head.weight.numel():
-            self._layers = [self._packed(layer) for layer in self._module.model.layers]
-            self._head = Packed([self._module.lm_head], self._module.model.norm)
-
-    def _packed(self, layer: Any) -> FusedLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        num_rotated = self._num_heads + self._num_kv_heads
-        starts = torch.arange(num_rotated)[:, None] * self._head_dim
-        values = torch.arange(num_rotated, num_rotated + self._num_kv_heads)[:, None] * self._head_dim
-        order = torch.cat([starts + self._side_by_side, values + torch.arange(self._head_dim)]).flatten()
-        qk_norm = None
-        if hasattr(attention, "q_norm"):
-            scales = (attention.q_norm, self._num_heads), (attention.k_norm, self._num_kv_heads)
-            scale = torch.cat([norm.weight.detach()[self._side_by_side].expand(n, -1) for norm, n in scales])
-            qk_norm = scale * self._head_dim**0.5
-        return FusedLayer(
-            qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_layernorm, order),
-            qk_norm=qk_norm,
-            out=Packed([attention.o_proj]),
-            gate_up=Packed([mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm),
-            down=Packed([mlp.down_proj]),
+        self._decoder = None
+        module, config = self._module, self._module.config
+        if not module.lm_head.weight.numel():
+            return
+        self._decoder = Decoder(
+            embedding=module.model.embed_tokens.weight,
+            layers=[self._packed(index, layer) for index, layer in enumerate(module.model.layers)],
+            norm=module.model.norm.weight,
+            head=_packed([module.lm_head]),
+            cos=self._cos,
+            sin=self._sin,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            eps=config.rms_norm_eps,
+            scaling=self._settings[0].scaling,
         )
 
-    def logits(self, ids: Tensor, positions: Tensor, batch: Batch, which: Tensor | slice) -> Tensor:
-        """Fill the cache from `ids` [T] at `positions` [T]; logits [B, V] of the tokens `which`."""
-        turns = self._turns[positions]
-        x = torch.nn.functional.embedding(ids, self._module.model.embed_tokens.weight)
-        for index, layer in enumerate(self._layers):
-            x = layer.out.added_to(self._attend(index, layer, self._direction(x), turns, batch), x)
-            gate, up = layer.gate_up(self._direction(x)).chunk(2, dim=-1)
-            x = layer.down.added_to(silu(gate).mul_(up), x)
-        assert self._head is not None
-        return self._head(self._direction(x[which]))
+    def _packed(self, index: int, layer: Any) -> DecoderLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        has_norms = hasattr(attention, "q_norm")
+        return DecoderLayer(
+            input_norm=layer.input_layernorm.weight,
+            qkv=_packed([attention.q_proj, attention.k_proj, attention.v_proj]),
+            query_norm=attention.q_norm.weight if has_norms else None,
+            key_norm=attention.k_norm.weight if has_norms else None,
+            out=_packed([attention.o_proj]),
+            post_norm=layer.post_attention_layernorm.weight,
+            gate_up=_packed([mlp.gate_proj, mlp.up_proj]),
+            down=_packed([mlp.down_proj]),
+            window=self._settings[index].window,
+        )
 
-    def _direction(self, x: Tensor) -> Tensor:
-        """The last dimension of size n at length 1; RMSNorm (1910.07467) is sqrt(n) and its weight times that.
+    def logits(self, ids: Tensor, batch: PagedBatch, which: Tensor | None = None) -> Tensor:
+        """Fill the cache from `ids` [T]; logits [B, V] of all tokens, or of those at `which` [B]."""
+        assert self._decoder is not None
+        keys = [batch.cache.keys[layer] for layer in self._settings]
+        values = [batch.cache.values[layer] for layer in self._settings]
+        return self._decoder(ids, batch.positions, batch.rows, batch.block_tables, keys, values, which)
 
-        Torch's own RMSNorm is many operations on a CPU.
-        """
-        least = self._least_lengths[x.shape[-1]]
-        return x / torch.hypot(vector_norm(x, dim=-1, keepdim=True), least)
 
-    def _attend(self, index: int, layer: FusedLayer, x: Tensor, turns: Tensor, batch: Batch) -> Tensor:
-        heads = layer.qkv(x).view(x.shape[0], -1, self._head_dim)
-        mixed, value = heads[:, : -self._num_kv_heads], heads[:, -self._num_kv_heads :]
-        if layer.qk_norm is not None:
-            mixed = self._direction(mixed) * layer.qk_norm
-        pairs = torch.view_as_complex(mixed.unflatten(-1, (-1, 2)))
-        mixed = torch.view_as_real(pairs * turns).flatten(-2)
-        query, key = mixed[:, : self._num_heads], mixed[:, self._num_heads :]
-        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return batch.attend(index, query, key, value, self._settings[index])[0].flatten(1)
+def _packed(layers: list[torch.nn.Linear]) -> PackedLinear:
+    """The weights of several layers one below the other."""
+    biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
+    return pack_linear(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+
+
+def _bias(layer: torch.nn.Linear) -> Tensor | None:
+    return layer.bias
 
 
 def fuse(module: Any, max_model_len: int, probe: ProbeBatch) -> FusedDecoder | None:
-    """The fused pass of a module on the CPU in float32; None where its architecture is not one of those known.
+    """The fused pass of a module on a CPU in float32; None elsewhere, and where the architecture is not one of `KNOWN`.
 
     It is run beside the module once: should they differ, as where a version of transformers computes something else
     under a known name, a warning is logged and the module is used.
@@ -174,6 +106,7 @@ def fuse(module: Any, max_model_len: int, probe: ProbeBatch) -> FusedDecoder | N
     rope = getattr(config, "rope_parameters", None) or {}
     is_known = (
         type(module).__name__ in KNOWN
+        and has_kernel(module.lm_head.weight)
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in {"default", "linear", "llama3", "yarn"}
         and rope.get("partial_rotary_factor", 1.0) == 1.0
@@ -207,5 +140,5 @@ def _difference(module: Any, fused: FusedDecoder, shapes: Mapping[int, LayerShap
         return PagedBatch(cache, tables, rows, positions, num_single=0, num_blocks=0, chunks=[(0, 0, count)])
 
     want = module(input_ids=ids[None], position_ids=positions[None], use_cache=False, rl_batch=batch()).logits[0]
-    got = fused.logits(ids, positions, batch(), slice(None))
+    got = fused.logits(ids, batch())
     return float((got - want).abs().max() / want.abs().max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from rl_rollout.backends.embedded.attention import PagedBatch
@@ -11,7 +12,6 @@ from rl_rollout.backends.embedded.attention import PagedBatch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import numpy as np
     from torch import Tensor
 
     from rl_rollout.backends.embedded.cache import KVCache
@@ -45,12 +45,11 @@ class Packer:
         num_single = len(plan.rows)
         spans = [(chunk.sequence.row, chunk.start, chunk.count) for chunk in plan.chunks]
         if spans:
-            counts = self._tensor([count for _, _, count in spans])
-            starts = self._tensor([start for _, start, _ in spans])
-            offsets = torch.arange(sum(s[2] for s in spans), device=self._table.device)
-            within = offsets - (counts.cumsum(0) - counts).repeat_interleave(counts)
-            rows = torch.cat([rows, self._tensor([row for row, _, _ in spans]).repeat_interleave(counts)])
-            positions = torch.cat([positions, starts.repeat_interleave(counts) + within])
+            # On the host: torch would wake threads for a few numbers, and they keep a core for themselves a while.
+            chunk_rows = np.repeat([row for row, _, _ in spans], [count for _, _, count in spans])
+            chunk_positions = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
+            rows = torch.cat([rows, torch.from_numpy(chunk_rows).to(table.device)])
+            positions = torch.cat([positions, torch.from_numpy(chunk_positions).to(table.device)])
         batch = PagedBatch(
             self._cache,
             table.block_tables,
@@ -74,9 +73,6 @@ class Packer:
             for index, name in enumerate(model.adapters.names, start=1)
             if name in wanted
         }
-
-    def _tensor(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._table.device)
 
 
 def kept(plan: Plan, asked: Sequence[bool]) -> list[int] | None:

@@ -105,7 +105,8 @@ class EmbeddedServer(RolloutServer):
             torch.cuda.set_device(model.device)  # of this thread, which is the engine's
         elif not self.config.num_threads:
             num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
-            torch.set_num_threads(choose_num_threads(num_parameters, torch.get_num_threads()))
+            chosen = choose_num_threads(num_parameters, torch.get_num_threads(), is_fused=model.fused is not None)
+            torch.set_num_threads(chosen)
         self._num_threads = torch.get_num_threads()
         self._weights = WeightStore(model.module, keeps_places=is_cuda)
         return Engine(model, self.config)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_rollout.backends.embedded.sampler import streams_of
+from rl_csrc.sampling import streams_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +163,7 @@ class BatchTable:
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
         for name in (*_ROW_DTYPES, *_TOKEN_DTYPES, "block_tables"):
             column = getattr(self, name)
-            column[target] = column[source]
+            column.index_copy_(0, target, column.index_select(0, source))
         for name in (*_HOST_COLUMNS, "stop_ids"):
             column = getattr(self, name)
             column[list(targets)] = column[list(sources)]

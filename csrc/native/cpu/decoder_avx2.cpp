@@ -1,0 +1,4 @@
+#if defined(__x86_64__)
+#define RL_DECODER decoder_avx2
+#include "cpu/level_decoder.h"
+#endif

@@ -1,0 +1,2 @@
+#define RL_DECODER decoder_baseline
+#include "cpu/level_decoder.h"

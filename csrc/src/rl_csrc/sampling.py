@@ -1,0 +1,81 @@
+"""Draws of tokens from logits: no row depends on its neighbours, and nothing is remembered between draws.
+
+The draw inverts the cumulative distribution at one uniform number per row, which is a hash of the row's stream and the
+position that is filled: a request gives the same tokens whoever is beside it and wherever it goes on.
+Legend: `B` rows, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_csrc import _cpu
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+_kernel: Any = getattr(_cpu, "draw", None)
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): int64 to int64, every output bit depends on every input bit."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def streams_of(seeds: Tensor) -> Tensor:
+    """[B] int64, what `draw` makes its numbers of."""
+    return mix(seeds + _GOLDEN)
+
+
+def uniform(streams: Tensor, positions: Tensor) -> Tensor:
+    """[B] float64 in [0, 1), a function of (seed, position) alone. 52 random bits, so that u * total < total always."""
+    bits = mix(streams + positions * _GOLDEN)
+    return _shift_right(bits, 12).double() * 2.0**-52
+
+
+def draw(
+    logits: Tensor, *, temperature: Tensor, streams: Tensor, positions: Tensor, is_greedy: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids [B] int64 and their log-probs [B] float32 at that temperature.
+
+    Args:
+        logits: [B, V]; minus infinity is never drawn. Float32 on a CPU is drawn natively, without a copy.
+        temperature: [B] float32, above 0.
+        streams: [B] int64, of `streams_of` the rows' seeds.
+        positions: [B] int64, the position in the sequence that each token will take.
+        is_greedy: [B] bool, rows that take the most likely token; None: none.
+
+    A row whose logits are not finite gets some id and a log-prob that is not finite either.
+
+    Raises:
+        ArgumentError: a shape or dtype is wrong.
+    """
+    if _kernel is None or not logits.is_cpu or logits.dtype != torch.float32:
+        return reference(logits, temperature=temperature, streams=streams, positions=positions, is_greedy=is_greedy)
+    ids, logprobs = streams.new_empty(logits.shape[0]), logits.new_empty(logits.shape[0])
+    _kernel(logits, temperature, streams, positions, is_greedy, ids, logprobs, torch.get_num_threads())
+    return ids, logprobs
+
+
+def reference(
+    logits: Tensor, *, temperature: Tensor, streams: Tensor, positions: Tensor, is_greedy: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, on any device."""
+    logprobs = (logits.float() / temperature[:, None]).log_softmax(dim=-1)
+    mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    threshold = (uniform(streams, positions) * mass[:, -1])[:, None]
+    ids = torch.searchsorted(mass, threshold, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    if is_greedy is not None:
+        ids = torch.where(is_greedy, logits.argmax(dim=-1), ids)
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64, whose own shift is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
