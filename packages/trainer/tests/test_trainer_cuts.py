@@ -60,7 +60,8 @@ def added_up(loss_function, given, columns, lengths, parts):
     """Loss, metrics and gradient when each of `parts`, lists of rows, is a micro-batch of its own."""
     leaf = given.clone().requires_grad_()
     spans = [part.tolist() for part in torch.arange(sum(lengths)).split(lengths)]
-    counts = BatchCounts(tokens=float(columns["loss_mask"].sum()), sequences=float(len(lengths)))
+    masks = columns["loss_mask"].split(lengths)
+    counts = BatchCounts(tokens=float(sum(map(torch.sum, masks))), sequences=float(sum(mask.any() for mask in masks)))
     total = {}
     for rows in parts:
         index = torch.tensor([token for row in rows for token in spans[row]])
@@ -120,6 +121,21 @@ OTHERS = {
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_a_policy_loss_is_that_of_the_whole_batch(loss, aggregation, seeds):
     assert all(check(policy_loss(loss, aggregation), seed).abs().max() > 0 for seed in seeds)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_a_row_without_a_token_of_the_model_counts_nowhere(loss, aggregation):
+    lengths = [3, 4, 2]
+    given, columns = draw_rows(lengths, 0)
+    columns["loss_mask"][3:7] = 0
+    kept = torch.tensor([0, 1, 2, 7, 8])
+    without = {name: column[kept] for name, column in columns.items()}
+    told, gradient = added_up(policy_loss(loss, aggregation), given, columns, lengths, [[0, 1, 2]])
+    wanted, wanted_gradient = added_up(policy_loss(loss, aggregation), given[kept], without, [3, 2], [[0, 1]])
+    assert told == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(gradient[kept], wanted_gradient)
+    assert not gradient[3:7].any()
 
 
 @pytest.mark.parametrize("correction", ["none", "tis"])

@@ -65,7 +65,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gmpo": PolicyLoss(source="2507.20673", options={"clip_low": 0.4, "clip_high": 0.4}),
     "dppo_tv": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
     "dppo_kl": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
-    "dro": PolicyLoss(source="direct reward optimisation", options={"dro_beta": 0.1}),
+    "dro": PolicyLoss(source="2405.19107", options={"dro_beta": 0.1}),
     "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546"),
     "clip_cov": PolicyLoss(
         source="2505.22617",
