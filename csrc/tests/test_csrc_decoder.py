@@ -18,6 +18,9 @@ SHAPES = {
     "more inputs than a step": {"hidden": 96, "inner": 300, "num_heads": 5, "num_kv_heads": 5, "head_size": 64},
 }
 
+SHARED = {"hidden": 128, "inner": 256, "head_size": 32}
+"""As large as it takes for threads to share the work of 40 sequences, or of 150 tokens."""
+
 
 def make(
     dtype=torch.float32,
@@ -149,7 +152,7 @@ def test_the_reference_is_what_the_formulas_say():
     num_threads=st.integers(1, 3),
 )
 def test_the_bits_of_a_token_depend_neither_on_its_neighbours_nor_on_threads(lengths, cuts, level, num_threads):
-    decoder = make(hidden=40, inner=64, head_size=8, windows=(6, None))
+    decoder = make(**SHARED, windows=(6, None))
     before = torch.get_num_threads()
     _cpu.set_kernel_level(level)
     try:
@@ -174,7 +177,7 @@ def test_rows_of_a_decode_step_are_those_of_the_prompt_at_once(level, threads, n
     """Many rows, one token each: where threads take rows from end to end."""
     threads(num_threads)
     lengths = [9] * 40
-    together, stepwise = Tokens(make(), lengths), Tokens(make(), lengths)
+    together, stepwise = (Tokens(make(**SHARED), lengths) for _ in range(2))
     want = together().view(40, 9, -1)
     for position in range(9):
         assert stepwise(of=stepwise.positions == position).equal(want[:, position])
@@ -183,7 +186,7 @@ def test_rows_of_a_decode_step_are_those_of_the_prompt_at_once(level, threads, n
 def test_rows_that_look_at_what_another_writes_wait_for_it(threads):
     """Row 0 writes position 3, the last of a page that all the others, at position 4, have as their first."""
     threads(2)
-    decoder = make()
+    decoder = make(**SHARED)
     want = Tokens(decoder, [PAGE_SIZE + 1])()
     tokens = Tokens(decoder, [PAGE_SIZE + 1] * 40)
     tokens.ids = tokens.ids[: PAGE_SIZE + 1].repeat(40)
