@@ -3,18 +3,18 @@
 import asyncio
 import base64
 import io
-import json
-from types import SimpleNamespace
 
+import aiohttp
 import numpy as np
 import pytest
-from rollout_servers import (
-    fake_vllm_config,
-)
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from rollout_servers import fake_vllm_config
 
 from rl_rollout import (
     FinishReason,
     GenerationError,
+    ServerLostError,
     TokenOutput,
     WeightUpdateError,
     create_server,
@@ -25,19 +25,45 @@ from rl_rollout._validation import check_length
 from rl_rollout.backends.vllm import most_likely, read_experts
 
 
-def test_an_answer_that_only_points_to_the_log_brings_the_errors_in_it():
-    class Answer:
-        status = 500
+class LogOf:
+    """A process that runs, and has written an error."""
 
-        async def text(self):
-            return json.dumps({"error": {"message": "See stack trace (above) for the root cause."}})
+    pid = 7
+    first_errors = ("(Worker) RuntimeError: head_dim=56",)
 
-    process = SimpleNamespace(first_errors=("(Worker) RuntimeError: head_dim=56",))
-    upstream = Upstream(process, name="vllm", url="http://none", connector=object, timeout_s=1.0)
-    with pytest.raises(
-        GenerationError, match=r"500 to /generate: See .* in its log:\n  \| \(Worker\) RuntimeError: head_dim"
-    ):
-        asyncio.run(upstream.check(Answer(), "/generate"))
+    @staticmethod
+    async def has_ended(timeout_s):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("health", "error", "told"),
+    [
+        (200, GenerationError, r"500 to /generate: See .* in its log:\n  \| \(Worker\) RuntimeError: head_dim"),
+        (503, ServerLostError, r"vllm \(pid 7\) is lost: vllm answered 500 to /generate: See stack trace"),
+    ],
+)
+def test_an_answer_that_only_points_to_the_log_brings_the_errors_in_it_or_that_the_server_is_lost(health, error, told):
+    async def failed(request):
+        message = {"error": {"message": "See stack trace (above) for the root cause."}}
+        return web.json_response(message, status=500)
+
+    async def well(request):
+        return web.Response(status=health)
+
+    async def scenario():
+        app = web.Application()
+        app.add_routes([web.post("/generate", failed), web.get("/health", well)])
+        async with TestServer(app) as server:
+            url = str(server.make_url("/")).rstrip("/")
+            upstream = Upstream(LogOf(), name="vllm", url=url, connector=aiohttp.TCPConnector, timeout_s=60.0)
+            try:
+                await upstream.call("POST", "/generate", {})
+            finally:
+                await upstream.close()
+
+    with pytest.raises(error, match=told):
+        asyncio.run(scenario())
 
 
 def test_an_output_that_was_cut_is_no_output():

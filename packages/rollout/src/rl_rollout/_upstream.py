@@ -88,7 +88,7 @@ class Upstream:
         Raises:
             RequestError: it answered 4xx.
             GenerationError: it answered 5xx.
-            ServerLostError: it is not there, or it closed the connection.
+            ServerLostError: it is not there, closed the connection, or answered 5xx as it is no longer well.
             RequestTimeoutError: it did not answer in time.
         """
         try:
@@ -100,27 +100,50 @@ class Upstream:
                 raise
             raise RequestTimeoutError(f"{self.where} did not answer {path} within {timeout_s} s") from error
         except aiohttp.ClientError as error:
-            raise await self.lost(error) from error
+            raise await self.lost(closed(error)) from error
 
     async def command(self, path: str, body: Any = None, **query: str) -> dict[str, Any]:
         """`call` by POST, with the deadline of commands."""
         return await self.call("POST", path, body, timeout_s=self._timeout_s + GRACE_S, **query)
 
     async def check(self, response: aiohttp.ClientResponse, path: str) -> None:
-        """Raise what an answer other than 200 means: `RequestError` for 4xx, else `GenerationError`."""
+        """Raise what an answer other than 200 means.
+
+        Raises:
+            RequestError: it is 4xx.
+            ServerLostError: it is 5xx, and the server is no longer well: one of its processes is gone.
+            GenerationError: it is anything else.
+        """
         if response.status == 200:
             return
         what = f"{self.name} answered {response.status} to {path}: {error_text(await response.text())}"
         if 400 <= response.status < 500:
             raise RequestError(what)
+        if await self._is_unwell():
+            raise await self.lost(what)
         errors = "".join(f"\n  | {line}" for line in self.process.first_errors)
         raise GenerationError(what + (f"; the first errors in its log:{errors}" if errors else ""))
 
-    async def lost(self, error: aiohttp.ClientError) -> ServerLostError:
-        """What to raise when the connection failed: how the process ended, if it did."""
+    async def _is_unwell(self) -> bool:
+        """Whether it says so, or is not there. One that is too busy to say may be well."""
+        try:
+            async with asyncio.timeout(GRACE_S), self.request("GET", "/health") as response:
+                return response.status != 200
+        except TimeoutError:
+            return False
+        except aiohttp.ClientError:
+            return True
+
+    async def lost(self, why: str) -> ServerLostError:
+        """What to raise when it is gone: how the process ended, if it did."""
         if await self.process.has_ended(EXIT_TIMEOUT_S):
             return ServerLostError(self.process.told_end())
-        return ServerLostError(f"{self.where} closed the connection: {error or type(error).__name__}")
+        return ServerLostError(f"{self.where} is lost: {why}")
+
+
+def closed(error: aiohttp.ClientError) -> str:
+    """How a connection failed."""
+    return f"it closed the connection: {error or type(error).__name__}"
 
 
 def decode(text: str) -> dict[str, Any]:

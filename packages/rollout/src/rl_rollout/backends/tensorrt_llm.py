@@ -20,7 +20,7 @@ from rl_rollout._external import ExternalServer
 from rl_rollout._external_options import COMMON_OPTIONS, words
 from rl_rollout._partial import empty_output, extended
 from rl_rollout._registry import check_options
-from rl_rollout._upstream import error_text
+from rl_rollout._upstream import closed, error_text
 from rl_rollout.errors import ConfigError, GenerationError, ServerLostError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
 
@@ -125,7 +125,7 @@ class TensorrtLlmServer(ExternalServer):
                     if event:
                         chunks.append(read_event(event, self.weight_version))
         except aiohttp.ClientError as error:
-            lost = await self.upstream.lost(error)
+            lost = await self.upstream.lost(closed(error))
             lost.partial = _joined(request, chunks)
             raise lost from error
 
