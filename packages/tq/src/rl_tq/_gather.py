@@ -279,7 +279,10 @@ def _longest(bounds: Bounds) -> torch.Tensor:
 
 def _jagged(values: torch.Tensor, offsets: torch.Tensor, longest: torch.Tensor) -> NestedTensor:
     """Rows of different lengths. Without the longest, torch pads each of them to the length of all together."""
-    return NestedTensor(values, offsets, _metadata_cache={"max_seqlen": longest})
+    nested: Any = NestedTensor(values, offsets)
+    # Given to the constructor it would be marked for torch.compile; this is what torch does that finds it out itself.
+    nested._metadata_cache["max_seqlen"] = longest
+    return nested
 
 
 def bounds_of(lengths: Sequence[int]) -> Bounds:

@@ -44,7 +44,7 @@ class Landing:
 
     def take_over(self, nbytes: int) -> torch.Tensor | None:
         """The caller's buffer, if a message of so many bytes can be received straight into it."""
-        if self._out is None or self._out.device.type != "cpu" or len(self._out) < nbytes:
+        if self._out is None or not self._out.is_cpu or len(self._out) < nbytes:
             return None
         buffer, self._out, self.is_taken = self._out[:nbytes], None, True
         return buffer
@@ -60,7 +60,7 @@ class Landing:
             self._out = torch.empty(total, dtype=torch.uint8, device=self._device)
         if self._out is not None and len(self._out) < total:
             raise ValueError(f"out has {len(self._out)} bytes, and these columns of these rows take {total}")
-        if self._out is not None and (self._device is not None or self._out.device.type != "cpu"):
+        if self._out is not None and (self._device is not None or not self._out.is_cpu):
             self._mover = Mover(self._out.device)
 
     def place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -69,7 +69,9 @@ class Landing:
         nbytes = sum(part.nbytes for part in parts)
         target = self._out[self._cursor : self._cursor + nbytes]
         self._cursor += nbytes + -nbytes % frames.ALIGNMENT
-        placed = target.view(parts[0].dtype).view(sum(map(len, parts)), *parts[0].shape[1:])
+        placed = target.view(parts[0].dtype)
+        if shape := parts[0].shape[1:]:
+            placed = placed.view(sum(map(len, parts)), *shape)
         if self._mover is not None:
             self._mover.move(parts, target)
         else:  # at the end: a copy of megabytes empties the caches of all that is done between columns

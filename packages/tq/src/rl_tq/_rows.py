@@ -161,8 +161,10 @@ class Partition:
         if has_names:
             self.by_name.update({row.name: row for row in rows if row.name is not None})
             self.is_bare = self.is_bare and not self.by_name
+        if not tags:
+            return
         by_version, by_group = self.by_version, self.by_group
-        for row, given in zip(rows, tags or (), strict=False):
+        for row, given in zip(rows, tags, strict=False):
             if not given:
                 continue
             self.is_bare = False
