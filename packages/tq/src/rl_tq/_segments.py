@@ -193,7 +193,7 @@ class Arena:
         self._array = np.empty(0, np.uint8)
         """The memory of the current segment."""
         self._cursor = 0
-        self._memory: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, np.ndarray[Any, Any]] = {}
         self._spare: deque[_Spare] = deque()
         self._backed: dict[int, int] = {}
         """Bytes of each segment, from its start, that are there for certain."""
@@ -212,13 +212,13 @@ class Arena:
                 except QueueFullError:
                     self._seal(number)
                     raise
-                return Block(number, 0, memory.numpy()[:nbytes], is_alone=True)
+                return Block(number, 0, memory[:nbytes], is_alone=True)
             if not self._current or self._cursor + nbytes > SEGMENT_BYTES:
                 if self._current:
                     self._seal(self._current)
                 self._current = 0
-                self._current, memory = self._open(SEGMENT_BYTES, is_packed=True)
-                self._array, self._cursor = memory.numpy(), 0
+                self._current, self._array = self._open(SEGMENT_BYTES, is_packed=True)
+                self._cursor = 0
             start = self._cursor
             try:
                 self._back(self._current, start + nbytes)
@@ -275,10 +275,10 @@ class Arena:
         start = self._backed.get(number, 0)
         if stop > start:
             stop = min(len(self._memory[number]), stop + -stop % _BACKED_AT_ONCE)
-            back(self._memory[number].data_ptr(), start, stop, self._source.where)
+            back(self._memory[number].ctypes.data, start, stop, self._source.where)
             self._backed[number] = stop
 
-    def _open(self, nbytes: int, *, is_packed: bool) -> tuple[int, torch.Tensor]:
+    def _open(self, nbytes: int, *, is_packed: bool) -> tuple[int, np.ndarray[Any, Any]]:
         for spare in reversed(self._spare):
             memory = self._memory[spare.number]
             if len(memory) == nbytes:
@@ -286,7 +286,7 @@ class Arena:
                 return spare.number, memory
         segment, name = self._source.create(nbytes)
         number = next(self._numbers)
-        memory = self._memory[number] = segment.map(is_shared=True)
+        memory = self._memory[number] = segment.map(is_shared=True).numpy()
         try:
             self._announce(number, segment, is_packed, name)
         except BaseException:
