@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import rl_tq
+from rl_tq._compaction import is_worth_it
 
 WORDS = 1 << 15  # int64 values of a row: 256 KiB
 
@@ -29,6 +30,27 @@ def until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
 def queue() -> Iterator[rl_tq.TransferQueue]:
     with rl_tq.serve("shm://", timeout_s=60.0) as served:
         yield served
+
+
+@pytest.mark.parametrize(
+    ("live", "nbytes", "rest_s", "verdict"),
+    [
+        (4 << 20, 8 << 20, 0.0, True),  # half of it, and much
+        (
+            3 << 20,
+            6 << 20,
+            0.0,
+            None,
+        ),  # half of it, but little: small rows that come and go are not copied all the time
+        (3 << 20, 6 << 20, 0.5, True),
+        (60 << 20, 66 << 20, 0.0, None),  # a part of it
+        (60 << 20, 66 << 20, 0.5, True),
+        (63 << 20, 66 << 20, 9.0, False),  # a twentieth
+        (0, 60_000, 9.0, False),
+    ],
+)
+def test_what_is_worth_a_copy(live: int, nbytes: int, rest_s: float, verdict: bool | None):
+    assert is_worth_it(live, nbytes, rest_s) is verdict
 
 
 def resident(queue: rl_tq.TransferQueue) -> int:
