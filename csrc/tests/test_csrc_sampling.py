@@ -122,6 +122,12 @@ def test_rows_that_are_not_finite_are_told_by_their_logprob_and_spoil_no_other(d
     assert ids[[0, 2]].equal(alone[[0, 2]])
 
 
+def test_a_row_without_a_possible_token_is_told_by_its_logprob(draw):
+    ids, logprobs = draw(torch.full((50, 5), float("-inf")), **arguments(50))
+    assert ((ids >= 0) & (ids < 5)).all()
+    assert not logprobs.isfinite().any()
+
+
 def test_what_does_not_fit_is_refused():
     options = arguments(3)
     with pytest.raises(ArgumentError, match="at least one token"):

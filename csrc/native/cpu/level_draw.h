@@ -12,14 +12,14 @@ int64_t row_pick(const float* logits, int64_t vocab, float factor, float top, do
     const double sum = sum_lanes(e);
     double within = mass;
     if (mass + sum > threshold)
-      for (int j = 0; j < kLanes; ++j) {
+      for (int j = 0; j < kLanes && i + j < vocab; ++j) {
         within += (double)e[j];
         if (within > threshold) return i + j;
       }
     mass += sum;
   }
   for (int64_t i = vocab - 1; i > 0; --i)  // rounding has left a little: the last token that can be drawn
-    if (exp2v(splat(logits[i] * factor - top))[0] > 0) return i;
+    if (logits[i] * factor - top >= -126.0f) return i;
   return 0;
 }
 

@@ -64,8 +64,8 @@ RL_INLINE vf exp2v(vf t) {
   const vf bounded = max_keeping_nan(splat(-126.0f), t);
   const vf shifted = bounded + splat(kRounder);
   const vf p = exp2_fraction(bounded - (shifted - splat(kRounder)));
-  const vi exponent = ((vi)shifted - (vi)splat(kRounder)) << 23;
-  const vf scaled = (vf)((vi)p + exponent);
+  const vu exponent = ((vu)shifted - (vu)splat(kRounder)) << 23;  // unsigned: of NaN it is anything
+  const vf scaled = (vf)((vu)p + exponent);
   const vf nan_or = t != t ? t : scaled;
   return t < splat(-126.0f) ? vf{} : nan_or;
 #endif
