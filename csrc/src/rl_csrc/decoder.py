@@ -159,6 +159,8 @@ class Decoder:
         key_caches: Sequence[Tensor],
         value_caches: Sequence[Tensor],
         which: Tensor | None = None,
+        *,
+        num_threads: int | None = None,
     ) -> Tensor:
         """Write the tokens' keys and values into their pages; logits [B, V] of what follows each, or each of `which`.
 
@@ -173,6 +175,7 @@ class Decoder:
             key_caches: Of each layer, [pages, page size, K, D].
             value_caches: The same.
             which: [B] int64, the tokens whose logits are wanted; None: all.
+            num_threads: Of the native pass, which are not OpenMP's; None: as many as torch has.
 
         Raises:
             ArgumentError: a shape or dtype is wrong, or an id, a position or a page out of range; nothing was written.
@@ -186,7 +189,7 @@ class Decoder:
         workspace = in_huge_pages(self.norm.new_empty(self._kernel.workspace(num_tokens, num_logits)))
         self._kernel.decode(
             *(ids, positions, rows, block_tables, key_caches, value_caches, which),
-            *(workspace, logits, torch.get_num_threads()),
+            *(workspace, logits, num_threads or torch.get_num_threads()),
         )
         return logits[:, :num_columns]
 

@@ -1,6 +1,7 @@
 """What the embedded engine promises beyond the conformance suite: memory, streaming, faults."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_memory_is_bounded_and_everyone_is_served(qwen3_folder):
     assert engine.scheduler.num_preemptions > 0  # 210 tokens do not fit at once
 
 
-def test_a_small_model_takes_one_thread_and_tells_it(qwen3_folder):
+def test_a_small_model_takes_one_thread_and_tells_it(qwen3_folder, tmp_path):
     assert [choose_num_threads(n, 16, is_fused=False) for n in (794_496, 2_770_000, 2**30)] == [1, 2, 16]
     assert [choose_num_threads(n, 16, is_fused=True) for n in (200_000, 794_496, 2**30)] == [1, 3, 16]
 
@@ -73,8 +74,12 @@ def test_a_small_model_takes_one_thread_and_tells_it(qwen3_folder):
         return asked, server.status()["num_threads"]
 
     try:
-        assert serve(qwen3_folder, scenario, num_threads=2) == (2, 2)
+        torch.set_num_threads(3)
+        assert serve(qwen3_folder, scenario, num_threads=2) == (1, 2)  # the native pass takes none of torch's
+        assert torch.get_num_threads() == 3
+        assert ThreadPoolExecutor(1).submit(torch.get_num_threads).result() == 3  # nor has who comes later
         assert serve(qwen3_folder, scenario, num_threads=0) == (1, 1)
+        assert serve(write_tiny_model(tmp_path, family="gemma"), scenario, num_threads=2) == (2, 2)
     finally:
         torch.set_num_threads(1)
 

@@ -42,6 +42,8 @@ class FusedDecoder:
         half = cos.shape[-1] // 2
         self._cos, self._sin = (part[0, :, :half].contiguous() for part in (cos, sin))
         self._decoder: Decoder | None = None
+        self.num_threads: int | None = None
+        """Of a call; None: as many as torch has."""
         self.repack()
 
     def repack(self) -> None:
@@ -83,7 +85,8 @@ class FusedDecoder:
         assert self._decoder is not None
         keys = [batch.cache.keys[layer] for layer in self._settings]
         values = [batch.cache.values[layer] for layer in self._settings]
-        return self._decoder(ids, batch.positions, batch.rows, batch.block_tables, keys, values, which)
+        places = (batch.positions, batch.rows, batch.block_tables)
+        return self._decoder(ids, *places, keys, values, which, num_threads=self.num_threads)
 
 
 def _packed(layers: list[torch.nn.Linear]) -> PackedLinear:

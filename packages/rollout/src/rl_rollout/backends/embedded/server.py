@@ -13,7 +13,7 @@ from rl_rollout._http import Endpoint
 from rl_rollout._validation import check_adapter, check_extras, check_request
 from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.model import choose_num_threads, load_model
+from rl_rollout.backends.embedded.model import choose_device, choose_num_threads, load_model
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
 from rl_rollout.base import RolloutServer
@@ -87,9 +87,13 @@ class EmbeddedServer(RolloutServer):
             raise ServerLostError("this server was stopped; create another")
         await self._endpoint.check_port()
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(self._build, self._post, num_threads=self.config.num_threads)
+        self._thread = EngineThread(self._build, self._post)
         self._engine = await asyncio.wrap_future(self._thread.start())
         self._model = self._engine.model
+        if self._model.fused is not None:
+            torch.set_num_threads(
+                torch.get_num_threads()
+            )  # a thread that computes later has no share in the engine's 1
         try:
             url = await self._endpoint.start()
         except BaseException:
@@ -99,15 +103,23 @@ class EmbeddedServer(RolloutServer):
         return self._address
 
     def _build(self) -> Engine:
+        most, chosen = torch.get_num_threads(), self.config.num_threads
+        is_cuda = choose_device(self.config.device).type == "cuda"
+        if not is_cuda:
+            # OpenMP keeps threads for this one from the first operation that shares its work; with more of them in a
+            # process than cores, those of others, as of a trainer here, sleep and wake between any two operations.
+            torch.set_num_threads(1)
         model = load_model(self.config)
-        is_cuda = model.device.type == "cuda"
         if is_cuda:
             torch.cuda.set_device(model.device)  # of this thread, which is the engine's
-        elif not self.config.num_threads:
+        elif not chosen:
             num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
-            chosen = choose_num_threads(num_parameters, torch.get_num_threads(), is_fused=model.fused is not None)
+            chosen = choose_num_threads(num_parameters, most, is_fused=model.fused is not None)
+        if model.fused is not None:
+            model.fused.num_threads = chosen  # not OpenMP's
+        elif chosen:
             torch.set_num_threads(chosen)
-        self._num_threads = torch.get_num_threads()
+        self._num_threads = chosen or most
         self._weights = WeightStore(model.module, keeps_places=is_cuda)
         return Engine(model, self.config)
 

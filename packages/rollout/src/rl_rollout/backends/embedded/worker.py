@@ -13,8 +13,6 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from rl_rollout.errors import GenerationError, ServerLostError
 
 if TYPE_CHECKING:
@@ -33,15 +31,11 @@ class EngineThread:
     Args:
         build: Makes the engine, in the thread. What it raises, `start` raises.
         deliver: Called in the thread with everything that happened since the last call.
-        num_threads: CPU threads of the model; 0 leaves it to `build`.
     """
 
-    def __init__(
-        self, build: Callable[[], Engine], deliver: Callable[[list[tuple[str, Event]]], None], *, num_threads: int
-    ) -> None:
+    def __init__(self, build: Callable[[], Engine], deliver: Callable[[list[tuple[str, Event]]], None]) -> None:
         self._build = build
         self._deliver = deliver
-        self._num_threads = num_threads
         self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
         self._is_stopping = False
@@ -81,8 +75,6 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        if self._num_threads:
-            torch.set_num_threads(self._num_threads)
         try:
             engine = self._build()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is start()'s to raise
