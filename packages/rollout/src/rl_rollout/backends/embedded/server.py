@@ -91,9 +91,8 @@ class EmbeddedServer(RolloutServer):
         self._engine = await asyncio.wrap_future(self._thread.start())
         self._model = self._engine.model
         if self._model.fused is not None:
-            torch.set_num_threads(
-                torch.get_num_threads()
-            )  # a thread that computes later has no share in the engine's 1
+            # Threads that compute later begin with the number that was set last, which was the engine's 1.
+            torch.set_num_threads(torch.get_num_threads())
         try:
             url = await self._endpoint.start()
         except BaseException:
