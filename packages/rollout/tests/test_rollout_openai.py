@@ -24,6 +24,7 @@ from rl_rollout import (
     UnsupportedError,
     create_server,
 )
+from rl_rollout._conformance_control import in_time
 from rl_rollout.backends.openai import Gathered
 from rl_rollout.testing import FakeReceiver, load_weights
 
@@ -98,16 +99,15 @@ def test_an_aborted_request_returns_what_has_come(site):
 
     async def scenario():
         task = asyncio.create_task(client.generate(request(max_new_tokens=240)))
-        await asyncio.sleep(0.05)
+        while not (task.done() or served.status()["num_running"]):  # noqa: ASYNC110  there is no event of it
+            await asyncio.sleep(0)
         await served.pause("keep")
-        await asyncio.sleep(0.1)
         await client.abort(["r", "nobody"])
         output = await task
         await served.resume()
         return output
 
-    output = run(scenario())
-    assert output.finish_reason is FinishReason.ABORT
+    output = in_time(lambda: run(scenario()), lambda found: found.finish_reason is FinishReason.ABORT)
     assert len(output.token_ids) == len(output.logprobs) < 240
     assert output.token_ids == run(served.generate(request(max_new_tokens=240))).token_ids[: len(output.token_ids)]
 

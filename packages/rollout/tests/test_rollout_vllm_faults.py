@@ -90,6 +90,7 @@ def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder)
         (child,) = children(server.process.pid)
         await server.pause("keep")
         await server.resume()
+        os.kill(int(child), signal.SIGSTOP)  # so that the request is still in flight when it is killed
         task = asyncio.create_task(server.generate(request(max_new_tokens=200)))
         await asyncio.sleep(0.05)
         os.kill(int(child), signal.SIGKILL)

@@ -224,7 +224,7 @@ def servers_of(output_dir):
 def test_kill_9_at_random_moments(model, tmp_path, pipeline):
     draw = random.Random(f"kill {pipeline}")
     output_dir, log = tmp_path / "out", tmp_path / "out.log"
-    num_steps, batch_size = 12, 4
+    num_steps, batch_size = 150, 4  # more than are done while it draws its moments
     own_model = tmp_path / "out-model"  # so that the servers' command lines show whose they are
     own_model.symlink_to(model)
     overrides = [
