@@ -228,7 +228,7 @@ def test_kill_9_at_random_moments(model, tmp_path, pipeline):
     own_model = tmp_path / "out-model"  # so that the servers' command lines show whose they are
     own_model.symlink_to(model)
     overrides = [
-        f"pipeline={pipeline}", f"data.options.num_rows={num_steps * batch_size}", "data.eval_size=8",
+        f"pipeline={pipeline}", "data.options.num_rows=613", "data.eval_size=8",  # 600 prompts and 13 once more
         f"batch.batch_size={batch_size}", "batch.mini_batch_size=4", "batch.group_size=4", f"steps={num_steps}",
         "save_every=1", "eval_every=0", "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1",
     ]  # fmt: skip
