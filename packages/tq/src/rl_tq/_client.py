@@ -335,7 +335,7 @@ def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: 
         reply["generation"],
         task if lease else "",
         (lease,) * len(rows) if lease else (),
-        from_wire(reply.get("hints")),
+        from_wire(reply.get("hints", ())),
         {},
     )
 

@@ -95,6 +95,16 @@ class Turnstile:
         self._pass_on()
         return slot.is_done
 
+    def enter(self) -> bool:
+        """Take the socket, to ask and read at once: no slot is needed. False: another thread has it."""
+        self._num_waits += 1
+        return self._turn.acquire(blocking=False)
+
+    def leave(self) -> None:
+        """Pass the socket on, after `enter`."""
+        self._turn.release()
+        self._pass_on()
+
     def _read_until(self, slot: Slot[Any], deadline: float) -> bool:
         """Read until a slot is done or the time is up; False: another thread has the socket."""
         if not self._turn.acquire(blocking=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import struct
 from bisect import bisect_right
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rl_tq._schema import read_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rl_tq._rows import Extent, Partition, Row, Run
     from rl_tq._schema import ColumnSchema
@@ -25,6 +26,20 @@ MAX_PLACES = 64
 """Rows that lie in more pieces are asked for when they are read: their places would be longer than the question."""
 _NUM_STAMPS = 1 << 16
 _WORD_BYTES = 8
+_NUMBERS = struct.Struct("<9q")
+
+
+class Told(NamedTuple):
+    """A place as it travels. Most references are acked or passed on by who gets them, and never read."""
+
+    layout: bytes
+    """Packed: the extent's columns, and"""
+    numbers: bytes
+    """the rest of a `Place`."""
+
+    def read(self) -> Place:
+        """What it says."""
+        return Place(read_schema(self.layout), *_NUMBERS.unpack(self.numbers))
 
 
 class Place(NamedTuple):
@@ -158,12 +173,27 @@ def pieces_of(
     return found + [tuple(run) for run in open_runs.values()]
 
 
-def from_wire(told: Mapping[str, Any] | None) -> tuple[Place, ...]:
+def to_wire(home: Partition, pieces: Sequence[tuple[Extent, int, int, int]], columns: frozenset[str],
+            where: Callable[[int], Sequence[int] | None]) -> list[bytes] | None:  # fmt: skip
+    """What `pieces_of` gives, as a reply tells it: layout and numbers of each in turn; None if one cannot be told.
+
+    `where` says segment, offset, bytes, slot and stamp of an extent.
+    """
+    told: list[bytes] = []
+    for extent, first, count, start in pieces:
+        place = where(extent.number)
+        if place is None:
+            return None
+        told.append(home.packed_schema(extent.columns & columns))
+        told.append(_NUMBERS.pack(first, count, start, extent.number, *place))
+    return told
+
+
+def from_wire(told: Sequence[bytes]) -> tuple[Told, ...]:
     """The places in a reply."""
-    if not told:
-        return ()
-    layouts = [read_schema(layout) for layout in told["layouts"]]
-    return tuple([Place._make([layouts[layout], *rest]) for layout, *rest in told["pieces"]])
+    if len(told) == 2:
+        return (Told(told[0], told[1]),)
+    return tuple(map(Told, told[::2], told[1::2]))
 
 
 class Stamps:

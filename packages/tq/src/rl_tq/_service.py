@@ -14,7 +14,7 @@ import msgspec
 from rl_tq import errors
 from rl_tq._dump import dump
 from rl_tq._numbers import lengthen, shorten
-from rl_tq._places import pieces_of
+from rl_tq._places import pieces_of, to_wire
 from rl_tq._requests import Admission, Batch, Claim, Outcome, Put, Spill
 from rl_tq._schema import read_schema
 from rl_tq._store import MetadataStore
@@ -269,21 +269,14 @@ class Service:
             reply["hints"] = hints
         return reply
 
-    def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> Message | None:
+    def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> list[bytes] | None:
         """Where the columns lie; None where that is too long to tell."""
         pieces = pieces_of(batch.rows, batch.numbers, batch.columns)
-        if pieces is None:
-            return None
-        home = self.store.state.partitions[batch.partition]
-        layouts: dict[frozenset[str], int] = {}
-        told: list[list[int]] = []
-        for extent, first, count, start in pieces:
-            place = where(extent.number)
-            if place is None:
-                return None
-            layout = layouts.setdefault(extent.columns & batch.columns, len(layouts))
-            told.append([layout, first, count, start, extent.number, *place])
-        return {"layouts": list(map(home.packed_schema, layouts)), "pieces": told}
+        return (
+            None
+            if pieces is None
+            else to_wire(self.store.state.partitions[batch.partition], pieces, batch.columns, where)
+        )
 
 
 def _rows_of(request: Message) -> Message:

@@ -110,25 +110,54 @@ class Session(Generic[Held]):
 
     def request(self, request: Message, timeout_s: float) -> tuple[Message, Held]:
         """The answer to a request, and what it holds; or raise the error it is answered with."""
-        number = next(self._ids)
-        request["id"] = number
+        request["id"] = next(self._ids)
+        if self._turnstile.enter():
+            try:
+                reply = self._ask_and_read(request, timeout_s)
+            finally:
+                self._turnstile.leave()
+        else:
+            reply = self._ask_and_wait(request, timeout_s)
+        if "error" in reply[0]:
+            self._drop(reply[1])
+            raise_error(reply[0])
+        return reply
+
+    def _ask_and_read(self, request: Message, timeout_s: float) -> tuple[Message, Held]:
+        """As the only thread that reads."""
+        number: int = request["id"]
+        own: list[tuple[Message, Held]] = []
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        try:
+            self.send(request)
+            while not own:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._unanswered(request, timeout_s)
+                self._read(left, number, own)
+                if self._why_lost is not None and not own:
+                    raise self._lost()
+            return own[0]
+        except BaseException:
+            if own:
+                self._drop(own[0][1])
+            elif self._why_lost is None:
+                self.send({"op": "withdraw", "request": number})
+            raise
+
+    def _ask_and_wait(self, request: Message, timeout_s: float) -> tuple[Message, Held]:
+        """While another thread reads, for this one too."""
+        number: int = request["id"]
         slot: Slot[tuple[Message, Held]] = Slot()
         self._pending[number] = slot
         try:
             self.send(request)
             if not self._turnstile.wait(slot, timeout_s + GRACE_S):
-                raise WaitTimeoutError(
-                    f"the server of {self._address} (process {self._server_pid}) did not answer {request['op']!r} "
-                    f"within {timeout_s} s and {GRACE_S} s more"
-                )
+                raise self._unanswered(request, timeout_s)
         except BaseException:
             self._withdraw(number, slot)
             raise
-        reply = slot.result()
-        if "error" in reply[0]:
-            self._drop(reply[1])
-            raise_error(reply[0])
-        return reply
+        return slot.result()
 
     def send(self, message: Message, segment: Segment | None = None) -> None:
         """Say something, with the descriptor of a segment if there is one.
@@ -182,8 +211,11 @@ class Session(Generic[Held]):
         elif slot.is_done:
             self._drop(slot.result()[1])
 
-    def _read(self, timeout_s: float) -> None:
-        """Read what comes within that time, and hand it out. Only one thread at a time does."""
+    def _read(self, timeout_s: float, number: int = 0, own: list[tuple[Message, Held]] | None = None) -> None:
+        """Read what comes within that time, and hand it out. Only one thread at a time does.
+
+        An answer of that number is its own: it is appended to `own`.
+        """
         if self._why_lost is not None:
             return
         try:
@@ -191,7 +223,10 @@ class Session(Generic[Held]):
             if self._poll.poll(1e3 * min(timeout_s, _TICK_S)):
                 for message, fd in self._inbox.receive():
                     if "id" in message:
-                        self._answer(message)
+                        if own is not None and message["id"] == number:
+                            own.append((message, self._hold(message)))
+                        else:
+                            self._answer(message)
                     elif message.get("op") == "refused":
                         self.lose(message["message"])
                     else:
@@ -206,6 +241,12 @@ class Session(Generic[Held]):
             slot = self._pending.pop(message["id"], None)
             if slot is not None:
                 slot.put((message, self._hold(message)))
+
+    def _unanswered(self, request: Message, timeout_s: float) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"the server of {self._address} (process {self._server_pid}) did not answer {request['op']!r} within "
+            f"{timeout_s} s and {GRACE_S} s more"
+        )
 
     def _lost(self) -> ServerLostError:
         return ServerLostError(f"the queue {self._address} (process {self._server_pid}) is lost: {self._why_lost}")

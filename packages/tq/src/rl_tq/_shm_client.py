@@ -110,8 +110,10 @@ class ShmQueue(QueueClient):
         self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
     ) -> tuple[LocatedColumns, Opened] | None:
         self._session.check()
-        found = None if self._stamps is None else find_runs(meta.rows, columns, meta.places)
-        if found is None or self._stamps is None:
+        if (
+            self._stamps is None
+            or (found := find_runs(meta.rows, columns, [each.read() for each in meta.places])) is None
+        ):
             return None
         located, places = found
         pins = self._readers.pin({place.segment for place in places})

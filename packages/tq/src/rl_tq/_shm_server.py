@@ -201,7 +201,17 @@ class ControlServer:
             self._deliver()
 
     def _send(self, connection: _Connection, message: Message, segment: Segment | Stamps | None = None) -> None:
-        connection.outbox.append((pack(message, has_fd=segment is not None), segment))
+        """At once if it can be, else once this turn is over: what a journal is to have is written down first."""
+        data: bytes | memoryview = pack(message, has_fd=segment is not None)
+        if segment is None and self._journal is None and not connection.outbox:
+            try:
+                sent = send_some(connection.socket, data, None)
+            except OSError:  # it is full, or gone: reading from it says so next
+                sent = 0
+            if sent == len(data):
+                return
+            data = memoryview(data)[sent:]
+        connection.outbox.append((data, segment))
         self._to_flush.append(connection)
 
     def _flush(self, connection: _Connection) -> None:

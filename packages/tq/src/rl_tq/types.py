@@ -15,7 +15,7 @@ from rl_tq._options import PartitionOptions as PartitionOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-    from rl_tq._places import Place
+    from rl_tq._places import Told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class BatchMeta:
     """The task that the rows were claimed for; empty where they were not claimed."""
     leases: tuple[int, ...] = ()
     """B lease numbers, in the same order: what `ack` and `nack` show. Empty where the rows were not claimed."""
-    places: tuple[Place, ...] = field(default=(), compare=False, repr=False)
+    places: tuple[Told, ...] = field(default=(), compare=False, repr=False)
     """Where the rows lay when the server told, for processes of its host: get needs no question while that holds."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What a storage wants to remember about the whole reference; opaque."""
@@ -363,7 +363,7 @@ def batch_meta(
     generation: int,
     task: str,
     leases: tuple[int, ...],
-    places: tuple[Place, ...],
+    places: tuple[Told, ...],
     extra: Mapping[str, Any],
 ) -> BatchMeta:
     """A reference whose lengths are known to agree: a quarter of the constructor's time, and many are made.
@@ -392,12 +392,12 @@ def _taker(index: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     return lambda values: tuple([values[i] for i in index])
 
 
-def _united(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
+def _united(places: Sequence[tuple[Told, ...]]) -> tuple[Told, ...]:
     """All of them, each once."""
     distinct = list({id(each): each for each in places if each}.values())
     if len(distinct) < 2:
         return distinct[0] if distinct else ()
-    return tuple({(p.extent, p.first_row, p.start, p.stamp): p for p in chain.from_iterable(distinct)}.values())
+    return tuple(dict.fromkeys(chain.from_iterable(distinct)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
