@@ -11,6 +11,7 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, DigestError, ReceiverState, SyncAbortedError
+from rl_ckpt._cuda import CudaDriver
 from rl_ckpt.testing import CheckpointEngineSuite, VersionSuite, assert_same, failure, fake_cuda, new_name, receive_all
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
@@ -124,7 +125,7 @@ def test_a_bit_that_changes_after_the_digest_is_found(cuda, monkeypatch):
 
         def damaged(contents):
             found = digests_of(contents)
-            weights["layers.3"][7, 7] += 1
+            weights["layers.3"].data[7, 7] += 1
             return found
 
         monkeypatch.setattr(_sync, "digests_of", damaged)
@@ -136,9 +137,47 @@ def test_a_bit_that_changes_after_the_digest_is_found(cuda, monkeypatch):
         monkeypatch.setattr(_sync, "digests_of", digests_of)
         await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
         assert_same(into, weights)
-        assert len(cuda.exported) == 4
 
     run(work)
+
+
+def test_memory_that_was_freed_and_allocated_again_at_its_address_is_mapped_anew(cuda):
+    """Its address says that nothing has happened, and who mapped it before sees the memory of before."""
+
+    async def work(sender, receiver):
+        weights = model()
+        sender.register_source(weights)
+        into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        opening = cuda.open
+        cuda.open = lambda handle, size: opening(handle, size).clone()
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
+        cuda.open = opening
+        weights["layers.3"].add_(1)
+        receiving = asyncio.ensure_future(receiver.receive_into(into))
+        error = await failure(SyncAbortedError, sender.send_weights(version=2))
+        assert isinstance(error.__cause__, DigestError)
+        await failure(DigestError, receiving)
+        await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=2))
+        assert_same(into, weights)
+
+    run(work)
+
+
+class Library:
+    """The calls of libcuda for memory of an expandable segment: it is mapped, and none that IPC can share."""
+
+    def cuPointerGetAttribute(self, into, attribute, pointer):  # noqa: N802
+        assert pointer.value
+        into._obj.value = {10: 0, 13: 1}[attribute]  # IS_LEGACY_CUDA_IPC_CAPABLE, MAPPED
+        return 0
+
+
+def test_the_driver_is_asked_whether_memory_can_be_shared():
+    """By the attribute of that meaning in cuda.h: of expandable segments the others are true."""
+    driver = object.__new__(CudaDriver)
+    driver._library, driver._enter = Library(), lambda: None
+    with pytest.raises(BackendError, match="expandable_segments:False"):
+        driver.allocation_of(torch.ones(1))
 
 
 def test_targets_that_moved_are_noticed(cuda):
@@ -215,6 +254,7 @@ RECEIVE = """
 
     url, num_syncs, expected = sys.argv[1], int(sys.argv[2]), None
     into = {f"t{i}": torch.zeros(1000, 257 + i, dtype=torch.bfloat16, device="cuda") for i in range(50)}
+    into["t3"] = torch.zeros(260, 1000, dtype=torch.bfloat16, device="cuda").t()
     with rl_ckpt.connect(url, role="receive", timeout_s=60) as receiver:
         for _ in range(num_syncs):
             receiver.recv_into(into)

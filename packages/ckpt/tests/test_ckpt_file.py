@@ -25,6 +25,7 @@ from rl_ckpt import (
     connect,
     tree_digest,
 )
+from rl_ckpt._folder import Folder
 from rl_ckpt.testing import assert_same, failure, receive_all, sample_weights
 
 pytest.importorskip("safetensors")
@@ -298,5 +299,68 @@ def test_a_staged_version_is_installed_whole_or_not_at_all(url, tmp_path):
             assert (receiver.version, receiver.state) == (1, ReceiverState.COMMITTED)
             receiver.attest_with(lambda: into)
             assert "use one of them" in str(await failure(UsageError, receiver.receive_into(into, staged=True)))
+
+    asyncio.run(work())
+
+
+def test_a_version_that_lacks_a_tensor_leaves_targets_that_refuse(url):
+    """The consumer's tensors are of two versions then, and the one that was taken is not in force."""
+
+    async def work():
+        sender, receiver = ends(url)
+        async with sender, receiver:
+            weights = {"a": torch.ones(3), "b": torch.ones(4)}
+            into = {"a": torch.zeros(3), "b": torch.zeros(4)}
+            await sender.send_weights(weights.items(), version=1)
+            assert await receiver.receive_into(into) == 1
+            for version, part in enumerate([{"a": torch.full((3,), 2.0)}, weights | {"c": torch.ones(1)}], 2):
+                await sender.send_weights(part.items(), version=version)
+                await failure(TensorError, receiver.receive_into(into))
+                assert (receiver.version, receiver.digest, receiver.state) == (
+                    1,
+                    tree_digest(weights),
+                    ReceiverState.POISONED,
+                )
+            await sender.send_weights(weights.items(), version=4)
+            assert await receiver.receive_into(into) == 4
+            assert_same(into, weights)
+            assert receiver.state is ReceiverState.COMMITTED
+
+    asyncio.run(work())
+
+
+def test_targets_that_share_memory_cannot_hold_two_contents(url):
+    async def work():
+        sender, receiver = ends(url)
+        async with sender, receiver:
+            tied = torch.zeros(3)
+            await sender.send_weights([("a", torch.ones(3)), ("b", torch.zeros(3))], version=1)
+            error = await failure(TensorError, receiver.receive_into({"a": tied, "b": tied}))
+            assert "'a', 'b' share memory" in str(error), error
+            assert (receiver.version, receiver.state) == (None, ReceiverState.POISONED)
+
+    asyncio.run(work())
+
+
+def test_a_registered_tensor_that_changes_before_it_is_on_disk_is_not_published(url, monkeypatch):
+    """It is written from where it is, after its digest was made: readers would find a version that is none."""
+    weights = {f"t{i}": torch.zeros(1 << 19) for i in range(3)}
+
+    async def work():
+        sender, receiver = ends(url)
+        async with sender, receiver:
+            sender.register_source(weights)
+            with monkeypatch.context() as patch:
+                put = Folder.put
+
+                def late(self, name, write):
+                    weights["t1"].add_(1)
+                    return put(self, name, write)
+
+                patch.setattr(Folder, "put", late)
+                error = await failure(SyncAbortedError, sender.send_weights(version=1))
+            assert "'t1' was written to" in str(error), error
+            await sender.send_weights(version=1)
+            assert_same(await receive_all(receiver), weights)
 
     asyncio.run(work())

@@ -238,6 +238,64 @@ def test_whoever_does_not_hold_the_base_gets_everything():
     run(work, num_receivers=2, bucket_bytes=1 << 20, delta=True)
 
 
+def test_a_successor_with_lower_versions_is_followed_and_its_differences_are_never_told_from_anothers_version():
+    """A trainer that goes on from an older checkpoint: versions go back, and numbers come again for other weights."""
+
+    async def work(old, first, second):
+        weights, other = large(), large(1)
+        mine, theirs = blank(weights), blank(weights)
+        for version in (1, 2):
+            await exchange(old, [first], weights, [mine], version)
+        await old.close()
+        async with connect(old.address, role="send", timeout_s=30, bucket_bytes=BUCKET_BYTES, delta=True) as new:
+            for version in (1, 2):
+                other = changed(other)
+                await exchange(new, [second], other, [theirs], version)
+            assert (first.version, second.version, first.digest == second.digest) == (2, 2, False)
+            other = changed(other)  # `first` says that it holds version 2, which is what differences would be told from
+            report, *versions = await exchange(new, [first, second], other, [mine, theirs], 3)
+            assert (report.num_deltas, versions) == (0, [3, 3])
+            assert_same(mine, other)
+        async with connect(old.address, role="send", timeout_s=30) as third:
+            await exchange(third, [first, second], weights, [mine, theirs], 0)
+        assert (first.version, first.digest, first.state) == (0, tree_digest(weights), ReceiverState.COMMITTED)
+        assert_same(mine, weights)
+
+    run(work, num_receivers=2, delta=True)
+
+
+@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}], ids=str)
+def test_training_that_goes_on_while_its_weights_are_sent_is_an_error(kind):
+    """Or a sampler would serve layers of two steps as one version, and nobody would know."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+    async def work(sender, receiver):
+        sender.register_source(model.named_parameters)
+        for weights in (None, model.state_dict().items()):
+            sending = asyncio.ensure_future(sender.send_weights(weights, version=1))
+            tensors = receiver.receive_weights()
+            name, tensor = await anext(tensors)
+            assert torch.equal(tensor, before[name])
+            model(torch.ones(1, 128)).sum().backward()
+            optimizer.step()
+            with pytest.raises(SyncAbortedError, match="was written to while the sync was under way"):
+                async for _ in tensors:
+                    pass
+            with pytest.raises(SyncAbortedError) as error:
+                await sending
+            assert isinstance(error.value.__cause__, TensorError)
+            assert (sender.version, receiver.version, receiver.state) == (None, None, ReceiverState.POISONED)
+            before.update(model.state_dict())
+            before.update({name: tensor.clone() for name, tensor in before.items()})
+        targets = blank(before)
+        await asyncio.gather(sender.send_weights(version=1), receiver.receive_into(targets))
+        assert_same(targets, dict(model.named_parameters()))
+
+    run(work)
+
+
 def test_the_synchronous_twin():
     import threading
 

@@ -158,13 +158,14 @@ def test_a_corrupt_bucket_hands_nothing_out():
     [
         ([], "yielded no tensor"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "'a' twice"),
+        ({"a": torch.ones(1)}, "yielded 'a'; it must yield .name, tensor., as .items.. of a state dict does"),
         ([("a", 3)], "must yield .str, torch.Tensor."),
         ([(5, torch.ones(1))], "must yield .str, torch.Tensor."),
         ([("a", torch.ones(2, device="meta"))], "on meta"),
         ([("a", torch.eye(2).to_sparse())], "torch.sparse_coo"),
         ([("a", torch.zeros(2, dtype=torch.uint8).view(torch.bits8))], "dtype torch.bits8"),
     ],
-    ids=["empty", "twice", "no-tensor", "no-name", "meta", "sparse", "bits"],
+    ids=["empty", "twice", "mapping", "no-tensor", "no-name", "meta", "sparse", "bits"],
 )
 def test_sources_that_are_refused(items, message):
     async def work(sender, receiver):

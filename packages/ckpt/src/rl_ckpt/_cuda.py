@@ -17,7 +17,7 @@ from rl_ckpt.errors import BackendError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_IS_SHAREABLE = 13
+_IS_SHAREABLE = 10
 """CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE."""
 _ENABLE_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""

@@ -5,10 +5,11 @@ Of gloo on the CPU, or of NCCL on a device.
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,11 @@ from rl_ckpt._fork import close_in_children
 from rl_ckpt.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from torch import Tensor
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def _dist() -> Any:
@@ -62,6 +65,23 @@ def dial_store(host: str, port: int, timeout_s: float) -> Any:
     """The same from another process; waits until it answers, `timeout_s` at most."""
     timeout = timedelta(seconds=timeout_s)
     return _dist().TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+@contextmanager
+def _surviving() -> Generator[None]:
+    """Let a process group of NCCL that is made inside not end this process when a peer dies, as it does by default.
+
+    It is aborted instead, by `Group.leave`. The variable is read when a group is made; there is no option for it.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
 
 
 class Group:
@@ -152,7 +172,8 @@ class Group:
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
-            return dist.ProcessGroupNCCL(store, rank, size, options)
+            with _surviving():
+                return dist.ProcessGroupNCCL(store, rank, size, options)
         options = dist.ProcessGroupGloo._Options()  # its only name, since torch 1.8
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1  # one operation at a time

@@ -318,6 +318,8 @@ class Landing:
         elif span.codec == Codec.RAW and not place.is_target:
             self.is_touched = True
             self._target(spec).detach().copy_(from_bytes(content, spec))
+            if content.is_cuda:  # the copy is only begun, and the sender may fill the slot again after this
+                torch.cuda.current_stream(content.device).synchronize()
 
     def _apply(self, content: Tensor, span: Span, spec: TensorSpec) -> int:
         """Apply a difference to a leaf; return the digest of what the leaf is then, read back from where it is."""

@@ -25,6 +25,7 @@ from rl_ckpt._messages import (
     Seal,
     Staged,
 )
+from rl_ckpt._sharing import Sharing
 from rl_ckpt._shelf import Shelf
 from rl_ckpt._stage import Stage
 from rl_ckpt._worker import Worker
@@ -64,6 +65,7 @@ class Receiver(CheckpointEngine):
         """Who is told of everything that has landed, where this is a relay."""
         self._scratch = Scratch()
         self._stage = Stage()
+        self._sharing = Sharing()
         self._handed_at: float | None = None
         """Since when the consumer has its tensors."""
         self._state = ReceiverState.IDLE
@@ -309,6 +311,9 @@ class Receiver(CheckpointEngine):
         )
         if landing.stage is not None:
             landing.stage.install(spec.name for spec in landing.digests)
+        if landing.targets is not None:
+            targets = landing.targets if landing.stage is None else landing.stage.targets
+            self._sharing.require_equal(targets, landing.digests.items())
         vote = self._attest(landing, vote)
         self._state = ReceiverState.STAGED
         line.say(vote)

@@ -68,6 +68,10 @@ class Registered:
             self._map = transport.map_source(self.items())
         return self._map
 
+    def forget_map(self) -> None:
+        """Find out anew at the next sync what receivers can read where it is."""
+        self._map = None
+
 
 def _place_of(name: str, tensor: Tensor) -> _Place:
     return spec_of(name, tensor), tensor.data_ptr(), tensor.stride()

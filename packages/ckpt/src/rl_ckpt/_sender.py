@@ -192,6 +192,8 @@ class Sender(CheckpointEngine):
             raise SyncAbortedError(
                 f"the sync of version {version} over {self.address} was called off: {error}"
             ) from error
+        finally:
+            source.close()
         return self._commit(sync)
 
     def _attempt(self, source: Source, version: int, clock: Clock) -> Sync:
@@ -309,8 +311,14 @@ class Sender(CheckpointEngine):
             limit_gb_per_s=self._limit_gb_per_s,
         )
         try:
-            sync.stream()
-            sync.stage()
+            try:
+                sync.stream()
+                sync.stage()
+            except DigestError:
+                source.require_unchanged()  # what is read where it is differs if it was written to,
+                if source.registered is not None:
+                    source.registered.forget_map()  # or if it was freed and is other memory at the same address
+                raise
         except BaseException as error:
             sync.abort(_REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))
             raise

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import ItemsView
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rl_ckpt.errors import TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from rl_ckpt._passage import Passage
     from rl_ckpt._registered import Registered
@@ -64,6 +69,10 @@ def copy_gb_per_s(one: Tensor, other: Tensor) -> float:
 class Source:
     """The caller's weights, taken one by one: of a call, or of what stays as it is meanwhile.
 
+    Tensors that are all there when the sync begins (a registered source, the items of a mapping) have to be one
+    version: one that changes before its turn is an error. What tells is torch's count of changes in place, and that an
+    optimizer has begun a step on it (fused ones are not counted). Other kernels, and `.data`, go unseen.
+
     Args:
         weights: Of the call.
         clock: Counts the waits for them.
@@ -80,6 +89,12 @@ class Source:
     ) -> None:
         self.registered = registered
         self.passage = passage
+        is_there = registered is not None or isinstance(weights, ItemsView)
+        there = list(weights) if is_there else []
+        self._counts = {name: (tensor, _num_changes(tensor)) for name, tensor in there if _is_dense(tensor)}
+        self._stepped: set[int] = set()
+        """Addresses of storages that an optimizer has written to since."""
+        self._hook = register_optimizer_step_pre_hook(self._note_step) if is_there else None
         self._iterator = iter(weights)
         self._clock = clock
         self._is_over = False
@@ -88,6 +103,51 @@ class Source:
         return self
 
     def __next__(self) -> tuple[str, Tensor]:
+        item = self._take()
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise TensorError(
+                f"the source yielded {str(item)[:80]!r}; it must yield (name, tensor), as .items() of a state dict does"
+            )
+        return item
+
+    def require_unchanged(self, names: Iterable[str] | None = None) -> None:
+        """Look whether these tensors, or all that were there when the sync began, are as they were then.
+
+        Raises:
+            TensorError: one has been written to since.
+        """
+        for name in self._counts if names is None else names:
+            if name not in self._counts:
+                continue
+            tensor, before = self._counts[name]
+            if _num_changes(tensor) != before or tensor.untyped_storage().data_ptr() in self._stepped:
+                raise TensorError(
+                    f"{name!r} was written to while the sync was under way, so that what is sent would be of two "
+                    "versions; let training wait until the sync has returned, or send copies"
+                )
+
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not hasattr(parameter, "full_tensor"):  # a DTensor cannot be sent
+                    self._stepped.add(parameter.untyped_storage().data_ptr())
+
+    def close(self) -> None:
+        """The sync is over, for good or ill."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def drain(self, error: Exception) -> None:
+        """Take what is left after an error: the other ranks of a collective export wait for this one at each tensor."""
+        try:
+            while not self._is_over:
+                self._take()
+        except StopIteration:
+            pass
+        except Exception as another:  # noqa: BLE001  # the source is the caller's; the first error is the one to report
+            error.add_note(f"draining the rest of the source failed as well: {another!r}")
+
+    def _take(self) -> object:
         with self._clock("export_s"):
             try:
                 return next(self._iterator)
@@ -95,15 +155,14 @@ class Source:
                 self._is_over = True
                 raise
 
-    def drain(self, error: Exception) -> None:
-        """Take what is left after an error: the other ranks of a collective export wait for this one at each tensor."""
-        try:
-            while not self._is_over:
-                next(self)
-        except StopIteration:
-            pass
-        except Exception as another:  # noqa: BLE001  # the source is the caller's; the first error is the one to report
-            error.add_note(f"draining the rest of the source failed as well: {another!r}")
+
+def _is_dense(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+
+
+def _num_changes(tensor: Tensor) -> int | None:
+    """How often torch has written to a tensor in place, as far as it counts."""
+    return None if tensor.is_inference() else tensor._version
 
 
 class Schema:

@@ -19,7 +19,8 @@ class Stage:
     """As large as the targets; kept from one sync to the next."""
 
     def __init__(self) -> None:
-        self._targets: Mapping[str, Tensor] = {}
+        self.targets: Mapping[str, Tensor] = {}
+        """Where what lands is to be installed."""
         self._tensors: dict[str, Tensor] = {}
         self._installed: list[str] = []
 
@@ -31,25 +32,25 @@ class Stage:
             if mine is None or (mine.dtype, mine.shape) != (target.dtype, target.shape):
                 mine = torch.empty(target.shape, dtype=target.dtype)
             self._tensors[name] = mine
-        self._targets, self._installed = targets, []
+        self.targets, self._installed = targets, []
         return self._tensors
 
     def install(self, names: Iterable[str]) -> None:
         """Let what landed and the targets change places. What fails half way is undone by `undo`."""
         for name in names:
             self._installed.append(name)
-            _exchange(self._targets[name].detach(), self._tensors[name])
+            _exchange(self.targets[name].detach(), self._tensors[name])
 
     def undo(self) -> None:
         """Let them change back, the last first: targets may share memory."""
         while self._installed:
             name = self._installed[-1]
-            _exchange(self._targets[name].detach(), self._tensors[name])
+            _exchange(self.targets[name].detach(), self._tensors[name])
             self._installed.pop()
 
     def close(self) -> None:
         """The version is in force: forget the targets."""
-        self._targets, self._installed = {}, []
+        self.targets, self._installed = {}, []
 
 
 def _exchange(target: Tensor, mine: Tensor) -> None:

@@ -77,6 +77,7 @@ class Sync:
         items = source if source_map is None else self._tell(source_map)
         for name, tensor in items if source.passage is None else self._pass_on(source.passage):
             self._pack(spec_of(name, tensor), tensor)
+            source.require_unchanged([name])
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         self._filler.close()
@@ -196,6 +197,7 @@ class Sync:
             self._filler.close()
             with self._clock("verify_s"):
                 digests = digests_of(step.contents)
+            self._source.require_unchanged(spec.name for spec in step.specs)
             num_bytes = sum(spec.num_bytes for spec in step.specs)
             self._filler.announce(Mapped(self._filler.num_buckets, step.first, tuple(digests)), num_bytes)
             self._digests |= zip(step.specs, digests, strict=True)

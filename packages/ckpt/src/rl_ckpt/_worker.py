@@ -49,12 +49,12 @@ class Worker:
         self._enter()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-ckpt {self._owner}")
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # the caller's stream, in whatever order it has given work to its device: a thread begins with another
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def on_thread() -> T:
-            if device is not None:
-                torch.cuda.set_device(device)
-            return self._finish(work)
+            with torch.cuda.stream(stream):
+                return self._finish(work)
 
         future = asyncio.get_running_loop().run_in_executor(self._pool, on_thread)
         try:

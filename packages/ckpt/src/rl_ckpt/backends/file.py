@@ -20,6 +20,7 @@ from rl_ckpt._digest import combine, leaves_of, model_digest, tree_digest
 from rl_ckpt._folder import Entry, Folder, Manifest
 from rl_ckpt._link import Deadline, wait_for
 from rl_ckpt._registered import Registered, items_of
+from rl_ckpt._sharing import Sharing
 from rl_ckpt._source import Clock, Source
 from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
 from rl_ckpt._transport import checked_options
@@ -183,6 +184,8 @@ class FileSender(FileEnd):
             raise SyncAbortedError(
                 f"the sync of version {version} over {self.address} was called off: {error}"
             ) from error
+        finally:
+            source.close()
         self._version, self._digest, self._state = version, report.digest, ReceiverState.COMMITTED
         return report
 
@@ -210,6 +213,7 @@ class FileSender(FileEnd):
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         if batch:
             self._flush(self._folder.file_name(version, len(written)), batch, written, clock)
+        source.require_unchanged()  # large ones were written from where they are
         digest = model_digest(digests.items())
         with clock("wire_s"):
             self._folder.publish(Manifest(version=version, digest=f"{digest:016x}", tensors=tuple(entries)))
@@ -257,6 +261,9 @@ class FileReceiver(FileEnd):
     def __init__(self, config: SessionConfig, folder: Folder) -> None:
         super().__init__(config, folder)
         self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
+        self._sharing = Sharing()
+        self._taken: dict[TensorSpec, int] = {}
+        """The digests of the version that was taken last."""
 
     async def prepare(self) -> Metadata:
         """Nothing to allocate."""
@@ -278,18 +285,23 @@ class FileReceiver(FileEnd):
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """See `CheckpointEngine`. Staged, it installs what it has taken, so that there is nothing yet to attest."""
-        if not staged:
-            return await super().receive_into(targets, strict=strict)
-        if self._held is not None:
+        if staged and self._held is not None:
             raise UsageError(
                 "staged=True installs when a sync has ended, and attest_with looks before; use one of them"
             )
         before = self._state, self._version, self._digest
+        is_written = not staged
         try:
-            return await super().receive_into(targets, strict=strict, staged=True)
+            version = await super().receive_into(targets, strict=strict, staged=staged)
+            is_written = True
+            self._sharing.require_equal(targets, self._taken.items())
         except BaseException:
+            is_mixed = is_written and (self._state, self._version, self._digest) != before
             self._state, self._version, self._digest = before
+            if is_mixed:
+                self._state = ReceiverState.POISONED
             raise
+        return version
 
     async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of the newest version above the one that was taken last, each verified."""
@@ -343,6 +355,7 @@ class FileReceiver(FileEnd):
             )
         self._attest({spec.name for spec in digests}, found)
         self._version, self._digest, self._state = manifest.version, found, ReceiverState.COMMITTED
+        self._taken = digests
 
     def _attest(self, names: set[str], digest: int) -> None:
         engine = None if self._held is None else self._held()

@@ -65,6 +65,35 @@ class SourceSuite(Suite):
 
         self.run(work)
 
+    def test_a_source_that_changes_meanwhile_is_not_sent_as_two_versions(self) -> None:
+        """What is committed is what it was when the sync began, or else nothing is and the error says why."""
+
+        async def work(pair: Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            for version in (1, 2):
+                weights = {f"t{i}": torch.zeros(256) for i in range(50)}
+                if version == 1:
+                    sender.register_source(weights)
+                items = None if version == 1 else weights.items()
+                sending = asyncio.ensure_future(sender.send_weights(items, version=version))
+                got: dict[str, torch.Tensor] = {}
+                try:
+                    async for name, tensor in receiver.receive_weights(clone=True):
+                        if not got:
+                            for mine in weights.values():
+                                mine.add_(1)
+                        got[name] = tensor
+                except SyncAbortedError:
+                    error = await failure(SyncAbortedError, sending)
+                    assert isinstance(error.__cause__, TensorError), repr(error.__cause__)
+                    assert "was written to while the sync was under way" in str(error), error
+                    assert sender.version != version
+                else:
+                    await sending
+                    assert_same(got, {name: torch.zeros(256) for name in weights})
+
+        self.run(work, bucket_bytes=1024)
+
 
 async def _refused(sending: Awaitable[object]) -> BaseException:
     error = await failure(SyncAbortedError, sending)

@@ -89,6 +89,31 @@ class VersionSuite(StageSuite):
 
         self.run(work, bucket_bytes=1024)
 
+    def test_targets_that_share_memory_hold_what_was_sent_for_each_or_nothing_is_committed(self) -> None:
+        """A head that is tied here and not at the source cannot be received: the last one would be served as both."""
+
+        async def work(pair: Pair) -> None:
+            tied, fused = torch.zeros(40, 30), torch.zeros(8, 30)
+            into = {"embed": tied, "head": tied, "qkv": fused, "q": fused[:4], "v": fused[6:], "norm": torch.zeros(3)}
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            embed, qkv = torch.randn(40, 30), torch.randn(8, 30)
+            weights = {"embed": embed, "head": embed, "qkv": qkv, "q": qkv[:4], "v": qkv[6:], "norm": torch.ones(3)}
+            wrong = [({"head": -embed}, "'embed', 'head'"), ({"v": -qkv[6:]}, "'q', 'qkv', 'v'")]
+            for version, (other, names) in enumerate(wrong, 1):
+                await self.exchange(sender, {receiver: into}, weights, version)
+                for is_staged, state in (True, ReceiverState.COMMITTED), (False, ReceiverState.POISONED):
+                    sending = asyncio.ensure_future(sender.send_weights((weights | other).items(), version=9))
+                    error = await failure(Exception, receiver.receive_into(into, staged=is_staged))
+                    if not isinstance(error, DigestError):  # where one was read over the other before it was verified
+                        assert isinstance(error, TensorError), repr(error)
+                        assert f"{names} share memory" in str(error), error
+                    await failure(SyncAbortedError, sending)
+                    assert (sender.version, receiver.version, receiver.state) == (version, version, state)
+                    if is_staged:
+                        assert_same(into, weights)
+
+        self.run(work)
+
     def test_what_the_engine_holds_is_attested_or_nothing_is_committed(self) -> None:
         """A loader that copies is believed; one that skips a tensor, or rounds it, stops the sync everywhere."""
 
