@@ -65,7 +65,9 @@ def draw_batch(seed):
         return [draw.randrange(VOCAB) for _ in range(draw.randint(low, high))]
 
     num_rows = 2 * draw.randint(1, 5)
-    prompts, completions = [tokens(1, 9) for _ in range(num_rows)], [tokens(1, 7) for _ in range(num_rows)]
+    pool = [tokens(1, 9) for _ in range(draw.randint(1, 4))]
+    pool.append(pool[0][: draw.randint(1, len(pool[0]))])  # one prompt begins as another does, or is the same
+    prompts, completions = [draw.choice(pool) for _ in range(num_rows)], [tokens(1, 7) for _ in range(num_rows)]
     _, columns = cuts.columns_of([len(row) for row in completions], seed)
     columns["candidate_token_ids"] = [torch.tensor([draw.sample(range(VOCAB), 3) for _ in row]) for row in completions]
     return prompts, completions, columns

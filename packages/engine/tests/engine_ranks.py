@@ -331,7 +331,7 @@ def main(folder):
 
     bad = ragged_batch([[1]], [[999 if rank == 1 else 2]])
     seen["refusal"] = refusal_of(lambda: first.forward_backward_batch(bad, sft_loss))
-    odd = ragged_batch([[1]] * (1 + 8 * rank), [[2]] * (1 + 8 * rank))
+    odd = ragged_batch([[row] for row in range(1 + 8 * rank)], [[2]] * (1 + 8 * rank))
     odd["advantages" if rank else "rewards"] = torch.zeros(1 + 8 * rank)
     seen["odd columns"] = refusal_of(lambda: first.forward_backward_batch(odd, sft_loss))
 

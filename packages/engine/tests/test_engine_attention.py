@@ -73,9 +73,9 @@ def test_sliding_window_softcap_and_sinks():
 
 def test_blocks_hold_rows_of_like_length():
     layout = row_layout([300, 290, 100, 90, 9], CPU)
-    assert [(block.start, block.stop, block.num_rows, block.width) for block in layout.blocks] == [
-        (0, 590, 2, 300),
-        (590, 789, 3, 100),
+    assert [(block.queries.num_tokens, block.num_rows, block.queries.width) for block in layout.blocks] == [
+        (590, 2, 300),
+        (199, 3, 100),
     ]
     assert layout.cu_seqlens.tolist() == [0, 300, 590, 690, 780, 789]
 

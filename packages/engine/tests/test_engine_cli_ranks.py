@@ -35,7 +35,7 @@ def test_two_ranks_learn_what_one_learns(two, name):
     assert two[name] == 0
     assert ranks.run(two["folder"], name, f"{name}-one") == 0
     many, one = (load_file(two["folder"] / f"{name}-{size}" / "model.safetensors") for size in ("many", "one"))
-    torch.testing.assert_close(many, one, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(many, one, rtol=1e-6, atol=1e-6)  # norms are float32, and Adam enlarges what they round
     before = load_file(two["folder"] / "model" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.allclose(one[name], before[name].double(), atol=1e-4)

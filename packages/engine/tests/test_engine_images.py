@@ -134,6 +134,22 @@ def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, ha
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_same_tokens_and_other_pictures_are_not_one_prompt(tmp_path, kind):
+    folder = write_model(tmp_path, kind)
+    (prompt, completion, pixels, grids), other = rows_of(patch_numbers(folder))[0], torch.Generator().manual_seed(5)
+    rows = [(prompt, completion, pixels, grids)] * 2
+    rows.append((prompt, completion, torch.randn(pixels.shape, generator=other), grids))
+    want, _ = oracle(folder, rows)
+    assert (want[0] - want[2]).abs().max() > 1e-3
+    engine = built(folder)
+    for got, expected in zip(
+        engine.forward_backward_batch(batch_of(rows), None).columns["logprobs"].unbind(), want, strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_placeholder_that_the_model_wrote_is_a_token_like_any_other(tmp_path, kind):
     """Fed after the prompt, where transformers looks for none: beside images, without any, and for a video."""
     folder = write_model(tmp_path, kind)

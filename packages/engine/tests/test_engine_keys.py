@@ -91,6 +91,10 @@ REFUSED = {
 }
 # key: the tests, by backend, that fail where it does nothing; the other backends refuse it
 ELSEWHERE = {
+    "share_prompts": {
+        "fsdp": "test_engine_prompts::test_a_budget_counts_a_shared_prompt_once",
+        "torchtitan": "test_engine_prompts::test_a_backend_of_another_library_shares",
+    },
     "torch_compile": {"fsdp": "test_engine_compile::test_compiled_layers_step_like_plain_ones"},
     "cpu_offload": {"fsdp": "test_engine_memory::test_cpu_offload_is_what_every_layer_is_sharded_with"},
     "parallel.tp": {"megatron": "test_engine_megatron::test_shards_cover_the_weights"},
@@ -235,7 +239,7 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         assert f"def {test}(" in Path(__file__).with_name(f"{file}.py").read_text()
         return
     _, _, axis = key.rpartition("parallel.")
-    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload") else 2
+    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "share_prompts") else 2
     config = changed(EngineConfig(model_path=str(folders / "model")), folders, key, value)
     with pytest.raises(ConfigError, match=rf"^{key.split('.')[0]}"):
         create_engine(backend, config).initialize()

@@ -14,7 +14,10 @@ SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-ROWS = ([[3, 4, 5, 6], [7], [8, 9, 10, 11, 12, 13]], [[14, 15], [16, 17, 18, 19, 20, 21, 22], [23]])
+ROWS = (
+    [[3, 4, 5, 6], [7], [8, 9, 10, 11, 12, 13], [3, 4, 5, 6], [7], [3, 4, 5, 6]],
+    [[14, 15], [16, 17, 18, 19, 20, 21, 22], [23], [24, 25, 26, 27, 28, 29], [30, 31], [32]],
+)
 PACKED = {
     "llama": {},
     "qwen2": {},
@@ -29,6 +32,7 @@ PACKED = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "gpt2": GPT2,
 }
+PARTED = ("qwen3_moe", "gpt_oss", "gpt2")  # prompts fed with every row: routers, and dropout
 PADDED = {
     "mamba": {"state_size": 4},
     "qwen3_next": {
@@ -66,6 +70,7 @@ def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
     engine = create_engine("fsdp", config)
     engine.initialize()
     assert engine._scorer.is_packed == (kind in PACKED)
+    assert engine._scorer.shares_prompts == (kind in PACKED and kind not in PARTED)
     assert engine._scorer.head is not None
     with engine.eval_mode():
         columns = engine.forward_backward_batch(ragged_batch(*ROWS), None).columns

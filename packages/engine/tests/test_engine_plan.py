@@ -6,7 +6,16 @@ from transformers import AutoConfig
 from rl_engine import BatchError
 from rl_engine._cost import CostModel, cost_model
 from rl_engine._deal import Copies, deal_rows
-from rl_engine._plan import check_budget, deal_units, partition, plan_micro_batches
+from rl_engine._plan import Load, bundle, check_budget, deal_units, partition, plan_micro_batches, plan_rows
+
+
+def apart(values):
+    """Rows that have nothing in common."""
+    return Load(alone=values, prompt=[0] * len(values), groups=range(len(values)))
+
+
+def both_ways(parcels):
+    return parcels, parcels
 
 
 def test_differences_are_merged_largest_first():
@@ -37,9 +46,10 @@ def test_no_rows_no_micro_batches():
 
 def test_what_fits_in_no_micro_batch_is_named():
     with pytest.raises(BatchError, match="Row 1 has 11 tokens; max_tokens_per_gpu is 10"):
-        check_budget([3, 11], None, 10)
+        check_budget(apart([3, 11]), [[0], [1]], 10)
     with pytest.raises(BatchError, match="Rows 0, 2 share a pair_id and have 12 tokens; max_tokens_per_gpu is 10"):
-        check_budget([6, 1, 6], [[0, 2], [1]], 10)
+        check_budget(apart([6, 1, 6]), [[0, 2], [1]], 10)
+    check_budget(Load(alone=[6, 1, 6], prompt=[2, 1, 2], groups=[0, 1, 0]), [[0, 2], [1]], 10)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 120), st.integers(0, 20))
@@ -80,13 +90,60 @@ def test_balanced_ranks_keep_their_rows_and_others_move_few():
 
 def test_pairs_move_together_and_ranks_of_one_copy_share_its_rows():
     alone = Copies(copy_of=(0, 1), speakers=(0, 1))
-    deal = deal_rows(alone, [([1.0] * 4, [[0, 2], [1, 3]]), ([], None)])
+    deal = deal_rows(alone, [both_ways([(2.0, [0, 2]), (2.0, [1, 3])]), both_ways([])])
     assert deal is not None
     assert deal.target[0][0] == deal.target[0][2] != deal.target[0][1] == deal.target[0][3]
     both = Copies(copy_of=(0, 0), speakers=(0,))
-    deal = deal_rows(both, [([1.0], None), ([2.0, 1.0], None)])
+    deal = deal_rows(both, [both_ways([(1.0, [0])]), both_ways([(2.0, [0]), (1.0, [1])])])
     assert deal is not None
     assert deal.target == ((0,), (0, 0))
+
+
+def test_rows_of_one_prompt_take_it_once():
+    tokens = Load(alone=[7, 9, 8, 4], prompt=[5, 5, 5, 2], groups=[0, 0, 0, 1])
+    assert tokens.of([0, 1, 2, 3]) == 7 + 4 + 3 + 4
+    assert tokens.of([3, 1]) == 13
+    assert bundle(tokens, [[0], [1], [2], [3]], 14) == [[[0], [1], [2]], [[3]]]
+    # 5 + 2 + 4 + 3 tokens in 11: twice the prompt, and the completions 4 and 2 + 3
+    assert bundle(tokens, [[0], [1], [2], [3]], 11) == [[[2], [0]], [[1]], [[3]]]
+    assert plan_rows(tokens, [[0], [1], [2], [3]], 18) == [[0, 1, 2, 3]]
+    assert plan_rows(tokens, [[0], [1], [2], [3]], 14) == [[0, 1, 2], [3]]
+    assert plan_rows(tokens, [[0], [1], [2], [3]], 14, min_count=3) == [[1, 2], [0], [3]]
+    assert len(plan_rows(tokens, [[0], [1], [2], [3]], 14, min_count=9)) == 4
+
+
+@given(st.data())
+def test_no_micro_batch_has_more_unique_tokens_than_the_budget(data):
+    prompts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+    groups = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=40))
+    own = data.draw(st.lists(st.integers(1, 10), min_size=len(groups), max_size=len(groups)))
+    lengths = [prompts[group] + more for group, more in zip(groups, own, strict=True)]
+    tokens = Load(alone=lengths, prompt=[prompts[group] for group in groups], groups=groups)
+    cut = data.draw(st.sets(st.integers(0, len(groups))).map(sorted))
+    units = [list(range(first, last)) for first, last in zip([0, *cut], [*cut, len(groups)], strict=True)]
+    units = [unit for unit in units if unit]
+    budget = data.draw(st.integers(0, 60)) + int(max(map(tokens.of, units)))
+    plan = plan_rows(tokens, units, budget, min_count=data.draw(st.integers(0, 8)))
+    assert sorted(row for rows in plan for row in rows) == list(range(len(groups)))
+    assert all(tokens.of(rows) <= budget for rows in plan)
+    place = {row: index for index, rows in enumerate(plan) for row in rows}
+    assert all(len({place[row] for row in unit}) == 1 for unit in units)
+
+
+def test_a_group_is_parted_only_where_that_gains_more_than_its_prompt_costs():
+    alone = Copies(copy_of=(0, 1), speakers=(0, 1))
+    group = Load(alone=[30.0] * 4, prompt=[20.0] * 4, groups=[0] * 4)
+    fine = [(30.0, [row]) for row in range(4)]
+    deal = deal_rows(alone, [([(group.of(range(4)), [0, 1, 2, 3])], fine), both_ways([])])
+    assert deal is None  # 60 here, and twice 60 if each row brought its prompt along
+    fine = [(12.0, [row]) for row in range(4)]
+    deal = deal_rows(alone, [([(42.0, [0, 1, 2, 3])], fine), both_ways([])])
+    assert deal is not None
+    assert sorted(deal.target[0]) == [0, 0, 1, 1]
+    together = [(42.0, [0, 1]), (42.0, [2, 3])]
+    deal = deal_rows(alone, [(together, [(22.0, [row]) for row in range(4)]), both_ways([])])
+    assert deal is not None
+    assert deal.target[0] in ((0, 0, 1, 1), (1, 1, 0, 0))
 
 
 def test_a_row_costs_its_products_and_the_pairs_it_sees():

@@ -203,10 +203,13 @@ def test_a_pair_may_come_twice_in_one_step(tmp_path, model):
 def test_a_pair_over_the_budget_is_named(model):
     engine = create_engine("fsdp", EngineConfig(model_path=str(model), max_tokens_per_gpu=10))
     engine.initialize()
-    batch = ragged_batch([[1], [1] * 3, [1] * 3], [[2], [2] * 3, [2] * 3])
+    batch = ragged_batch([[1], [1] * 3, [3] * 3], [[2], [2] * 3, [2] * 3])
     batch["pair_id"] = torch.tensor([0, 1, 1])
     with pytest.raises(BatchError, match=r"Rows 1, 2 share a pair_id and have 12 tokens; max_tokens_per_gpu is 10"):
         engine.forward_backward_batch(batch, None)
+    alike = ragged_batch([[1], [1] * 3, [1] * 3], [[2], [2] * 3, [2] * 3])
+    alike["pair_id"] = batch["pair_id"]
+    assert engine.forward_backward_batch(alike, None).num_micro_batches == 2  # of 9 tokens and of 2
     engine.close()
 
 

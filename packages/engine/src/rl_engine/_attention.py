@@ -2,7 +2,8 @@
 
 Rows of like length that lie side by side are attended together in a block of (rows, width); only inside that block is
 anything padded, and only on the right, where causality hides it. On CUDA in half precision torch's variable-length
-flash kernel takes the packed rows as they are.
+flash kernel takes the packed rows as they are. Where rows share prompts (`_prompts`), the queries of a shared one are
+computed once, and what each row adds to it looks at a copy of the prompt's keys and values.
 
 Legend: `T` tokens, `B` rows of a block, `L` its width, `H` query heads, `K` key heads, `D` head size.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,8 @@ from rl_engine.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rl_engine._gather import Repeats
+    from rl_engine._prompts import SharedPrompts
     from rl_engine._ulysses import SequenceGroup
 
 ATTENTION_NAME = "rl_engine_packed"
@@ -32,21 +36,29 @@ _SMALL_BLOCK = 256  # tokens; a block below it grows whatever the lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowBlock:
-    """Neighbouring rows of like length."""
+class Span:
+    """Neighbouring runs of like length among packed tokens: the queries of a block, or its keys."""
 
-    start: int
-    """First token."""
-    stop: int
-    """Token after the last."""
+    num_tokens: int
+    """Of all runs together."""
+    width: int
+    """L, the longest run."""
+    pad_index: Tensor | None
+    """(B * L,) int64, the token (from the first) in each slot, the run's first in the padding; None without padding."""
+    unpad_index: Tensor | None
+    """(num_tokens,) int64, the slot of each token; None without padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlock:
+    """Neighbouring rows of like length, all of which go on from equally many tokens."""
+
     num_rows: int
     """B."""
-    width: int
-    """L, the longest row."""
-    pad_index: Tensor | None
-    """(B * L,) int64, the token (from `start`) in each slot, the row's first in the padding; None without padding."""
-    unpad_index: Tensor | None
-    """(stop - start,) int64, the slot of each token; None without padding."""
+    queries: Span
+    """Tokens of their own."""
+    keys: Span
+    """Those that they go on from and their own; the same span where there are none of the former."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +71,40 @@ class RowLayout:
     """(rows + 1,) int32 row offsets into T."""
     max_length: int
     """Longest row."""
+    cu_keys: Tensor
+    """(rows + 1,) int32 row offsets into the keys."""
+    max_keys: int
+    """Most keys of a row."""
+    keys: Repeats | None = None
+    """Which token each key is, where rows go on from prompts that they share; None: a row's keys are its tokens."""
     sharers: SequenceGroup | None = None
     """The ranks among which the tokens are cut; None: all are here."""
 
 
-def row_layout(lengths: Sequence[int], device: torch.device, sharers: SequenceGroup | None = None) -> RowLayout:
-    """Lay out rows of the given lengths, end to end."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
-    starts = offsets.tolist()
-    blocks = tuple(_block(lengths[first:last], starts[first], device) for first, last in _cut(lengths))
+def row_layout(
+    lengths: Sequence[int],
+    device: torch.device,
+    sharers: SequenceGroup | None = None,
+    shared: SharedPrompts | None = None,
+) -> RowLayout:
+    """Lay out rows of the given lengths, end to end, or with `shared` the segments of rows that share prompts."""
+    before: Sequence[int] = (0,) * len(lengths)
+    if shared is not None:
+        lengths, before = shared.lengths, shared.before
+    seen = [own + more for own, more in zip(lengths, before, strict=True)]
+    blocks: list[RowBlock] = []
+    for first, last in _cut(lengths, before):
+        queries = _span(lengths[first:last], device)
+        keys = _span(seen[first:last], device) if before[first] else queries
+        blocks.append(RowBlock(num_rows=last - first, queries=queries, keys=keys))
+    cu_seqlens = _offsets(lengths, device)
     return RowLayout(
-        blocks=blocks,
-        cu_seqlens=to_device(offsets.to(torch.int32), device),
+        blocks=tuple(blocks),
+        cu_seqlens=cu_seqlens,
         max_length=max(lengths),
+        cu_keys=cu_seqlens if shared is None else _offsets(seen, device),
+        max_keys=max(seen),
+        keys=None if shared is None else shared.keys,
         sharers=sharers,
     )
 
@@ -143,9 +175,14 @@ def packed_attention(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Options) -> Tensor:
     """(T, heads, D) in, (T, H, D) out."""
+    if layout.keys is not None:
+        k, v = take_rows(k, layout.keys), take_rows(v, layout.keys)
     if _fits_varlen(q, v, options):
         return _varlen(q, k, v, layout, options)
-    parts = [_attend_block(q, k, v, block, options) for block in layout.blocks]
+    queries = q.split([block.queries.num_tokens for block in layout.blocks])
+    sizes = [block.keys.num_tokens for block in layout.blocks]
+    blocks = zip(queries, k.split(sizes), v.split(sizes), layout.blocks, strict=True)
+    parts = [_attend_block(*given, options) for given in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -158,20 +195,25 @@ class _Options:
     sinks: Tensor | None
 
 
-def _cut(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+def _cut(lengths: Sequence[int], before: Sequence[int]) -> list[tuple[int, int]]:
     """Ranges of neighbouring rows that share a block."""
     ranges: list[tuple[int, int]] = []
     first, low, high, tokens = 0, lengths[0], lengths[0], 0
     for row, length in enumerate(lengths):
         new_low, new_high = min(low, length), max(high, length)
-        if new_high > _SLACK * new_low and tokens >= _SMALL_BLOCK:
+        is_unlike = new_high > _SLACK * new_low and tokens >= _SMALL_BLOCK
+        if is_unlike or before[row] != before[first]:
             ranges.append((first, row))
             first, tokens, new_low, new_high = row, 0, length, length
         low, high, tokens = new_low, new_high, tokens + length
     return [*ranges, (first, len(lengths))]
 
 
-def _block(lengths: Sequence[int], start: int, device: torch.device) -> RowBlock:
+def _span(lengths: Sequence[int], device: torch.device) -> Span:
     width, total = max(lengths), sum(lengths)
     pad_index = unpad_index = None
     if total != width * len(lengths):
@@ -181,45 +223,48 @@ def _block(lengths: Sequence[int], start: int, device: torch.device) -> RowBlock
         inside = column < sizes[:, None]
         pad_index = to_device((starts[:, None] + torch.where(inside, column, 0)).flatten(), device)
         unpad_index = to_device(inside.flatten().nonzero()[:, 0], device)
-    return RowBlock(
-        start=start,
-        stop=start + total,
-        num_rows=len(lengths),
-        width=width,
-        pad_index=pad_index,
-        unpad_index=unpad_index,
-    )
+    return Span(num_tokens=total, width=width, pad_index=pad_index, unpad_index=unpad_index)
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, options: _Options) -> Tensor:
-    """(T, heads, D) in, (tokens of the block, H, D) out."""
-    q, k, v = (_to_block(part[block.start : block.stop], block) for part in (q, k, v))
+    """(tokens of the block, heads, D) in, (its queries, H, D) out."""
+    q = _to_block(q, block.queries, block.num_rows)
+    k, v = (_to_block(part, block.keys, block.num_rows) for part in (k, v))
+    width, num_keys = block.queries.width, block.keys.width
     plain = options.softcap is None and options.sinks is None
-    windowed = options.window is not None and options.window < block.width
-    if plain and not windowed and (block.width > _EXPLICIT_WIDTH or q.is_cuda):
+    windowed = options.window is not None and options.window < num_keys
+    if plain and not windowed and (num_keys > _EXPLICIT_WIDTH or q.is_cuda):
+        is_square = width == num_keys  # torch's own triangle begins at the first key
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=options.dropout, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=None if is_square else _hidden(width, num_keys, None, q),
+            is_causal=is_square,
+            dropout_p=options.dropout,
+            scale=options.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     else:
         out = _explicit(q, k, v, options)
     out = out.transpose(1, 2).flatten(0, 1)
-    return out if block.unpad_index is None else take_rows(out, block.unpad_index)
+    return out if block.queries.unpad_index is None else take_rows(out, block.queries.unpad_index)
 
 
-def _to_block(part: Tensor, block: RowBlock) -> Tensor:
+def _to_block(part: Tensor, span: Span, num_rows: int) -> Tensor:
     """(tokens, heads, D) to (B, heads, L, D)."""
-    if block.pad_index is not None and block.unpad_index is not None:
-        part = spread_rows(part, block.pad_index, block.unpad_index)
-    return part.unflatten(0, (block.num_rows, block.width)).transpose(1, 2)
+    if span.pad_index is not None and span.unpad_index is not None:
+        part = spread_rows(part, span.pad_index, span.unpad_index)
+    return part.unflatten(0, (num_rows, span.width)).transpose(1, 2)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
-    """(B, H, L, D) attention with its scores written out; heads of one key head are stacked as rows of one product."""
+    """Attention of (B, H, L, D) queries, scores written out; heads of one key head are stacked as rows of a product."""
     num_rows, heads, width, size = q.shape
-    groups = heads // k.shape[1]
+    groups, num_keys = heads // k.shape[1], k.shape[2]
     q = q.reshape(-1, groups * width, size)
-    k, v = k.reshape(-1, width, size), v.reshape(-1, width, v.shape[-1])
-    hidden = _hidden(width, options.window, q).repeat(groups, 1)
+    k, v = k.reshape(-1, num_keys, size), v.reshape(-1, num_keys, v.shape[-1])
+    hidden = _hidden(width, num_keys, options.window, q).repeat(groups, 1)
     if options.softcap is None:
         scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=options.scale)
     else:
@@ -231,12 +276,12 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
     return torch.bmm(weights, v).view(num_rows, heads, width, v.shape[-1])
 
 
-def _hidden(width: int, window: int | None, like: Tensor) -> Tensor:
-    """(L, L), 0 where a query sees a key and -inf elsewhere."""
-    column = torch.arange(width, device=like.device)
-    distance = column[:, None] - column
+def _hidden(width: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """(queries, keys), 0 where a query sees a key and -inf elsewhere; the last query is at the last key."""
+    place = torch.arange(num_keys - width, num_keys, device=like.device)
+    distance = place[:, None] - torch.arange(num_keys, device=like.device)
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.zeros(width, width, dtype=like.dtype, device=like.device).masked_fill_(unseen, float("-inf"))
+    return torch.zeros(width, num_keys, dtype=like.dtype, device=like.device).masked_fill_(unseen, float("-inf"))
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None, num_rows: int, groups: int) -> Tensor:
@@ -244,7 +289,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None, num_rows: int, groups: int) -
     wide = torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else scores.dtype
     if sinks is None:
         return scores.softmax(-1, dtype=wide).to(scores.dtype)
-    width = scores.shape[-1]
+    width = scores.shape[1] // groups
     column = sinks.view(-1, groups, 1).expand(-1, groups, width).reshape(-1, groups * width, 1).repeat(num_rows, 1, 1)
     return torch.cat([scores, column.to(scores.dtype)], -1).softmax(-1, dtype=wide)[..., :-1].to(scores.dtype)
 
@@ -265,16 +310,15 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Option
             shared = {"enable_gqa": True}
         else:  # an older torch wants a key head for every query head
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    rows, longest = layout.cu_seqlens, layout.max_length
     window = (-1 if options.window is None else options.window - 1, 0)
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        rows,
-        rows,
-        longest,
-        longest,
+        layout.cu_seqlens,
+        layout.cu_keys,
+        layout.max_length,
+        layout.max_keys,
         scale=options.scale,
         window_size=window,
         **shared,

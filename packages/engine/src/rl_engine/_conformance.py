@@ -40,6 +40,20 @@ class EngineConformance(ABC):
         for one, other in zip(whole, cut, strict=True):
             torch.testing.assert_close(one, other)
 
+    def test_rows_of_one_prompt_score_as_they_do_alone(self, tmp_path: Path) -> None:
+        """Whatever the engine makes of what they have in common."""
+        from rl_engine.testing import ragged_batch
+
+        prompts = [[4, 5, 6], [4, 5], [4, 5, 6], [4, 5, 6]]
+        completions = [[7, 8, 9, 10], [6, 7], [11], [12, 13]]
+        engine = self._built(tmp_path, optimizer=None)
+        together, *alone = (
+            engine.forward_backward_batch(ragged_batch(*rows), None).columns.get("logprobs").values()
+            for rows in [(prompts, completions), *(([p], [c]) for p, c in zip(prompts, completions, strict=True))]
+        )
+        engine.close()
+        torch.testing.assert_close(together, torch.cat(alone))
+
     def test_check_says_beforehand_what_initialize_would(self, tmp_path: Path) -> None:
         """And starts nothing."""
         folder = tmp_path / "engine"

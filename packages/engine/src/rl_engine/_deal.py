@@ -7,6 +7,7 @@ copy; rows also move where that makes the copies' work more even.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,11 @@ import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from rl_engine._plan import deal_units
+from rl_engine._plan import WORTH_MOVING, deal_units
 from rl_engine._rows import PAIR
 from rl_engine.errors import BatchError, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rl_engine._distributed import World
     from rl_engine._rows import RowBatch
 
@@ -51,26 +50,44 @@ class Deal:
         return [row for row, target in enumerate(self.target[rank]) if target == copy]
 
 
-def deal_rows(copies: Copies, work: Sequence[tuple[Sequence[float], Sequence[Sequence[int]] | None]]) -> Deal | None:
+Parcels = Sequence[tuple[float, Sequence[int]]]
+"""The work of rows that go together, and the rows."""
+
+
+def deal_rows(copies: Copies, work: Sequence[tuple[Parcels, Parcels]]) -> Deal | None:
     """Agree on who computes what; None where every rank keeps its rows.
 
     Args:
         copies: Of the model.
-        work: By rank, the cost of each row and the rows that must stay side by side.
+        work: By rank, its rows cut twice: as it would like to keep them together, and as finely as they may be cut.
+            The finer cut is taken where it gains enough to be worth a move.
     """
-    held: list[list[tuple[int, list[int]]]] = [[] for _ in copies.speakers]  # by copy: rank and rows of each unit
-    for rank, (costs, units) in enumerate(work):
-        held[copies.copy_of[rank]] += [(rank, list(unit)) for unit in units or ([row] for row in range(len(costs)))]
-    costs = [[sum(work[rank][0][row] for row in unit) for rank, unit in mine] for mine in held]
-    moved = deal_units(costs)
-    if moved is None and len(copies.speakers) == len(copies.copy_of):
+    coarse, fine = (_Held(copies, [cuts[way] for cuts in work]) for way in (0, 1))
+    best = fine if fine.owners is not None and fine.fullest < WORTH_MOVING * coarse.fullest else coarse
+    if best.owners is None and len(copies.speakers) == len(copies.copy_of):
         return None
-    target = [[copies.copy_of[rank]] * len(costs) for rank, (costs, _) in enumerate(work)]
-    for mine, owners in zip(held, moved or (), strict=False):
-        for (rank, unit), owner in zip(mine, owners, strict=True):
-            for row in unit:
+    target = [[copies.copy_of[rank]] * sum(len(rows) for _, rows in cuts[0]) for rank, cuts in enumerate(work)]
+    for mine, owners in zip(best.parcels, best.owners or (), strict=False):
+        for (rank, _, rows), owner in zip(mine, owners, strict=True):
+            for row in rows:
                 target[rank][row] = owner
     return Deal(copies=copies, target=tuple(map(tuple, target)))
+
+
+class _Held:
+    """Parcels by the copy of the model that has them now, and who had better compute them."""
+
+    def __init__(self, copies: Copies, by_rank: Sequence[Parcels]) -> None:
+        self.parcels: list[list[tuple[int, float, Sequence[int]]]] = [[] for _ in copies.speakers]
+        for rank, parcels in enumerate(by_rank):
+            self.parcels[copies.copy_of[rank]] += [(rank, cost, rows) for cost, rows in parcels]
+        costs = [[cost for _, cost, _ in mine] for mine in self.parcels]
+        self.owners = deal_units(costs)
+        loads = [0.0] * len(costs)
+        for copy, mine in enumerate(costs):
+            for index, cost in enumerate(mine):
+                loads[copy if self.owners is None else self.owners[copy][index]] += cost
+        self.fullest = max(loads)
 
 
 def send_rows(deal: Deal, own: RowBatch, world: World) -> TensorDict:

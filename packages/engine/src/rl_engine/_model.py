@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rl_engine._cost import CostModel
+    from rl_engine._gather import Repeats
     from rl_engine._routing import ExpertLoad, Experts, Routing
     from rl_engine._rows import PackedRows
     from rl_engine._ulysses import SequenceGroup
@@ -39,7 +40,7 @@ class Fed:
 
     arguments: dict[str, Any]
     """Keyword arguments of the model."""
-    index: Tensor
+    index: Tensor | Repeats
     """Where the scored states lie in its flattened output, `[C]`, or this rank's share of them."""
     labels: Tensor
     """The completion tokens that those states predict, `[C]`, or this rank's share of them."""
@@ -125,12 +126,12 @@ class HuggingFaceScorer(Scorer):
 
     def _feed(self, rows: PackedRows) -> Fed:
         if self.is_packed:
-            layout = _attention.row_layout(rows.lengths, rows.token_ids.device)
+            layout = _attention.row_layout(rows.lengths, rows.token_ids.device, shared=rows.shared)
             packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
             arguments = {**packed, "use_cache": False, _attention.LAYOUT_KWARG: layout}
             if self.sight is not None:
                 arguments |= self.sight.arguments(rows)
-            return Fed(arguments=arguments, index=rows.score_index, labels=rows.labels, candidates=rows.candidates)
+            return Fed(arguments=arguments, index=rows.scored, labels=rows.labels, candidates=rows.candidates)
         slot, width = _padded_slots(rows)
         token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)
         mask = torch.zeros_like(token_ids)

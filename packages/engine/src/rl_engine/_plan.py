@@ -1,34 +1,63 @@
-"""Which rows share a micro-batch, and which rank computes which rows. Pure: knows lengths and costs, not tensors."""
+"""Which rows share a micro-batch, and which rank computes which rows. Pure: knows lengths and costs, not tensors.
+
+A *unit* is rows that must stay side by side (a pair), or one row. Rows of one prompt are kept together too, where they
+share it and a micro-batch has room.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+Item = TypeVar("Item")
+
 _EXACT_ENOUGH = 2**20  # items times groups
-_WORTH_MOVING = 0.95  # of the fullest rank's cost; rows stay where they are for a smaller gain
+WORTH_MOVING = 0.95  # of the fullest rank's cost; rows stay where they are for a smaller gain
 
 
-def check_budget(lengths: Sequence[int], units: Sequence[Sequence[int]] | None, max_tokens: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What rows take of something, tokens or work; those of one prompt, side by side, take its share once."""
+
+    alone: Sequence[float]
+    """By row."""
+    prompt: Sequence[float]
+    """By row, how much of it other rows of the same prompt need not take again."""
+    groups: Sequence[int]
+    """By row, the number of its prompt."""
+
+    def of(self, rows: Sequence[int]) -> float:
+        """Rows that lie side by side."""
+        seen: set[int] = set()
+        total = 0.0
+        for row in rows:
+            total += self.alone[row] - (self.prompt[row] if self.groups[row] in seen else 0)
+            seen.add(self.groups[row])
+        return total
+
+
+def check_budget(tokens: Load, units: Sequence[Sequence[int]], max_tokens: int) -> None:
     """Refuse a row, or rows that must stay side by side, that no micro-batch can hold.
 
     Raises:
         BatchError: names the longest.
     """
-    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-    if longest is not None and lengths[longest] > max_tokens:
+    longest = max(range(len(tokens.alone)), key=tokens.alone.__getitem__, default=None)
+    if longest is not None and tokens.alone[longest] > max_tokens:
         raise BatchError(
-            f"Row {longest} has {lengths[longest]} tokens; max_tokens_per_gpu is {max_tokens}. "
+            f"Row {longest} has {tokens.alone[longest]} tokens; max_tokens_per_gpu is {max_tokens}. "
             "Raise the budget or shorten the row."
         )
-    for unit in units or ():
-        if (total := sum(lengths[row] for row in unit)) > max_tokens:
+    for unit in units:
+        if (total := int(tokens.of(unit))) > max_tokens:
             raise BatchError(
                 f"Rows {', '.join(map(str, unit))} share a pair_id and have {total} tokens; "
                 f"max_tokens_per_gpu is {max_tokens}. Raise the budget or shorten them."
@@ -36,20 +65,38 @@ def check_budget(lengths: Sequence[int], units: Sequence[Sequence[int]] | None, 
 
 
 def plan_rows(
-    lengths: Sequence[int],
-    units: Sequence[Sequence[int]] | None,
+    tokens: Load,
+    units: Sequence[Sequence[int]],
     max_tokens: int,
     *,
-    costs: Sequence[float] | None = None,
+    costs: Load | None = None,
     min_count: int = 0,
 ) -> list[list[int]]:
-    """`plan_micro_batches` for rows of which some, those of one unit, must stay side by side."""
-    if units is None:
-        return plan_micro_batches(lengths, max_tokens, costs=costs, min_count=min_count)
-    costs = lengths if costs is None else costs
-    tokens, work = ([sum(values[row] for row in unit) for unit in units] for values in (lengths, costs))
-    plan = plan_micro_batches(tokens, max_tokens, costs=work, min_count=min_count)  # pyright: ignore[reportArgumentType]
-    return [[row for unit in chosen for row in units[unit]] for chosen in plan]
+    """`plan_micro_batches` for rows of which some must stay side by side, and some had better."""
+    bundles = bundle(tokens, units, max_tokens)
+    if len(bundles) < min_count:
+        bundles = _split(bundles, min(min_count, len(units)))
+    chosen = [list(chain.from_iterable(bundle)) for bundle in bundles]
+    sizes = [int(tokens.of(rows)) for rows in chosen]
+    work = None if costs is None else [costs.of(rows) for rows in chosen]
+    plan = plan_micro_batches(sizes, max_tokens, costs=work, min_count=min_count)
+    return [[row for index in together for row in chosen[index]] for together in plan]
+
+
+def bundle(tokens: Load, units: Sequence[Sequence[int]], max_tokens: int) -> list[list[Sequence[int]]]:
+    """Units of one prompt together; in several bundles where they have more than `max_tokens`."""
+    together: dict[int, list[Sequence[int]]] = {}
+    for unit in units:
+        together.setdefault(tokens.groups[unit[0]], []).append(unit)
+    bundles: list[list[Sequence[int]]] = []
+    for alike in together.values():
+        if tokens.of([row for unit in alike for row in unit]) <= max_tokens:
+            bundles.append(alike)
+            continue
+        prompt = int(tokens.prompt[alike[0][0]])
+        sizes = [int(tokens.of(unit)) - prompt for unit in alike]
+        bundles += [[alike[index] for index in part] for part in plan_micro_batches(sizes, max_tokens - prompt)]
+    return bundles
 
 
 def plan_micro_batches(
@@ -120,7 +167,7 @@ def deal_units(costs: Sequence[Sequence[float]]) -> list[list[int]] | None:
     groups = partition([costs[rank][unit] for rank, unit in flat], size)
     fullest = max(map(sum, costs), default=0.0)
     dealt = max(sum(costs[flat[item][0]][flat[item][1]] for item in group) for group in groups)
-    if dealt >= _WORTH_MOVING * fullest:
+    if dealt >= WORTH_MOVING * fullest:
         return None
     kept = [[0.0] * size for _ in groups]
     for index, group in enumerate(groups):
@@ -160,11 +207,11 @@ def _fill(lengths: Sequence[float], count: int, max_tokens: float) -> list[list[
     return plan
 
 
-def _split(plan: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batch with most rows until there are `count`."""
-    plan = [list(rows) for rows in plan]
+def _split(plan: list[list[Item]], count: int) -> list[list[Item]]:
+    """Halve the list with most items until there are `count`, which is not above the number of items."""
+    plan = [list(items) for items in plan]
     while len(plan) < count:
-        rows = max(plan, key=len)
-        plan.append(rows[len(rows) // 2 :])
-        del rows[len(rows) // 2 :]
+        items = max(plan, key=len)
+        plan.append(items[len(items) // 2 :])
+        del items[len(items) // 2 :]
     return plan

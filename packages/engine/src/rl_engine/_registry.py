@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 _GROUP = "rl_engine.backends"
 
 
-def check(backend: str, config: EngineConfig, world_size: int = 1) -> None:
+def check(backend: str, config: EngineConfig, world_size: int = 1) -> dict[str, str]:
     """Refuse what the named backend could not run on `world_size` ranks; see `Engine.check`. Starts no process.
+
+    Returns:
+        By key, what settings that are left to the engine come to.
 
     Raises:
         BackendError: no such backend, or a package that it or a setting needs is missing (with the pip line).
@@ -24,7 +27,7 @@ def check(backend: str, config: EngineConfig, world_size: int = 1) -> None:
     """
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; it is a number of ranks, 1 or more.")
-    create_engine(backend, config).check(world_size)
+    return create_engine(backend, config).check(world_size)
 
 
 def create_engine(backend: str, config: EngineConfig) -> Engine:

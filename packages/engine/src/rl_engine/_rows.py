@@ -2,7 +2,7 @@
 
 Legend: `B` rows, `C` completion tokens, `T` tokens fed to the model. Row i feeds its prompt and all but the last
 token of its completion (which predicts nothing): `T = sum(prompt + completion - 1)`. A head that judges the state
-*after* a token is fed that one too (`feeds_last`).
+*after* a token is fed that one too (`feeds_last`). Where rows share prompts, those are fed once (`_prompts`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from rl_engine._gather import to_device
+from rl_engine._plan import Load
+from rl_engine._prompts import share_prompts
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_engine._cost import CostModel
+    from rl_engine._gather import Repeats
+    from rl_engine._prompts import SharedPrompts
 
 PROMPT = "prompt_token_ids"
 COMPLETION = "completion_token_ids"
@@ -42,7 +46,7 @@ class PackedRows:
     position_ids: Tensor
     """(T,) int64, from 0 in each row."""
     lengths: tuple[int, ...]
-    """B entries, tokens fed per row."""
+    """B entries, tokens of each row that the model sees."""
     score_index: Tensor
     """(C,) int64, the position in T whose hidden state predicts completion token c, or with `feeds_last` follows it."""
     labels: Tensor
@@ -63,6 +67,13 @@ class PackedRows:
     """(T, 3) int64, time, height and width of each token, where the batch has images; see `_sight`."""
     given_ids: Tensor | None = None
     """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
+    shared: SharedPrompts | None = None
+    """How the tokens make up rows that begin with the same prompt; None: row by row."""
+
+    @property
+    def scored(self) -> Tensor | Repeats:
+        """`score_index`, for `take_rows`."""
+        return self.score_index if self.shared is None else self.shared.scored
 
     def padded(self, multiple: int) -> PackedRows:
         """With one more row, which nothing looks at, where T is no multiple of `multiple`."""
@@ -97,8 +108,23 @@ class _Ragged:
 class RowBatch:
     """This rank's rows of one logical batch, on the engine's device."""
 
-    def __init__(self, data: TensorDict, *, needs_mask: bool, device: torch.device, feeds_last: bool = False) -> None:
+    def __init__(
+        self,
+        data: TensorDict,
+        *,
+        needs_mask: bool,
+        device: torch.device,
+        feeds_last: bool = False,
+        shares_prompts: bool = False,
+    ) -> None:
         """Take `data` apart; columns stay as they are given.
+
+        Args:
+            data: Columns by name.
+            needs_mask: Whether a loss is to read them.
+            device: Where they go.
+            feeds_last: Whether the model is fed a row's last token.
+            shares_prompts: Whether it is fed a prompt once that rows of a micro-batch begin with.
 
         Raises:
             BatchError: a column is missing, not ragged, empty in some row, or not aligned with the completion.
@@ -120,12 +146,13 @@ class RowBatch:
                 raise BatchError(
                     f"Row {row} has {prompt} prompt and {completion} completion tokens; at least one of each is needed."
                 )
-        self._completions = completions
+        self._prompts, self._completions = prompts, completions
         self._lengths = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         self._unfed = 0 if feeds_last else 1
         self._check_mask()
         self._units = self._find_units(needs_pairs=needs_mask)
         self._places: _Ragged | None = None
+        self._groups = self._group_prompts() if shares_prompts else None
 
     @property
     def lengths(self) -> list[int]:
@@ -137,18 +164,34 @@ class RowBatch:
         """Where the columns are."""
         return self._completion.values.device
 
-    def costs(self, model: CostModel) -> list[float]:
-        """Work of each row."""
+    def tokens(self) -> Load:
+        """Tokens of rows, prompt and completion."""
+        return self._load(self._lengths, self._prompts)
+
+    def costs(self, model: CostModel) -> Load:
+        """Work of rows."""
         both = zip(self._lengths, self._completions, strict=True)
-        return [model(length - self._unfed, scored) for length, scored in both]
+        alone = [model(length - self._unfed, scored) for length, scored in both]
+        return self._load(alone, [model(prompt, 0) for prompt in self._prompts])
+
+    def _load(self, alone: Sequence[float], prompt: Sequence[float]) -> Load:
+        if self._groups is None:
+            return Load(alone=alone, prompt=[0] * self.num_rows, groups=range(self.num_rows))
+        return Load(alone=alone, prompt=prompt, groups=self._groups)
+
+    def _group_prompts(self) -> list[int]:
+        """By row, a number that rows of the same prompt have in common."""
+        rows = self._prompt.values.cpu().split(self._prompts)
+        known: dict[bytes, int] = {}
+        return [known.setdefault(row.numpy().tobytes(), len(known)) for row in rows]
 
     @property
     def completion_offsets(self) -> Tensor:
         """(B + 1,) int64 row offsets into the completion tokens, as given."""
         return self._completion.offsets
 
-    def units(self) -> list[list[int]] | None:
-        """Rows that share a `pair_id`, in order of first appearance; None without that column."""
+    def units(self) -> list[list[int]]:
+        """Rows that share a `pair_id`, in order of first appearance; without that column every row by itself."""
         return self._units
 
     def check_tokens(self, vocab_size: int) -> None:
@@ -264,7 +307,14 @@ class RowBatch:
         return column.values[self._here(_token_index(column.offsets, rows)[0])]
 
     def pack(self, rows: Sequence[int]) -> PackedRows:
-        """The given rows as the model sees them."""
+        """The given rows as the model is fed them."""
+        packed = self.lay_out(rows)
+        if self._groups is None:
+            return packed
+        return share_prompts(packed, [self._prompts[row] for row in rows], [self._groups[row] for row in rows])
+
+    def lay_out(self, rows: Sequence[int]) -> PackedRows:
+        """The given rows end to end, each whole."""
         index = torch.tensor(rows, dtype=torch.int64)
         prompts, completions = self._prompt_lengths[index], self._completion_lengths[index]
         fed = prompts + completions - self._unfed
@@ -333,7 +383,7 @@ class RowBatch:
             )
         return column
 
-    def _find_units(self, *, needs_pairs: bool) -> list[list[int]] | None:
+    def _find_units(self, *, needs_pairs: bool) -> list[list[int]]:
         """See `units`; where a loss is to read them, every pair must be there.
 
         Raises:
@@ -345,7 +395,7 @@ class RowBatch:
                 raise BatchError(f"Column {name} must have one entry per row, shape (B,).")
         pairs, chosen = self._columns.get(PAIR), self._columns.get(CHOSEN)
         if not isinstance(pairs, Tensor):
-            return None
+            return [[row] for row in range(self.num_rows)]
         if pairs.is_floating_point():
             raise BatchError(f"Column {PAIR} must be one whole number per row, shape (B,).")
         units: dict[int, list[int]] = {}

@@ -20,6 +20,8 @@ class Scorer(nn.Module):
 
     sight: Sight | None = None
     """How images are fed; None for a model that takes none in that way."""
+    shares_prompts: bool = False
+    """Whether rows that begin with the same prompt may be fed it once."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -56,6 +56,24 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
             raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
 
 
+def shares_prompts(config: EngineConfig, obstacle: str | None) -> bool:
+    """Whether rows are to share prompts, where `obstacle` says what keeps them from it.
+
+    Raises:
+        ConfigError: they are told to and cannot.
+    """
+    if config.share_prompts and obstacle is not None:
+        raise ConfigError(f"share_prompts is true and {obstacle}. Leave it out.")
+    return config.share_prompts is not False and obstacle is None
+
+
+def settled(config: EngineConfig, obstacle: str | None) -> dict[str, str]:
+    """What `Engine.check` returns."""
+    if shares_prompts(config, obstacle):
+        return {"share_prompts": "yes"}
+    return {"share_prompts": "no" if config.share_prompts is False else f"no: {obstacle}"}
+
+
 def check_candidates(count: int, vocab_size: int) -> None:
     """Refuse more candidates than there are tokens.
 

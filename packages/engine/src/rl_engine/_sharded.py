@@ -21,7 +21,7 @@ from rl_engine._folder import DTYPES
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, VISUAL, RowBatch, one_token_row
-from rl_engine._settings import check_settings
+from rl_engine._settings import check_settings, settled
 from rl_engine._sharding import reshard, whole
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
@@ -58,8 +58,11 @@ class ShardedEngine(Engine):
     # What a backend says
 
     @abstractmethod
-    def _check(self, world_size: int) -> None:
+    def _check(self, world_size: int) -> str | None:
         """Refuse what cannot be honoured on that many ranks, by settings and the folder's config alone.
+
+        Returns:
+            What keeps rows from sharing prompts; None where nothing does.
 
         Raises:
             BackendError, ConfigError, ModelFolderError: says what.
@@ -80,15 +83,16 @@ class ShardedEngine(Engine):
 
     # Building
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int) -> dict[str, str]:
         """See `Engine`."""
-        self._check_config(world_size)
+        found = self._check_config(world_size)
         if self._config.init == ModelInit.PRETRAINED:
             _folder.check_weights(Path(self._config.model_path))
+        return found
 
-    def _check_config(self, world_size: int) -> None:
+    def _check_config(self, world_size: int) -> dict[str, str]:
         check_settings(self._config)
-        self._check(world_size)
+        return settled(self._config, self._check(world_size))
 
     def initialize(self) -> None:
         """Load the folder, shard it, and allocate the optimizer."""
@@ -194,7 +198,13 @@ class ShardedEngine(Engine):
 
         def make(rows: TensorDict) -> RowBatch:
             feeds_last = self._config.head == Head.REWARD
-            batch = RowBatch(rows, needs_mask=needs_mask, device=world.device, feeds_last=feeds_last)
+            batch = RowBatch(
+                rows,
+                needs_mask=needs_mask,
+                device=world.device,
+                feeds_last=feeds_last,
+                shares_prompts=self._built().shares_prompts,
+            )
             self._check_fit(batch)
             return batch
 

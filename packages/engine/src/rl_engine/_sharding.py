@@ -21,7 +21,7 @@ from rl_engine._folder import DTYPES, parameter_dtype, trains_narrow
 from rl_engine._model import HuggingFaceScorer, PolicyScorer, ValueScorer, find_linear_head
 from rl_engine._routing import check_aux
 from rl_engine._scores import Wanted
-from rl_engine._settings import check_candidates
+from rl_engine._settings import check_candidates, shares_prompts
 from rl_engine._ulysses import SequenceGroup, check_heads
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
 from rl_engine.types import EngineConfig, Head, ParallelConfig, PeftConfig
@@ -35,8 +35,11 @@ if TYPE_CHECKING:
     from rl_engine._scorer import Scorer
 
 
-def check_fit(config: EngineConfig, world_size: int) -> None:
+def check_fit(config: EngineConfig, world_size: int) -> str | None:
     """Refuse what cannot be honoured on that many ranks, by settings and the folder's config alone.
+
+    Returns:
+        What keeps rows from sharing prompts; None where nothing does.
 
     Raises:
         BackendError: a setting needs a package that is not installed.
@@ -50,6 +53,7 @@ def check_fit(config: EngineConfig, world_size: int) -> None:
     model = _folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
     scorer, _ = _scorer_of(model, config)
     check_candidates(config.num_candidates, scorer.config.vocab_size)
+    return _what_parts_prompts(scorer, config)
 
 
 def has_gpu() -> bool:
@@ -109,6 +113,7 @@ def _scorer_of(
     check_aux(config.router_aux_loss_coef, scorer.experts)
     if config.torch_compile:
         _check_compilable(scorer)
+    scorer.shares_prompts = shares_prompts(config, _what_parts_prompts(scorer, config))
     return scorer, peft
 
 
@@ -251,6 +256,31 @@ def _check_sequence(scorer: HuggingFaceScorer, sp: int) -> None:
     if scorer.sight is not None:
         raise ConfigError(f"parallel.sp is {sp}; {type(scorer.model).__name__} takes images whole. Set it to 1.")
     check_heads(sp, config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
+
+
+def _what_parts_prompts(scorer: HuggingFaceScorer, config: EngineConfig) -> str | None:
+    """Why two rows with the same prompt cannot have its tokens computed once, or None."""
+    name = type(scorer.model).__name__
+    if config.parallel.sp > 1:
+        return f"parallel.sp is {config.parallel.sp}, which cuts rows over ranks"
+    if not scorer.is_packed:
+        return f"{name} has layers that mix tokens outside attention, or attends in its own way"
+    if scorer.sight is not None:
+        return f"{name} takes images, of which rows with the same tokens may have different ones"
+    if scorer.experts is not None:
+        return f"{name} has routers, whose load and replay are of every row's own tokens"
+    if config.optimizer is not None and _drops_out(scorer):
+        return f"{name} is trained with dropout, which every row has its own of"
+    return None
+
+
+def _drops_out(scorer: HuggingFaceScorer) -> bool:
+    """Whether a layer zeroes activations at random while it is trained."""
+    for module in scorer.modules():
+        rates = [rate for name, rate in vars(module).items() if "dropout" in name and isinstance(rate, float)]
+        if any(rates) or (isinstance(module, nn.Dropout) and module.p > 0):
+            return True
+    return False
 
 
 def _shard(scorer: HuggingFaceScorer, world: World, config: EngineConfig) -> None:

@@ -135,7 +135,7 @@ class Sight:
         names = [kind.grids for kind in present] + ([_SECONDS] if batch.has(_SECONDS) else [])
         columns = {name: batch.ragged(name) for name in names}
         by_row = {name: values.cpu().split(counts.tolist()) for name, (values, counts) in columns.items()}
-        packed = batch.pack(range(batch.num_rows))
+        packed = batch.lay_out(range(batch.num_rows))
         assert packed.given_ids is not None
         rows = packed.given_ids.cpu().split(list(packed.lengths))
         batch.place(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rl_engine._deal import deal_rows, return_columns, send_rows
-from rl_engine._plan import check_budget, plan_rows
+from rl_engine._plan import bundle, check_budget, plan_rows
 from rl_engine._routing import AUX_LOSS
 from rl_engine._scores import COLUMNS
 from rl_engine.errors import BatchError, ConfigError
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rl_engine._cost import CostModel
-    from rl_engine._deal import Copies, Deal
+    from rl_engine._deal import Copies, Deal, Parcels
     from rl_engine._distributed import World
+    from rl_engine._plan import Load
     from rl_engine._rows import PackedRows, RowBatch
     from rl_engine._scores import Scores
     from rl_engine.base import LossFunction
@@ -93,11 +95,11 @@ def agree(
         BatchError: on this rank, or naming the rank that refused.
     """
     own: RowBatch | None = None
-    mine: tuple[tuple[float, float], list[float], list[list[int]] | None] | BatchError
+    mine: tuple[tuple[float, float], tuple[Parcels, Parcels]] | BatchError
     try:
         own = make(data)
-        check_budget(own.lengths, own.units(), budget)
-        mine = own.counts(), own.costs(cost), own.units()
+        check_budget(own.tokens(), own.units(), budget)
+        mine = own.counts(), _parcels(own, budget, own.costs(cost))
     except BatchError as error:
         mine = error
     answers = world.exchange(mine)
@@ -106,16 +108,21 @@ def agree(
             raise answer if rank == world.rank else BatchError(f"Rank {rank} refused its batch: {answer}")
     good = [answer for answer in answers if not isinstance(answer, BatchError)]
     assert own is not None
-    counts = BatchCounts(
-        tokens=sum(tokens for (tokens, _), _, _ in good), sequences=sum(rows for (_, rows), _, _ in good)
-    )
-    deal = deal_rows(copies, [(costs, units) for _, costs, units in good])
+    counts = BatchCounts(tokens=sum(tokens for (tokens, _), _ in good), sequences=sum(rows for (_, rows), _ in good))
+    deal = deal_rows(copies, [parcels for _, parcels in good])
     batch = own if deal is None else make(send_rows(deal, own, world))
-    plan = plan_rows(batch.lengths, batch.units(), budget, costs=batch.costs(cost))
+    tokens, units, costs = batch.tokens(), batch.units(), batch.costs(cost)
+    plan = plan_rows(tokens, units, budget, costs=costs)
     count = max(world.exchange(len(plan)))
     if len(plan) < count:
-        plan = plan_rows(batch.lengths, batch.units(), budget, costs=batch.costs(cost), min_count=count)
+        plan = plan_rows(tokens, units, budget, costs=costs, min_count=count)
     return Agreed(own=own, batch=batch, deal=deal, counts=counts, plan=plan, num_micro_batches=count)
+
+
+def _parcels(own: RowBatch, budget: int, costs: Load) -> tuple[Parcels, Parcels]:
+    """This rank's rows with those of one prompt together, and by the units that must stay so."""
+    bundles = (list(chain.from_iterable(units)) for units in bundle(own.tokens(), own.units(), budget))
+    return [(costs.of(rows), rows) for rows in bundles], [(costs.of(unit), unit) for unit in own.units()]
 
 
 def apply_loss(

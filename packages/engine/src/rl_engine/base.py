@@ -48,11 +48,14 @@ class Engine(ABC):
     """
 
     @abstractmethod
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int) -> dict[str, str]:
         """Refuse what `initialize` would refuse on that many ranks. Any process may ask, before there are ranks.
 
         Starts nothing: settings, layout, config and the headers of the weights are looked at. `initialize` runs the
         same code. What only the ranks can tell (a GPU, a compiler, the values of the weights) is found there.
+
+        Returns:
+            By key, in words, what settings that are left to the engine come to, such as `share_prompts`.
 
         Raises:
             BackendError, ConfigError, ModelFolderError: as `initialize`.

@@ -24,7 +24,7 @@ from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
 from rl_engine._plan import check_budget, plan_rows
 from rl_engine._rows import RowBatch
 from rl_engine._scores import Wanted, score_logits
-from rl_engine._settings import check_settings
+from rl_engine._settings import check_settings, settled
 from rl_engine._shards import local_shards
 from rl_engine._step import Tally, apply_loss
 from rl_engine._tiny import write_tiny_model
@@ -68,11 +68,12 @@ class FakeEngine(Engine):
         self._optimizer: torch.optim.AdamW | None = None
         self._schedule_step = 0
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int) -> dict[str, str]:
         """One process, no folder."""
         check_settings(self._config)
         if world_size != 1:
             raise ConfigError(f"FakeEngine is one process; it cannot run on {world_size} ranks.")
+        return settled(self._config, "a fake has no layers to spare")
 
     def initialize(self) -> None:
         """Draw the table."""
@@ -108,8 +109,8 @@ class FakeEngine(Engine):
         batch.check_tokens(self._vocab_size)
         tokens, sequences = batch.counts()
         counts = BatchCounts(tokens=tokens, sequences=sequences)
-        check_budget(batch.lengths, batch.units(), self._config.max_tokens_per_gpu)
-        plan = plan_rows(batch.lengths, batch.units(), self._config.max_tokens_per_gpu)
+        check_budget(batch.tokens(), batch.units(), self._config.max_tokens_per_gpu)
+        plan = plan_rows(batch.tokens(), batch.units(), self._config.max_tokens_per_gpu)
         tally, wanted = Tally(), Wanted.of(self._config)
         for rows in plan:
             packed, shares = batch.pack(rows), dict[str, Tensor]()

@@ -93,14 +93,15 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
             )
     _check_transport(config)
     with _folder(config) as folder:
-        check_engines(config, Path(folder), is_made=config.model.path is not None)
+        left = check_engines(config, Path(folder), is_made=config.model.path is not None)
         can = _server_capabilities(config, folder)
     _require(config, can, [need for need in _NEEDS if need.is_known_early])
     levels = " and ".join(str(level) for level in can.sleep_levels) or "none"
     seeds = (
         "seeded requests" if can.is_seeded else "requests without seeds (the same seed samples other tokens each run)"
     )
-    return [("server", f"{config.rollout.backend}: new weights, {seeds}, levels of sleep: {levels}")]
+    settled = [(f"engine.{key}", how) for key, how in left.items()]
+    return [*settled, ("server", f"{config.rollout.backend}: new weights, {seeds}, levels of sleep: {levels}")]
 
 
 def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:

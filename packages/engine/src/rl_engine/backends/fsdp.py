@@ -36,8 +36,8 @@ class FsdpEngine(ShardedEngine):
         super().__init__(config)
         self._peft: PeftConfig | None = None
 
-    def _check(self, world_size: int) -> None:
-        check_fit(self._config, world_size)
+    def _check(self, world_size: int) -> str | None:
+        return check_fit(self._config, world_size)
 
     def _needs_group(self) -> bool:
         return needs_sharding(self._config, 1)

@@ -95,13 +95,16 @@ def create_process_reward(
     )
 
 
-def check_engines(config: Config, model_path: Path, *, is_made: bool) -> None:
+def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[str, str]:
     """Hold what the job's engines are to be built from against what their backend takes; starts nothing.
 
     Args:
         config: The run's.
         model_path: The policy's folder.
         is_made: Whether it is complete; otherwise it has a `config.json` alone.
+
+    Returns:
+        By key, what settings that are left to the policy's engine come to.
 
     Raises:
         ConfigError: the backend refuses; in its words.
@@ -112,12 +115,14 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> None:
         engines["the teacher"] = frozen_config(config, Path(teacher.path), candidates_of(teacher))
     if critic is not None:
         engines["the critic"] = critic_config(config, critic, model_path)
+    found: dict[str, dict[str, str]] = {}
     for name, engine in engines.items():
         init = engine.init if is_made or engine.model_path != str(model_path) else ModelInit.RANDOM
         try:
-            rl_engine.check(config.engine.backend, replace(engine, init=init), config.engine.world_size)
+            found[name] = rl_engine.check(config.engine.backend, replace(engine, init=init), config.engine.world_size)
         except EngineError as error:
             raise ConfigError(f"engine.backend={config.engine.backend} cannot be used for {name}: {error}") from error
+    return found["the policy"]
 
 
 def actor_config(config: Config, model_path: Path) -> EngineConfig:
@@ -125,6 +130,7 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
     algorithm, lora = config.algorithm, config.engine.lora
     return replace(
         _trained_config(config, model_path, config.engine.lr),
+        share_prompts=config.engine.share_prompts,
         lora=LoraConfig(**asdict(lora)) if lora is not None else None,
         entropy=algorithm.entropy_coef > 0,
         sum_pi_squared="sum_pi_squared" in estimator_named(algorithm.advantage).needs,
@@ -171,6 +177,7 @@ def _trained_config(config: Config, model_path: Path, lr: float) -> EngineConfig
         matmul_precision=MatmulPrecision(matmul or "highest"),
         max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
         temperature=config.rollout.temperature,
+        share_prompts=False if section.share_prompts is False else None,  # other models may not be able to
         activation_checkpointing=section.activation_checkpointing,
         async_checkpoints=section.async_checkpoints,
         seed=config.seed,

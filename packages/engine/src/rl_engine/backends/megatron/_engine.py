@@ -16,7 +16,7 @@ from rl_engine._distributed import expected_size, join_world
 from rl_engine._optimizer import learning_rate
 from rl_engine._routing import ExpertLoad, check_aux, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, VISUAL, RowBatch
-from rl_engine._settings import check_candidates, check_settings, refuse_fsdp_only
+from rl_engine._settings import check_candidates, check_settings, refuse_fsdp_only, settled
 from rl_engine._shards import local_shards
 from rl_engine._step import Agreed, add_up, agree, columns_of
 from rl_engine.backends.megatron._bridge import difference, plan, probe_row, refusal
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from rl_engine.backends.megatron._optimizer import ShardedAdamW
 
 
+_NO_SHARING = "the megatron backend feeds every row its prompt"
+
+
 class MegatronEngine(Engine):
     """See `Engine`. Every rank passes its own rows, whatever the layout; a step uses the gradients up.
 
@@ -54,7 +57,7 @@ class MegatronEngine(Engine):
 
     # Building
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int) -> dict[str, str]:
         """See `Engine`."""
         config = self._config
         _, arch = self._checked(world_size)
@@ -63,11 +66,13 @@ class MegatronEngine(Engine):
             wanted = shapes_of(plan(arch, pp=layout.pp, vpp=layout.vpp, ep=layout.ep))
             with SliceReader(config.model_path, wanted, head=config.head, is_tied=arch.is_tied):
                 pass
+        return settled(config, _NO_SHARING)
 
     def _checked(self, world_size: int) -> tuple[Any, Architecture]:
         """The folder's config, and what is taken from it, where nothing is to be refused."""
         config = self._config
         check_settings(config)
+        settled(config, _NO_SHARING)
         refuse_fsdp_only(config, "megatron")
         folder = Path(config.model_path)
         source = _folder.read_config(folder)

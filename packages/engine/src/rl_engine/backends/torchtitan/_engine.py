@@ -16,7 +16,7 @@ from rl_engine import _folder
 from rl_engine._folder import DTYPES
 from rl_engine._routing import check_aux
 from rl_engine._scores import Wanted
-from rl_engine._settings import check_candidates, refuse_fsdp_only
+from rl_engine._settings import check_candidates, refuse_fsdp_only, shares_prompts
 from rl_engine._sharded import ShardedEngine
 from rl_engine._sharding import check_replicas, hand_out, load_on_rank_0, sum_gradients
 from rl_engine.backends.torchtitan._model import TorchtitanScorer, check_architecture
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class TorchtitanEngine(ShardedEngine):
     """See `Engine`. Sharded data parallelism, with `parallel.dp_replicate` copies."""
 
-    def _check(self, world_size: int) -> None:
+    def _check(self, world_size: int) -> str | None:
         config = self._config
         check_aux(config.router_aux_loss_coef, None)
         if config.parallel.dp_replicate < 1 or replace(config.parallel, dp_replicate=1) != ParallelConfig():
@@ -65,6 +65,7 @@ class TorchtitanEngine(ShardedEngine):
                 module._init_self_buffers(buffer_device=world.device)  # pyright: ignore[reportPrivateUsage]
         hand_out(scorer.named_weights(), whole, world)
         scorer.requires_grad_(config.optimizer is not None)
+        scorer.shares_prompts = shares_prompts(config, None)
         return scorer.train(config.optimizer is not None)
 
 

@@ -102,7 +102,7 @@ class ScoringHead(Linear):
         """Scores of the rows' completion tokens from `[1, T, H]` states."""
         rows, self.rows = self.rows, None
         assert rows is not None
-        states = take_rows(states[0], rows.score_index)
+        states = take_rows(states[0], rows.scored)
         if self._wanted is None:
             return score_values(super().forward(states))
         return score_states(states, self.weight, None, rows.labels, rows.candidates, LinearHead(), self._wanted)
@@ -135,7 +135,7 @@ class TorchtitanScorer(Scorer):
 
     def forward(self, rows: PackedRows) -> Scores:
         """Score every completion token."""
-        layout: Any = row_layout(rows.lengths, rows.token_ids.device)
+        layout: Any = row_layout(rows.lengths, rows.token_ids.device, shared=rows.shared)
         self.model.lm_head.rows = rows
         return self.model(rows.token_ids[None], positions=rows.position_ids[None], attention_masks=layout)
 
