@@ -25,6 +25,7 @@ from tensordict import TensorDict
 
 import rl_tq
 from rl_bench import Role, Run, missing
+from rl_tq.buffer import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -339,9 +340,13 @@ def values(
         shuffled = meta.reorder(torch.randperm(len(meta)).tolist())
         run.compare(f"get {name}, shuffled", {"rl-tq shm": lambda: peer.get(shuffled)}, unit="ms")
         if nbytes > 1 << 20:
+            buffer = Buffer(target)
             run.compare(
                 f"get {name} into a used buffer",
-                {"rl-tq shm": lambda: peer.get(meta, out=target)},
+                {
+                    "rl-tq shm": lambda: peer.get(meta, out=target),
+                    "rl-tq shm, a Buffer, rows as long as before": lambda: peer.get(meta, out=buffer),
+                },
                 peers={
                     **{which: lambda get=get: land(get()) for which, get in getters.items()},
                     "torch alone, of a copy in this process": lambda: copied(kept, target),

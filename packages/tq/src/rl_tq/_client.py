@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from rl_tq._opened import LocatedColumns, Opened
     from rl_tq._service import Message
+    from rl_tq.buffer import Buffer
 
 Answer = TypeVar("Answer")
 
@@ -100,7 +101,7 @@ class QueueClient(TransferQueue):
         meta: BatchMeta,
         columns: Sequence[str] | None = None,
         *,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | Buffer | None = None,
         device: torch.device | str | None = None,
     ) -> TensorDict:
         """See `TransferQueue.get`."""

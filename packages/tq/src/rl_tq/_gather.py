@@ -49,6 +49,15 @@ class Bounds(NamedTuple):
     """Values in the longest row."""
 
 
+class Lengths(NamedTuple):
+    """Lengths of rows that one column or several have, and what `_jagged` takes of them."""
+
+    bounds: Bounds
+    offsets: torch.Tensor
+    """Where the values are: on the CPU, those of the bounds."""
+    longest: torch.Tensor
+
+
 class Collected(NamedTuple):
     """The values of rows, where they lie."""
 
@@ -62,7 +71,8 @@ def gather(columns: LocatedColumns, opened: Opened, num_rows: int, landing: Land
     """Rows in the order of the runs: dense tensors, jagged nested tensors, and `NonTensorStack` for JSON."""
     if not landing.is_given:
         opened = _privately(columns, opened)
-    collected = collect(columns, opened, is_joined=not landing.is_given)
+    known = [each.bounds.offsets for each in landing.kept.lengths]
+    collected = collect(columns, opened, is_joined=not landing.is_given, known=known)
     is_known: dict[int, bool] = {}
     is_own: dict[str, bool] = {}
     for name, (_, runs) in columns.items() if not landing.is_given else ():
@@ -73,8 +83,13 @@ def gather(columns: LocatedColumns, opened: Opened, num_rows: int, landing: Land
     return assemble({name: schema for name, (schema, _) in columns.items()}, collected, is_own, num_rows, landing)
 
 
-def collect(columns: LocatedColumns, opened: Opened, *, is_joined: bool = False) -> Collected:
-    """Where the values of rows lie: views of the extents; with `is_joined`, ragged rows in many pieces are copied."""
+def collect(
+    columns: LocatedColumns, opened: Opened, *, is_joined: bool = False, known: Sequence[torch.Tensor] = ()
+) -> Collected:
+    """Where the values of rows lie: views of the extents; with `is_joined`, ragged rows in many pieces are copied.
+
+    `known` are offsets to be taken instead of equal new ones.
+    """
     parts: dict[str, Sequence[torch.Tensor]] = {}
     bounds: dict[str, Bounds] = {}
     turns: dict[str, Sequence[Sequence[int]]] = {}
@@ -85,9 +100,9 @@ def collect(columns: LocatedColumns, opened: Opened, *, is_joined: bool = False)
         elif schema.kind is ColumnKind.TURNS:
             parts[name], turns[name] = _turns(name, runs, opened)
         else:
-            known = [each.offsets for each in bounds.values()]
+            offsets = [*known, *(each.offsets for each in bounds.values())]
             parts[name], bounds[name] = _ragged(
-                name, runs, opened, known, is_joined=is_joined and len(runs) >= _MANY_RUNS
+                name, runs, opened, offsets, is_joined=is_joined and len(runs) >= _MANY_RUNS
             )
     return Collected(parts, bounds, turns)
 
@@ -110,8 +125,9 @@ def assemble(
         landing.reserve(
             [sum(part.nbytes for part in parts[name]) for name, schema in schemas.items() if schema.is_tensor]
         )
-    distinct: list[tuple[Bounds, torch.Tensor, torch.Tensor]] = []
-    """Bounds, and what `_jagged` takes of them."""
+    distinct = [*landing.kept.lengths]
+    used: dict[int, Lengths] = {}
+    nested: dict[str, NestedTensor] = {}
     result: dict[str, Any] = {}
     for name, schema in schemas.items():
         if not schema.is_tensor:
@@ -125,12 +141,14 @@ def assemble(
             result[name] = _packed_turns(values, turns[name], num_rows)
             continue
         own = bounds[name]
-        alike = next((each for each in distinct if _are_equal(each[0], own)), None)
+        alike = next((each for each in distinct if _are_equal(each.bounds, own)), None)
         if alike is None:
-            alike = (own, own.offsets.to(values.device), _longest(own))
+            alike = Lengths(own, own.offsets.to(values.device), _longest(own))
             distinct.append(alike)
-        result[name] = _jagged(values, *alike[1:])
-    landing.finish()
+        used[id(alike)] = alike
+        before = landing.kept.nested(name, values, alike.offsets)
+        result[name] = nested[name] = _jagged(values, alike.offsets, alike.longest) if before is None else before
+    landing.finish(nested, [*used.values()])
     # The constructor looks at the shape of every value, which takes 30 us for each that is nested; these are ours.
     return TensorDict._new_unsafe(source=result, batch_size=torch.Size([num_rows]))  # pyright: ignore
 

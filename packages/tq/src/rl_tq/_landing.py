@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from rl_csrc import frames
 from rl_tq._device import Mover
@@ -13,11 +14,57 @@ from rl_tq._extent import lay
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    from rl_tq._gather import Lengths
+    from rl_tq.buffer import Buffer
+
+
+class Kept:
+    """Tensors of the last batch in a `Buffer`, for the next one."""
+
+    def __init__(self) -> None:
+        self.lengths: Sequence[Lengths] = ()
+        """Of its rows."""
+        self._places: dict[int, torch.Tensor] = {}
+        """Where a column's values start, to their view."""
+        self._nested: dict[str, NestedTensor] = {}
+
+    def keep(
+        self, places: dict[int, torch.Tensor], nested: dict[str, NestedTensor], lengths: Sequence[Lengths]
+    ) -> None:
+        """Remember a batch instead of the one before."""
+        self._places, self._nested, self.lengths = places, nested, lengths
+
+    def view(self, start: int, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The view that begins at `start`, if it is the one that these parts need."""
+        placed = self._places.get(start)
+        if placed is None or placed.requires_grad or placed.is_inference() != torch.is_inference_mode_enabled():
+            return None
+        first = parts[0]
+        size = len(first) if len(parts) == 1 else sum(map(len, parts))
+        is_alike = placed.dtype is first.dtype and len(placed) == size and placed.shape[1:] == first.shape[1:]
+        return placed if is_alike else None
+
+    def nested(self, name: str, values: torch.Tensor, offsets: torch.Tensor) -> NestedTensor | None:
+        """The nested tensor of a column, if it is of the very same values and offsets."""
+        nested: Any = self._nested.get(name)
+        if nested is None or nested._values is not values or nested._offsets is not offsets:
+            return None
+        with (
+            DisableTorchFunctionSubclass()
+        ):  # asking a nested tensor through torch's functions takes thirty times longer
+            return None if nested.requires_grad else nested
+
 
 class Landing:
     """Where a batch's values are to lie: new memory, a buffer of the caller's, or a device."""
 
-    def __init__(self, out: torch.Tensor | None, device: torch.device | str | None) -> None:
+    def __init__(self, out: torch.Tensor | Buffer | None, device: torch.device | str | None) -> None:
+        self.kept = Kept()
+        """What the last batch in the caller's buffer left."""
+        if out is not None and not isinstance(out, torch.Tensor):
+            self.kept, out = out.kept, out.memory
         if out is not None and device is not None:
             raise ValueError(f"out is a buffer on {out.device} and device is {device!r}: give one of them")
         if out is not None and (out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous()):
@@ -34,6 +81,7 @@ class Landing:
         self._cursor = 0
         self._mover: Mover | None = None
         self._to_copy: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self._places: dict[int, torch.Tensor] = {}
         self.is_taken = False
         """Whether a message is or was received straight into the caller's buffer."""
 
@@ -67,19 +115,22 @@ class Landing:
         """The next place, where the parts lie one after the other once `finish` returns."""
         assert self._out is not None
         nbytes = sum(part.nbytes for part in parts)
-        target = self._out[self._cursor : self._cursor + nbytes]
-        self._cursor += nbytes + -nbytes % frames.ALIGNMENT
-        placed = target.view(parts[0].dtype)
-        if shape := parts[0].shape[1:]:
-            placed = placed.view(sum(map(len, parts)), *shape)
+        start, self._cursor = self._cursor, self._cursor + nbytes + -nbytes % frames.ALIGNMENT
+        placed = self.kept.view(start, parts)
+        if placed is None:
+            placed = self._out[start : start + nbytes].view(parts[0].dtype)
+            if shape := parts[0].shape[1:]:
+                placed = placed.view(sum(map(len, parts)), *shape)
+        self._places[start] = placed
         if self._mover is not None:
-            self._mover.move(parts, target)
+            self._mover.move(parts, self._out[start : start + nbytes])
         else:  # at the end: a copy of megabytes empties the caches of all that is done between columns
             self._to_copy.append((parts, placed))
         return placed
 
-    def finish(self) -> None:
-        """Have all be in place."""
+    def finish(self, nested: dict[str, NestedTensor], lengths: Sequence[Lengths]) -> None:
+        """Have all be in place; `nested` and the `lengths` in them are for the next batch there."""
+        self.kept.keep(self._places, nested, lengths)
         for parts, placed in self._to_copy:
             lay(parts, placed)
         if self._mover is not None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from rl_tq.buffer import Buffer
     from rl_tq.types import BatchMeta, Credit, Policy, RestoreReport, RowMeta
 
 Sampler = Callable[[Sequence["RowMeta"], int], Sequence[int] | None]
@@ -82,7 +83,7 @@ class TransferQueue(ABC):
         meta: BatchMeta,
         columns: Sequence[str] | None = None,
         *,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | Buffer | None = None,
         device: torch.device | str | None = None,
     ) -> TensorDict:
         """Fetch columns (all of `meta.columns` when None) of rows, in the order of `meta.sample_ids`.
@@ -96,7 +97,8 @@ class TransferQueue(ABC):
             meta: Which rows.
             columns: Which columns.
             out: uint8 [n], contiguous, on any device: the tensors' values are laid into it, at multiples of 64 bytes,
-                and what is returned are views of it. Use it again and again, pinned or on the GPU.
+                and what is returned are views of it. Use it again and again, pinned or on the GPU; as a
+                `rl_tq.buffer.Buffer`, tensors of the get before are used again, too.
             device: Where the tensors shall be; one transfer per column. Not with `out`.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,10 +10,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from rl_csrc.frames import DTYPES
-from rl_tq.errors import (
-    MissingDataError,
-    SchemaError,
-)
+from rl_tq.buffer import Buffer
+from rl_tq.errors import MissingDataError, SchemaError
 from rl_tq.testing._served import Served, rows_of, turns_of
 from rl_tq.types import BatchMeta, PerGroup
 
@@ -247,8 +246,10 @@ class ValuesContract(Served):
         }  # fmt: skip
         metas = [queue.put(data, partition="p"), queue.put({**data, "d": torch.zeros(2, 1)}, partition="p")]
         out = torch.full((1024,), 0xAA, dtype=torch.uint8)
-        for meta in (*metas, BatchMeta.concat(metas).reorder([3, 0])):
-            plain, landed = peer.get(meta), peer.get(meta, out=out)
+        buffer = Buffer(out)
+        shuffled = BatchMeta.concat(metas).reorder([3, 0])
+        for meta, place in product((*metas, shuffled, metas[0]), (out, buffer)):
+            plain, landed = peer.get(meta), peer.get(meta, out=place)
             assert rows_of(plain["r"]) == rows_of(landed["r"])
             assert plain["d"].tolist() == landed["d"].tolist()
             assert plain["b"].tolist() == landed["b"].tolist()
@@ -257,6 +258,6 @@ class ValuesContract(Served):
             assert all(each.data_ptr() in inside for each in (landed["r"].values(), landed["d"], landed["b"]))
         assert peer.get(metas[0], ["d"], device="cpu")["d"].tolist() == [[1.5], [2.5]]
         with pytest.raises(ValueError, match=r"out has 100 bytes.* take 192"):
-            peer.get(metas[0], out=out[:100])
+            peer.get(metas[0], out=Buffer(out[:100]))
         with pytest.raises(ValueError, match="must be uint8"):
             peer.get(metas[0], out=torch.zeros(1000))
