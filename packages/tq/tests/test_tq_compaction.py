@@ -9,12 +9,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 import rl_tq
-from rl_tq._compaction import is_worth_it
+from rl_tq._compaction import Wasted, is_worth_it
+from rl_tq._rows import Extent
+from rl_tq._schema import ColumnKind, ColumnSchema, Schema
+from rl_tq._segment_table import Member, SegmentTable
+from rl_tq._segments import Segment
+from rl_tq._state import State
 
 WORDS = 1 << 15  # int64 values of a row: 256 KiB
 
@@ -51,6 +57,48 @@ def queue() -> Iterator[rl_tq.TransferQueue]:
 )
 def test_what_is_worth_a_copy(live: int, nbytes: int, rest_s: float, verdict: bool | None):
     assert is_worth_it(live, nbytes, rest_s) is verdict
+
+
+class Counted(dict[int, Extent]):
+    """Extents by number; counts who asks."""
+
+    num_looks = 0
+
+    def get(self, key: int, default: object = None) -> Any:
+        self.num_looks += 1
+        return super().get(key, default)
+
+
+def test_a_plan_looks_at_some_of_a_segment_of_many_extents():
+    """The server waits for it, and so do its clients."""
+    state, table = State(), SegmentTable(lambda *_: None, None)
+    segment = Segment.create(64 << 20)
+    member = Member()
+    table.admit(member, 1, os.dup(segment.fd), is_packed=True, file=None)
+    state.open("p", 1)
+    float32 = Schema({"a": ColumnSchema(kind=ColumnKind.DENSE, dtype="float32", shape=())})
+    for i in range(1 << 15):
+        extent = table.enter(member, 1, i << 11, 2048, is_last=False)
+        state.enter("p", extent, float32, 2048, 1, "test", None, [i + 1], None, None, False)
+    state.extents = held = Counted(state.extents)
+    wasted = Wasted(table, state)
+    for number, much in ((100, False), (1 << 14, True)):
+        state.clear("p", [*home_rows(state)][:number], None)
+        for extent in state.freed:
+            wasted.note(extent, 0.0)
+        table.free(state.freed)
+        state.freed.clear()
+        held.num_looks = 0
+        plan = wasted.plan(0.1)
+        assert (plan is not None) == much
+        assert held.num_looks <= (1 << 14 if much else 0)
+    assert plan is not None
+    assert plan.rows == [*home_rows(state)][: len(plan.old)]
+    table.close()
+
+
+def home_rows(state: State) -> Iterator[int]:
+    return iter(state.partitions["p"].rows)
 
 
 def resident(queue: rl_tq.TransferQueue) -> int:

@@ -6,6 +6,7 @@ segments empty by themselves, so one is left alone until half of it is gone, or 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ _AT_REST = 0.93
 REST_S = 0.5
 _MAX_BYTES = 64 << 20
 _MAX_EXTENTS = 4096
+_MAX_LOOKED_AT = 4 * _MAX_EXTENTS
+"""Of a segment's extents, in one plan: the server waits for it."""
 
 
 def is_worth_it(live_nbytes: int, nbytes: int, rest_s: float) -> bool | None:
@@ -56,9 +59,16 @@ class Wasted:
     def __bool__(self) -> bool:
         return bool(self._since)
 
-    def note(self, segment: int, now: float) -> None:
-        """Something in a segment was cleared."""
-        self._since[segment] = now
+    def adopt(self) -> None:
+        """After a replay: what was cleared before."""
+        for number, extent in self._state.extents.items():
+            self._table.shrink(number, extent.live_nbytes)
+
+    def note(self, extent: int, now: float) -> None:
+        """All or some of an extent was cleared."""
+        held = self._state.extents.get(extent)
+        self._table.shrink(extent, 0 if held is None else held.live_nbytes)
+        self._since[self._table.segment_of(extent)] = now
 
     def forget(self, extent: int) -> None:
         """Copying an extent would gain nothing."""
@@ -68,16 +78,15 @@ class Wasted:
     def plan(self, now: float) -> Plan | None:
         """What to copy next; None: nothing yet."""
         for segment, since in list(self._since.items()):
-            numbers, put_nbytes = self._table.usage(segment)
-            held = [self._state.extents.get(number) for number in sorted(numbers)]
-            extents = [extent for extent in held if extent is not None and extent.nbytes]  # no bytes: it is another's
-            live = sum(extent.live_nbytes for extent in extents)
-            verdict = is_worth_it(live, put_nbytes, now - since)
+            numbers, live_nbytes, put_nbytes = self._table.usage(segment)
+            verdict = is_worth_it(live_nbytes, put_nbytes, now - since)
             if verdict is False:
                 del self._since[segment]
-            if not verdict or (not extents and now - since < REST_S):
+            if not verdict or (not live_nbytes and now - since < REST_S):
                 continue
             self._table.ask_to_seal(segment)
+            held = map(self._state.extents.get, islice(numbers, _MAX_LOOKED_AT))
+            extents = [extent for extent in held if extent is not None and extent.nbytes]  # no bytes: it is another's
             if not extents:
                 del self._since[segment]
                 continue

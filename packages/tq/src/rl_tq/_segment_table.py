@@ -17,7 +17,7 @@ from rl_tq._spill import spilled_files
 from rl_tq.errors import TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
     from rl_tq._service import Message
@@ -44,7 +44,10 @@ class _Held:
     """Its number among the owner's."""
     file: str | None = None
     """Its file, if it has one."""
-    extents: set[int] = field(default_factory=set[int])
+    extents: dict[int, int] = field(default_factory=dict[int, int])
+    """Number to how many of its bytes are counted as live, the oldest first."""
+    live_nbytes: int = 0
+    """Of all of them."""
     put_nbytes: int = 0
     """Of all extents since it was empty."""
     is_sealed: bool = False
@@ -98,7 +101,8 @@ class SegmentTable:
             raise TransferQueueError(f"an extent of {nbytes} bytes does not lie in its segment")
         extent = next(self._numbers)
         self._extents[extent] = (number, offset, nbytes)
-        held.extents.add(extent)
+        held.extents[extent] = nbytes
+        held.live_nbytes += nbytes
         held.put_nbytes += nbytes
         self.stamps.open(extent)
         return extent
@@ -107,7 +111,7 @@ class SegmentTable:
         """Another number for an extent's memory, which stays as long as one of them is not freed."""
         number = next(self._numbers)
         self._extents[number] = self._extents[extent]
-        self._segments[self.segment_of(extent)].extents.add(number)
+        self._segments[self.segment_of(extent)].extents[number] = 0
         self.stamps.open(number)
         return number
 
@@ -115,10 +119,18 @@ class SegmentTable:
         """Which segment an extent is in."""
         return self._extents[extent][0]
 
-    def usage(self, number: int) -> tuple[set[int], int]:
-        """The extents in a segment, and the bytes put into it since it was empty."""
+    def shrink(self, extent: int, live_nbytes: int) -> None:
+        """So many bytes of an extent are of rows that are still there."""
+        held = self._segments[self.segment_of(extent)]
+        held.live_nbytes += live_nbytes - held.extents[extent]
+        held.extents[extent] = live_nbytes
+
+    def usage(self, number: int) -> tuple[Collection[int], int, int]:
+        """The extents in a segment, the oldest first; its live bytes, and those put into it since it was empty."""
         held = self._segments.get(number)
-        return (held.extents, held.put_nbytes) if held is not None and not held.is_free else (set(), 0)
+        return (
+            (held.extents, held.live_nbytes, held.put_nbytes) if held is not None and not held.is_free else ((), 0, 0)
+        )
 
     def ask_to_seal(self, number: int) -> None:
         """Have its owner put nothing more into a segment."""
@@ -181,7 +193,8 @@ class SegmentTable:
         for extent in extents:
             number, _, _ = self._extents.pop(extent)
             self.stamps.close(extent)
-            self._segments[number].extents.discard(extent)
+            held = self._segments[number]
+            held.live_nbytes -= held.extents.pop(extent)
             touched.add(number)
         self._free_if_done(touched)
 
@@ -257,6 +270,7 @@ class SegmentTable:
             self._extents[extent] = (by_file[file], offset, nbytes)
             self.stamps.open(extent)
             held = self._segments[by_file[file]]
-            held.extents.add(extent)
+            held.extents[extent] = nbytes
+            held.live_nbytes += nbytes
             held.put_nbytes = held.segment.nbytes
         self._numbers = count(last_number + len(by_file) + 1)

@@ -73,6 +73,7 @@ class ControlServer:
                 self._recovery.resume(journal)
             if snapshot is not None:
                 self._recovery.restore(snapshot)
+            self._wasted.adopt()
             self._listener = listen(address, abstract)
         except BaseException:
             self._table.close()
@@ -265,7 +266,7 @@ class ControlServer:
             self._commit(self._journal)  # what is written down must not name a segment that is used again or gone
         now = time.monotonic()
         for extent in (*freed, *shrunk):
-            self._wasted.note(self._table.segment_of(extent), now)
+            self._wasted.note(extent, now)
         self._table.free(freed)
         self.has_waste.set()
 
