@@ -83,7 +83,9 @@ class _RepeatRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].new_zeros((ctx.repeats.num_rows, *grads[0].shape[1:]))
         for rows, slots in ctx.repeats.sums:
-            grad.index_copy_(0, rows, grads[0].index_select(0, slots).unflatten(0, (len(rows), -1)).sum(1))
+            copies = grads[0].index_select(0, slots)
+            is_alone = len(slots) == len(rows)
+            grad.index_copy_(0, rows, copies if is_alone else copies.unflatten(0, (len(rows), -1)).sum(1))
         return grad, None
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from rl_engine._cost import CostModel
     from rl_engine._gather import Repeats
+    from rl_engine._packed import PackedRows
     from rl_engine._routing import ExpertLoad, Experts, Routing
-    from rl_engine._rows import PackedRows
     from rl_engine._ulysses import SequenceGroup
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}

@@ -20,7 +20,7 @@ from rl_engine._gather import Repeats, repeats, to_device
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_engine._rows import PackedRows
+    from rl_engine._packed import PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from rl_engine.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
-    from rl_engine._rows import PackedRows, RowBatch
+    from rl_engine._packed import PackedRows
+    from rl_engine._rows import RowBatch
 
 AUX_LOSS = "router_aux_loss"
 

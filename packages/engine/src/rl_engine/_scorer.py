@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from rl_engine._cost import CostModel
+    from rl_engine._packed import PackedRows
     from rl_engine._routing import ExpertLoad, Experts, Routing
-    from rl_engine._rows import PackedRows
     from rl_engine._scores import Scores
     from rl_engine._sight import Sight
 

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_engine import _checkpoint, _folder
+from rl_engine._allocator import keep_freed_memory
 from rl_engine._deal import Copies
 from rl_engine._distributed import World, expected_size, join_world
 from rl_engine._folder import DTYPES
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
+from rl_engine._packed import one_token_row
 from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
-from rl_engine._rows import CANDIDATES, VISUAL, RowBatch, one_token_row
+from rl_engine._rows import CANDIDATES, VISUAL, RowBatch
 from rl_engine._settings import check_settings, settled
 from rl_engine._sharding import reshard, whole
 from rl_engine._shards import local_shards
@@ -111,6 +113,8 @@ class ShardedEngine(Engine):
         self._copies = Copies(
             copy_of=tuple(rank // sp for rank in range(world.size)), speakers=tuple(range(0, world.size, sp))
         )
+        if world.device.type == "cpu":
+            keep_freed_memory()
         self._world, self._scorer = world, scorer
         self._home = torch.device("cpu") if config.cpu_offload else world.device
         self._places = dict.fromkeys(("model", "optimizer", "grad"), self._home)

@@ -24,7 +24,8 @@ from rl_engine.errors import BatchError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_engine._rows import PackedRows, RowBatch
+    from rl_engine._packed import PackedRows
+    from rl_engine._rows import RowBatch
 
 
 def is_sighted(model: PreTrainedModel) -> bool:

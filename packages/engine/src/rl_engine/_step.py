@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from rl_engine._cost import CostModel
     from rl_engine._deal import Copies, Deal, Parcels
     from rl_engine._distributed import World
+    from rl_engine._packed import PackedRows
     from rl_engine._plan import Load
-    from rl_engine._rows import PackedRows, RowBatch
+    from rl_engine._rows import RowBatch
     from rl_engine._scores import Scores
     from rl_engine.base import LossFunction
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rl_engine._rows import PackedRows
+    from rl_engine._packed import PackedRows
     from rl_engine._scores import Scores
 
 

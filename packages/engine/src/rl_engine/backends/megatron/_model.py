@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer import TransformerConfig
 
+    from rl_engine._packed import PackedRows
     from rl_engine._routing import ExpertLoad, Routing
-    from rl_engine._rows import PackedRows
     from rl_engine.backends.megatron._config import Architecture
     from rl_engine.backends.megatron._layout import Layout
 

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rl_engine import _folder
 from rl_engine._cost import cost_model
 from rl_engine._deal import Copies
+from rl_engine._packed import one_token_row
 from rl_engine._routing import AUX_LOSS
-from rl_engine._rows import one_token_row
 from rl_engine._scores import Wanted
 from rl_engine._step import Tally, apply_loss
 from rl_engine._writer import CheckpointWriter
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from rl_engine._cost import CostModel
     from rl_engine._distributed import World
+    from rl_engine._packed import PackedRows
     from rl_engine._routing import ExpertLoad, Routing
-    from rl_engine._rows import PackedRows
     from rl_engine._step import Agreed
     from rl_engine.backends.megatron._config import Architecture
     from rl_engine.backends.megatron._layout import Layout

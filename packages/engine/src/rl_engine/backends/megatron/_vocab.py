@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rl_engine._rows import PackedRows
+    from rl_engine._packed import PackedRows
     from rl_engine._scores import Scores, Wanted
     from rl_engine.backends.megatron._layout import Axis
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchtitan.models.common.decoder import Decoder
 
     from rl_engine._cost import CostModel
-    from rl_engine._rows import PackedRows
+    from rl_engine._packed import PackedRows
 
 SCORE = "score.weight"
 _HEAD = "lm_head.weight"
