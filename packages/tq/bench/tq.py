@@ -25,7 +25,7 @@ from tensordict import TensorDict
 
 import rl_tq
 from rl_bench import Role, Run, missing
-from rl_tq.buffer import Buffer
+from rl_tq.types import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_tq
-from rl_tq.buffer import Buffer
+from rl_tq.types import Buffer
 
 NUM_ROWS = 8
 

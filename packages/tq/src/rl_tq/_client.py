@@ -22,7 +22,7 @@ from rl_tq._schema import ColumnSchema, pack_schema
 from rl_tq._snapshot import write_snapshot
 from rl_tq.base import Sampler, TransferQueue
 from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError
-from rl_tq.types import BatchMeta, Credit, PartitionOptions, Policy, RestoreReport, RowMeta, batch_meta
+from rl_tq.types import BatchMeta, Buffer, Credit, PartitionOptions, Policy, RestoreReport, RowMeta, batch_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from rl_tq._opened import LocatedColumns, Opened
     from rl_tq._service import Message
-    from rl_tq.buffer import Buffer
 
 Answer = TypeVar("Answer")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nested._internal.nested_tensor import NestedTensor
 
     from rl_tq._gather import Lengths
-    from rl_tq.buffer import Buffer
+    from rl_tq.types import Buffer
 
 
 class Kept:
@@ -64,7 +64,8 @@ class Landing:
         self.kept = Kept()
         """What the last batch in the caller's buffer left."""
         if out is not None and not isinstance(out, torch.Tensor):
-            self.kept, out = out.kept, out.memory
+            self.kept = out.kept = out.kept or self.kept
+            out = out.memory
         if out is not None and device is not None:
             raise ValueError(f"out is a buffer on {out.device} and device is {device!r}: give one of them")
         if out is not None and (out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous()):

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_tq.buffer import Buffer
-    from rl_tq.types import BatchMeta, Credit, Policy, RestoreReport, RowMeta
+    from rl_tq.types import BatchMeta, Buffer, Credit, Policy, RestoreReport, RowMeta
 
 Sampler = Callable[[Sequence["RowMeta"], int], Sequence[int] | None]
 """Chooses rows for a claim: gets the ready rows (oldest first) and `batch_size`, and returns that many positions in
@@ -98,7 +97,7 @@ class TransferQueue(ABC):
             columns: Which columns.
             out: uint8 [n], contiguous, on any device: the tensors' values are laid into it, at multiples of 64 bytes,
                 and what is returned are views of it. Use it again and again, pinned or on the GPU; as a
-                `rl_tq.buffer.Buffer`, tensors of the get before are used again, too.
+                `rl_tq.types.Buffer`, tensors of the get before are used again, too.
             device: Where the tensors shall be; one transfer per column. Not with `out`.
 
         Raises:

@@ -9,6 +9,7 @@ from operator import itemgetter, ne
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_tq._balance import balanced_order
+from rl_tq._buffer import Buffer as Buffer
 from rl_tq._options import OnFull as OnFull
 from rl_tq._options import PartitionOptions as PartitionOptions
 

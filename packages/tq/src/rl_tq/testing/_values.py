@@ -10,10 +10,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from rl_csrc.frames import DTYPES
-from rl_tq.buffer import Buffer
 from rl_tq.errors import MissingDataError, SchemaError
 from rl_tq.testing._served import Served, rows_of, turns_of
-from rl_tq.types import BatchMeta, PerGroup
+from rl_tq.types import BatchMeta, Buffer, PerGroup
 
 if TYPE_CHECKING:
     from rl_tq.base import TransferQueue

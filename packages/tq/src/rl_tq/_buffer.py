@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from rl_tq._landing import Kept
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory for `get(..., out=buffer)`, with what the get before left of tensors that need not be made again.
 
@@ -25,5 +23,5 @@ class Buffer:
 
     memory: torch.Tensor
     """uint8 [n], contiguous, on any device; how a get lays values into it: `TransferQueue.get`."""
-    kept: Kept = field(default_factory=Kept, init=False, repr=False)
-    """What the get before left."""
+    kept: Any = field(default=None, init=False, repr=False)
+    """What the get before left; the client's own."""
