@@ -117,7 +117,7 @@ class TestLimitsOfTheRealOneOnCpu:
         server = create_server(
             "sglang", real_sglang_config(qwen3_folder, "--lora-backend", "torch_native", adapters=folders)
         )
-        with pytest.raises(ServerStartError, match="pin_memory=True requires a CUDA"):
+        with pytest.raises(ServerStartError, match="pin_memory=True requires a CUDA|no NVIDIA driver"):
             asyncio.run(server.start())
 
     def test_sleep(self, qwen3_folder):
