@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_tq._ready import ReadyRows, make_index
+from rl_tq._orders import make_index
 from rl_tq.policies import RankAware
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
 
+    from rl_tq._ready import ReadyRows
     from rl_tq._rows import Partition, Row
     from rl_tq.types import Policy
 
