@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rl_csrc import ArgumentError, _cpu
 from rl_csrc.decoder import Decoder, DecoderLayer, pack_linear
+from rl_csrc.testing import random_decoder as make
 
 LEVELS = list(range(min(_cpu.set_kernel_level(-1), 2) + 1))
 PAGE_SIZE = 4
@@ -20,61 +21,6 @@ SHAPES = {
 
 SHARED = {"hidden": 128, "inner": 256, "head_size": 32}
 """As large as it takes for threads to share the work of 40 sequences, or of 150 tokens."""
-
-
-def make(
-    dtype=torch.float32,
-    hidden=48,
-    inner=80,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    vocab_size=70,
-    windows=(None, None),
-    num_positions=64,
-    *,
-    has_bias=False,
-    has_head_norms=True,
-):
-    """A random decoder; the same numbers in every dtype."""
-    generator = torch.Generator().manual_seed(hidden * head_size)
-
-    def numbers(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
-
-    def scales(size):
-        return (torch.rand(size, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
-
-    def linear(outputs, inputs):
-        return pack_linear(numbers(outputs, inputs, scale=inputs**-0.5), numbers(outputs) if has_bias else None)
-
-    layers = [
-        DecoderLayer(
-            input_norm=scales(hidden),
-            qkv=linear((num_heads + 2 * num_kv_heads) * head_size, hidden),
-            query_norm=scales(head_size) if has_head_norms else None,
-            key_norm=scales(head_size) if has_head_norms else None,
-            out=linear(hidden, num_heads * head_size),
-            post_norm=scales(hidden),
-            gate_up=linear(2 * inner, hidden),
-            down=linear(hidden, inner),
-            window=window,
-        )
-        for window in windows
-    ]
-    frequencies = 100.0 ** -(torch.arange(head_size // 2, dtype=torch.float64) / head_size)
-    angles = torch.arange(num_positions)[:, None] * frequencies
-    return Decoder(
-        embedding=numbers(vocab_size, hidden),
-        layers=layers,
-        norm=scales(hidden),
-        head=pack_linear(numbers(vocab_size, hidden, scale=hidden**-0.5)),
-        cos=angles.cos().to(dtype),
-        sin=angles.sin().to(dtype),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        eps=1e-6,
-    )
 
 
 class Tokens:

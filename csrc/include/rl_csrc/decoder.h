@@ -55,6 +55,20 @@ typedef struct {
   int64_t tokens, num_logits, table_rows, table_stride, pages, page_size;
 } rl_decoder_batch;
 
+/* How each row of a batch draws its tokens, and where it ends. R is the batch's tokens. */
+typedef struct {
+  const float* temperature;  /* [R] above 0 */
+  const int64_t* streams;    /* [R] as for rl_cpu_draw */
+  const uint8_t* is_greedy;  /* [R] take the most likely token instead; NULL: none */
+  const int64_t* limits;     /* [R] length, with the fed token and all before it, at which a row ends */
+  const int64_t* stop_ids;   /* [R, num_stops] tokens with which a row ends; -1 where there are fewer */
+  int64_t num_stops, steps;
+  const int64_t* interrupt;  /* once it is not 0, every row ends with the step it is in; others may write it meanwhile. NULL: never */
+  int64_t* ids;              /* [R, steps] */
+  float* logprobs;           /* [R, steps] as of rl_cpu_draw */
+  int64_t* counts;           /* [R] tokens that were drawn; what follows them is not written */
+} rl_generation;
+
 /* Numbers in the panels of a weight [outputs, inputs]. */
 int64_t rl_cpu_packed_size(int64_t outputs, int64_t inputs);
 /* weight [outputs, inputs], rows `row_stride` apart. */
@@ -65,6 +79,11 @@ int64_t rl_cpu_decode_workspace(const rl_decoder* decoder, int64_t tokens, int64
  * range or that has no page for a position it looks at; then nothing was written. The bits of a token depend neither on the others
  * nor on `threads`. */
 int64_t rl_cpu_decode(const rl_decoder* decoder, const rl_decoder_batch* batch, int threads);
+/* Up to `steps` times: the pass over the newest token of each row, and the draw of the next. The batch has one token of each sequence,
+ * and `which` is NULL. A row ends with a stop id, at its limit, or where its logits are not finite, which its last log-prob tells.
+ * What is returned is that of rl_cpu_decode, for all the steps. A row's bits depend neither on the others, nor on `threads`, nor on how
+ * many steps one call takes. */
+int64_t rl_cpu_generate(const rl_decoder* decoder, const rl_decoder_batch* batch, const rl_generation* generation, int threads);
 
 #ifdef __cplusplus
 }

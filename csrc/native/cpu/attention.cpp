@@ -27,12 +27,12 @@ std::int64_t slot_of(const rl_paged_attention& in, std::int64_t token) {
   return in.block_tables[in.rows[token] * in.table_stride + position / in.page_size] * in.page_size + position % in.page_size;
 }
 
-bool is_placed(const rl_paged_attention& in, std::int64_t token) {
+bool is_placed(const rl_paged_attention& in, std::int64_t token, std::int64_t last) {
   const std::int64_t row = in.rows[token], position = in.positions[token];
-  if (row < 0 || row >= in.table_rows || position < 0 || position / in.page_size >= in.table_stride) return false;
+  if (row < 0 || row >= in.table_rows || position < 0 || last / in.page_size >= in.table_stride) return false;
   const std::int64_t* pages = in.block_tables + row * in.table_stride;
   const std::int64_t first = in.window > 0 ? std::max<std::int64_t>(0, position + 1 - in.window) / in.page_size : 0;
-  return std::all_of(pages + first, pages + position / in.page_size + 1,
+  return std::all_of(pages + first, pages + last / in.page_size + 1,
                      [&](std::int64_t page) { return page >= 0 && page < in.pages; });
 }
 
@@ -46,9 +46,9 @@ void write_heads(const void* source, const std::int64_t* strides, void* cache, s
 
 }  // namespace
 
-std::int64_t first_unplaced(const rl_paged_attention& in) {
+std::int64_t first_unplaced(const rl_paged_attention& in, const std::int64_t* last) {
   for (std::int64_t t = 0; t < in.tokens; ++t)
-    if (!is_placed(in, t)) return t + 1;
+    if (!is_placed(in, t, last[t])) return t + 1;
   return 0;
 }
 
@@ -77,7 +77,7 @@ void attend_pages(const rl_paged_attention& in, int threads) {
 }  // namespace rl
 
 extern "C" std::int64_t rl_cpu_paged_attention(const rl_paged_attention* in, int threads) {
-  const std::int64_t bad = rl::first_unplaced(*in);
+  const std::int64_t bad = rl::first_unplaced(*in, in->positions);
   if (!bad) rl::attend_pages(*in, threads);
   return bad;
 }

@@ -10,6 +10,7 @@ void paged_token_baseline(const rl_paged_attention* in, int64_t token, float* sc
 void paged_token_avx2(const rl_paged_attention* in, int64_t token, float* scratch, int64_t* slots);
 void paged_token_avx512(const rl_paged_attention* in, int64_t token, float* scratch, int64_t* slots);
 
-int64_t first_unplaced(const rl_paged_attention& in);          // 1 + a token without a page for a position it looks at; 0: none
+// 1 + a token without a page for a position that it looks at, or would look at further on in its sequence, up to `last` [tokens]; 0: none.
+int64_t first_unplaced(const rl_paged_attention& in, const int64_t* last);
 void attend_pages(const rl_paged_attention& in, int threads);  // what was not checked is read and written
 }  // namespace rl

@@ -1,14 +1,17 @@
-// The pass of a decoder: norms, projections, rotation, attention over pages, gated MLP, head.
+// The pass of a decoder: norms, projections, rotation, attention over pages, gated MLP, head; and generation, which repeats it.
 #include "rl_csrc/decoder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "cpu/attention.h"
 #include "cpu/decoder.h"
 #include "cpu/pool.h"
 #include "isa.h"
+#include "rl_csrc/kernels.h"
 
 namespace rl {
 namespace {
@@ -138,9 +141,10 @@ class Pass {
   float *x_, *narrow_, *wide_;
 };
 
-std::int64_t first_bad_token(const rl_decoder& d, const rl_decoder_batch& b) {
+// `last` [tokens]: the last position of each token's sequence that the call computes.
+std::int64_t first_bad_token(const rl_decoder& d, const rl_decoder_batch& b, const std::int64_t* last) {
   for (std::int64_t t = 0; t < b.tokens; ++t)
-    if (b.ids[t] < 0 || b.ids[t] >= d.vocab || b.positions[t] < 0 || b.positions[t] >= d.num_positions) return t + 1;
+    if (b.ids[t] < 0 || b.ids[t] >= d.vocab || b.positions[t] < 0 || last[t] >= d.num_positions) return t + 1;
   rl_paged_attention in = Pass::pages_of(d, b);
   for (std::int64_t i = 0; i < d.num_layers; ++i) {  // the widest window tells for all
     if (d.layers[i].window == 0) {
@@ -149,18 +153,19 @@ std::int64_t first_bad_token(const rl_decoder& d, const rl_decoder_batch& b) {
     }
     in.window = std::max(in.window, d.layers[i].window);
   }
-  return first_unplaced(in);
+  return first_unplaced(in, last);
 }
 
 // Whether no token looks at what another one of the call writes.
-bool are_apart(const rl_decoder_batch& b) {
+bool are_apart(const rl_decoder_batch& b, const std::int64_t* last) {
   std::vector<std::int64_t> writer(static_cast<std::size_t>(b.pages), -1);
   const auto page = [&](std::int64_t t, std::int64_t p) { return b.block_tables[b.rows[t] * b.table_stride + p]; };
-  for (std::int64_t t = 0; t < b.tokens; ++t) {
-    std::int64_t& its = writer[static_cast<std::size_t>(page(t, b.positions[t] / b.page_size))];
-    if (its >= 0) return false;
-    its = t;
-  }
+  for (std::int64_t t = 0; t < b.tokens; ++t)
+    for (std::int64_t p = b.positions[t] / b.page_size; p <= last[t] / b.page_size; ++p) {
+      std::int64_t& its = writer[static_cast<std::size_t>(page(t, p))];
+      if (its >= 0) return false;
+      its = t;
+    }
   for (std::int64_t t = 0; t < b.tokens; ++t)
     for (std::int64_t p = 0; p < b.positions[t] / b.page_size; ++p) {
       const std::int64_t seen = page(t, p);
@@ -176,10 +181,11 @@ std::int64_t weights_of(const rl_decoder& d) {
   return total + d.head.outputs * d.head.inputs;
 }
 
-// Tokens [begin, end) of a batch whose logits are all wanted.
+// Tokens [begin, end) of a batch whose logits are all wanted, with their share of its workspace.
 rl_decoder_batch part_of(const rl_decoder& d, const rl_decoder_batch& b, std::int64_t begin, std::int64_t end) {
   rl_decoder_batch part = b;
   part.ids += begin, part.positions += begin, part.rows += begin;
+  part.workspace += rl_cpu_decode_workspace(&d, begin, begin);
   part.logits += begin * panels_of(d.head.outputs) * RL_PANEL;
   part.tokens = part.num_logits = end - begin;
   return part;
@@ -189,16 +195,79 @@ constexpr std::int64_t kCachedWeights = 1 << 24;   // numbers; beyond, threads h
 constexpr std::int64_t kRowsOfThread = 8;          // fewer rows do not fill a tile
 constexpr std::int64_t kSharedProducts = 1 << 22;  // that must lie between two meetings of threads for a second one to be worth waking
 
-// Whether threads take tokens from end to end, so that none waits for another; all of them read all weights.
-bool goes_by_rows(const rl_decoder& d, const rl_decoder_batch& b, int threads) {
-  const std::int64_t weights = weights_of(d);
-  return threads > 1 && !b.which && b.tokens >= 2 * kRowsOfThread && weights <= kCachedWeights && b.tokens * weights >= 2 * kSharedProducts &&
-         are_apart(b);
-}
-
 // Threads that share out each product of a call in turn.
 int threads_of_products(const rl_decoder& d, const rl_decoder_batch& b, int threads) {
   return b.tokens * weights_of(d) / (4 * d.num_layers + 1) < kSharedProducts ? 1 : threads;
+}
+
+// Whether threads take tokens from end to end, so that none waits for another; all of them read all weights.
+bool goes_by_rows(const rl_decoder& d, const rl_decoder_batch& b, const std::int64_t* last, std::int64_t steps, int threads) {
+  const std::int64_t weights = weights_of(d);
+  return threads > 1 && !b.which && b.tokens >= 2 * kRowsOfThread && weights <= kCachedWeights &&
+         b.tokens * weights * steps >= 2 * kSharedProducts && are_apart(b, last);
+}
+
+// Calls body(part, first token of it, threads) with the tokens of a batch by parts whose tokens do not look at one another, or with all.
+template <class Body>
+void for_parts(const rl_decoder& d, const rl_decoder_batch& b, const std::int64_t* last, std::int64_t steps, int threads, const Body& body) {
+  if (!goes_by_rows(d, b, last, steps, threads)) return body(b, 0, threads);
+  const std::int64_t grain = std::max(kRowsOfThread, (b.tokens + threads - 1) / threads);
+  parallel_for(b.tokens, grain, threads, [&](std::int64_t begin, std::int64_t end) { body(part_of(d, b, begin, end), begin, 1); });
+}
+
+// Rows of a batch that go on, side by side.
+struct Live {
+  std::vector<std::int64_t> row, id, table_row, position, stream;
+  std::vector<float> temperature;
+  std::vector<std::uint8_t> is_greedy;
+
+  Live(const rl_decoder_batch& b, const rl_generation& g, std::int64_t first)
+      : row(static_cast<std::size_t>(b.tokens)), id(b.ids, b.ids + b.tokens), table_row(b.rows, b.rows + b.tokens),
+        position(b.positions, b.positions + b.tokens), stream(g.streams + first, g.streams + first + b.tokens),
+        temperature(g.temperature + first, g.temperature + first + b.tokens), is_greedy(static_cast<std::size_t>(b.tokens)) {
+    std::iota(row.begin(), row.end(), first);
+    if (g.is_greedy) std::copy_n(g.is_greedy + first, b.tokens, is_greedy.begin());
+  }
+
+  std::size_t size() const { return row.size(); }
+
+  void move(std::size_t from, std::size_t to) {
+    row[to] = row[from], id[to] = id[from], table_row[to] = table_row[from], position[to] = position[from], stream[to] = stream[from];
+    temperature[to] = temperature[from], is_greedy[to] = is_greedy[from];
+  }
+};
+
+bool is_over(const rl_generation& g, std::int64_t row, std::int64_t id, float logprob, std::int64_t length) {
+  const std::int64_t* stops = g.stop_ids + row * g.num_stops;
+  return length >= g.limits[row] || !std::isfinite(logprob) || std::find(stops, stops + g.num_stops, id) != stops + g.num_stops;
+}
+
+// The rows of a part, which begin at `first` of the whole batch, until all have ended.
+void generate(const rl_decoder& d, const rl_decoder_batch& part, const rl_generation& g, std::int64_t first, int threads) {
+  Live live(part, g, first);
+  std::vector<std::int64_t> drawn(live.size());
+  std::vector<float> logprobs(live.size());
+  rl_decoder_batch now = part;
+  now.ids = live.id.data(), now.rows = live.table_row.data(), now.positions = live.position.data();
+  rl_logits logits{};
+  logits.data = part.logits, logits.row_stride = panels_of(d.head.outputs) * RL_PANEL, logits.vocab = d.head.outputs;
+  logits.temperature = live.temperature.data(), logits.dtype = RL_F32;
+  const rl_draw draw{live.stream.data(), live.position.data(), live.is_greedy.data(), drawn.data(), logprobs.data()};
+  std::size_t size = live.size();
+  for (std::int64_t step = 0; step < g.steps && size > 0; ++step) {
+    now.tokens = now.num_logits = logits.rows = static_cast<std::int64_t>(size);
+    Pass(d, now, part.workspace, threads_of_products(d, now, threads)).run();
+    for (std::size_t i = 0; i < size; ++i) ++live.position[i];  // of what is drawn now
+    rl_cpu_draw(&logits, &draw, threads);
+    std::size_t left = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+      const std::int64_t row = live.row[i], at = row * g.steps + step;
+      g.ids[at] = live.id[i] = drawn[i], g.logprobs[at] = logprobs[i], g.counts[row] = step + 1;
+      if (!is_over(g, row, drawn[i], logprobs[i], live.position[i] + 1)) live.move(i, left++);
+    }
+    size = left;
+    if (g.interrupt && __atomic_load_n(g.interrupt, __ATOMIC_RELAXED)) return;
+  }
 }
 
 }  // namespace
@@ -230,15 +299,23 @@ extern "C" std::int64_t rl_cpu_decode_workspace(const rl_decoder* decoder, std::
 extern "C" std::int64_t rl_cpu_decode(const rl_decoder* decoder, const rl_decoder_batch* batch, int threads) {
   const rl_decoder& d = *decoder;
   const rl_decoder_batch& b = *batch;
-  if (const std::int64_t bad = first_bad_token(d, b)) return bad;
-  if (!goes_by_rows(d, b, threads)) {
-    Pass(d, b, b.workspace, threads_of_products(d, b, threads)).run();
-    return 0;
-  }
-  const std::int64_t grain = std::max(kRowsOfThread, (b.tokens + threads - 1) / threads);
-  parallel_for(b.tokens, grain, threads, [&](std::int64_t begin, std::int64_t end) {
-    const rl_decoder_batch part = part_of(d, b, begin, end);
-    Pass(d, part, b.workspace + rl_cpu_decode_workspace(decoder, begin, begin), 1).run();
+  if (const std::int64_t bad = first_bad_token(d, b, b.positions)) return bad;
+  for_parts(d, b, b.positions, 1, threads, [&](const rl_decoder_batch& part, std::int64_t, int its_threads) {
+    Pass(d, part, part.workspace, threads_of_products(d, part, its_threads)).run();
+  });
+  return 0;
+}
+
+extern "C" std::int64_t rl_cpu_generate(const rl_decoder* decoder, const rl_decoder_batch* batch, const rl_generation* generation, int threads) {
+  const rl_decoder& d = *decoder;
+  const rl_decoder_batch& b = *batch;
+  const rl_generation& g = *generation;
+  std::vector<std::int64_t> last(b.positions, b.positions + b.tokens);
+  for (std::int64_t t = 0; t < b.tokens; ++t)  // what is drawn at the limit is not fed
+    last[static_cast<std::size_t>(t)] += std::clamp<std::int64_t>(g.limits[t] - b.positions[t] - 2, 0, g.steps - 1);
+  if (const std::int64_t bad = first_bad_token(d, b, last.data())) return bad;
+  for_parts(d, b, last.data(), g.steps, threads, [&](const rl_decoder_batch& part, std::int64_t first, int its_threads) {
+    generate(d, part, g, first, its_threads);
   });
   return 0;
 }

@@ -14,10 +14,13 @@ namespace {
 
 using Handle = py::handle;
 
-const float* floats(Handle tensor, const char* name, std::int64_t size) {
-  if (tensor.is_none()) raise("ArgumentError", std::string(name) + " is None; wanted a float32 tensor.");
-  return elements<float>(tensor, name, size);
+template <class T>
+T* needed(Handle tensor, const char* name, std::int64_t size) {
+  if (tensor.is_none()) raise("ArgumentError", std::string(name) + " is None; wanted a tensor of dtype " + dtype_name(dtype_of<T>()) + ".");
+  return elements<T>(tensor, name, size);
 }
+
+const float* floats(Handle tensor, const char* name, std::int64_t size) { return needed<float>(tensor, name, size); }
 
 // panels, bias or None, outputs.
 rl_packed_linear packed_linear(const py::tuple& packed, const char* name, std::int64_t inputs) {
@@ -63,30 +66,75 @@ class Decoder {
 
   void decode(Handle ids, Handle positions, Handle rows, Handle block_tables, const py::sequence& key_caches, const py::sequence& value_caches,
               Handle which, Handle workspace, Handle logits, int threads) const {
-    rl_decoder_batch b{};
-    TensorArg tokens(ids, "ids"), tables(block_tables, "block_tables");
-    tokens.shaped({-1});
-    tables.shaped({-1, -1});
-    b.tokens = tokens.size(0);
-    b.ids = elements<std::int64_t>(ids, "ids", b.tokens);
-    b.positions = elements<std::int64_t>(positions, "positions", b.tokens);
-    b.rows = elements<std::int64_t>(rows, "rows", b.tokens);
-    b.block_tables = elements<std::int64_t>(block_tables, "block_tables");
-    b.table_rows = tables.size(0), b.table_stride = tables.size(1);
-    choose(which, b);
-    std::vector<float*> keys = caches(key_caches, "a key cache", b), values = caches(value_caches, "a value cache", b);
-    b.key_caches = keys.data(), b.value_caches = values.data();
-    b.workspace = elements<float>(workspace, "workspace", this->workspace(b.tokens, b.num_logits));
-    b.logits = elements<float>(logits, "logits", b.num_logits * ((d_.head.outputs + RL_PANEL - 1) / RL_PANEL) * RL_PANEL);
-    std::int64_t bad = 0;
-    {
-      py::gil_scoped_release released;
-      bad = rl_cpu_decode(&d_, &b, threads);
-    }
-    if (bad) refuse(b, bad - 1, tables);
+    Call call(*this, ids, positions, rows, block_tables, key_caches, value_caches);
+    choose(which, call.batch);
+    call.run(workspace, logits, [&] { return rl_cpu_decode(&d_, &call.batch, threads); });
+  }
+
+  // `drawing` is temperature, streams, is_greedy or None, limits, stop_ids, interrupt or None; `drawn` ids, logprobs, counts.
+  void generate(Handle ids, Handle positions, Handle rows, Handle block_tables, const py::sequence& key_caches,
+                const py::sequence& value_caches, const py::tuple& drawing, std::int64_t steps, Handle workspace, Handle logits,
+                const py::tuple& drawn, int threads) const {
+    Call call(*this, ids, positions, rows, block_tables, key_caches, value_caches);
+    const std::int64_t size = call.batch.num_logits = call.batch.tokens;
+    wants_outputs(d_.head, d_.vocab, "head");  // what is drawn is fed
+    TensorArg stops(drawing[4], "stop_ids");
+    stops.shaped({size, -1});
+    rl_generation g{};
+    g.temperature = floats(drawing[0], "temperature", size);
+    g.streams = needed<std::int64_t>(drawing[1], "streams", size);
+    g.is_greedy = elements<std::uint8_t>(drawing[2], "is_greedy", size);
+    g.limits = needed<std::int64_t>(drawing[3], "limits", size);
+    g.stop_ids = needed<std::int64_t>(drawing[4], "stop_ids", -1), g.num_stops = stops.size(1);
+    g.interrupt = elements<std::int64_t>(drawing[5], "interrupt", 1);
+    g.steps = steps;
+    g.ids = needed<std::int64_t>(drawn[0], "ids", size * steps);
+    g.logprobs = needed<float>(drawn[1], "logprobs", size * steps);
+    g.counts = needed<std::int64_t>(drawn[2], "counts", size);
+    for (std::int64_t i = 0; i < size; ++i)
+      if (g.limits[i] > d_.num_positions)
+        raise("ArgumentError", "limits[" + std::to_string(i) + "] is " + std::to_string(g.limits[i]) + "; allowed are up to " +
+                                   std::to_string(d_.num_positions) + ".");
+    call.run(workspace, logits, [&] { return rl_cpu_generate(&d_, &call.batch, &g, threads); });
   }
 
  private:
+  // What decode and generate share: new tokens over pages.
+  struct Call {
+    Call(const Decoder& decoder, Handle ids, Handle positions, Handle rows, Handle block_tables, const py::sequence& key_caches,
+         const py::sequence& value_caches)
+        : of(decoder), tables(block_tables, "block_tables") {
+      TensorArg tokens(ids, "ids");
+      tokens.shaped({-1});
+      tables.shaped({-1, -1});
+      batch.tokens = tokens.size(0);
+      batch.ids = elements<std::int64_t>(ids, "ids", batch.tokens);
+      batch.positions = elements<std::int64_t>(positions, "positions", batch.tokens);
+      batch.rows = elements<std::int64_t>(rows, "rows", batch.tokens);
+      batch.block_tables = elements<std::int64_t>(block_tables, "block_tables");
+      batch.table_rows = tables.size(0), batch.table_stride = tables.size(1);
+      keys = of.caches(key_caches, "a key cache", batch), values = of.caches(value_caches, "a value cache", batch);
+      batch.key_caches = keys.data(), batch.value_caches = values.data();
+    }
+
+    template <class Work>
+    void run(Handle workspace, Handle logits, const Work& work) {
+      batch.workspace = elements<float>(workspace, "workspace", of.workspace(batch.tokens, batch.num_logits));
+      batch.logits = elements<float>(logits, "logits", batch.num_logits * ((of.d_.head.outputs + RL_PANEL - 1) / RL_PANEL) * RL_PANEL);
+      std::int64_t bad = 0;
+      {
+        py::gil_scoped_release released;
+        bad = work();
+      }
+      if (bad) of.refuse(batch, bad - 1, tables);
+    }
+
+    const Decoder& of;
+    TensorArg tables;
+    rl_decoder_batch batch{};
+    std::vector<float*> keys, values;
+  };
+
   rl_decoder_layer layer_of(const py::tuple& t) const {
     const std::int64_t attended = d_.heads * d_.head_size;
     rl_decoder_layer layer{};
@@ -142,7 +190,7 @@ class Decoder {
     out_of("ids", b.ids[t], d_.vocab);
     out_of("positions", b.positions[t], d_.num_positions);
     tables.refuse("a page of the caches for every position that token " + std::to_string(t) + " looks at (row " + std::to_string(b.rows[t]) +
-                  ", position " + std::to_string(b.positions[t]) + ")");
+                  ", position " + std::to_string(b.positions[t]) + "), or those that follow it within the call");
   }
 
   py::tuple kept_;  // tensors whose memory is read
@@ -169,7 +217,8 @@ void bind_decoder(py::module_& m) {
   py::class_<Decoder>(m, "Decoder")
       .def(py::init<Handle, const py::tuple&, Handle, const py::tuple&, Handle, Handle, std::int64_t, std::int64_t, double, double>())
       .def("workspace", &Decoder::workspace)
-      .def("decode", &Decoder::decode);
+      .def("decode", &Decoder::decode)
+      .def("generate", &Decoder::generate);
 }
 
 }  // namespace rl

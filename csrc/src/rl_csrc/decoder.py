@@ -2,7 +2,8 @@
 
 Each layer is RMSNorm (1910.07467), attention with rotated queries and keys (2104.09864), RMSNorm, and an MLP gated by
 SiLU (2002.05202); both halves are added to what came in. That is Llama, Mistral, Qwen2 and Qwen3, with biases, norms of
-queries and keys, grouped heads and sliding windows where they have them. In float32 the whole pass is one native call.
+queries and keys, grouped heads and sliding windows where they have them. In float32 the whole pass is one native call,
+and so is generation: the pass and the draw of a token, over and over.
 
 Legend: `T` new tokens of any sequences, `B` of them with logits, `V` vocabulary, `H` hidden size, `I` size of the MLP,
 `Q` query heads, `K` key/value heads (Q is a multiple), `D` size of a head, `P` positions.
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import embedding as look_up
 from torch.nn.functional import linear, silu
 
-from rl_csrc import _cpu, paged
+from rl_csrc import _cpu, paged, sampling
 from rl_csrc._memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
 
@@ -99,6 +100,31 @@ class DecoderLayer:
     """I to H."""
     window: int | None = None
     """A token sees itself and the `window - 1` positions before it; None: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """How each of `B` sequences draws its tokens, and where it ends."""
+
+    temperature: Tensor
+    """[B] float32, above 0."""
+    streams: Tensor
+    """[B] int64, of `sampling.streams_of` seeds."""
+    is_greedy: Tensor | None = None
+    """[B] bool, sequences that take the most likely token; None: none."""
+    limits: Tensor
+    """[B] int64, the length at which a sequence ends, in tokens from position 0."""
+    stop_ids: Tensor
+    """[B, S] int64, tokens with which a sequence ends; -1 where there are fewer."""
+
+    def of(self, which: Tensor) -> dict[str, Any]:
+        """What `sampling.draw` asks of some sequences."""
+        is_greedy = None if self.is_greedy is None else self.is_greedy[which]
+        return {"temperature": self.temperature[which], "streams": self.streams[which], "is_greedy": is_greedy}
+
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """As the native decoder takes them."""
+        return self.temperature, self.streams, self.is_greedy, self.limits, self.stop_ids
 
 
 class Decoder:
@@ -183,15 +209,99 @@ class Decoder:
         if self._kernel is None:
             return self.reference(ids, positions, rows, block_tables, key_caches, value_caches, which)
         num_tokens = ids.shape[0]
-        num_logits = num_tokens if which is None else which.shape[0]
-        num_columns = self.head.num_outputs
-        logits = in_huge_pages(self.norm.new_empty(num_logits, -(-num_columns // _PANEL) * _PANEL))
-        workspace = in_huge_pages(self.norm.new_empty(self._kernel.workspace(num_tokens, num_logits)))
+        logits, workspace = self._room(num_tokens, num_tokens if which is None else which.shape[0])
         self._kernel.decode(
             *(ids, positions, rows, block_tables, key_caches, value_caches, which),
             *(workspace, logits, num_threads or torch.get_num_threads()),
         )
-        return logits[:, :num_columns]
+        return logits[:, : self.head.num_outputs]
+
+    def _room(self, num_tokens: int, num_logits: int) -> tuple[Tensor, Tensor]:
+        """For the logits of a native call, with whole panels, and for what it computes on the way."""
+        logits = self.norm.new_empty(num_logits, -(-self.head.num_outputs // _PANEL) * _PANEL)
+        workspace = self.norm.new_empty(self._kernel.workspace(num_tokens, num_logits))
+        return in_huge_pages(logits), in_huge_pages(workspace)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        block_tables: Tensor,
+        key_caches: Sequence[Tensor],
+        value_caches: Sequence[Tensor],
+        *,
+        drawing: Drawing,
+        steps: int,
+        interrupt: Tensor | None = None,
+        num_threads: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Feed the newest token of each sequence and draw the next one, up to `steps` times, until the sequence ends.
+
+        Tokens are drawn as by `sampling.draw`. A sequence ends with a stop id, at its limit, or where its logits are
+        not finite, which its last log-prob tells. In the native pass its bits depend neither on the others, nor on the
+        number of threads, nor on how many steps a call takes; and threads may be some steps apart.
+
+        Args:
+            ids: [B] int64, the newest tokens, of different sequences.
+            positions: [B] int64, theirs.
+            rows: As in a call of the decoder, of `B` tokens.
+            block_tables: The same, with pages for the positions to come.
+            key_caches: The same.
+            value_caches: The same.
+            drawing: How the tokens are drawn, and where the sequences end.
+            steps: At least 1.
+            interrupt: [1] int64; once it is not 0, every sequence takes the step that it is in and no other. Another
+                thread may write to it meanwhile.
+            num_threads: As in a call of the decoder.
+
+        Returns:
+            Token ids [B, steps] int64, their log-probs [B, steps] float32, and how many each sequence got [B] int64, at
+            least 1. What follows them is undefined.
+
+        Raises:
+            ArgumentError: as a call of the decoder does; a limit is beyond P, or the head gives other than V logits.
+        """
+        if steps < 1:
+            raise ArgumentError(f"steps is {steps}; wanted at least 1.")
+        new_ids = ids.new_zeros(len(ids), steps)
+        drawn = new_ids, torch.zeros_like(new_ids, dtype=torch.float32), torch.zeros_like(ids)
+        places = block_tables, key_caches, value_caches
+        if self._kernel is None:
+            self._generate(drawn, ids, positions, rows, places, drawing, steps, interrupt)
+            return drawn
+        logits, workspace = self._room(len(ids), len(ids))
+        self._kernel.generate(
+            *(ids, positions, rows, *places, (*drawing.columns(), interrupt), steps),
+            *(workspace, logits, drawn, num_threads or torch.get_num_threads()),
+        )
+        return drawn
+
+    def _generate(
+        self,
+        drawn: tuple[Tensor, Tensor, Tensor],
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        places: tuple[Tensor, Sequence[Tensor], Sequence[Tensor]],
+        drawing: Drawing,
+        steps: int,
+        interrupt: Tensor | None,
+    ) -> None:
+        """The same in plain torch."""
+        live = torch.arange(len(ids), device=ids.device)
+        for step in range(steps):
+            logits = self.reference(ids, positions[live] + step, rows[live], *places)
+            ids, logprobs = sampling.reference(logits, **drawing.of(live), positions=positions[live] + step + 1)
+            for column, new in zip(drawn, (ids, logprobs), strict=False):
+                column[live, step] = new
+            drawn[2][live] += 1
+            is_over = (positions[live] + step + 2 >= drawing.limits[live]) | ~logprobs.isfinite()
+            is_over |= (ids[:, None] == drawing.stop_ids[live]).any(dim=1)
+            ids, live = ids[~is_over], live[~is_over]
+            if not len(live) or (interrupt is not None and interrupt.any()):
+                return
 
     @torch.no_grad()
     def reference(

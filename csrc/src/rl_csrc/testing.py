@@ -1,4 +1,4 @@
-"""For tests of the kernels: the implementations behind one internal signature, and how far two results lie apart."""
+"""For tests of the kernels: implementations behind one internal signature, how far results lie apart, a decoder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import Tensor
+
+    from rl_csrc.decoder import Decoder, PackedLinear
 
 
 class MissingImplementationError(ImportError):
@@ -68,3 +70,60 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def cu_seqlens(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """`[B + 1]` int64, where packed sequences of these lengths start."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
+
+
+def random_decoder(
+    dtype: torch.dtype = torch.float32,
+    hidden: int = 48,
+    inner: int = 80,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    vocab_size: int = 70,
+    windows: Sequence[int | None] = (None, None),
+    num_positions: int = 64,
+    *,
+    has_bias: bool = False,
+    has_head_norms: bool = True,
+) -> Decoder:
+    """A small decoder of random weights, one layer for each of `windows`; the same numbers in every dtype."""
+    from rl_csrc.decoder import Decoder, DecoderLayer, pack_linear
+
+    generator = torch.Generator().manual_seed(hidden * head_size)
+
+    def numbers(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+    def scales(size: int) -> Tensor:
+        return (torch.rand(size, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+
+    def linear(outputs: int, inputs: int) -> PackedLinear:
+        return pack_linear(numbers(outputs, inputs, scale=inputs**-0.5), numbers(outputs) if has_bias else None)
+
+    layers = [
+        DecoderLayer(
+            input_norm=scales(hidden),
+            qkv=linear((num_heads + 2 * num_kv_heads) * head_size, hidden),
+            query_norm=scales(head_size) if has_head_norms else None,
+            key_norm=scales(head_size) if has_head_norms else None,
+            out=linear(hidden, num_heads * head_size),
+            post_norm=scales(hidden),
+            gate_up=linear(2 * inner, hidden),
+            down=linear(hidden, inner),
+            window=window,
+        )
+        for window in windows
+    ]
+    frequencies = 100.0 ** -(torch.arange(head_size // 2, dtype=torch.float64) / head_size)
+    angles = torch.arange(num_positions)[:, None] * frequencies
+    return Decoder(
+        embedding=numbers(vocab_size, hidden),
+        layers=layers,
+        norm=scales(hidden),
+        head=pack_linear(numbers(vocab_size, hidden, scale=hidden**-0.5)),
+        cos=angles.cos().to(dtype),
+        sin=angles.sin().to(dtype),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        eps=1e-6,
+    )

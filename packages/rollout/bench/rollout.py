@@ -280,14 +280,14 @@ def _utilisation(run: Run, runner: asyncio.Runner, config: ServerConfig, slots: 
     server = create_server("embedded", replace(config, max_num_seqs=slots))
     runner.run(server.start())
     engine, counts = server._engine, []
-    real = engine._draw
+    real = engine._settle
 
-    def draw(drawn, rows, logits):
+    def settle(drawn, told):
         if engine.num_waiting:
             counts.append(len(drawn))
-        real(drawn, rows, logits)
+        real(drawn, told)
 
-    engine._draw = draw
+    engine._settle = settle
 
     async def once(turn):
         lengths = torch.empty(6 * slots).log_normal_(3.0, 0.8, generator=torch.Generator().manual_seed(turn))

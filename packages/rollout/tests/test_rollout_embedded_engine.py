@@ -156,7 +156,7 @@ def test_a_step_that_fails_is_told_to_everyone_and_the_server_goes_on(qwen3_fold
     async def scenario(server):
         engine, real = server._engine, server._engine.step
 
-        def broken():
+        def broken(_interrupt):
             engine.step = real
             raise MemoryError("no memory")
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_rollout import FinishReason, GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
+from rl_rollout.backends.embedded import engine as engine_module
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.model import load_model
 from rl_rollout.testing import write_tiny_model
@@ -85,16 +86,21 @@ def run_to_end(engine):
 
 
 def fed_tokens(engine):
-    """Every token that the model is given from now on."""
+    """Every token that the model is given from now on; in place of those that one native call feeds, as many zeros."""
     fed = []
-    real = engine.packer.batch
+    real, real_generate = engine.packer.batch, engine.model.fused.generate
 
     def batch(*arguments):
         packed, ids = real(*arguments)
         fed.extend(ids.tolist())
         return packed, ids
 
-    engine.packer.batch = batch
+    def generate(*arguments):
+        drawn = real_generate(*arguments)
+        fed.extend([0] * int(drawn[2].sum()))
+        return drawn
+
+    engine.packer.batch, engine.model.fused.generate = batch, generate
     return fed
 
 
@@ -123,7 +129,8 @@ def test_greedy_equals_transformers_while_requests_join_and_leave(qwen3_folder):
         assert outputs[str(i)].token_ids == want[str(i)][: 4 + 4 * i]
 
 
-def test_a_long_prompt_holds_nobody_up(qwen3_folder):
+def test_a_long_prompt_holds_nobody_up(qwen3_folder, monkeypatch):
+    monkeypatch.setattr(engine_module, "MOST_STEPS", 1)
     engine = build(qwen3_folder, options={"chunk_tokens": 16})
     long_prompt = tuple(3 + i % 45 for i in range(100))
     engine.submit([greedy("short", (5, 6), 40, ignore_eos=True)])

@@ -34,7 +34,7 @@ def run(engine):
 
 def plain(folder, **config):
     config = ServerConfig(model_path=str(folder), **config)
-    engine = Engine(load_model(config), config)
+    engine = Engine(replace(load_model(config), fused=None), config)  # which no GPU has
     engine.graphs = None
     return engine
 

@@ -18,6 +18,7 @@ from rl_csrc import sampling
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.blocks import BlockPool
 from rl_rollout.backends.embedded.cache import KVCache
+from rl_rollout.backends.embedded.generation import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.graphs import DecodeGraphs
 from rl_rollout.backends.embedded.in_flight import InFlight, Wishes, finish_reason
 from rl_rollout.backends.embedded.packing import Packer, kept
@@ -231,10 +232,21 @@ class Engine:
     # ---- one step
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """Admit what fits, then one forward pass. Call only if `can_step`."""
+    def step(self, interrupt: Tensor | None = None) -> None:
+        """Admit what fits, then one forward pass, or several where nothing has to be decided between them.
+
+        Call only if `can_step`. Once `interrupt` [1] int64 is not 0, no further one begins.
+        """
         self._admit()
-        self._compute(self.scheduler.plan(self._tokens_of))
+        native = None if self._wishes.truncating or self._wishes.reading else self.model.fused
+        is_each_told = any(sequence.told_every == 1 for sequence in self._wishes.streaming)
+        plan = self.scheduler.plan(self._tokens_of, 1 if native is None or is_each_told else MOST_STEPS)
+        self.table.flush_blocks()
+        self.cache.resize(self.scheduler.pool.capacity + self._is_reserved)
+        if native is None or not plan.steps:
+            self._compute(plan)
+        else:
+            self._settle(plan.rows, generate(native, self.cache, self.table, plan, self.weight_version, interrupt))
 
     def _tokens_of(self, sequence: InFlight) -> list[int]:
         return self.table.tokens[sequence.row, : self._length(sequence)].tolist()
@@ -248,22 +260,16 @@ class Engine:
         if not admitted:
             return
         self._wishes.add(admitted)
-        stops = [self._stops(sequence) for sequence in admitted]
+        stops = [sequence.stops(self.model.eos_token_ids) for sequence in admitted]
         longest = max(len(sequence.prompt) for sequence in admitted)
         self.table.reserve(len(self.scheduler.running), longest + 1, max(len(each) for each in stops))
         names = (None, *self.model.adapters.names)
         values = [s.row_values(ids, names.index(s.request.adapter)) for s, ids in zip(admitted, stops, strict=True)]
         self.table.add(first, values)
 
-    def _stops(self, sequence: InFlight) -> tuple[int, ...]:
-        params = sequence.request.sampling_params
-        return params.stop_token_ids if params.ignore_eos else (*self.model.eos_token_ids, *params.stop_token_ids)
-
     def _compute(self, plan: Plan) -> None:
         """Run the model over what is planned, and draw the tokens whose turn it is."""
         table, chunks = self.table, plan.chunks
-        table.flush_blocks()
-        self.cache.resize(self.scheduler.pool.capacity + self._is_reserved)
         self._compute_images(plan)
         if not len(plan.rows) and not chunks:
             if not plan.images:
@@ -335,17 +341,23 @@ class Engine:
         table.versions[rows, lengths] = self.weight_version
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
-        told = ids.cpu().numpy(), logprobs.cpu().numpy()  # here the host waits for the step
-        is_stopped = (told[0][:, None] == table.stop_ids[drawn]).any(axis=1)
-        is_full = table.lengths_host[drawn] >= table.limits[drawn]
-        verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(told[1])
-        is_told = self._wishes.streaming or self._wishes.reading
-        place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True)) if is_told else {}
-        self._events.extend(new_chunks(self._wishes.streaming, table, verdict, place))
+        told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step
+        place = dict(zip(drawn.tolist(), range(count), strict=True)) if self._wishes.reading else {}
         for sequence in self._wishes.reading:
             if sequence.row in place:
                 its = place[sequence.row]
                 sequence.extras.note_draw(logits[its] / temperature[its])
+        self._settle(drawn, told)
+
+    def _settle(self, drawn: np.ndarray, told: Drawn) -> None:
+        """Tell of the tokens that these rows got, the newest of each being `told`, and end those that have ended."""
+        table = self.table
+        is_stopped = (told.ids[:, None] == table.stop_ids[drawn]).any(axis=1)
+        is_full = table.lengths_host[drawn] >= table.limits[drawn]
+        verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(told.logprobs)
+        if self._wishes.streaming:
+            place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True))
+            self._events.extend(new_chunks(self._wishes.streaming, table, verdict, place))
         ended = np.flatnonzero(verdict)
         self._leave([(int(drawn[i]), finish_reason(int(verdict[i]))) for i in ended])
 
@@ -353,14 +365,14 @@ class Engine:
         """Take rows out of the batch, deliver what they have, close the gaps. No reason: logits were not finite."""
         if not ended:
             return
-        rows = self._tensor([row for row, _ in ended])
-        lengths = self.table.lengths_host[[row for row, _ in ended]].tolist()
+        leaving = [row for row, _ in ended]
+        rows, lengths = torch.tensor(leaving, device=self.model.device), self.table.lengths_host[leaving].tolist()
         columns = (self.table.tokens, self.table.logprobs, self.table.versions)
         parts = [column[:, : max(lengths)].index_select(0, rows).tolist() for column in columns]
         for (row, reason), ids, logprobs, versions, length in zip(ended, *parts, lengths, strict=True):
             sequence = self.scheduler.running[row]
             if reason is None:
-                self._end(sequence, self._poisoned(sequence))
+                self._end(sequence, sequence.poisoned(self.weight_version))
             else:
                 self._end(sequence, sequence.output(ids, logprobs, versions, length, reason))
             known = ids[: int(self.table.computed[row])]
@@ -369,13 +381,7 @@ class Engine:
             released = self.scheduler.drop_blocks(sequence, is_spoiled=reason is None)
             if reason is None and released:
                 self.cache.clear(released)
-        self._close_gaps({row for row, _ in ended})
-
-    def _poisoned(self, sequence: InFlight) -> GenerationError:
-        return GenerationError(
-            f"request {sequence.request.request_id!r}: the model's logits are not finite; "
-            f"check the weights of version {self.weight_version}"
-        )
+        self._close_gaps(set(leaving))
 
     def _close_gaps(self, free: set[int]) -> None:
         """Move the last rows into the free ones, so that the rows in use are 0..n-1 again."""
@@ -393,6 +399,3 @@ class Engine:
         del self._by_id[sequence.request.request_id]
         self._wishes.discard(sequence)
         self._events.append((sequence.request.request_id, event))
-
-    def _tensor(self, numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=self.model.device)

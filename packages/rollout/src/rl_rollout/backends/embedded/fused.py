@@ -19,6 +19,7 @@ from rl_rollout.backends.embedded.cache import KVCache
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rl_csrc.decoder import Drawing
     from rl_rollout.backends.embedded.attention import AttentionSettings, ProbeBatch
     from rl_rollout.backends.embedded.cache import LayerShape
 
@@ -83,10 +84,28 @@ class FusedDecoder:
     def logits(self, ids: Tensor, batch: PagedBatch, which: Tensor | None = None) -> Tensor:
         """Fill the cache from `ids` [T]; logits [B, V] of all tokens, or of those at `which` [B]."""
         assert self._decoder is not None
-        keys = [batch.cache.keys[layer] for layer in self._settings]
-        values = [batch.cache.values[layer] for layer in self._settings]
-        places = (batch.positions, batch.rows, batch.block_tables)
-        return self._decoder(ids, *places, keys, values, which, num_threads=self.num_threads)
+        places = (batch.positions, batch.rows, batch.block_tables, *self._caches(batch.cache))
+        return self._decoder(ids, *places, which, num_threads=self.num_threads)
+
+    def generate(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        block_tables: Tensor,
+        cache: KVCache,
+        drawing: Drawing,
+        steps: int,
+        interrupt: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Decoder.generate`; row i of `block_tables` is that of token i."""
+        assert self._decoder is not None
+        places = (positions, torch.arange(len(ids)), block_tables, *self._caches(cache))
+        return self._decoder.generate(
+            ids, *places, drawing=drawing, steps=steps, interrupt=interrupt, num_threads=self.num_threads
+        )
+
+    def _caches(self, cache: KVCache) -> tuple[list[Tensor], list[Tensor]]:
+        return [cache.keys[layer] for layer in self._settings], [cache.values[layer] for layer in self._settings]
 
 
 def _packed(layers: list[torch.nn.Linear]) -> PackedLinear:

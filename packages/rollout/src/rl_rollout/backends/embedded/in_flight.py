@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_rollout.backends.embedded.extras import Extras
 from rl_rollout.backends.embedded.table import RowValues
+from rl_rollout.errors import GenerationError
 from rl_rollout.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class InFlight:
         params = self.request.sampling_params
         return params.top_k > 0 or params.top_p < 1
 
+    def stops(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Ids at which it ends, where the model's are these."""
+        params = self.request.sampling_params
+        return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+
     def row_values(self, stop_token_ids: tuple[int, ...], adapter: int) -> RowValues:
         """How it enters the table."""
         params = self.request.sampling_params
@@ -103,6 +109,13 @@ class InFlight:
             weight_versions=tuple(versions[completion]),
             finish_reason=reason,
             **self.extras.columns(),
+        )
+
+    def poisoned(self, weight_version: int) -> GenerationError:
+        """What it is told where its logits are not finite."""
+        return GenerationError(
+            f"request {self.request.request_id!r}: the model's logits are not finite; "
+            f"check the weights of version {weight_version}"
         )
 
 

@@ -56,6 +56,8 @@ class Plan:
     splits: list[Split] = field(default_factory=list[Split])
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Blocks to copy when the chunks are computed: a split's last one, which it will write to."""
+    steps: int = 0
+    """Above 0: all sequences are fed, and hold the blocks for so many steps until something else has to be planned."""
 
 
 class Scheduler:
@@ -89,11 +91,12 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def plan(self, tokens_of: Callable[[InFlight], Sequence[int]]) -> Plan:
+    def plan(self, tokens_of: Callable[[InFlight], Sequence[int]], most_steps: int = 1) -> Plan:
         """Decide what the next step computes, and take the blocks for it.
 
         Args:
             tokens_of: The tokens of a sequence that has some beside its prompt. Called rarely.
+            most_steps: How many steps may be planned at once.
         """
         table, count, size = self.table, len(self.running), self.pool.block_size
         lengths, computed, held = table.lengths_host[:count], table.computed[:count], table.num_blocks[:count]
@@ -110,7 +113,23 @@ class Scheduler:
         for chunk in plan.chunks:
             is_fed[chunk.sequence.row] = False
         plan.rows = np.flatnonzero(is_fed)
+        if is_fed.all():
+            plan.steps = self._look_ahead(most_steps)
         return plan
+
+    def _look_ahead(self, most_steps: int) -> int:
+        """Take the blocks for further steps of all sequences; how many steps they are enough for."""
+        table, count, size = self.table, len(self.running), self.pool.block_size
+        if most_steps == 1 or self.waiting:  # whoever waits comes in when somebody leaves
+            return 1
+        # The token at the limit is drawn, and never fed.
+        fed = np.minimum(table.lengths_host[:count] + most_steps, table.limits[:count]) - 1
+        missing = -(-fed // size) - table.num_blocks[:count]
+        if missing.clip(0).sum() > self.pool.num_free:
+            return 1
+        for row in np.flatnonzero(missing > 0).tolist():
+            self._hold(self.running[row], self.pool.take(int(missing[row])))
+        return most_steps
 
     def _plan_chunks(self, plan: Plan, tokens_of: Callable[[InFlight], Sequence[int]], budget: int) -> None:
         leaders: dict[Hashable, int] = {}

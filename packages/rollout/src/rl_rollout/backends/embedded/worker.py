@@ -13,6 +13,8 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from rl_rollout.errors import GenerationError, ServerLostError
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class EngineThread:
         self._deliver = deliver
         self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
+        self._is_wanted = torch.zeros(1, dtype=torch.int64)
+        """Not 0 while a command waits: what the engine may do several steps of ends with the one that it is in."""
         self._is_stopping = False
         self._drained: list[Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="rl-rollout-engine", daemon=True)
@@ -56,6 +60,7 @@ class EngineThread:
                 future.set_exception(ServerLostError("the embedded server has stopped"))
                 return future
             self._commands.append((command, future))
+            self._is_wanted.fill_(1)
             self._wakeup.notify()
         return future
 
@@ -69,6 +74,7 @@ class EngineThread:
         """End after the running step. Returns whether the thread ended before the deadline."""
         with self._wakeup:
             self._is_stopping = True
+            self._is_wanted.fill_(1)
             self._wakeup.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -97,6 +103,7 @@ class EngineThread:
                 return False
             commands = list(self._commands)
             self._commands.clear()
+            self._is_wanted.zero_()
         for command, future in commands:
             try:
                 future.set_result(command(engine))
@@ -107,7 +114,7 @@ class EngineThread:
     def _step(self, engine: Engine) -> None:
         if engine.can_step:
             try:
-                engine.step()
+                engine.step(self._is_wanted)
             except Exception as error:  # noqa: BLE001  logged, and told to every caller
                 # Out of memory, or a fault of the model: those in flight hear of it, and the next ones are served.
                 _log.exception("a decode step failed; every request in flight gets the error")
