@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 
-from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ParallelConfig, check, create_engine
+from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ParallelConfig, _attention, check, create_engine
 from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
 from rl_engine._gather import repeats, take_rows
 from rl_engine._rows import RowBatch
@@ -33,14 +34,8 @@ cut_ranks, models, moe_oracle = module_of("cut_ranks"), module_of("test_engine_m
 images, rows_by_themselves = module_of("test_engine_images"), module_of("test_engine_attention").oracle
 
 
-def packed_of(prompts, completions, *, shares_prompts=True, feeds_last=False):
-    batch = RowBatch(
-        ragged_batch(prompts, completions),
-        needs_mask=True,
-        device=CPU,
-        feeds_last=feeds_last,
-        shares_prompts=shares_prompts,
-    )
+def packed_of(prompts, completions, *, shares_prompts=True, device=CPU):
+    batch = RowBatch(ragged_batch(prompts, completions), needs_mask=True, device=device, shares_prompts=shares_prompts)
     return batch.pack(range(len(prompts)))
 
 
@@ -115,6 +110,63 @@ def test_attention_is_that_of_whole_rows(scale, options, data):
 
 def to_heads(parts):
     return [part.transpose(0, 1)[None] for part in parts]
+
+
+GROUPS = [[5] * 70] * 5 + [[6] * 9] * 2 + [[7] * 40], [[1] * length for length in (30, 1, 12, 64, 7, 3, 20, 11)]
+
+
+def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """What the flash kernel does by its documentation: causal from the bottom right corner."""
+    assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
+    assert window_size[1] == 0
+    parts = []
+    for row in range(len(cu_q) - 1):
+        q, k, v = (
+            part[offsets[row] : offsets[row + 1]].transpose(0, 1)
+            for part, offsets in ((query, cu_q), (key, cu_k), (value, cu_k))
+        )
+        distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def attended(packed, inputs, window):
+    """Outputs and the inputs' gradients."""
+    device = inputs[0].device
+    options = {LAYOUT_KWARG: row_layout(packed.lengths, device, shared=packed.shared), "sliding_window": window}
+    out, _ = packed_attention(None, *to_heads(inputs), None, **options)
+    weight = torch.arange(out.shape[1], device=device, dtype=out.dtype)[None, :, None, None].cos()
+    return out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_flash_kernel_is_given_segments_and_their_keys(monkeypatch, window):
+    packed, draw = packed_of(*GROUPS), torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(packed.num_valid, heads, 8, dtype=torch.float64, generator=draw, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    want = attended(packed, inputs, window)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: True)
+    torch.testing.assert_close(attended(packed, inputs, window), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length flash kernel needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_flash_kernel_agrees_with_blocks(monkeypatch, window):
+    cuda, draw = torch.device("cuda"), torch.Generator().manual_seed(0)
+    packed = packed_of(*GROUPS, device=cuda)
+    inputs = [
+        torch.randn(packed.num_valid, heads, 64, generator=draw).to(cuda, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    flash = attended(packed, inputs, window)
+    monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: False)
+    torch.testing.assert_close(flash, attended(packed, inputs, window), atol=3e-2, rtol=3e-2)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +267,23 @@ def test_nothing_depends_on_it(folders, way, budget):
     assert ours[2] == pytest.approx(plain[2], rel=1e-6)
     torch.testing.assert_close(ours[3], plain[3], rtol=1e-5, atol=1e-7)
     assert ours[4] < 0.8 * plain[4]
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_many_copies_of_keys_are_not_kept(folders, monkeypatch, is_recomputed):
+    """Attention is computed again instead, with the same gradient; and again where whole layers are recomputed."""
+    batch, seen, attend = ragged_batch([[5, 6, 7, 8] * 10] * 12, [[9, 1, 2]] * 12), [], _attention._attend
+    for share_prompts in (True, False):
+        engine = built(folders / "qwen3", share_prompts=share_prompts, activation_checkpointing=is_recomputed)
+        calls = []
+        monkeypatch.setattr(_attention, "_attend", lambda *given, to=calls: to.append(1) or attend(*given))
+        output = engine.forward_backward_batch(batch, sft_loss)
+        seen.append((output.metrics["loss"], engine.optimizer_step(), len(calls)))
+        engine.close()
+    assert seen[0][:2] == pytest.approx(seen[1][:2], rel=1e-6)
+    layers = 2
+    assert seen[1][2] == layers * (1 + is_recomputed)
+    assert seen[0][2] == layers * (2 + is_recomputed)
 
 
 def value_loss(output, rows):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rl_engine._gather import spread_rows, take_rows, to_device
 from rl_engine.errors import ConfigError
@@ -32,6 +33,7 @@ ATTENTION_NAME = "rl_engine_packed"
 LAYOUT_KWARG = "rl_engine_rows"  # travels from the model's call down to the attention function
 _EXPLICIT_WIDTH = 96  # at or below it, materialised scores beat SDPA's blocked kernel on a CPU
 _SLACK = 1.34  # longest over shortest row of one block
+_MANY_KEYS = 2.0  # per token fed; where rows share so much, keys are copied again in the backward pass and not kept
 _SMALL_BLOCK = 256  # tokens; a block below it grows whatever the lengths
 
 
@@ -166,7 +168,12 @@ def packed_attention(
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     sharers = layout.sharers
     if sharers is None:
-        return _attend(q, k, v, layout, _Options(scale, dropout, sliding_window, softcap, s_aux))[None], None
+        options = _Options(scale, dropout, sliding_window, softcap, s_aux)
+        num_keys = 0 if layout.keys is None else len(layout.keys.index)
+        if num_keys > _MANY_KEYS * len(q) and torch.is_grad_enabled():
+            again: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(_attend, q, k, v, layout, options, **again)[None], None
+        return _attend(q, k, v, layout, options)[None], None
     sinks = None if s_aux is None else sharers.own_heads(s_aux)
     q, k, v = (sharers.to_heads(part) for part in (q, k, v))
     out = _attend(q, k, v, layout, _Options(scale, dropout, sliding_window, softcap, sinks))
