@@ -32,7 +32,9 @@ from packages.ckpt.bench._child import (
 )
 
 import rl_ckpt
+import rl_csrc
 from rl_bench import missing
+from rl_ckpt._digest import LEAF_BYTES
 
 CHANGED = 0.01
 """Part of the elements that differ, for differences."""
@@ -246,6 +248,23 @@ def sockets(run, stack, scheme, size, cores, weights, num_bytes):
             connection.sendall(raw(tensor))
         bare.hear()
 
+    def by_socket_with_digests():
+        bare.tell()
+        for tensor in weights.values():
+            for leaf in tensor.view(-1).view(torch.uint8).split(LEAF_BYTES):
+                rl_csrc.digest(leaf)
+                connection.sendall(raw(leaf))
+        bare.hear()
+
+    run.compare(
+        f"weights over {scheme}, beside a sender that reads them for digests",
+        {f"rl-ckpt {scheme}, receive_into": lambda: into(weights)},
+        limit={f"bare {scheme} socket, digests of what is sent": by_socket_with_digests},
+        unit="GB/s",
+        amount=num_bytes / 1e9,
+        goal=">= 0.9 of limit",
+    )
+    into.child.cpu_ms, bare.cpu_ms = [], []
     run.compare(
         f"weights over {scheme}",
         {f"rl-ckpt {scheme}, receive_into": lambda: into(weights)},

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
 
 from rl_ckpt import AttestationError, ReceiverState, SyncAbortedError, TensorError, connect, tree_digest
 from rl_ckpt.testing import assert_same, new_name, sample_weights
@@ -293,7 +294,9 @@ def test_training_that_goes_on_while_its_weights_are_sent_is_an_error(kind):
         await asyncio.gather(sender.send_weights(version=1), receiver.receive_into(targets))
         assert_same(targets, dict(model.named_parameters()))
 
+    hooks = len(optimizer_hooks)
     run(work)
+    assert len(optimizer_hooks) == hooks, "a sync that has ended looks at no optimizer any more"
 
 
 def test_the_synchronous_twin():

@@ -274,6 +274,8 @@ class Sender(CheckpointEngine):
                 raise DigestError(text)
         except Exception as error:
             raise SyncAbortedError(f"version {version} could not be sent again: {error}") from error
+        finally:
+            source.close()
         report = self._commit(sync, is_new=False)
         for peer in behind:
             peer.is_complete = weights is None

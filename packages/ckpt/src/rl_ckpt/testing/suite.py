@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_ckpt import connect
-from rl_ckpt.errors import CkptError, PeerLostError, PeerTimeoutError, SyncAbortedError, VersionError
+from rl_ckpt.errors import AddressError, CkptError, PeerLostError, PeerTimeoutError, SyncAbortedError, VersionError
 from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights, until
 from rl_ckpt.testing.sources import SourceSuite
 from rl_ckpt.testing.views import ViewSuite
@@ -101,6 +101,17 @@ class CheckpointEngineSuite(ViewSuite, SourceSuite):
 
         self.run(work)
 
+    def test_there_is_one_sender_of_a_session(self) -> None:
+        """A second is refused, and the first goes on as if it had never been."""
+
+        async def work(pair: Pair) -> None:
+            sender, receiver = await pair.send_end(), await pair.receive_end()
+            await self._works(sender, receiver, 0)
+            await failure(AddressError, pair.send_end())
+            await self._works(sender, receiver, 1)
+
+        self.run(work)
+
     def test_many_receivers_one_joining_late(self) -> None:
         """All get the same bits, and the late one takes part from the next sync on."""
 
@@ -119,6 +130,28 @@ class CheckpointEngineSuite(ViewSuite, SourceSuite):
                     assert_same(await got, sample_weights(version))
 
         self.run(work)
+
+    def test_who_comes_in_the_middle_of_a_sync_waits_for_the_next(self) -> None:
+        """It is given nothing of the one that is under way, not even its end, and all of the next."""
+
+        async def work(pair: Pair) -> None:
+            sender, first, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
+            old, new = ({f"t{i}": torch.full((1024,), value) for i in range(20)} for value in (1.0, 2.0))
+            sending = asyncio.ensure_future(sender.send_weights(old.items(), version=1))
+            tensors = _generator(first)
+            await anext(tensors)
+            waiting = asyncio.ensure_future(receive_all(late))
+            await asyncio.sleep(0.2)
+            await _exhaust(tensors)
+            report = await sending
+            assert (len(report.receipts), report.lost) == (1, ())
+            assert not waiting.done()
+            assert (late.version, late.state) == (None, ReceiverState.IDLE)
+            got, _ = await asyncio.gather(receive_all(first), sender.send_weights(new.items(), version=2, num_peers=2))
+            assert_same(got, new)
+            assert_same(await waiting, new)
+
+        self.run(work, bucket_bytes=4096)
 
     def test_nobody_commits_before_everybody_has_everything(self) -> None:
         """A receiver that is done waits for one that is not, and both are called off if that one leaves."""
