@@ -19,7 +19,7 @@ from rl_rollout import (
     connect_server,
     create_server,
 )
-from rl_rollout._wire import output_from_json, output_to_json
+from rl_rollout._wire import chunk_from_json, line_of, message_of, output_from_json, output_to_json, partial_from_json
 from rl_rollout.testing import write_tiny_model
 
 EXPERTS = (((0, 1), (2, 3)), ((4, 5), (6, 7)), ((8, 9), (10, 255)))
@@ -50,6 +50,21 @@ def test_experts_are_bytes_where_they_fit_and_else_two_each_the_low_one_first():
 def test_an_output_comes_back_as_it_was(experts):
     output = replace(OUTPUT, routed_experts=experts)
     assert output_from_json(told(output)) == output
+
+
+def test_a_line_keeps_every_bit_and_tells_nan_as_null():
+    logprobs = (-0.1, -1e-45, -(2.0**-149), float("nan"), -3.4028234663852886e38)
+    top = (((5, -0.25), (6, float("nan"))), ())
+    output = replace(OUTPUT, logprobs=logprobs, top_logprobs=top)
+    line = line_of(output_to_json(output))
+    assert line.count(b"\n") == 1
+    assert line.count(b"null") == 2
+    found = output_from_json(message_of(line))
+    # repr tells one NaN from a number, and not from another NaN
+    assert repr(found) == repr(output)
+    message = {name: found for name, found in message_of(line).items() if name != "top_logprobs"}
+    assert repr(chunk_from_json(message).logprobs) == repr(logprobs)
+    assert repr(partial_from_json("r", [message, message]).logprobs) == repr(2 * logprobs)
 
 
 def test_lists_are_read_too():

@@ -132,7 +132,7 @@ class HttpServer(RolloutServer):
     def _read_chunk(self, line: bytes | None) -> TokenChunk:
         if line is None:
             raise ServerLostError(f"{self.url} closed the connection before the end of a stream")
-        message = json.loads(line)
+        message = _wire.message_of(line)
         if "error" in message:
             raise _wire.error_from_json(message["error"], self.url)
         return _wire.chunk_from_json(message)
@@ -182,10 +182,10 @@ class HttpServer(RolloutServer):
     ) -> None:
         async for line in _lines(response):
             if line.startswith(b"+"):
-                message = json.loads(line[1:])
+                message = _wire.message_of(line[1:])
                 self._told.setdefault(message["request_id"], []).append(message)
                 continue
-            message = json.loads(line)
+            message = _wire.message_of(line)
             future = waiting[message["request_id"]]
             if future.done():
                 continue  # its caller gave up

@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hmac
-import json
 import logging
 import os
 import socket
-import uuid
 from collections import Counter
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -58,8 +56,7 @@ def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[Tok
     """What writes a line of every chunk."""
 
     def tell(chunk: TokenChunk) -> None:
-        line = json.dumps({"request_id": request_id, **_wire.chunk_to_json(chunk)}).encode()
-        lines.put_nowait(PROGRESS + line + b"\n")
+        lines.put_nowait(PROGRESS + _wire.line_of({"request_id": request_id, **_wire.chunk_to_json(chunk)}))
 
     return tell
 
@@ -174,7 +171,7 @@ class Endpoint:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         message = _wire.object_from_body(await request.read(), request.path)
-        output = await self._server.generate(_wire.request_from_json(message, uuid.uuid4().hex))
+        output = await self._server.generate(_wire.request_from_json(message))
         return web.json_response(_wire.output_to_json(output))
 
     async def _generate_batch(self, request: web.Request) -> web.StreamResponse:
@@ -211,23 +208,23 @@ class Endpoint:
         """A request in; a JSON line per chunk out, the last of them with a `finish_reason`, or an error."""
         message = _wire.object_from_body(await request.read(), request.path)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        async with aclosing(self._server.generate_stream(_wire.request_from_json(message, uuid.uuid4().hex))) as chunks:
+        async with aclosing(self._server.generate_stream(_wire.request_from_json(message))) as chunks:
             try:
                 async for chunk in chunks:
                     if not response.prepared:  # an error before the first token is an ordinary answer
                         await response.prepare(request)
-                    await response.write(json.dumps(_wire.chunk_to_json(chunk)).encode() + b"\n")
+                    await response.write(_wire.line_of(_wire.chunk_to_json(chunk)))
             except RolloutError as error:
                 if not response.prepared:
                     raise
-                await response.write(json.dumps(_wire.error_to_json(error)).encode() + b"\n")
+                await response.write(_wire.line_of(_wire.error_to_json(error)))
         await response.write_eof()
         return response
 
     async def _generate_line(self, message: Any, done: asyncio.Queue[bytes], *, tells: bool) -> None:
         request: GenerateRequest | None = None
         try:
-            request = _wire.request_from_json(message, uuid.uuid4().hex)
+            request = _wire.request_from_json(message)
             if tells and self._teller is not None and not request.has_extras:
                 output = await self._teller.generate(request, progress_line(request.request_id, done))
             else:
@@ -238,7 +235,7 @@ class Endpoint:
                 request.request_id if request else message.get("request_id") if isinstance(message, dict) else None
             )
             answer = {"request_id": known_id, **_wire.error_to_json(error)}
-        done.put_nowait(json.dumps(answer).encode() + b"\n")
+        done.put_nowait(_wire.line_of(answer))
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         message = _wire.object_from_body(await request.read(), request.path)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import uuid
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from rl_rollout import errors
 from rl_rollout._wire_experts import experts_from_json, experts_to_json
@@ -45,6 +49,11 @@ _PLAIN_FIELDS = REQUEST_TYPES.keys() - {
     *("request_id", "prompt_token_ids", "sampling_params", "images", "sampled_spans"),
 }
 
+_DEFAULTS = {
+    kind: tuple((field.name, field.default) for field in dataclasses.fields(kind))
+    for kind in (GenerateRequest, SamplingParams)
+}
+
 _EXTRAS = ("top_logprobs", "prompt_logprobs")
 """Fields of an output that are sent as they are, if they were asked for; routed experts are packed."""
 
@@ -60,6 +69,16 @@ STATUS_OF = {
     errors.RequestTimeoutError: 504,
 }
 """HTTP status of each error; every other one is 500."""
+
+
+def line_of(message: Mapping[str, Any]) -> bytes:
+    """A message as a line of a stream, in a fifth of the time that the standard library takes. NaN becomes null."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def message_of(line: bytes) -> dict[str, Any]:
+    """The reverse."""
+    return msgspec.json.decode(line)
 
 
 def object_from_body(body: bytes, path: str) -> dict[str, Any]:
@@ -111,12 +130,11 @@ def request_to_json(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _changed(value: GenerateRequest | SamplingParams) -> dict[str, Any]:
-    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
-    return {name: found for name, (found, default) in fields.items() if found != default}
+    return {name: found for name, default in _DEFAULTS[type(value)] if (found := getattr(value, name)) != default}
 
 
-def request_from_json(message: Any, default_id: str) -> GenerateRequest:
-    """Read one request.
+def request_from_json(message: Any) -> GenerateRequest:
+    """Read one request; one without an id is given one.
 
     Raises:
         RequestError: unknown field, wrong type, or no prompt.
@@ -131,7 +149,7 @@ def request_from_json(message: Any, default_id: str) -> GenerateRequest:
     if "stop_token_ids" in params:
         params["stop_token_ids"] = token_ids(params["stop_token_ids"], "stop_token_ids")
     return GenerateRequest(
-        request_id=message.get("request_id", default_id),
+        request_id=message["request_id"] if "request_id" in message else uuid.uuid4().hex,
         prompt_token_ids=token_ids(message["prompt_token_ids"], "prompt_token_ids"),
         sampling_params=SamplingParams(**params),
         images=tuple(check_strings(message.get("images", []), "images")),
@@ -165,10 +183,10 @@ def output_from_json(message: Mapping[str, Any]) -> TokenOutput:
     return TokenOutput(
         request_id=message["request_id"],
         token_ids=tuple(message["token_ids"]),
-        logprobs=tuple(message["logprobs"]),
+        logprobs=_numbers(message["logprobs"]),
         weight_versions=tuple(message["weight_versions"]),
         finish_reason=FinishReason(message["finish_reason"]),
-        **{name: _tuples(message[name]) for name in _EXTRAS if name in message},
+        **{name: _numbers(message[name]) for name in _EXTRAS if name in message},
         routed_experts=experts_from_json(message.get("routed_experts", [])),
     )
 
@@ -183,6 +201,13 @@ def _tuples(found: Any) -> Any:
     return tuple(map(_tuples, found)) if isinstance(found, list) else found
 
 
+def _numbers(found: list[Any]) -> tuple[Any, ...]:
+    """Numbers, or nested lists of them, with NaN where there is null: JSON has none."""
+    if found and isinstance(found[0], list):
+        return tuple(map(_numbers, found))
+    return tuple(found) if None not in found else tuple(math.nan if each is None else each for each in found)
+
+
 def chunk_to_json(chunk: TokenChunk) -> dict[str, Any]:
     """The fields of a `TokenChunk`; the reason only where there is one."""
     told = {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "weight_versions": chunk.weight_versions}
@@ -194,7 +219,7 @@ def chunk_from_json(message: Mapping[str, Any]) -> TokenChunk:
     reason = message.get("finish_reason")
     return TokenChunk(
         token_ids=tuple(message["token_ids"]),
-        logprobs=tuple(message["logprobs"]),
+        logprobs=_numbers(message["logprobs"]),
         weight_versions=tuple(message["weight_versions"]),
         finish_reason=None if reason is None else FinishReason(reason),
     )
@@ -207,7 +232,7 @@ def partial_from_json(request_id: str, messages: Sequence[Mapping[str, Any]]) ->
     return TokenOutput(
         request_id=request_id,
         token_ids=tuple(i for message in messages for i in message["token_ids"]),
-        logprobs=tuple(x for message in messages for x in message["logprobs"]),
+        logprobs=tuple(x for message in messages for x in _numbers(message["logprobs"])),
         weight_versions=tuple(v for message in messages for v in message["weight_versions"]),
         finish_reason=FinishReason.ABORT,
     )

@@ -49,6 +49,7 @@ class EmbeddedServer(RolloutServer):
         self._name = Path(config.model_path).resolve().name
         self._endpoint = Endpoint(self, config, model_name=self._name)
         self._address: ServerAddress | None = None
+        self._capabilities = Capabilities()
         self._is_stopped = False
         self._outbox: list[tuple[GenerateRequest, int]] = []
         self._seen: dict[str, SeenPrompt] = {}
@@ -64,13 +65,7 @@ class EmbeddedServer(RolloutServer):
     @property
     def capabilities(self) -> Capabilities:
         """Everything; routed experts, adapters and images if the model that was loaded has them."""
-        if self._address is None:
-            return Capabilities()
-        return Capabilities(
-            gives_routed_experts=self._model.experts.does_tell,
-            has_adapters=bool(self._model.adapters.names),
-            takes_images=self._model.sight is not None,
-        )
+        return self._capabilities
 
     @property
     def max_model_len(self) -> int:
@@ -90,6 +85,11 @@ class EmbeddedServer(RolloutServer):
         self._thread = EngineThread(self._build, self._post)
         self._engine = await asyncio.wrap_future(self._thread.start())
         self._model = self._engine.model
+        self._capabilities = Capabilities(
+            gives_routed_experts=self._model.experts.does_tell,
+            has_adapters=bool(self._model.adapters.names),
+            takes_images=self._model.sight is not None,
+        )
         if self._model.fused is not None:
             # Threads that compute later begin with the number that was set last, which was the engine's 1.
             torch.set_num_threads(torch.get_num_threads())
