@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +17,8 @@ import torch
 import rl_tq
 from rl_tq._journal import Journal
 from rl_tq._segments import PACKED_BYTES
+from rl_tq._wire import Inbox, pack
+from rl_tq.storage.file import _names
 from rl_tq.testing import TransferQueueContract
 
 LARGE = PACKED_BYTES // 4 + 1024
@@ -181,3 +186,33 @@ def test_what_a_group_shares_survives(tmp_path):
                 assert torch.equal(queue.get(reference, ["image"])["image"], image)
             again = queue.put({"image": rl_tq.PerGroup(), "x": [7]}, partition="p", tags=[{"group_id": 1}])
             assert torch.equal(queue.get(again, ["image"])["image"], image)
+
+
+def test_what_one_turn_changed_is_written_at_once_and_before_anybody_is_told(tmp_path, monkeypatch):
+    written: list[tuple[list[str], bool]] = []
+    append = Journal.append
+
+    with rl_tq.serve(f"file://{tmp_path}/queue") as queue, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(_names(str(tmp_path / "queue"))[1])
+        client.settimeout(20.0)
+        inbox = Inbox(client)
+        [(_, stamps)] = inbox.receive()
+        os.close(stamps)
+
+        def noted(journal, records):
+            is_told = bool(select.select([client], [], [], 0)[0])
+            written.append(([record[1] for record in records], is_told))
+            append(journal, records)
+
+        monkeypatch.setattr(Journal, "append", noted)
+        requests = [
+            {"op": "advance", "partition": partition, "weight_version": 1, "id": i}
+            for i, partition in enumerate("abc", 1)
+        ]
+        client.sendall(b"".join(map(pack, requests)))
+        answers: list[int] = []
+        while len(answers) < 3:
+            answers += [message["id"] for message, _ in inbox.receive()]
+        assert answers == [1, 2, 3]
+        assert written == [(["a", "b", "c"], False)]
+        assert queue.stats()["partitions"] == {}

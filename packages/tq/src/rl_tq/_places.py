@@ -184,7 +184,7 @@ def to_wire(home: Partition, pieces: Sequence[tuple[Extent, int, int, int]], col
         place = where(extent.number)
         if place is None:
             return None
-        told.append(home.packed_schema(extent.columns & columns))
+        told.append(home.packed_schema(columns if columns <= extent.columns else extent.columns & columns))
         told.append(_NUMBERS.pack(first, count, start, extent.number, *place))
     return told
 
