@@ -115,9 +115,11 @@ def _one_piece(column: Column) -> tuple[torch.Tensor, bool]:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a contiguous CPU tensor in memory of its own."""
-    copy = new_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    copy_bytes(as_bytes(tensor), as_bytes(copy))
-    return copy
+    copy = new_memory(tensor.nbytes)
+    lay([tensor], copy)
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:  # a whole extent, mostly
+        return copy
+    return copy.view(tensor.dtype).view(tensor.shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

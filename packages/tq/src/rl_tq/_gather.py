@@ -158,7 +158,7 @@ def _privately(columns: LocatedColumns, opened: Opened) -> Opened:
     if len(opened) != 1:
         return opened
     [(number, extent)] = opened.items()
-    if extent.is_private or len(extent.memory) > _PRIVATE_COPY_BYTES or 2 * len(columns) < len(extent.views):
+    if extent.is_private or extent.memory.nbytes > _PRIVATE_COPY_BYTES or 2 * len(columns) < len(extent.views):
         return opened
     num_rows = extent.num_rows(next(iter(columns)))
     for runs in {id(r): r for _, r in columns.values()}.values():

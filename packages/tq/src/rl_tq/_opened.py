@@ -85,7 +85,7 @@ class OpenExtent:
     def num_rows(self, name: str) -> int:
         """Rows it was written with."""
         column = self.views[name + INDEX] if name + INDEX in self.views else self.views[name]
-        return len(column.offsets) - 1 if isinstance(column, frames.Ragged) else column.size(0)
+        return column.offsets.size(0) - 1 if isinstance(column, frames.Ragged) else column.size(0)
 
 
 Opened: TypeAlias = Mapping[int, OpenExtent]
