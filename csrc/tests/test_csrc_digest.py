@@ -48,7 +48,7 @@ def test_equals_the_definition(data):
     assert digest(data) == by_hand(data)
 
 
-@pytest.mark.parametrize("nbytes", [1, 7, 8, 63, 64, 65, 4095, 4096, 100_003, (1 << 20) + 13])
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 63, 64, 65, 4095, 4096, 65_535, 65_536, 100_003, (1 << 20) + 13])
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_equals_plain_torch_at_any_alignment(nbytes, shift):
     raw = torch.randint(0, 256, (nbytes + shift,), dtype=torch.uint8)[shift:]

@@ -104,7 +104,9 @@ __attribute__((target("avx512f,avx512dq"))) std::uint64_t sum_avx512(unsigned ch
 }
 #endif
 
-constexpr std::size_t kStreamingBytes = std::size_t{1} << 20;  // below this the destination is wanted in the cache
+// From here on past the cache. What is copied with a digest goes to another process or to memory that is not read soon, and
+// a core reads lines that are modified in another's cache more slowly than memory.
+constexpr std::size_t kStreamingBytes = std::size_t{64} << 10;
 
 template <bool kCopy>
 std::uint64_t sum_words(unsigned char* dst, const unsigned char* src, std::size_t words, std::uint64_t key) {
