@@ -341,25 +341,22 @@ def values(
         shuffled = meta.reorder(torch.randperm(len(meta)).tolist())
         run.compare(f"get {name}, shuffled", {"rl-tq shm": lambda: peer.get(shuffled)}, unit="ms")
         if nbytes > 1 << 20:
-            buffer = Buffer(target)
-            run.compare(
-                f"get {name} into a used buffer",
-                {
-                    "rl-tq shm": lambda: peer.get(meta, out=target),
-                    "rl-tq shm, a Buffer, rows as long as before": lambda: peer.get(meta, out=buffer),
-                },
-                peers={
-                    **{which: lambda get=get: land(get()) for which, get in getters.items()},
-                    "torch alone, of a copy in this process": lambda: copied(kept, target),
-                    **absent,
-                },
-                limit={"memcpy, warm": lambda: target[: len(source)].copy_(source)},
-                unit="GB/s",
-                amount=nbytes / 1e9,
-                before=lambda: target.fill_(0xAA),
-                goal=">= 0.8 of limit",
-                can_tell=not run.quick,
-            )
+            for where, out in (("a used buffer", target), ("a Buffer, rows as long as before", Buffer(target))):
+                run.compare(
+                    f"get {name} into {where}",
+                    {"rl-tq shm": lambda out=out: peer.get(meta, out=out)},
+                    peers={
+                        **{which: lambda get=get: land(get()) for which, get in getters.items()},
+                        "torch alone, of a copy in this process": lambda: copied(kept, target),
+                        **absent,
+                    },
+                    limit={"memcpy, warm": lambda: target[: len(source)].copy_(source)},
+                    unit="GB/s",
+                    amount=nbytes / 1e9,
+                    before=lambda: target.fill_(0xAA),
+                    goal=">= 0.8 of limit",
+                    can_tell=not run.quick,
+                )
         reset()
 
 
