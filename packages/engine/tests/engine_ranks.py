@@ -45,16 +45,17 @@ EXTRAS = {"entropy": True, "sum_pi_squared": True}
 
 
 def draw_rows(seed):
-    """Rows of one logical batch: (prompt, completion, mask)."""
+    """Rows of one logical batch: (prompt, completion, mask). Every other one has the prompt of the row before it."""
     draw = random.Random(seed)
 
     def tokens(size):
         return [draw.randrange(78) for _ in range(size)]
 
     rows = []
-    for _ in range(draw.randint(2, 9)):
+    for row in range(draw.randint(2, 9)):
         completion = tokens(draw.randint(1, 15))
-        rows.append((tokens(draw.randint(1, 20)), completion, [draw.randint(0, 1) for _ in completion]))
+        prompt = rows[-1][0] if row % 2 else tokens(draw.randint(1, 20))
+        rows.append((prompt, completion, [draw.randint(0, 1) for _ in completion]))
     rows[0][2][0] = 1
     return rows
 

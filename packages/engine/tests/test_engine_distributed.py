@@ -222,7 +222,7 @@ def test_an_adapter_on_two_ranks_is_that_of_one(two):
     alone.close()
     assert two["without_adapter"] == pytest.approx(steps[0][0], rel=1e-9)  # B is zero at first
     assert two["adapted"] == [pytest.approx(step, rel=1e-6) for step in steps]
-    torch.testing.assert_close(two["merged"], merged, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(two["merged"], merged, rtol=1e-5, atol=1e-7)  # norms are float32
 
 
 def test_a_frozen_engine_scores_on_two_ranks(two):

@@ -177,6 +177,7 @@ def folders(tmp_path_factory):
     moe_oracle.write_model(folder / "experts")
     models.folder_of(folder / "mamba", "mamba", models.PADDED["mamba"])
     models.folder_of(folder / "dropout", "gpt2", models.GPT2)
+    models.folder_of(folder / "no module", "llama", {"attention_dropout": 0.1})
     images.write_model(folder / "images", "qwen3_vl")
     return folder
 
@@ -307,6 +308,7 @@ REFUSED = {
     "experts": ("fsdp", "experts", {}, "Qwen3MoeForCausalLM has routers"),
     "padded rows": ("fsdp", "mamba", {}, "MambaForCausalLM has layers that mix tokens outside attention"),
     "dropout": ("fsdp", "dropout", {}, "GPT2LMHeadModel is trained with dropout"),
+    "dropout by the config alone": ("fsdp", "no module", {}, "LlamaForCausalLM is trained with dropout"),
     "dropout of an adapter": ("fsdp", "qwen3", {"lora": LoraConfig(dropout=0.1)}, "is trained with dropout"),
     "images": ("fsdp", "images", {}, "Qwen3VLForConditionalGeneration takes images"),
     "cut tokens": ("fsdp", "qwen3", {"parallel": ParallelConfig(sp=2)}, r"parallel\.sp is 2"),

@@ -275,12 +275,13 @@ def _what_parts_prompts(scorer: HuggingFaceScorer, config: EngineConfig) -> str 
 
 
 def _drops_out(scorer: HuggingFaceScorer) -> bool:
-    """Whether a layer zeroes activations at random while it is trained."""
-    for module in scorer.modules():
-        rates = [rate for name, rate in vars(module).items() if "dropout" in name and isinstance(rate, float)]
-        if any(rates) or (isinstance(module, nn.Dropout) and module.p > 0):
-            return True
-    return False
+    """Whether a layer zeroes activations at random while it is trained: by a module, or a rate of the config."""
+    rates = [module.p for module in scorer.modules() if isinstance(module, nn.Dropout)]
+    for name, rate in scorer.config.to_dict().items():
+        is_of_a_head = name.startswith(("summary", "classifier"))  # of kinds that are not built here
+        if ("dropout" in name or "pdrop" in name) and not is_of_a_head:
+            rates.append(rate or 0.0)
+    return any(rate > 0 for rate in rates)
 
 
 def _shard(scorer: HuggingFaceScorer, world: World, config: EngineConfig) -> None:
