@@ -1,5 +1,7 @@
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,26 @@ def test_importing_is_light():
     code = "import rl_tq, sys; print([m for m in ('torch', 'tensordict', 'numpy', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_nothing_but_the_shim_pickles():
+    """What arrives from another process is data, and never code."""
+    package = Path(rl_tq.__file__).parent
+    sources = [path for path in package.rglob("*.py") if {"compat", "testing"}.isdisjoint(path.parts)]
+    imported = {
+        name
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import)
+            else [node.module] if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }  # fmt: skip
+    assert "msgspec" in imported
+    assert not {
+        name for name in imported if name and name.split(".")[0] in ("pickle", "cloudpickle", "marshal", "dill")
+    }
 
 
 def test_unknown_storage_lists_what_is_there():
