@@ -72,7 +72,7 @@ STATUS_OF = {
 
 
 def line_of(message: Mapping[str, Any]) -> bytes:
-    """A message as a line of a stream, in a fifth of the time that the standard library takes. NaN becomes null."""
+    """A message as a line of JSON, in a tenth of the time that the standard library takes. NaN becomes null."""
     return msgspec.json.encode(message) + b"\n"
 
 
