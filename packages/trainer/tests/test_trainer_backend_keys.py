@@ -18,7 +18,7 @@ from rl_trainer.capabilities import check_backends, check_started
 from rl_trainer.config import EngineSection, RolloutSection, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError
-from rl_trainer.pipelines.engines import create_engine, frozen_config, server_config
+from rl_trainer.pipelines.engines import create_engine, server_config
 from rl_trainer.pipelines.parts import resource_pools
 from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.testing import FakeAgents
@@ -35,7 +35,6 @@ EFFECTS = {
     "engine.lr_schedule": ("constant", "engine"),
     "engine.precision": ("bfloat16", "engine"),
     "engine.activation_checkpointing": ("true", "engine"),
-    "engine.share_prompts": ("false", "engine"),
     "engine.router_aux_loss_coef": ("0.5", "engine"),
     "engine.router_replay": ("true", "engine"),
     "engine.async_checkpoints": ("true", "engine"),
@@ -134,11 +133,6 @@ REFUSED = [
     (["engine.parallel.sp=3"], [], "engine.backend=fsdp cannot be used for the policy: .*sp = 3 does not divide"),
     (["engine.lora={target_modules: [w9]}"], [], r"for the policy: .*target_modules is \['w9'\]"),
     (["engine.router_aux_loss_coef=0.1"], [], "the model has no router"),
-    (
-        ["engine.backend=megatron"],
-        ["engine.share_prompts=true"],
-        "megatron cannot .* share_prompts is true and the meg",
-    ),
     (["critic={path: /nowhere}"], [], "engine.backend=fsdp cannot be used for the critic: .*/nowhere"),
     ([], ["weights_transport=inproc"], "weights_transport=inproc moves data inside one process, and runtime=ray"),
     ([], ["queue_storage=inproc"], "queue_storage=inproc moves data inside one process"),
@@ -173,17 +167,10 @@ def test_what_a_backend_can_do_is_told_and_leaves_nothing_behind(folder, overrid
 def test_whether_prompts_are_shared_is_told(folder):
     for overrides, words in (
         ([], "yes"),
-        (["engine.share_prompts=false"], "no"),
         (["engine.backend=megatron"], "no: "),
     ):
         told = dict(check_backends(load_config("quickstart", [f"model.path={folder}", *overrides])))
-        assert told["engine.share_prompts"].startswith(words)
-
-
-def test_what_is_asked_of_the_policy_alone_is_not_asked_of_others():
-    for key, wanted in (("null", None), ("true", None), ("false", False)):
-        config = load_config("quickstart", [f"engine.share_prompts={key}"])
-        assert frozen_config(config, Path("m")).share_prompts is wanted
+        assert told["share_prompts"].startswith(words)
 
 
 def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):

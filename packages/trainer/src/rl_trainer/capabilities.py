@@ -100,8 +100,7 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
     seeds = (
         "seeded requests" if can.is_seeded else "requests without seeds (the same seed samples other tokens each run)"
     )
-    settled = [(f"engine.{key}", how) for key, how in left.items()]
-    return [*settled, ("server", f"{config.rollout.backend}: new weights, {seeds}, levels of sleep: {levels}")]
+    return [*left.items(), ("server", f"{config.rollout.backend}: new weights, {seeds}, levels of sleep: {levels}")]
 
 
 def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:

@@ -87,9 +87,6 @@ class EngineSection:
     TF32 or bfloat16 where the processor is faster so (torch.set_float32_matmul_precision)."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    share_prompts: bool | None = None
-    """Feed the engines a prompt once that several completions of a micro-batch have in common; the numbers stay the
-    same. Null: where backend and model allow it, as the plan says; true is refused where the policy's do not."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the loss that evens out the load of a mixture's experts."""
     router_replay: bool = False

@@ -130,7 +130,6 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
     algorithm, lora = config.algorithm, config.engine.lora
     return replace(
         _trained_config(config, model_path, config.engine.lr),
-        share_prompts=config.engine.share_prompts,
         lora=LoraConfig(**asdict(lora)) if lora is not None else None,
         entropy=algorithm.entropy_coef > 0,
         sum_pi_squared="sum_pi_squared" in estimator_named(algorithm.advantage).needs,
@@ -177,7 +176,6 @@ def _trained_config(config: Config, model_path: Path, lr: float) -> EngineConfig
         matmul_precision=MatmulPrecision(matmul or "highest"),
         max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
         temperature=config.rollout.temperature,
-        share_prompts=False if section.share_prompts is False else None,  # other models may not be able to
         activation_checkpointing=section.activation_checkpointing,
         async_checkpoints=section.async_checkpoints,
         seed=config.seed,
