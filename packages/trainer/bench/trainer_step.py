@@ -85,7 +85,7 @@ def learning(run, rewards):
 
 
 def limit(run, model):
-    """Record how many steps there would be if they were nothing but the matrix products of the layers."""
+    """Record how many steps there would be if they were nothing but the layers' products, each prompt's made once."""
     config = json.loads((model / "config.json").read_text())
     width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, key_heads = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -95,7 +95,7 @@ def limit(run, model):
     num_rows, prompt = PROMPTS * GROUP, 10
     learned, decoded = (
         {size: torch.randn(count, size) for size in {size for shape in layer for size in shape}}
-        for count in (num_rows * (prompt + MAX_NEW_TOKENS - 1), num_rows)
+        for count in (PROMPTS * prompt + num_rows * (MAX_NEW_TOKENS - 1), num_rows)
     )
 
     def products():
