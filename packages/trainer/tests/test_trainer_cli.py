@@ -130,7 +130,10 @@ def test_backend_that_is_not_installed(capsys, key):
     ("lost", "told"),
     [
         ("safetensors", "engine.backend=fsdp needs safetensors: pip install 'rl-engine[fsdp]'"),  # of the extra
-        ("msgspec", "queue_storage=shm needs msgspec: pip install 'rl-tq[shm]'"),  # of the package itself
+        (
+            "msgspec",  # of the package itself
+            "rollout.backend=embedded needs msgspec: pip install 'rl-rollout[embedded]'",
+        ),
         ("ray", "runtime=ray needs ray: pip install ray, or choose runtime=inline"),
     ],
 )
