@@ -1,10 +1,6 @@
 """What is moved away is gone from where it was: bytes of live tensors, and on a GPU what the allocator holds."""
 
-import ctypes
 import gc
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -162,36 +158,3 @@ def test_offload_empties_the_gpu_and_modes_bring_everything_back(tmp_path, backe
         engine.optimizer_step()
     assert not any(parameter.is_cuda for parameter in model_of(engine).parameters())
     engine.close()
-
-
-FAULTS = """
-import resource, sys, torch
-from rl_engine import EngineConfig, create_engine
-def rounds():
-    for _ in range(2):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(5):
-            tensors = [torch.ones(1 << 21) for _ in range(4)]
-            del tensors
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    return faults
-print(rounds())
-create_engine("fsdp", EngineConfig(model_path=sys.argv[1])).initialize()
-print(rounds())
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the allocator is not glibc's")
-def test_memory_of_a_step_on_a_cpu_is_kept_for_the_next(tmp_path):
-    """Five times four tensors of 8 MiB: pages mapped anew every time before, and none afterwards.
-
-    A threshold from outside keeps glibc from finding one by itself, by which it sometimes keeps them too.
-    """
-    write_tiny_model(tmp_path)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAULTS, str(tmp_path)],
-        env=environment, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    before, after = map(int, done.stdout.split())
-    assert after < 100 < before

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_engine import _checkpoint, _folder
-from rl_engine._allocator import keep_freed_memory
 from rl_engine._deal import Copies
 from rl_engine._distributed import World, expected_size, join_world
 from rl_engine._folder import DTYPES
@@ -113,8 +112,6 @@ class ShardedEngine(Engine):
         self._copies = Copies(
             copy_of=tuple(rank // sp for rank in range(world.size)), speakers=tuple(range(0, world.size, sp))
         )
-        if world.device.type == "cpu":
-            keep_freed_memory()
         self._world, self._scorer = world, scorer
         self._home = torch.device("cpu") if config.cpu_offload else world.device
         self._places = dict.fromkeys(("model", "optimizer", "grad"), self._home)
