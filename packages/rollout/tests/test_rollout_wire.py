@@ -54,17 +54,21 @@ def test_an_output_comes_back_as_it_was(experts):
 
 def test_a_line_keeps_every_bit_and_tells_nan_as_null():
     logprobs = (-0.1, -1e-45, -(2.0**-149), float("nan"), -3.4028234663852886e38)
-    top = (((5, -0.25), (6, float("nan"))), ())
-    output = replace(OUTPUT, logprobs=logprobs, top_logprobs=top)
+    output = replace(OUTPUT, logprobs=logprobs, top_logprobs=(), prompt_logprobs=())
     line = line_of(output_to_json(output))
-    assert line.count(b"\n") == 1
-    assert line.count(b"null") == 2
-    found = output_from_json(message_of(line))
+    assert line.count(b"\n") == line.count(b"null") == 1
     # repr tells one NaN from a number, and not from another NaN
-    assert repr(found) == repr(output)
-    message = {name: found for name, found in message_of(line).items() if name != "top_logprobs"}
+    assert repr(output_from_json(message_of(line))) == repr(output)
+    message = message_of(line)
     assert repr(chunk_from_json(message).logprobs) == repr(logprobs)
     assert repr(partial_from_json("r", [message, message]).logprobs) == repr(2 * logprobs)
+
+
+def test_a_line_tells_minus_infinity_from_nan():
+    """A token that cannot be drawn may be in the prompt, or among the most likely ones."""
+    top = (((5, -0.25), (6, float("nan")), (7, float("-inf"))), ())
+    output = replace(OUTPUT, top_logprobs=top, prompt_logprobs=(0.0, float("-inf")))
+    assert repr(output_from_json(message_of(line_of(output_to_json(output))))) == repr(output)
 
 
 def test_lists_are_read_too():

@@ -73,12 +73,17 @@ STATUS_OF = {
 
 def line_of(message: Mapping[str, Any]) -> bytes:
     """A message as a line of JSON, in a tenth of the time that the standard library takes. NaN becomes null."""
+    if any(name in message for name in _EXTRAS):  # may hold minus infinity, which must not become null too
+        return json.dumps(message).encode() + b"\n"
     return msgspec.json.encode(message) + b"\n"
 
 
 def message_of(line: bytes) -> dict[str, Any]:
     """The reverse."""
-    return msgspec.json.decode(line)
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:  # it does not know the standard library's Infinity
+        return json.loads(line)
 
 
 def object_from_body(body: bytes, path: str) -> dict[str, Any]:
@@ -186,7 +191,7 @@ def output_from_json(message: Mapping[str, Any]) -> TokenOutput:
         logprobs=_numbers(message["logprobs"]),
         weight_versions=tuple(message["weight_versions"]),
         finish_reason=FinishReason(message["finish_reason"]),
-        **{name: _numbers(message[name]) for name in _EXTRAS if name in message},
+        **{name: _tuples(message[name]) for name in _EXTRAS if name in message},
         routed_experts=experts_from_json(message.get("routed_experts", [])),
     )
 
@@ -202,9 +207,7 @@ def _tuples(found: Any) -> Any:
 
 
 def _numbers(found: list[Any]) -> tuple[Any, ...]:
-    """Numbers, or nested lists of them, with NaN where there is null: JSON has none."""
-    if found and isinstance(found[0], list):
-        return tuple(map(_numbers, found))
+    """Numbers, with NaN where there is null: JSON has none."""
     return tuple(found) if None not in found else tuple(math.nan if each is None else each for each in found)
 
 
