@@ -59,6 +59,9 @@ SAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not:UserWarning"
+)  # torch 2.15, of its own check
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name):
     op = getattr(OPS, name.split()[0]).default
