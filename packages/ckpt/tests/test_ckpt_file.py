@@ -64,10 +64,10 @@ def test_the_files_are_ordinary_safetensors_with_a_manifest(url, tmp_path):
     with connect(url, role="send") as sender:
         sender.send(sample_weights().items(), version=3)
     manifest = json.loads((tmp_path / "policy" / f"version-{3:020d}.json").read_text())
-    assert (manifest["format"], manifest["version"]) == ("rl-ckpt 1", 3)
+    assert (manifest["format"], manifest["version"]) == ("rl-ckpt 2", 3)
     assert [entry["name"] for entry in manifest["tensors"]] == list(sample_weights())
     stored = load_file(tmp_path / "policy" / manifest["tensors"][0]["file"])
-    assert_same({name: stored[name] for name in sample_weights()}, sample_weights())
+    assert_same({entry["name"]: stored[entry["stored_as"]] for entry in manifest["tensors"]}, sample_weights())
 
 
 def test_many_files_for_one_version(url, tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_manifest_that_is_none(url, tmp_path):
             await sender.send_weights({"a": torch.ones(1)}.items(), version=1)
             path = tmp_path / "policy" / f"version-{1:020d}.json"
             good = path.read_text()
-            for text in ("{", "[]", "{}", good.replace("rl-ckpt 1", "rl-ckpt 9"), good.replace('"version-', '"/etc/x')):
+            for text in ("{", "[]", "{}", good.replace("rl-ckpt 2", "rl-ckpt 9"), good.replace('"version-', '"/etc/x')):
                 path.write_text(text)
                 await failure(rl_ckpt.ProtocolError, receive_all(receiver))
             path.write_text(good)
@@ -247,7 +247,7 @@ def test_a_writer_that_is_killed_has_published_nothing_and_its_leavings_go(url, 
 
 
 def test_a_registered_source_is_published_from_where_it_is(url, monkeypatch):
-    """Large tensors are not copied first, but those that share memory are, as safetensors wants it."""
+    """Large tensors are not copied first, tied ones are written once, others of one memory are copied."""
     import safetensors.torch
 
     from rl_ckpt.backends import file
@@ -257,7 +257,7 @@ def test_a_registered_source_is_published_from_where_it_is(url, monkeypatch):
     monkeypatch.setattr(
         file.safetensors.torch,
         "save_file",
-        lambda batch, path: (addresses.update({n: t.data_ptr() for n, t in batch.items()}), save_file(batch, path)),
+        lambda batch, *rest: (addresses.update({n: t.data_ptr() for n, t in batch.items()}), save_file(batch, *rest)),
     )
 
     async def work():
@@ -272,7 +272,8 @@ def test_a_registered_source_is_published_from_where_it_is(url, monkeypatch):
                 assert report.digest == tree_digest(weights)
                 assert_same(await receive_all(receiver), weights)
             assert addresses["large"] == large.data_ptr()
-            assert addresses["tied"] != large.data_ptr()
+            assert "tied" not in addresses
+            assert addresses["half"] != large.data_ptr()
             weights["large"] = large.clone()
             error = await failure(SyncAbortedError, sender.send_weights(version=3))
             assert "'large' was registered at" in str(error)

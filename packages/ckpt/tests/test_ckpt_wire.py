@@ -78,11 +78,21 @@ def test_a_message_written_out_by_hand():
 
 def test_a_manifest_written_out_by_hand():
     code = DTYPE_CODES[torch.bfloat16]
-    body = struct.pack("<IIBBHIQQ", 3, 1, code, 2, 3, 0, 5, 6) + b"a.b"
-    manifest = Manifest(3, (TensorSpec(name="a.b", dtype=torch.bfloat16, shape=(5, 6)),))
+    body = struct.pack("<IIBBHIQQ", 3, 2, code, 2, 3, 2**32 - 1, 5, 6) + b"a.b"
+    body += struct.pack("<BBHIQQ", code, 2, 1, 3, 5, 6) + b"c"
+    first = TensorSpec(name="a.b", dtype=torch.bfloat16, shape=(5, 6))
+    manifest = Manifest(3, (first, TensorSpec(name="c", dtype=torch.bfloat16, shape=(5, 6), tied_to=3)))
     assert encode(manifest, 0)[20:] == body
     assert decode(5, body) == manifest
+    assert [spec.tied_to for spec in decode(5, body).specs] == [None, 3]
     assert manifest.specs[0].num_bytes == 60
+
+
+def test_a_tensor_is_tied_to_one_before_it_or_refused():
+    spec = TensorSpec(name="a", dtype=torch.bool, shape=(), tied_to=4)
+    assert decode(5, encode(Manifest(5, (spec,)), 0)[20:]).specs[0].tied_to == 4
+    with pytest.raises(ProtocolError, match="tied to 4"):
+        decode(5, encode(Manifest(4, (spec,)), 0)[20:])
 
 
 def test_the_dtype_codes_are_those_of_the_specification():

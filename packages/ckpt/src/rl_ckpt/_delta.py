@@ -18,7 +18,7 @@ from rl_ckpt.errors import ProtocolError
 from rl_csrc import delta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -58,7 +58,9 @@ class Snapshot:
         """Compresses differences, if they are to be compressed."""
         self._contents: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._leaves: dict[str, list[int]] = {}
-        """The digests of their leaves."""
+        """The digests of their leaves. Tied tensors have one content and one list."""
+        self._groups: dict[str, set[str]] = {}
+        """Of each tensor that shares its content, the names of all that do."""
         self._names: set[str] = set()
         self._room = torch.empty(ENOUGH_BYTES + LEAF_BYTES, dtype=torch.uint8)
         """Where differences are laid out: untouched pages cost nothing."""
@@ -68,16 +70,16 @@ class Snapshot:
         """Of its tensors."""
         return frozenset(self._contents)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> ItemsView[str, Tensor]:
         """All of them, in the order of their first appearance. They change with the next sync."""
-        for name, (spec, content) in self._contents.items():
-            yield name, from_bytes(content, spec)
+        return {name: from_bytes(content, spec) for name, (spec, content) in self._contents.items()}.items()
 
     def open(self) -> int | None:
         """Begin to change it, and return the version that it was."""
         base, self.version = self.version, None
         if base is None:
             self._contents.clear()
+            self._groups.clear()
         return base
 
     def commit(self, version: int) -> None:
@@ -97,6 +99,31 @@ class Snapshot:
         copied = raw.to("cpu", copy=True)
         self._contents[spec.name] = (spec, copied)
         return copied
+
+    def separate(self, name: str, tied: Iterable[str]) -> None:
+        """Let a tensor have content of its own, if it shares that with others than these."""
+        group = self._groups.get(name, set())
+        if not group <= {name, *tied}:
+            self._leave(name)
+            spec, content = self._contents[name]
+            self._contents[name] = (spec, content.clone())
+            self._leaves[name] = list(self._leaves[name])
+
+    def tie(self, spec: TensorSpec, tied: Sequence[TensorSpec]) -> None:
+        """Let others have the content of a tensor from now on."""
+        names = {spec.name, *(other.name for other in tied)}
+        if len(names) == 1:
+            return
+        for other in tied:
+            self._contents[other.name] = (other, self._contents[spec.name][1])
+            self._leaves[other.name] = self._leaves[spec.name]
+        for name in names:
+            self._leave(name)
+            self._groups[name] = names
+
+    def _leave(self, name: str) -> None:
+        """Take it out of the names that share its content."""
+        self._groups.pop(name, set()).discard(name)
 
     def note(self, spec: TensorSpec, leaves: list[int]) -> None:
         """Keep the digests of the leaves of what it holds of a tensor."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import rl_csrc
 from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt._messages import Bucket, Manifest
 from rl_ckpt._outbox import Run
@@ -12,7 +13,7 @@ from rl_ckpt._plan import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
 from rl_ckpt._tensors import memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -29,6 +30,7 @@ MAX_SPANS = 1 << 16
 DIRECT_BYTES = 1 << 20
 """From this size on, streams are written straight from the source's tensor where that saves a copy."""
 _FILLING = memoryview(bytes(ALIGNMENT_BYTES))
+_NOTHING = rl_csrc.digest(b"")
 EAGER_BYTES = 256 << 10
 """From this size on, a bucket of differences is sent to receivers that have nothing to do."""
 
@@ -75,12 +77,20 @@ class Filler:
         """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
 
     def place(
-        self, index: int, start: int, codec: Codec, raw: Tensor, *, stays: bool, known: int | None = None
+        self,
+        index: int,
+        start: int,
+        codec: Codec,
+        raw: Tensor,
+        *,
+        stays: bool,
+        known: int | None = None,
+        ties: Callable[[], Iterable[int]] = tuple,
     ) -> list[int]:
         """Put the content of a part of a tensor into buckets; return the digests of its leaves.
 
         `stays`: it does not change before the sync ends. `known` is the digest of content that is one leaf, where it
-        was made before.
+        was made before. `ties` says, when all of it is there, which tensors are tied to that which ends with it.
         """
         total = raw.numel()
         is_direct = self._peers.transport.is_direct and total >= DIRECT_BYTES and raw.device.type == "cpu"
@@ -111,6 +121,8 @@ class Filler:
             self._spans.append(
                 Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
             )
+        for tied in ties():  # in the bucket that the tensor ends in
+            self._spans.append(Span(tied, Codec.TIED, 0, 0, self._plan.offset, 0, 0, _NOTHING))
         if self._plan.offset == self._plan.bucket_bytes:  # nothing fits it any more: the source may take its time
             self._publish()
             self._plan.close()

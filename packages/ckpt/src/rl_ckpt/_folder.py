@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-FORMAT = "rl-ckpt 1"
+FORMAT = "rl-ckpt 2"
 _MANIFEST = re.compile(r"version-([0-9]{20})\.json")
 _PARTIAL = ".partial"
 
@@ -29,11 +29,13 @@ class Entry:
     """One tensor of a version."""
 
     name: str
-    """Under which it lies in its file."""
+    """Under which it is handed out."""
     file: str
     """Name of the safetensors file, in the same folder."""
     digest: str
     """Digest of its elements, as WIRE.md defines it, 16 hexadecimal digits."""
+    stored_as: str
+    """Name in its file: its own, or that of the tensor whose memory it shares at the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from rl_ckpt import _delta, _zstd
 from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
+from rl_ckpt._places import Place, Scratch, contents_of, end_of, is_plain_on, leaf_bytes, part_of, piece_of
 from rl_ckpt._plan import ALIGNMENT_BYTES, Codec, Span, aligned
-from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes
+from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, place_of
 from rl_ckpt.errors import DigestError, ProtocolError, TensorError
 
 if TYPE_CHECKING:
@@ -24,59 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._messages import Bucket
+    from rl_ckpt._places import Memory
     from rl_ckpt._shelf import Shelf
     from rl_ckpt._stage import Stage
     from rl_ckpt.types import ReceiverState
-
-
-_CPU = torch.device("cpu")
-
-
-class Memory(Protocol):
-    """Where the bytes of a bucket come from."""
-
-    slots: Sequence[Tensor]
-    """uint8 [bucket_bytes] each."""
-    is_lent: bool
-    """Whether they are the sender's own, and can be written: tensors in them are not handed out."""
-
-    def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
-        """Read a bucket into `contents()`, uint8 each, one after the other; False if it is in its slot instead."""
-        ...
-
-    def refresh(self, slot: int) -> bool:
-        """Undo what this process itself has written to a slot; False if that cannot hide what the sender wrote."""
-        ...
-
-
-@dataclass(slots=True)
-class Scratch:
-    """Memory for tensors that came in several pieces, kept from one to the next."""
-
-    _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-
-    def get(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes], the same memory as the last time where it is enough."""
-        if self._memory.numel() < num_bytes or self._memory.device != device:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free it first
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._memory[:num_bytes]
-
-    def forget(self) -> None:
-        """Use other memory from now on: who has a tensor in this keeps it."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the piece of a span goes."""
-
-    span: Span
-    spec: TensorSpec
-    content: Tensor | None
-    """uint8 [total_bytes], of which it is a piece; None: it is whole, and is in the slot."""
-    is_target: bool
-    """Whether `content` is the memory of the consumer's own tensor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +78,10 @@ class Landing:
     """Digests of the leaves of the pieces of the part that lands."""
     _leaves: list[int] = field(default_factory=list[int])
     """Digests of the leaves of its parts that are whole."""
+    _last: int | None = None
+    """Index of the tensor that became whole last in the bucket that lands; others may be tied to it."""
+    _content: Tensor | None = None
+    """What it ended with, uint8; all of it, unless that is in its target."""
 
     @property
     def digest(self) -> int:
@@ -147,7 +103,7 @@ class Landing:
         slot = slots[bucket.slot]
         places = self._places(bucket, slot.device, is_lent=memory.is_lent)
         self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
-        is_fetched = memory.fetch(bucket, lambda: _contents(bucket, places, slot))
+        is_fetched = memory.fetch(bucket, lambda: contents_of(bucket, places, slot))
         since = time.perf_counter()
         found = [self._check(place, bucket, slot, is_fetched, memory.refresh) for place in places]
         checked = time.perf_counter()
@@ -156,8 +112,9 @@ class Landing:
         for place, leaves in zip(places, found, strict=True):
             self._pieces += leaves
             if place.span.is_last:
-                content = place.content if place.content is not None else _piece(slot, place.span)
+                content = place.content if place.content is not None else piece_of(slot, place.span)
                 self._complete(place, content, items)
+        self._content = None
         self.is_touched = self.is_touched or bool(items)
         self.verify_s += checked - since
         self.install_s += time.perf_counter() - checked
@@ -187,11 +144,11 @@ class Landing:
         if span is None or self.targets is None:
             return None
         spec = self.specs[span.tensor]
-        if not _is_plain(self._target(spec)):
+        if not is_plain_on(self._target(spec)):
             return None
         if span.codec == Codec.RAW:
             return spec, span.start + span.offset + span.num_bytes
-        return spec, _end_of(span, spec) if span.is_last else span.start
+        return spec, end_of(span, spec) if span.is_last else span.start
 
     def missing(self) -> list[str]:
         """Tensors of the consumer that did not come."""
@@ -204,6 +161,7 @@ class Landing:
     def _places(self, bucket: Bucket, device: torch.device, *, is_lent: bool) -> list[Place]:
         places: list[Place] = []
         end = 0
+        self._last = None
         for span in bucket.spans:
             if span.tensor >= len(self.specs):
                 raise ProtocolError(f"{self.sender} sent tensor {span.tensor}; it has declared {len(self.specs)}")
@@ -211,11 +169,12 @@ class Landing:
             if span.bucket_offset != end or end + span.num_bytes > bucket.used_bytes or not self._follows(span, spec):
                 raise ProtocolError(f"{self.sender} sent {span} of {spec}, which does not fit after what came before")
             end = aligned(span.bucket_offset + span.num_bytes)
-            is_whole = span.is_last and _end_of(span, spec) == spec.num_bytes
+            is_whole = span.is_last and end_of(span, spec) == spec.num_bytes
             self._partial = None if is_whole else span
             places.append(self._choose(span, spec, device, is_lent=is_lent))
             if is_whole:
                 self._names.add(spec.name)
+                self._last = span.tensor if spec.tied_to is None else spec.tied_to
         if end != bucket.used_bytes:
             raise ProtocolError(f"{self.sender} sent a bucket of {bucket.used_bytes} bytes with spans for {end}")
         return places
@@ -229,10 +188,12 @@ class Landing:
             return False
         if span.num_bytes < span.total_bytes and (span.num_bytes == 0 or span.bucket_offset):
             return False
+        if spec.tied_to is not None or span.codec == Codec.TIED:
+            return before is None and self._is_tied(span, spec)
         if before is None:
             return span.start == span.offset == 0 and spec.name not in self._names
         if before.is_last:  # another part of the same tensor
-            return (span.tensor, span.start, span.offset) == (before.tensor, _end_of(before, spec), 0)
+            return (span.tensor, span.start, span.offset) == (before.tensor, end_of(before, spec), 0)
         return (span.tensor, span.codec, span.start, span.total_bytes, span.offset) == (
             before.tensor,
             before.codec,
@@ -241,23 +202,33 @@ class Landing:
             before.offset + before.num_bytes,
         )
 
+    def _is_tied(self, span: Span, spec: TensorSpec) -> bool:
+        """Whether the span says that a tensor is the one before it once more."""
+        if spec.tied_to is None or spec.tied_to != self._last or spec.name in self._names:
+            return False
+        first = self.specs[spec.tied_to]
+        is_empty = span.codec == Codec.TIED and span.start == span.offset == 0
+        return is_empty and (first.dtype, first.shape) == (spec.dtype, spec.shape)
+
     def _is_sized(self, span: Span, spec: TensorSpec) -> bool:
         """Whether a part of this tensor can have this length."""
         if span.codec == Codec.RAW and span.start == 0 and span.total_bytes == spec.num_bytes:
             return True
+        if span.codec == Codec.TIED:
+            return span.total_bytes == 0
         if not self.has_base or span.start % LEAF_BYTES or span.start >= max(1, spec.num_bytes):
             return False
-        leaf_bytes = _leaf_bytes(span, spec)
+        num_bytes = leaf_bytes(span, spec)
         if span.codec == Codec.RAW:
-            return span.total_bytes == leaf_bytes
-        return span.codec in (Codec.DELTA, Codec.DELTA_ZSTD) and 0 < span.total_bytes < leaf_bytes
+            return span.total_bytes == num_bytes
+        return span.codec in (Codec.DELTA, Codec.DELTA_ZSTD) and 0 < span.total_bytes < num_bytes
 
     def _choose(self, span: Span, spec: TensorSpec, device: torch.device, *, is_lent: bool) -> Place:
         """Decide where the piece goes."""
         is_whole = span.num_bytes == span.total_bytes
         target = None if self.targets is None else self._target(spec)
-        if span.codec == Codec.RAW and target is not None and _is_plain(target, device):
-            content = _part(as_bytes(target), span.start, span.total_bytes)
+        if span.codec == Codec.RAW and target is not None and is_plain_on(target, device):
+            content = part_of(as_bytes(target), span.start, span.total_bytes)
             return Place(span, spec, content, is_target=True)
         if span.codec == Codec.RAW and span.total_bytes < spec.num_bytes:
             raise ProtocolError(f"{self.sender} sent a leaf of {spec.name!r}, which this end did not ask for")
@@ -283,8 +254,8 @@ class Landing:
     ) -> list[int]:
         """Bring the piece where it goes, and compare its digest; return those of its leaves."""
         span = place.span
-        piece = _piece(slot, span)
-        into = piece if place.content is None else _part(place.content, span.offset, span.num_bytes)
+        piece = piece_of(slot, span)
+        into = piece if place.content is None else part_of(place.content, span.offset, span.num_bytes)
 
         def bring() -> list[int]:
             return leaves_of(into) if is_fetched or place.content is None else unpack_leaves(piece, into)
@@ -303,16 +274,21 @@ class Landing:
     def _complete(self, place: Place, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
         """Do with a whole part what the consumer wants."""
         span, spec = place.span, place.spec
+        if span.codec == Codec.TIED:
+            self._pieces = []
+            self._tie(spec, items)
+            return
         if span.codec == Codec.RAW:
             is_cut_into_leaves = span.num_bytes == span.total_bytes or self.bucket_bytes % LEAF_BYTES == 0
             self._leaves += self._pieces if is_cut_into_leaves else leaves_of(content)
         else:
             self._leaves.append(self._apply(content, span, spec))
         self._pieces = []
-        if _end_of(span, spec) < spec.num_bytes:
+        if end_of(span, spec) < spec.num_bytes:
             return
         self.num_bytes += spec.num_bytes
         self.digests[spec], self._leaves = combine(self._leaves), []
+        self._content = content
         if self.targets is None:
             items.append((spec.name, from_bytes(content, spec)))
         elif span.codec == Codec.RAW and not place.is_target:
@@ -321,65 +297,40 @@ class Landing:
             if content.is_cuda:  # the copy is only begun, and the sender may fill the slot again after this
                 torch.cuda.current_stream(content.device).synchronize()
 
+    def _tie(self, spec: TensorSpec, items: list[tuple[str, Tensor]]) -> None:
+        """Give a tensor the elements of the one that it is tied to, which has just become whole."""
+        content = self._content
+        if spec.tied_to is None or content is None:
+            raise ProtocolError(f"{self.sender} tied {spec.name!r} to nothing")
+        first = self.specs[spec.tied_to]
+        digest = self.digests[spec] = self.digests[first]
+        self.num_bytes += spec.num_bytes
+        if self.targets is None:
+            items.append((spec.name, from_bytes(content, spec)))
+            return
+        target, source = self._target(spec), self._target(first)
+        if place_of(target) == place_of(source):
+            return
+        if is_plain_on(source, content.device):
+            content = as_bytes(source)
+        self.is_touched = True
+        if not is_plain_on(target, content.device):
+            target.detach().copy_(from_bytes(content, spec))
+            if content.is_cuda:
+                torch.cuda.current_stream(content.device).synchronize()
+        elif combine(unpack_leaves(content, as_bytes(target))) != digest:
+            raise DigestError(
+                f"{first.name!r} of version {self.version} has other contents than landed for it, when they are to be "
+                f"those of {spec.name!r} as well: something else writes to it, or their targets share memory"
+            )
+
     def _apply(self, content: Tensor, span: Span, spec: TensorSpec) -> int:
         """Apply a difference to a leaf; return the digest of what the leaf is then, read back from where it is."""
         target = self._target(spec) if self.targets is not None else None
-        if target is None or not _is_plain(target):
+        if target is None or not is_plain_on(target):
             raise ProtocolError(f"{self.sender} sent {spec.name!r} as a difference, which this end did not ask for")
-        leaf = as_bytes(target)[span.start : _end_of(span, spec)]
+        leaf = as_bytes(target)[span.start : end_of(span, spec)]
         self.is_touched = True
         if span.codec == Codec.DELTA_ZSTD:
             content = _zstd.decompress(content, leaf.numel(), spec.name)
         return _delta.apply(content, leaf, spec)
-
-
-def _leaf_bytes(span: Span, spec: TensorSpec) -> int:
-    return min(LEAF_BYTES, spec.num_bytes - span.start)
-
-
-def _end_of(span: Span, spec: TensorSpec) -> int:
-    """Where the part of a span ends in its tensor, bytes."""
-    return span.start + (span.total_bytes if span.codec == Codec.RAW else _leaf_bytes(span, spec))
-
-
-def readable_codecs() -> int:
-    """A bit for every `Codec` that this end can read."""
-    is_unreadable = {Codec.DELTA_ZSTD} if not _zstd.is_installed() else set[Codec]()
-    return sum(1 << codec for codec in Codec if codec not in is_unreadable)
-
-
-def is_base(targets: Mapping[str, Tensor]) -> bool:
-    """Whether differences can be applied to all of these."""
-    return all(_is_plain(target) for target in targets.values())
-
-
-def _is_plain(target: Tensor, device: torch.device = _CPU) -> bool:
-    """Whether a tensor's memory can be written as bytes, from that device."""
-    return (
-        target.device == device
-        and target.layout == torch.strided
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
-
-
-def _piece(slot: Tensor, span: Span) -> Tensor:
-    return slot[span.bucket_offset : span.bucket_offset + span.num_bytes]
-
-
-def _part(content: Tensor, start: int, num_bytes: int) -> Tensor:
-    return content if num_bytes == content.numel() else content[start : start + num_bytes]
-
-
-def _contents(bucket: Bucket, places: Sequence[Place], slot: Tensor) -> list[Tensor]:
-    """The memory that the bytes of a bucket go to, in their order; the slot's own for what is not wanted elsewhere."""
-    contents: list[Tensor] = []
-    in_slot = 0
-    for place in places:
-        span = place.span
-        if place.content is not None:
-            contents.append(slot[in_slot : span.bucket_offset])
-            contents.append(place.content[span.offset : span.offset + span.num_bytes])
-            in_slot = span.bucket_offset + span.num_bytes
-    contents.append(slot[in_slot : bucket.used_bytes])
-    return [content for content in contents if content.numel()]

@@ -16,7 +16,7 @@ from rl_ckpt.errors import DigestError
 
 if TYPE_CHECKING:
     from asyncio import Future
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -85,6 +85,8 @@ class Passage:
         self._num_whole = 0
         self._is_whole = False
         self._num_taken = 0
+        self._ties: dict[str, list[str]] = {}
+        """Names of tensors that have the elements of another, under the name of that."""
 
     # ---- the receiving thread
 
@@ -100,7 +102,12 @@ class Passage:
         count = len(landing.digests) - self._num_whole
         whole = list(islice(reversed(landing.digests), count))
         self._num_whole += count
-        told = [(spec, spec.num_bytes) for spec in reversed(whole)]
+        told: list[tuple[TensorSpec, int]] = []
+        for spec in reversed(whole):
+            if spec.tied_to is None:
+                told.append((spec, spec.num_bytes))
+            else:  # before it can be seen that the other one is whole
+                self._ties.setdefault(landing.specs[spec.tied_to].name, []).append(spec.name)
         if (begun := landing.begun()) is not None:
             told.append(begun)
         for spec, num_bytes in told:
@@ -142,6 +149,10 @@ class Passage:
         spec = self._order[self._num_taken]
         self._num_taken += 1
         return spec, (self._landing.targets or {})[spec.name]
+
+    def tied_to(self, name: str) -> Sequence[str]:
+        """The other names of a tensor, once it is whole."""
+        return self._ties.get(name, ())
 
     def num_landed(self, spec: TensorSpec) -> int:
         """How many bytes of a tensor are in place, from its beginning."""

@@ -19,6 +19,8 @@ class Codec(IntEnum):
     """They say which elements of a leaf differ from the base version, and what they are now; see `_delta`."""
     DELTA_ZSTD = 2
     """The same, compressed; see `_zstd`."""
+    TIED = 3
+    """There are none: the tensor has the elements of the one before it, to which its manifest says it is tied."""
 
 
 class Span(NamedTuple):

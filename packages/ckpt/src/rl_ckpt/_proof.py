@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import Literal
 
-_PREFIX = b"rl-ckpt 3 "
+_PREFIX = b"rl-ckpt 4 "
 
 
 def proof_of(token: bytes, role: Literal["sender", "receiver"], receiver_nonce: bytes, sender_nonce: bytes) -> bytes:

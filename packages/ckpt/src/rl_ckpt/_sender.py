@@ -30,7 +30,7 @@ from rl_ckpt.errors import (
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -281,7 +281,7 @@ class Sender(CheckpointEngine):
             peer.is_complete = weights is None
         return report
 
-    def _copy_of(self, version: int) -> Iterator[tuple[str, Tensor]]:
+    def _copy_of(self, version: int) -> ItemsView[str, Tensor]:
         snapshot = self._snapshot
         if snapshot is None or snapshot.version != version or not snapshot.is_whole:
             raise UsageError(

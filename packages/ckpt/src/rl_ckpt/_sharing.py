@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_ckpt._digest import combine, leaves_of
-from rl_ckpt._tensors import as_bytes
+from rl_ckpt._tensors import as_bytes, place_of
 from rl_ckpt.errors import TensorError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Sharing:
         if addresses != self._addresses:
             self._addresses, self._groups = addresses, _groups_of({name: targets[name] for name in sent})
         for names in self._groups:
-            if len({_place_of(targets[name]) for name in names}) == 1:
+            if len({place_of(targets[name]) for name in names}) == 1:
                 changed = [name for name in names if sent[name] != sent[names[0]]]
             else:
                 changed = [name for name in names if combine(leaves_of(as_bytes(targets[name]))) != sent[name]]
@@ -68,7 +68,3 @@ def _extent_of(tensor: Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
-def _place_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import ItemsView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rl_ckpt._tensors import place_of
 from rl_ckpt.errors import TensorError
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from rl_ckpt._passage import Passage
     from rl_ckpt._registered import Registered
     from rl_ckpt._tensors import TensorSpec
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Of other kinds of tensors it is not known what their memory means."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class Source:
     Tensors that are all there when the sync begins (a registered source, the items of a mapping) have to be one
     version: one that changes before its turn is an error. What tells is torch's count of changes in place, and that an
     optimizer has begun a step on it (fused ones are not counted). Other kernels, and `.data`, go unseen.
+    And only of them is it known which are tied: memory that one item of an iterator leaves may be that of the next.
 
     Args:
         weights: Of the call.
@@ -91,11 +96,15 @@ class Source:
         self.passage = passage
         is_there = registered is not None or isinstance(weights, ItemsView)
         there = list(weights) if is_there else []
+        self.ties = ties_of(there)
+        """Names of the tensors that have the memory of another before them, under the name of that; read-only."""
+        self.tied = {name: first for first, names in self.ties.items() for name in names}
+        """The other way round."""
         self._counts = {name: (tensor, _num_changes(tensor)) for name, tensor in there if _is_dense(tensor)}
         self._stepped: set[int] = set()
         """Addresses of storages that an optimizer has written to since."""
         self._hook = register_optimizer_step_pre_hook(self._note_step) if is_there else None
-        self._iterator = iter(weights)
+        self._iterator = iter(there if is_there else weights)
         self._clock = clock
         self._is_over = False
 
@@ -165,16 +174,34 @@ def _num_changes(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def ties_of(items: Iterable[tuple[str, Tensor]]) -> dict[str, list[str]]:
+    """Which of these tensors, all alive, are one memory: the names that come later, under the first."""
+    by_address: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in items:
+        is_plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
+        if is_plain and tensor.numel() and (address := tensor.data_ptr()):
+            by_address.setdefault(address, []).append((name, tensor))
+    ties: dict[str, list[str]] = {}
+    for sharing in by_address.values():
+        if len(sharing) > 1:
+            firsts: dict[tuple[object, ...], str] = {}
+            for name, tensor in sharing:
+                first = firsts.setdefault(place_of(tensor), name)
+                if first != name:
+                    ties.setdefault(first, []).append(name)
+    return ties
+
+
 class Schema:
     """The manifest of a session: every tensor of any sync so far, in the order of first appearance."""
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
-        self._index: dict[TensorSpec, int] = {}
+        self._index: dict[tuple[TensorSpec, int | None], int] = {}
 
-    def index(self, spec: TensorSpec) -> int:
-        """The number of a tensor, a new one if it is new."""
-        if spec not in self._index:
-            self._index[spec] = len(self.specs)
-            self.specs.append(spec)
-        return self._index[spec]
+    def index(self, spec: TensorSpec, tied_to: int | None = None) -> int:
+        """The number of a tensor, a new one if it is new, or is tied to another than before."""
+        if (spec, tied_to) not in self._index:
+            self._index[spec, tied_to] = len(self.specs)
+            self.specs.append(spec if tied_to is None else replace(spec, tied_to=tied_to))
+        return self._index[spec, tied_to]

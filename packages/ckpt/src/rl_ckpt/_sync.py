@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_ckpt._digest import combine, digests_of, model_digest
+from rl_ckpt._digest import LEAF_BYTES, combine, digests_of, model_digest
 from rl_ckpt._filler import Filler
 from rl_ckpt._link import Deadline
 from rl_ckpt._messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
@@ -15,7 +16,7 @@ from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, Tens
 from rl_ckpt.types import Receipt, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -76,8 +77,9 @@ class Sync:
         source_map = self._map(source)
         items = source if source_map is None else self._tell(source_map)
         for name, tensor in items if source.passage is None else self._pass_on(source.passage):
-            self._pack(spec_of(name, tensor), tensor)
-            source.require_unchanged([name])
+            if name not in source.tied:  # it went with another
+                self._pack(spec_of(name, tensor), tensor)
+                source.require_unchanged([name, *source.ties.get(name, ())])
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         self._filler.close()
@@ -198,11 +200,11 @@ class Sync:
             with self._clock("verify_s"):
                 digests = digests_of(step.contents)
             self._source.require_unchanged(spec.name for spec in step.specs)
-            num_bytes = sum(spec.num_bytes for spec in step.specs)
-            self._filler.announce(Mapped(self._filler.num_buckets, step.first, tuple(digests)), num_bytes)
+            memories = {content.data_ptr(): content.numel() for content in step.contents}
+            self._filler.announce(Mapped(self._filler.num_buckets, step.first, tuple(digests)), sum(memories.values()))
             self._digests |= zip(step.specs, digests, strict=True)
             self._names |= {spec.name for spec in step.specs}
-            self._num_bytes += num_bytes
+            self._num_bytes += sum(spec.num_bytes for spec in step.specs)
 
     def _pass_on(self, passage: Passage) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a relay, each when its first bytes have landed, or all of them where it is not one memory."""
@@ -218,24 +220,43 @@ class Sync:
     def _pack(self, spec: TensorSpec, tensor: Tensor) -> None:
         if spec.name in self._names:
             raise TensorError(f"the source yielded {spec.name!r} twice; names must differ")
-        self._names.add(spec.name)
-        self._num_bytes += spec.num_bytes
         with self._clock("pack_s"):
             raw = as_bytes(tensor)
         index = self._schema.index(spec)
+        ties: list[TensorSpec] = []
+
+        def tie() -> list[int]:
+            ties.extend(replace(spec, name=name) for name in self._tied_to(spec.name))
+            return [self._schema.index(tied, index) for tied in ties]
+
         if self._snapshot is None:
             stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # and not a copy made here
-            self._digests[spec] = combine(self._filler.place(index, 0, Codec.RAW, raw, stays=stays))
-        elif self._base is None or not self._snapshot.can_advance(spec):
-            with self._clock("pack_s"):
-                copied = self._snapshot.replace(spec, raw)
-            leaves = self._filler.place(index, 0, Codec.RAW, copied, stays=True)
-            self._snapshot.note(spec, leaves)
-            self._digests[spec] = combine(leaves)
+            digest = combine(self._filler.place(index, 0, Codec.RAW, raw, stays=stays, ties=tie))
         else:
-            self._digests[spec] = self._tell_differences(index, spec, raw, self._snapshot)
+            with self._clock("pack_s"):
+                self._snapshot.separate(spec.name, self._tied_to(spec.name))
+            if self._base is None or not self._snapshot.can_advance(spec):
+                with self._clock("pack_s"):
+                    copied = self._snapshot.replace(spec, raw)
+                leaves = self._filler.place(index, 0, Codec.RAW, copied, stays=True, ties=tie)
+                self._snapshot.note(spec, leaves)
+                digest = combine(leaves)
+            else:
+                digest = self._tell_differences(index, spec, raw, self._snapshot, tie)
+            self._snapshot.tie(spec, ties)
+        for sent in (spec, *ties):
+            self._names.add(sent.name)
+            self._digests[sent] = digest
+            self._num_bytes += sent.num_bytes
 
-    def _tell_differences(self, index: int, spec: TensorSpec, raw: Tensor, snapshot: Snapshot) -> int:
+    def _tied_to(self, name: str) -> Sequence[str]:
+        """The other names of a tensor that is there."""
+        passage = self._source.passage
+        return self._source.ties.get(name, ()) if passage is None else passage.tied_to(name)
+
+    def _tell_differences(
+        self, index: int, spec: TensorSpec, raw: Tensor, snapshot: Snapshot, tie: Callable[[], Iterable[int]]
+    ) -> int:
         """Send a tensor leaf by leaf, so that the receivers work on one while the next is looked through."""
         parts = snapshot.advance(spec, raw)
         leaves: list[int] = []
@@ -248,7 +269,13 @@ class Sync:
             for part in told:
                 is_whole = part.codec is Codec.RAW
                 self._filler.place(
-                    index, part.start, part.codec, part.content, stays=is_whole, known=part.content_digest
+                    index,
+                    part.start,
+                    part.codec,
+                    part.content,
+                    stays=is_whole,
+                    known=part.content_digest,
+                    ties=tie if part.start + LEAF_BYTES >= spec.num_bytes else tuple,
                 )
                 leaves.append(part.digest)
                 is_different = is_different or not is_whole

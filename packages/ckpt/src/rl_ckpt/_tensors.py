@@ -26,6 +26,8 @@ class TensorSpec:
     """One of `DTYPES`."""
     shape: tuple[int, ...]
     """Elements along each axis; () for a scalar."""
+    tied_to: int | None = field(default=None, compare=False)
+    """In a manifest: the index of the tensor before it whose elements are its too."""
     num_bytes: int = field(init=False, repr=False, compare=False)
     """Size of the elements, bytes."""
 
@@ -63,6 +65,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor's memory is its elements in row-major order, without gaps."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a dense tensor's elements are: the same for two that are alive at once is the same memory, read alike."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def from_bytes(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

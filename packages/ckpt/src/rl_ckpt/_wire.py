@@ -39,11 +39,13 @@ from rl_ckpt.errors import ProtocolError
 from rl_csrc.frames import DTYPES
 
 MAGIC = b"RLCK"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_BODY_BYTES = 1 << 26
 GREETING_BYTES = 1 << 16
 """Longest body of a message of a peer that is not known yet."""
 MAX_NDIM = 64
+NOT_TIED = 2**32 - 1
+"""Stands for "none" where the tensor that another is tied to is expected."""
 
 _HEADER = struct.Struct("<4sHHIII")
 _CHECKED_BYTES = 16
@@ -183,7 +185,8 @@ def _encode_body(message: Message) -> bytes:
         parts = [_MANIFEST.pack(message.first, len(message.specs))]
         for spec in message.specs:
             name = spec.name.encode()
-            parts.append(_SPEC.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), 0))
+            tied_to = NOT_TIED if spec.tied_to is None else spec.tied_to
+            parts.append(_SPEC.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), tied_to))
             parts.append(struct.pack(f"<{len(spec.shape)}Q", *spec.shape) + name)
         return b"".join(parts)
     if isinstance(message, Bucket):
@@ -211,15 +214,25 @@ def _decode_manifest(body: bytes) -> Manifest:
     at = _MANIFEST.size
     specs: list[TensorSpec] = []
     for _ in range(count):
-        code, ndim, name_bytes, _ = _SPEC.unpack_from(body, at)
+        index = first + len(specs)
+        code, ndim, name_bytes, tied_to = _SPEC.unpack_from(body, at)
         if not 1 <= code <= len(DTYPES) or ndim > MAX_NDIM:
-            raise ValueError(f"tensor {first + len(specs)} has dtype code {code} and {ndim} axes")
+            raise ValueError(f"tensor {index} has dtype code {code} and {ndim} axes")
+        if index <= tied_to != NOT_TIED:
+            raise ValueError(f"tensor {index} is tied to {tied_to}, which does not come before it")
         at += _SPEC.size
         shape = struct.unpack_from(f"<{ndim}Q", body, at)
         at += 8 * ndim
         if at + name_bytes > len(body):
-            raise ValueError(f"the name of tensor {first + len(specs)} runs over the end")
-        specs.append(TensorSpec(name=body[at : at + name_bytes].decode(), dtype=DTYPES[code - 1], shape=shape))
+            raise ValueError(f"the name of tensor {index} runs over the end")
+        specs.append(
+            TensorSpec(
+                name=body[at : at + name_bytes].decode(),
+                dtype=DTYPES[code - 1],
+                shape=shape,
+                tied_to=None if tied_to == NOT_TIED else tied_to,
+            )
+        )
         at += name_bytes
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes are left over")

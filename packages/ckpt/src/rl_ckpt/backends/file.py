@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -39,7 +40,7 @@ from rl_ckpt.errors import (
 from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -194,6 +195,7 @@ class FileSender(FileEnd):
         entries: list[Entry] = []
         batch: dict[str, Tensor] = {}
         names: set[str] = set()
+        stored: dict[str, Entry] = {}
         for name, tensor in source:
             self._worker.waker.check()
             spec = spec_of(name, tensor)
@@ -201,18 +203,25 @@ class FileSender(FileEnd):
                 what = "twice" if spec.name in names else f"as {spec.dtype}, which safetensors cannot hold"
                 raise TensorError(f"the source yielded {name!r} {what}")
             names.add(name)
+            if name in source.tied:
+                first = stored[source.tied[name]]
+                entries.append(replace(first, name=name))
+                digests[spec] = int(first.digest, 16)
+                continue
             with clock("pack_s"):
                 batch[name] = _kept(tensor, batch) if source.registered is not None else _copied(tensor)
             with clock("verify_s"):
                 digests[spec] = combine(leaves_of(as_bytes(batch[name])))
             file = self._folder.file_name(version, len(written))
-            entries.append(Entry(name=name, file=file, digest=f"{digests[spec]:016x}"))
+            entries.append(Entry(name=name, file=file, digest=f"{digests[spec]:016x}", stored_as=name))
+            if name in source.ties:
+                stored[name] = entries[-1]
             if sum(held.nbytes for held in batch.values()) >= FILE_BYTES:
-                self._flush(file, batch, written, clock)
+                self._flush(file, batch, source.ties, written, clock)
         if not names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         if batch:
-            self._flush(self._folder.file_name(version, len(written)), batch, written, clock)
+            self._flush(self._folder.file_name(version, len(written)), batch, source.ties, written, clock)
         source.require_unchanged()  # large ones were written from where they are
         digest = model_digest(digests.items())
         with clock("wire_s"):
@@ -225,7 +234,7 @@ class FileSender(FileEnd):
             digest=digest,
             num_tensors=len(digests),
             num_bytes=num_bytes,
-            num_wire_bytes=num_bytes,
+            num_wire_bytes=sum(spec.num_bytes for spec in digests if spec.name not in source.tied),
             export_s=clock.export_s,
             pack_s=clock.pack_s,
             wire_s=clock.wire_s,
@@ -233,10 +242,14 @@ class FileSender(FileEnd):
             wall_s=time.perf_counter() - clock.started,
         )
 
-    def _flush(self, file: str, batch: dict[str, Tensor], written: list[str], clock: Clock) -> None:
+    def _flush(
+        self, file: str, batch: dict[str, Tensor], ties: Mapping[str, Sequence[str]], written: list[str], clock: Clock
+    ) -> None:
+        """Write a file. Its metadata says which names are missing, as those of `safetensors.torch.save_model` do."""
         written.append(file)
+        tied = {name: first for first in batch for name in ties.get(first, ())}
         with clock("wire_s"):
-            self._folder.put(file, lambda path: safetensors.torch.save_file(batch, path))
+            self._folder.put(file, lambda path: safetensors.torch.save_file(batch, path, tied))
         batch.clear()
 
 
@@ -339,7 +352,7 @@ class FileReceiver(FileEnd):
     def _take(self, manifest: Manifest, files: dict[str, safetensors.safe_open]) -> Iterator[tuple[str, Tensor]]:
         digests: dict[TensorSpec, int] = {}
         for entry in manifest.tensors:
-            tensor = cast("Tensor", files[entry.file].get_tensor(entry.name))
+            tensor = cast("Tensor", files[entry.file].get_tensor(entry.stored_as))
             digest = combine(leaves_of(as_bytes(tensor)))
             if f"{digest:016x}" != entry.digest:
                 raise DigestError(

@@ -11,6 +11,7 @@ from rl_ckpt import tree_digest
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError, UsageError
 from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights
 from rl_ckpt.testing.stages import StageSuite
+from rl_ckpt.testing.ties import TieSuite
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def step(weights: Mapping[str, Tensor], every: int = 100) -> dict[str, Tensor]:
     return fresh
 
 
-class VersionSuite(StageSuite):
-    """Attestation, differences, parts of a model, and late comers. Every receiver here uses `receive_into`."""
+class VersionSuite(StageSuite, TieSuite):
+    """Attestation, differences, parts of a model, ties, and late comers. Every receiver here uses `receive_into`."""
 
     @staticmethod
     async def exchange(
