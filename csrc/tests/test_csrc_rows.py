@@ -1,5 +1,8 @@
 """Rows laid together and dealt to parts, against torch and against a search through all ways to deal them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -83,6 +86,82 @@ def test_join_is_a_concatenation_or_nothing():
     assert torch.equal(out, before)
     with pytest.raises(ArgumentError, match="more bytes than the 15 of out"):
         rows.join([torch.arange(2)], torch.zeros(15, dtype=torch.uint8))
+
+
+def big_joins() -> tuple[list[tuple[list[torch.Tensor], torch.Tensor]], list[torch.Tensor]]:
+    """Two joins of megabytes, with pieces that are empty, small, and end inside of what one thread takes at once."""
+    pieces = [[torch.randint(0, 9, (n,)) for n in (300_000, 5, 0, 123_457)], [torch.rand(700_001)]]
+    joins = [(each, torch.full((8 * 500_000,), 0xAA, dtype=torch.uint8)) for each in pieces]
+    return joins, [torch.cat(each).view(torch.uint8) for each in pieces]
+
+
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "let go of"])
+def test_joins_that_are_begun_are_whole_once_they_are_finished_or_let_go_of(is_finished):
+    for _ in range(50):
+        joins, expected = big_joins()
+        joining = rows.begin_joins(joins)
+        assert joining is not None
+        if is_finished:
+            joining.finish()
+            joining.finish()  # nothing more
+        else:
+            del joining
+        for (_, out), whole in zip(joins, expected, strict=True):
+            assert torch.equal(out[: len(whole)], whole)
+            assert set(out[len(whole) :].tolist()) == {0xAA}
+
+
+def test_joins_that_overlap_in_time_do_without_the_thread():
+    all_joins = [big_joins() for _ in range(3)]
+    begun = [rows.begin_joins(joins) for joins, _ in all_joins]
+    for joining, (joins, expected) in zip(begun, all_joins, strict=True):
+        joining.finish()
+        assert all(torch.equal(out[: len(w)], w) for (_, out), w in zip(joins, expected, strict=True))
+
+
+def test_joins_are_begun_whole_or_not_at_all():
+    out = torch.full((64,), 0xAA, dtype=torch.uint8)
+    assert rows.begin_joins([([torch.zeros(1)], out[:8]), ([torch.zeros(4)[::2]], out[8:])]) is None
+    with pytest.raises(ArgumentError, match="more bytes than the 4 of out"):
+        rows.begin_joins([([torch.zeros(1)], out[:8]), ([torch.arange(1)], out[8:12])])
+    assert set(out.tolist()) == {0xAA}
+    nothing = rows.begin_joins([])
+    assert nothing is not None
+    nothing.finish()
+
+
+def test_what_is_copied_lives_until_it_is():
+    out = torch.zeros(4_000_000, dtype=torch.int64)
+    joining = rows.begin_joins([([torch.arange(4_000_000)], out)])  # nobody else refers to this piece
+    torch.full((4_000_000,), -1)  # its memory, had it been let go of
+    joining.finish()
+    assert torch.equal(out, torch.arange(4_000_000))
+
+
+CHILD = """
+import os, sys, numpy, torch
+from rl_csrc import rows
+
+def copy():
+    out = torch.from_numpy(numpy.zeros(1_000_000))
+    rows.begin_joins([([source], out)]).finish()
+    return bool((out.numpy() == source.numpy()).all())
+
+source = torch.from_numpy(numpy.arange(1e6))
+assert copy()
+begun_before = torch.from_numpy(numpy.zeros(1_000_000))
+joining = rows.begin_joins([([source], begun_before)])
+child = os.fork()
+joining.finish()  # in both
+good = bool((begun_before.numpy() == source.numpy()).all()) and copy()
+if not child:
+    os._exit(0 if good else 1)
+sys.exit(0 if good and os.waitpid(child, 0)[1] == 0 else 1)
+"""
+
+
+def test_a_forked_child_has_a_thread_of_its_own():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], check=True, timeout=120)
 
 
 def test_slices_of_several_sources():

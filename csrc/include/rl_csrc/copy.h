@@ -16,6 +16,10 @@ struct CopyItem {
 // threads are made and joined within the call, so a forked child works.
 void copy_many(std::span<const CopyItem> items, int num_threads);
 
+// Copies bytes [begin, end) of the items as if they lay one after the other, each part as copy_many would copy the whole item.
+// Item i begins at starts[i], and the last of starts is the sum.
+void copy_part(std::span<const CopyItem> items, std::span<const std::size_t> starts, std::size_t begin, std::size_t end);
+
 // Where the item lies in its stream, so that its bytes can be digested on the way.
 struct DigestItem {
   CopyItem copy;

@@ -36,10 +36,10 @@ __attribute__((target("avx512f"))) void stream_avx512(unsigned char* dst, const 
 }
 #endif
 
-void copy_one(unsigned char* dst, const unsigned char* src, std::size_t nbytes) {
+void copy_one(unsigned char* dst, const unsigned char* src, std::size_t nbytes, bool is_streamed) {
 #if defined(__x86_64__)
-  if (nbytes >= kStreamingBytes && isa() != Isa::baseline) {
-    const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(dst) % 64) % 64;
+  if (is_streamed && isa() != Isa::baseline) {
+    const std::size_t head = std::min(nbytes, (64 - reinterpret_cast<std::uintptr_t>(dst) % 64) % 64);
     const std::size_t body = (nbytes - head) / 128 * 128;
     std::memcpy(dst, src, head);
     (isa() == Isa::avx512 ? stream_avx512 : stream_avx2)(dst + head, src + head, body);
@@ -88,8 +88,17 @@ void copy_many(std::span<const CopyItem> items, int num_threads) {
   over_threads(
       items, num_threads, [](const CopyItem& item) { return item.nbytes; },
       [](int, const CopyItem& item, std::size_t from, std::size_t to) {
-        copy_one(static_cast<unsigned char*>(item.dst) + from, static_cast<const unsigned char*>(item.src) + from, to - from);
+        copy_one(static_cast<unsigned char*>(item.dst) + from, static_cast<const unsigned char*>(item.src) + from, to - from, to - from >= kStreamingBytes);
       });
+}
+
+void copy_part(std::span<const CopyItem> items, std::span<const std::size_t> starts, std::size_t begin, std::size_t end) {
+  auto i = static_cast<std::size_t>(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin()) - 1;
+  for (; i < items.size() && starts[i] < end; ++i) {
+    const std::size_t from = std::max(begin, starts[i]) - starts[i], to = std::min(end, starts[i + 1]) - starts[i];
+    copy_one(static_cast<unsigned char*>(items[i].dst) + from, static_cast<const unsigned char*>(items[i].src) + from, to - from,
+             items[i].nbytes >= kStreamingBytes);
+  }
 }
 
 std::uint64_t copy_many_digest(std::span<const DigestItem> items, int num_threads) {

@@ -3,12 +3,14 @@
 #include <cstdint>
 #include <numeric>
 #include <queue>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "buffers.h"
+#include "cpu/pool.h"
 #include "exchange.h"
 #include "rl_csrc/copy.h"
 
@@ -18,6 +20,7 @@ namespace rl {
 namespace {
 
 constexpr std::size_t kReleaseGil = 64 << 10;
+constexpr std::int64_t kBytesPerTurn = 256 << 10;  // of a copy that two threads share
 constexpr std::uint8_t kComplex = 5;  // DLPack's code; such tensors may be conjugated lazily
 constexpr std::uint8_t kInt64 = 9;    // code of FRAMES.md
 
@@ -123,6 +126,54 @@ bool join(const py::list& pieces, const py::object& out) {
   return true;
 }
 
+// Copies of tensors that a helper thread makes while the caller goes on; keeps what it reads and writes alive.
+class Joining {
+ public:
+  Joining(py::list pieces, std::vector<std::shared_ptr<Memory>> targets, std::vector<CopyItem> items, std::vector<std::size_t> starts)
+      : pieces_(std::move(pieces)), targets_(std::move(targets)), items_(std::move(items)), starts_(std::move(starts)),
+        begun_(static_cast<std::int64_t>(starts_.back()), kBytesPerTurn, [this](std::int64_t begin, std::int64_t end) {
+          copy_part(items_, starts_, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+        }) {}
+  ~Joining() { finish(); }
+  Joining(const Joining&) = delete;
+  void finish() {
+    py::gil_scoped_release release;
+    begun_.finish();
+  }
+
+ private:
+  py::list pieces_;
+  std::vector<std::shared_ptr<Memory>> targets_;
+  std::vector<CopyItem> items_;
+  std::vector<std::size_t> starts_;
+  Begun begun_;
+};
+
+// Begins several `join`s at once; None, and nothing is copied, if a piece cannot be copied as it stands.
+std::unique_ptr<Joining> begin_joins(const py::list& joins) {
+  py::list kept;
+  std::vector<std::shared_ptr<Memory>> targets;
+  std::vector<CopyItem> items;
+  std::vector<std::size_t> starts{0};
+  for (py::handle each : joins) {
+    const auto join = each.cast<py::tuple>();
+    const auto pieces = join[0].cast<py::sequence>();
+    const auto& target = targets.emplace_back(borrow(join[1], true));
+    std::size_t cursor = 0;
+    for (py::handle piece : pieces) {
+      dl::Tensor t;
+      if (!describe(piece.ptr(), t)) return nullptr;
+      const std::size_t nbytes = num_bytes(t);
+      if (nbytes > target->nbytes - cursor) raise_too_many(target->nbytes);
+      items.push_back({target->data + cursor, address(t), nbytes});
+      starts.push_back(starts.back() + nbytes);
+      cursor += nbytes;
+      kept.append(piece);
+    }
+  }
+  return std::make_unique<Joining>(std::move(kept), std::move(targets), std::move(items), std::move(starts));
+}
+
 // Copies slices [start, stop) of sources, in units of `width` bytes, one after the other. A slice is (source, start, stop).
 std::uint64_t join_slices(const py::list& sources, const py::list& slices, std::uint64_t width, const py::object& out) {
   if (!width) raise("ArgumentError", "width is 0: slices are counted in units of 1 byte or more");
@@ -185,6 +236,8 @@ void bind_rows(py::module_& m) {
   m.def("ends", &ends, py::arg("offsets"));
   m.def("cut", &cut, py::arg("offsets"), py::arg("first"), py::arg("count"), py::arg("known"));
   m.def("join", &join, py::arg("pieces"), py::arg("out"));
+  py::class_<Joining>(m, "Joining").def("finish", &Joining::finish);
+  m.def("begin_joins", &begin_joins, py::arg("joins"));
   m.def("join_slices", &join_slices, py::arg("sources"), py::arg("slices"), py::arg("width"), py::arg("out"));
   m.def("balanced_order", [](const py::list& lengths, std::int64_t num_parts) {
     std::vector<std::int64_t> values;

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
-#include <vector>
+#include <utility>
 
 namespace rl {
 namespace {
@@ -18,6 +20,7 @@ struct Job {
   const Body* body = nullptr;
   std::int64_t size = 0, grain = 1;
   std::atomic<std::int64_t> next{0};
+  int running = 0;  // workers that took part and are not done; the pool's mutex guards it
 
   void run() {
     for (;;) {
@@ -30,42 +33,48 @@ struct Job {
 
 class Pool {
  public:
-  void run(Job& job, int threads) {
+  void begin(Job& job, int threads) {
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      while (static_cast<int>(num_workers_) < threads - 1) {
-        std::thread([this, index = num_workers_] { work(index); }).detach();
-        ++num_workers_;
+      try {
+        while (num_workers_ < threads - 1) {
+          std::thread([this, index = num_workers_] { work(index); }).detach();
+          ++num_workers_;
+        }
+      } catch (const std::system_error&) {
+        // No more threads to be had: those that there are, and the caller, do it all.
       }
       job_ = &job;
       wanted_ = threads - 1;
-      running_ = wanted_;
       ++generation_;
     }
     wake_.notify_all();
-    job.run();
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [this] { return running_ == 0; });
-    job_ = nullptr;
   }
 
-  std::mutex busy;  // held by the one call that uses the pool
+  // Takes part, and waits for the workers that did: one that never came to it is not waited for.
+  void finish(Job& job) {
+    job.run();
+    std::unique_lock<std::mutex> lock(mutex_);
+    job_ = nullptr;
+    done_.wait(lock, [&] { return job.running == 0; });
+  }
+
+  std::atomic_flag busy;  // set by the one call that uses the pool
 
  private:
   void work(int index) {
     std::uint64_t seen = 0;
+    std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      Job* job = nullptr;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return generation_ != seen && job_ != nullptr; });
-        seen = generation_;
-        if (index >= wanted_) continue;
-        job = job_;
-      }
-      job->run();
-      std::lock_guard<std::mutex> guard(mutex_);
-      if (--running_ == 0) done_.notify_one();
+      wake_.wait(lock, [&] { return generation_ != seen && job_ != nullptr; });
+      seen = generation_;
+      if (index >= wanted_) continue;
+      Job& job = *job_;
+      ++job.running;
+      lock.unlock();
+      job.run();
+      lock.lock();
+      if (--job.running == 0) done_.notify_one();
     }
   }
 
@@ -73,15 +82,19 @@ class Pool {
   std::condition_variable wake_, done_;
   Job* job_ = nullptr;
   std::uint64_t generation_ = 0;
-  int wanted_ = 0, running_ = 0, num_workers_ = 0;
+  int wanted_ = 0, num_workers_ = 0;
 };
 
-std::atomic<Pool*> current{nullptr};
+using Current = std::atomic<Pool*>;
+Current for_kernels{nullptr}, for_copies{nullptr};
 
-// The threads of the parent do not exist in the child, and its locks may be held: the child forgets the pool.
-void forget_in_child() { current.store(nullptr); }
+// The threads of the parent do not exist in the child, and its locks may be held: the child forgets the pools.
+void forget_in_child() {
+  for_kernels.store(nullptr);
+  for_copies.store(nullptr);
+}
 
-Pool& pool() {
+Pool& pool(Current& current) {
   static const int registered = pthread_atfork(nullptr, nullptr, forget_in_child);
   (void)registered;
   Pool* found = current.load();
@@ -101,14 +114,48 @@ void parallel_for(std::int64_t size, std::int64_t grain, int threads, const Body
   const std::int64_t pieces = (size + grain - 1) / grain;
   threads = static_cast<int>(std::min<std::int64_t>(threads, pieces));
   if (threads <= 1) return body(0, size);
-  Pool& shared = pool();
-  std::unique_lock<std::mutex> mine(shared.busy, std::try_to_lock);
-  if (!mine.owns_lock()) return body(0, size);
+  Pool& shared = pool(for_kernels);
+  if (shared.busy.test_and_set()) return body(0, size);
   Job job;
   job.body = &body;
   job.size = size;
   job.grain = grain;
-  shared.run(job, threads);
+  shared.begin(job, threads);
+  shared.finish(job);
+  shared.busy.clear();
 }
+
+struct Begun::Shared {
+  Body body;
+  Job job;
+  Pool* pool = nullptr;  // null: nobody helps
+};
+
+Begun::Begun(std::int64_t size, std::int64_t grain, Body body) : shared_(std::make_unique<Shared>()) {
+  shared_->body = std::move(body);
+  Job& job = shared_->job;
+  job.body = &shared_->body;
+  job.size = size;
+  job.grain = std::max<std::int64_t>(grain, 1);
+  Pool& helpers = pool(for_copies);
+  if (helpers.busy.test_and_set()) return;
+  helpers.begin(job, 2);
+  shared_->pool = &helpers;
+}
+
+void Begun::finish() {
+  if (!shared_) return;
+  if (shared_->pool == nullptr) {
+    shared_->job.run();
+  } else if (shared_->pool == for_copies.load()) {
+    shared_->pool->finish(shared_->job);
+    shared_->pool->busy.clear();
+  } else {  // in a child of the process that began it: what the helper did there may be in no memory of this one
+    shared_->body(0, shared_->job.size);
+  }
+  shared_.reset();
+}
+
+Begun::~Begun() { finish(); }
 
 }  // namespace rl

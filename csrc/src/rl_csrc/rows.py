@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rl_csrc import _cpu
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import torch
 
@@ -60,6 +62,28 @@ def join(pieces: list[torch.Tensor], out: Buffer) -> bool:
         ArgumentError: they have more bytes than `out`.
     """
     return _cpu.join(pieces, out)
+
+
+class Joining(Protocol):
+    """Copies that were begun: they are done once `finish` returns, or when nothing refers to this any more."""
+
+    def finish(self) -> None:
+        """Do what is left of them, together with the thread that began."""
+        ...
+
+
+def begin_joins(joins: Sequence[tuple[Sequence[torch.Tensor], Buffer]]) -> Joining | None:
+    """Begin several `join(pieces, out)` in a thread of this library, which needs no GIL, while the caller goes on.
+
+    There is one such thread, made on first use, and anew in a forked child. Where it gets no core or copies for
+    somebody else, `finish` copies. Until then, neither write to the pieces nor look at what is copied.
+
+    Returns None, and copies nothing, if one of the pieces is not plain, contiguous, on the CPU and real.
+
+    Raises:
+        ArgumentError: pieces have more bytes than their `out`.
+    """
+    return _cpu.begin_joins([*joins])
 
 
 def join_slices(sources: list[Buffer], slices: list[tuple[int, int, int]], out: Buffer, *, width: int) -> int:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_tq
+from rl_tq import _gather
 from rl_tq.types import Buffer
 
 NUM_ROWS = 8
@@ -92,3 +93,47 @@ def test_inference_mode_is_not_carried_over(queue, meta, buffer):
     weight = torch.ones((), requires_grad=True)
     (batch["b"] * weight).values().sum().backward()
     assert weight.grad == queue.get(meta)["b"].values().sum()
+
+
+@pytest.fixture(scope="module")
+def large(queue):
+    """Rows of 0 to 70,000 values, some megabytes in two puts: more than one thread is to copy."""
+    rows = [torch.arange(10_000 * i, 20_000 * i) for i in range(NUM_ROWS)]
+    data = {
+        "a": rows,
+        "d": torch.rand(NUM_ROWS, 50_000),
+        "j": [*range(NUM_ROWS)],
+        "t": [[row, row[:7]] for row in rows],
+    }
+    metas = [queue.put({n: v[part] for n, v in data.items()}, partition="l") for part in (slice(3), slice(3, None))]
+    return rl_tq.BatchMeta.concat(metas), data
+
+
+@pytest.mark.parametrize("order", [range(NUM_ROWS), [7, 0, 3, 3, 6]], ids=["in order", "shuffled"])
+def test_a_large_get_is_whole_when_it_returns(queue, large, order):
+    meta, data = large
+    out = torch.empty(64 << 20, dtype=torch.uint8)
+    for _ in range(5):
+        out.fill_(0xAA)
+        batch = queue.get(meta.reorder(order), out=out)
+        assert torch.equal(batch["d"], data["d"][[*order]])
+        assert torch.equal(batch["a"].values(), torch.cat([data["a"][i] for i in order]))
+        assert torch.equal(batch["t"]["values"].values(), torch.cat([t for i in order for t in data["t"][i]]))
+        assert batch["j"].tolist() == [*order]
+
+
+def test_a_get_that_fails_leaves_nobody_writing_into_the_buffer(queue, large, monkeypatch):
+    monkeypatch.setattr(_gather, "_jagged", lambda *_: 1 / 0)
+    meta, data = large
+    out = torch.full((64 << 20,), 0xAA, dtype=torch.uint8)
+    with pytest.raises(ZeroDivisionError):
+        queue.get(meta, ["d", "a"], out=out)
+    assert torch.equal(out[: data["d"].nbytes].view(torch.float32), data["d"].reshape(-1))
+    ends = -(-data["d"].nbytes // 64) * 64
+    whole = torch.cat(data["a"])
+    assert torch.equal(out[ends : ends + whole.nbytes].view(torch.int64), whole)
+
+
+def test_a_small_get_wakes_no_thread(queue, meta, buffer, monkeypatch):
+    monkeypatch.setattr("rl_csrc.rows.begin_joins", lambda _: 1 / 0)
+    assert queue.get(meta, out=buffer)["d"].tolist() == [*range(NUM_ROWS)]

@@ -120,27 +120,46 @@ def assemble(
 
     Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
     """
-    parts, bounds, turns = collected
-    if landing.is_given:
-        landing.reserve(
-            [sum(part.nbytes for part in parts[name]) for name, schema in schemas.items() if schema.is_tensor]
-        )
+    if not landing.is_given:
+        joined = {n: _joined(parts, is_view=is_own.get(n, True)) for n, parts in collected.parts.items()}
+        return _batch(schemas, joined, collected, num_rows, landing)
+    parts = {name: collected.parts[name] for name, schema in schemas.items() if schema.is_tensor}
+    landing.reserve([sum(part.nbytes for part in each) for each in parts.values()])
+    placed = {name: landing.place(each) for name, each in parts.items()}
+    placed |= {
+        name: _joined(each, is_view=True) for name, each in collected.parts.items() if not schemas[name].is_tensor
+    }
+    landing.begin()
+    try:
+        return _batch(schemas, placed, collected, num_rows, landing)
+    finally:
+        landing.finish()
+
+
+def _batch(
+    schemas: Mapping[str, ColumnSchema],
+    joined: Mapping[str, torch.Tensor],
+    collected: Collected,
+    num_rows: int,
+    landing: Landing,
+) -> TensorDict:
+    """A batch whose columns have these values, each in one piece, which may be there only later."""
     distinct = [*landing.kept.lengths]
     used: dict[int, Lengths] = {}
     nested: dict[str, NestedTensor] = {}
     result: dict[str, Any] = {}
     for name, schema in schemas.items():
+        values = joined[name]
         if not schema.is_tensor:
-            result[name] = _documents(_joined(parts[name], is_view=True), bounds[name].offsets.tolist(), schema.kind)
+            result[name] = _documents(values, collected.bounds[name].offsets.tolist(), schema.kind)
             continue
-        values = landing.place(parts[name]) if landing.is_given else _joined(parts[name], is_view=is_own[name])
         if schema.kind is ColumnKind.DENSE:
             result[name] = values
             continue
         if schema.kind is ColumnKind.TURNS:
-            result[name] = _packed_turns(values, turns[name], num_rows)
+            result[name] = _packed_turns(values, collected.turns[name], num_rows)
             continue
-        own = bounds[name]
+        own = collected.bounds[name]
         alike = next((each for each in distinct if _are_equal(each.bounds, own)), None)
         if alike is None:
             alike = Lengths(own, own.offsets.to(values.device), _longest(own))
@@ -148,7 +167,7 @@ def assemble(
         used[id(alike)] = alike
         before = landing.kept.nested(name, values, alike.offsets)
         result[name] = nested[name] = _jagged(values, alike.offsets, alike.longest) if before is None else before
-    landing.finish(nested, [*used.values()])
+    landing.keep(nested, [*used.values()])
     # The constructor looks at the shape of every value, which takes 30 us for each that is nested; these are ours.
     return TensorDict._new_unsafe(source=result, batch_size=torch.Size([num_rows]))  # pyright: ignore
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from rl_csrc import frames
+from rl_csrc import frames, rows
 from rl_tq._device import Mover
 from rl_tq._extent import lay
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from rl_tq._gather import Lengths
     from rl_tq.types import Buffer
+
+_BYTES_WORTH_A_THREAD = 1 << 20
+"""Less is copied by the thread that asks: to wake another takes as long."""
 
 
 class Kept:
@@ -82,6 +85,7 @@ class Landing:
         self._cursor = 0
         self._mover: Mover | None = None
         self._to_copy: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self._joining: rows.Joining | None = None
         self._places: dict[int, torch.Tensor] = {}
         self.is_taken = False
         """Whether a message is or was received straight into the caller's buffer."""
@@ -125,14 +129,25 @@ class Landing:
         self._places[start] = placed
         if self._mover is not None:
             self._mover.move(parts, self._out[start : start + nbytes])
-        else:  # at the end: a copy of megabytes empties the caches of all that is done between columns
+        else:
             self._to_copy.append((parts, placed))
         return placed
 
-    def finish(self, nested: dict[str, NestedTensor], lengths: Sequence[Lengths]) -> None:
-        """Have all be in place; `nested` and the `lengths` in them are for the next batch there."""
-        self.kept.keep(self._places, nested, lengths)
-        for parts, placed in self._to_copy:
-            lay(parts, placed)
+    def begin(self) -> None:
+        """Begin to fill all places: a thread of rl-csrc copies what is large while this one goes on."""
+        if sum(placed.nbytes for _, placed in self._to_copy) >= _BYTES_WORTH_A_THREAD:
+            self._joining = rows.begin_joins(self._to_copy)
+
+    def finish(self) -> None:
+        """Have all be in place."""
+        if self._joining is not None:
+            self._joining.finish()
+        else:
+            for parts, placed in self._to_copy:
+                lay(parts, placed)
         if self._mover is not None:
             self._mover.finish()
+
+    def keep(self, nested: dict[str, NestedTensor], lengths: Sequence[Lengths]) -> None:
+        """Keep what the next batch in the caller's buffer may use again."""
+        self.kept.keep(self._places, nested, lengths)
