@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rl_tq._schema import ColumnSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rl_tq._rows import Partition, Row
     from rl_tq._state import Record, State
@@ -50,3 +52,54 @@ def dump(state: State) -> Iterator[Record]:
             "lease", lease.partition, lease.task, lease.number, sorted(lease.rows), lease.lease_s, lease.is_grouped
         ]  # fmt: skip
     yield ["note_numbers", state.next_row, state.next_generation, state.next_lease]
+
+
+# Records of what no change says alone
+
+
+def note_schema(state: State, partition: str, schema: Mapping[str, list[Any]]) -> None:
+    """Columns, those that no row has now among them."""
+    state.partitions[partition].schema = {name: ColumnSchema.from_json(value) for name, value in schema.items()}
+
+
+def note_ledger(
+    state: State,
+    partition: str,
+    task: str,
+    acked: Sequence[Sequence[int]],
+    dead: Sequence[Any],
+    attempts: Sequence[tuple[int, int]],
+    groups: Sequence[Any],
+    cleared: Sequence[tuple[int, int]],
+    num_acked: int,
+    returned: Sequence[int],
+) -> None:
+    """What a task consumed."""
+    ledger = state.ledger(state.partitions[partition], task)
+    ledger.acked = {number: (step, lease) for number, step, lease in acked}
+    ledger.dead = dict(dead)
+    ledger.attempts = dict(attempts)
+    ledger.acked_groups.update(dict(groups))
+    ledger.cleared.update(dict(cleared))
+    ledger.num_acked = num_acked
+    ledger.returned = set(returned)
+
+
+def note_dropped(state: State, partition: str, dropped: Mapping[str, int]) -> None:
+    """Counters."""
+    state.partitions[partition].dropped.update(dropped)
+
+
+def note_numbers(state: State, next_row: int, next_generation: int, next_lease: int) -> None:
+    """The end of a dump: what was given before, and must not be given again."""
+    for home in state.partitions.values():
+        numbers = sorted(home.rows)  # extents may be numbered in another order than their rows
+        if numbers != list(home.rows):
+            home.rows = {number: home.rows[number] for number in numbers}
+    state.next_row, state.next_generation, state.next_lease = next_row, next_generation, next_lease
+
+
+NOTES: dict[str, Callable[..., None]] = {
+    each.__name__: each for each in (note_schema, note_ledger, note_dropped, note_numbers)
+}
+"""By the names that records call them."""

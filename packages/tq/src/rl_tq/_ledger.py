@@ -132,6 +132,15 @@ class TaskLedger:
         self.returned.discard(number)
         self.attempts.pop(number, None)
 
+    def why_dead(self, row: Row, reason: str, max_attempts: int, *, is_grouped: bool) -> str:
+        """Why a row that came back is a dead letter; empty if it is free. `is_grouped`: it was given with its group."""
+        attempts = self.attempts.get(row.number, 0)
+        if attempts >= max_attempts:
+            return f"it came back {attempts} times, the last time because {reason}"
+        if is_grouped and self.acked_groups[row.group]:
+            return f"it came back because {reason}, and others of its group {row.group!r} were acked before"
+        return ""
+
     def _given_groups(self, home: Partition) -> set[Hashable]:
         given = {home.rows[number].group for number in self.leased}
         return given | {group for group, times in self.acked_groups.items() if times > 0}
@@ -144,12 +153,15 @@ class Timers:
         self._deadlines: dict[Any, float] = {}
         self._heap: list[tuple[float, int, Any]] = []
         self._count = 0
+        self._next: float | None = None
+        """The earliest deadline; asked for several times between two changes."""
 
     def set(self, key: Any, deadline: float) -> None:
         """Have `due` return the key once `deadline` has come; a second call replaces the first."""
         self._deadlines[key] = deadline
         self._count += 1
         heapq.heappush(self._heap, (deadline, self._count, key))
+        self._find_next()
 
     def cancel(self, key: Any) -> None:
         """Forget a key, whether it is there or not."""
@@ -157,6 +169,7 @@ class Timers:
         if len(self._heap) > 2 * len(self._deadlines) + 64:
             live = sorted((deadline, i, key) for i, (key, deadline) in enumerate(self._deadlines.items()))
             self._heap, self._count = live, len(live)
+        self._find_next()
 
     def due(self, now: float) -> list[Any]:
         """Remove and return the keys whose deadline has come, the earliest first."""
@@ -166,10 +179,14 @@ class Timers:
             if self._deadlines.get(key) == deadline:
                 del self._deadlines[key]
                 found.append(key)
+        self._find_next()
         return found
 
     def next(self) -> float | None:
         """The earliest deadline; None when there is none."""
+        return self._next
+
+    def _find_next(self) -> None:
         while self._heap and self._deadlines.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        self._next = self._heap[0][0] if self._heap else None

@@ -11,7 +11,7 @@ from rl_tq.policies import Fifo
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_tq._rows import Row, Run
+    from rl_tq._rows import Partition, Row, Run
     from rl_tq._schema import ColumnSchema, Schema
     from rl_tq.errors import TransferQueueError
     from rl_tq.types import Credit, Policy
@@ -40,6 +40,21 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The claim's lease; 0 where nothing was claimed."""
     columns: frozenset[str] = frozenset()
     """Those put or claimed, whose places are worth telling."""
+
+
+def batch_of(
+    home: Partition,
+    rows: Sequence[Row],
+    columns: frozenset[str] = frozenset(),
+    numbers: Sequence[int] | None = None,
+) -> Batch:
+    """Rows of a partition that nobody claims."""
+    if numbers is None:
+        numbers = [row.number for row in rows]
+    return Batch(
+        partition=home.name, generation=home.generation, rows=rows, numbers=numbers, is_bare=home.is_bare,
+        version=home.changed, columns=columns,
+    )  # fmt: skip
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rl_tq._dump import NOTES
 from rl_tq._ledger import Lease, TaskLedger
 from rl_tq._options import DEFAULT_OPTIONS
-from rl_tq._rows import NO_TAGS, Extent, Partition, Row, rows_of
-from rl_tq._schema import ColumnSchema, Schema
+from rl_tq._rows import NO_TAGS, Extent, Partition, Row, as_range, rows_of
+from rl_tq._schema import Schema
 from rl_tq.types import PartitionOptions
 
 if TYPE_CHECKING:
@@ -48,7 +49,11 @@ class State:
     def replay(self, records: Iterable[Record]) -> None:
         """Make recorded changes again."""
         for method, *arguments in records:
-            getattr(self, method)(*arguments)
+            note = NOTES.get(method)
+            if note is None:
+                getattr(self, method)(*arguments)
+            else:
+                note(self, *arguments)
         self.freed.clear()
         self.shrunk.clear()
 
@@ -138,7 +143,7 @@ class State:
         home = self.partitions[partition]
         home.accept(schema)
         columns = self._interned(schema.names)
-        whole = _as_range(numbers)
+        whole = as_range(numbers)
         held = self.extents[extent] = Extent(
             number=extent, columns=columns, nbytes=nbytes, num_rows=num_rows, num_live=len(numbers), owner=owner,
             partition=partition, rows=whole if places is None else tuple(numbers), is_spilled=is_spilled,
@@ -219,7 +224,7 @@ class State:
         home = self.partitions[first.partition]
         held = self.extents[extent] = Extent(
             number=extent, columns=first.columns, nbytes=nbytes, num_rows=len(numbers), num_live=0, owner=first.owner,
-            partition=home.name, rows=_as_range(numbers), is_spilled=is_spilled,
+            partition=home.name, rows=as_range(numbers), is_spilled=is_spilled,
         )  # fmt: skip
         home.count(held, 1)
         gone = {self.extents[number] for number in old}
@@ -288,7 +293,7 @@ class State:
             self._end_if_empty(lease)
             if is_counted:
                 ledger.attempts[number] = ledger.attempts.get(number, 0) + 1
-            why = self._why_dead(home, ledger, row, reason, is_grouped=lease.is_grouped)
+            why = ledger.why_dead(row, reason, home.options.max_attempts, is_grouped=lease.is_grouped)
             if why:
                 ledger.dead[number] = why
                 dead.append(number)
@@ -338,46 +343,6 @@ class State:
         for row in home.rows.values():
             self._release(home, row)
 
-    # Parts of a dump
-
-    def note_schema(self, partition: str, schema: Mapping[str, list[Any]]) -> None:
-        """Part of a snapshot: columns, those that no row has now among them."""
-        self.partitions[partition].schema = {name: ColumnSchema.from_json(value) for name, value in schema.items()}
-
-    def note_ledger(
-        self,
-        partition: str,
-        task: str,
-        acked: Sequence[Sequence[int]],
-        dead: Sequence[Any],
-        attempts: Sequence[tuple[int, int]],
-        groups: Sequence[Any],
-        cleared: Sequence[tuple[int, int]],
-        num_acked: int,
-        returned: Sequence[int],
-    ) -> None:
-        """Part of a snapshot: what a task consumed."""
-        ledger = self.ledger(self.partitions[partition], task)
-        ledger.acked = {number: (step, lease) for number, step, lease in acked}
-        ledger.dead = dict(dead)
-        ledger.attempts = dict(attempts)
-        ledger.acked_groups.update(dict(groups))
-        ledger.cleared.update(dict(cleared))
-        ledger.num_acked = num_acked
-        ledger.returned = set(returned)
-
-    def note_dropped(self, partition: str, dropped: Mapping[str, int]) -> None:
-        """Part of a snapshot: counters."""
-        self.partitions[partition].dropped.update(dropped)
-
-    def note_numbers(self, next_row: int, next_generation: int, next_lease: int) -> None:
-        """The end of a snapshot: what was given before, and must not be given again."""
-        for home in self.partitions.values():
-            numbers = sorted(home.rows)  # extents may be numbered in another order than their rows
-            if numbers != list(home.rows):
-                home.rows = {number: home.rows[number] for number in numbers}
-        self.next_row, self.next_generation, self.next_lease = next_row, next_generation, next_lease
-
     # Parts
 
     def ledger(self, home: Partition, task: str) -> TaskLedger:
@@ -399,14 +364,6 @@ class State:
                 ledger.withdraw([number])
             home.tag(row, tags)
         return row
-
-    def _why_dead(self, home: Partition, ledger: TaskLedger, row: Row, reason: str, *, is_grouped: bool) -> str:
-        attempts = ledger.attempts.get(row.number, 0)
-        if attempts >= home.options.max_attempts:
-            return f"it came back {attempts} times, the last time because {reason}"
-        if is_grouped and ledger.acked_groups[row.group]:
-            return f"it came back because {reason}, and others of its group {row.group!r} were acked before"
-        return ""
 
     def _end_if_empty(self, lease: Lease) -> None:
         if not lease.rows:
@@ -433,11 +390,3 @@ class State:
     def _record(self, *record: Any) -> None:
         if self.log is not None:
             self.log.append(list(record))
-
-
-def _as_range(numbers: Sequence[int]) -> Sequence[int]:
-    """The same numbers, in less memory where they follow one another."""
-    if isinstance(numbers, range):
-        return numbers
-    whole = range(numbers[0], numbers[0] + len(numbers))
-    return whole if list(numbers) == list(whole) else tuple(numbers)

@@ -7,26 +7,25 @@ its work or none.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rl_tq import _checks, _explain
 from rl_tq._admission import Admissions
+from rl_tq._claims import Claims
 from rl_tq._leases import Leases
 from rl_tq._ledger import Timers
-from rl_tq._replicas import Replicas
-from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Request, Spill
+from rl_tq._requests import Admission, Batch, Claim, Located, Outcome, Put, Request, Spill, batch_of
 from rl_tq._rows import runs_of
 from rl_tq._state import State
-from rl_tq.errors import PolicyError, TransferQueueError, WaitTimeoutError
-from rl_tq.policies import RankAware
+from rl_tq._waiting import Waiting
+from rl_tq.errors import TransferQueueError, WaitTimeoutError
 from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rl_tq._ledger import TaskLedger
-    from rl_tq._rows import Partition, Row
+    from rl_tq._rows import Row
 
 
 class MetadataStore:
@@ -40,15 +39,12 @@ class MetadataStore:
         self.num_expired = 0
         """Leases that ended at their deadline."""
         self._admissions = Admissions(self.state, alias)
-        self._parked: dict[str, dict[Any, Request]] = {}
-        self._where: dict[Any, str] = {}
         self._timers = Timers()
+        self._waiting = Waiting(self._timers)
         self.next_deadline = self._timers.next
         """When `expire` must be called again at the latest; None: nothing has a deadline."""
         self._leases = Leases(self.state, self._admissions, self._timers)
-        self._replicas = Replicas()
-        self._has_rejected = False
-        """Whether a claim cleared rows, so that somebody who waits for room may have it now."""
+        self._claims = Claims(self.state, self._admissions, self._leases)
         self._settled: list[tuple[Request, Outcome]] = []
 
     # Rows in and out
@@ -59,13 +55,13 @@ class MetadataStore:
         Raises:
             TransferQueueError: of the kinds that `TransferQueue.put` lists.
         """
-        if put.is_plain and put.partition not in self.state.options and put.partition not in self._parked:
+        if put.is_plain and put.partition not in self.state.options and not self._waiting.line(put.partition):
             # Most puts: nothing limits it, and nobody waits for what it brings.
             home = self.state.partitions.get(put.partition)
             _checks.check_put(put, home)
             rows = self._admissions.enter(put, [])
             home = home or self.state.partitions[put.partition]
-            return self._batch(home, rows, put.schema.names, range(rows[0].number, rows[0].number + put.num_rows))
+            return batch_of(home, rows, put.schema.names, range(rows[0].number, rows[0].number + put.num_rows))
         directory = self._admissions.spill(put)
         if directory is not None:
             self._admissions.check(put)
@@ -125,7 +121,7 @@ class MetadataStore:
         """Forget a partition: rows, schema and who consumed what. Nothing happens when it is not there."""
         if partition in self.state.partitions:
             self.state.clear_all(partition)
-            self._replicas.forget(partition)
+            self._claims.forget(partition)
             self._settle(partition)
 
     def configure(self, partition: str, options: Mapping[str, Any]) -> None:
@@ -161,22 +157,16 @@ class MetadataStore:
         Raises:
             PolicyError: a row stands in the way; the task is none of the partition's.
         """
-        answer = self._try_claim(claim)
+        answer = self._claims.answer(claim, self.now)
         if answer is None:
-            self._park(claim)
-        if self._has_rejected:
+            self._waiting.park(claim)
+        if self._claims.has_rejected:
             self._settle(claim.partition)
         return answer
 
     def claim_rows(self, claim: Claim, rows: Sequence[int]) -> Batch | None:
         """Claim the very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
-        home = self.state.partitions.get(claim.partition)
-        if home is None:
-            return None
-        ready = self.state.ledger(home, claim.task).index(home, claim.columns, claim.policy).members
-        if not rows or len(set(rows)) < len(rows) or any(row not in ready for row in rows):
-            return None
-        return self._leases.give(home, claim, rows, self.now)
+        return self._claims.give(claim, rows, self.now)
 
     def ack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int], step: int,
             sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
@@ -227,7 +217,7 @@ class MetadataStore:
         ledger = home.tasks.get(task) if home else None
         if home is None or ledger is None:
             return None, {}
-        return self._batch(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
+        return batch_of(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
 
     def move(
         self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int], is_spilled: bool = False
@@ -245,11 +235,11 @@ class MetadataStore:
 
     def withdraw(self, key: Any) -> None:
         """Forget a parked request, because whoever waited is gone."""
-        if (partition := self._where.get(key)) is not None:
-            request = self._unpark(key)
+        if key in self._waiting:
+            request = self._waiting.leave(key)
             if isinstance(request, Put):
                 self.state.freed.append(request.extent)
-            self._settle(partition)
+            self._settle(request.partition)
 
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
         """A client is gone: its leases and credits go back. `is_counted`: it died, which counts as an attempt."""
@@ -271,7 +261,7 @@ class MetadataStore:
                     self._leases.end(lease, f"its lease ({lease.label}) expired", is_counted=True)
                     self._settle(lease.partition)
             else:
-                request = self._parked[self._where[key]][key]
+                request = self._waiting.find(key)
                 self._end(request, WaitTimeoutError(self.explain(request)))
                 self._settle(request.partition)
 
@@ -298,7 +288,7 @@ class MetadataStore:
 
     def stats(self) -> dict[str, Any]:
         """Rows, bytes, columns, consumption and waiters per partition."""
-        waiting = Counter({name: len(requests) for name, requests in self._parked.items()})
+        waiting = self._waiting.counts()
         partitions = {
             name: {**_explain.partition_stats(home), "waiters": waiting.pop(name, 0), **self._admissions.stats(name)}
             for name, home in self.state.partitions.items()
@@ -317,7 +307,7 @@ class MetadataStore:
     # Parking
 
     def _try_or_park(self, request: Any) -> Any:
-        parked = self._parked.get(request.partition)
+        parked = self._waiting.line(request.partition)
         if parked and self._admissions.is_behind(request, parked.values()):
             if isinstance(request, Put):
                 self._admissions.check(request)
@@ -325,34 +315,21 @@ class MetadataStore:
             if isinstance(request, Put):
                 self._settle(request.partition)
             return answer
-        self._park(request)
+        self._waiting.park(request)
         return None
 
-    def _park(self, request: Request) -> None:
-        self._parked.setdefault(request.partition, {})[request.key] = request
-        self._where[request.key] = request.partition
-        self._timers.set(("wait", request.key), request.deadline)
-
-    def _unpark(self, key: Any) -> Request:
-        partition = self._where.pop(key)
-        self._timers.cancel(("wait", key))
-        request = self._parked[partition].pop(key)
-        if not self._parked[partition]:
-            del self._parked[partition]
-        return request
-
     def _end(self, request: Request, outcome: Outcome) -> None:
-        self._unpark(request.key)
+        self._waiting.leave(request.key)
         if isinstance(request, Put) and not isinstance(outcome, Batch):
             self.state.freed.append(request.extent)
         self._settled.append((request, outcome))
 
     def _settle(self, partition: str) -> None:
         """Answer whom the last change made answerable, in the order in which they came; puts before claims."""
-        parked = self._parked.get(partition)
-        self._has_rejected = bool(parked)
-        while parked and self._has_rejected:  # once, and again after a claim made room
-            self._has_rejected = False
+        parked = self._waiting.line(partition)
+        self._claims.has_rejected = bool(parked)
+        while parked and self._claims.has_rejected:  # once, and again after a claim made room
+            self._claims.has_rejected = False
             for request in [r for r in parked.values() if not isinstance(r, Claim)]:
                 if not self._settle_one(request):
                     break  # those behind it wait their turn
@@ -376,42 +353,13 @@ class MetadataStore:
                 if rows is None:
                     return None
                 columns = request.schema.names.union(request.shared)
-                return self._batch(self.state.partitions[request.partition], rows, columns)
+                return batch_of(self.state.partitions[request.partition], rows, columns)
             case Admission():
                 return self._admissions.admit(request)
             case Claim():
-                return self._try_claim(request)
+                return self._claims.answer(request, self.now)
             case _:
                 raise TypeError(request)
-
-    def _try_claim(self, claim: Claim) -> Batch | None:
-        home = self.state.partitions.get(claim.partition)
-        options = self.state.options.get(claim.partition)
-        if options is not None and (tasks := options.tasks) and claim.task not in tasks:
-            raise PolicyError(
-                f"partition {claim.partition!r} is consumed by the tasks {list(tasks)}, and {claim.task!r} is none of "
-                "them: claim for one of these, or configure the partition"
-            )
-        if home is None:
-            return None
-        ledger = self.state.ledger(home, claim.task)
-        is_replicated = isinstance(claim.policy, RankAware)
-        if is_replicated and (given := self._replicas.find(claim, home, ledger)) is not None:
-            return given
-        index = ledger.index(home, claim.columns, claim.policy)
-        if index.rejected and self._admissions.drop_rejected(home, index.rejected):
-            self._has_rejected = True
-        if not claim.is_claim:
-            if len(index) < claim.batch_size or home.changed <= claim.after:
-                return None
-            return self._batch(home, [home.rows[number] for number in index.oldest()])
-        rows = index.take(claim.batch_size)
-        if rows is None:
-            return None
-        batch = self._leases.give(home, claim, rows, self.now, taken_from=index)
-        if is_replicated:
-            self._replicas.note(claim, home, batch)
-        return batch
 
     # Parts
 
@@ -421,17 +369,3 @@ class MetadataStore:
 
     def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
         return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
-
-    def _batch(
-        self,
-        home: Partition,
-        rows: Sequence[Row],
-        columns: frozenset[str] = frozenset(),
-        numbers: Sequence[int] | None = None,
-    ) -> Batch:
-        if numbers is None:
-            numbers = [row.number for row in rows]
-        return Batch(
-            partition=home.name, generation=home.generation, rows=rows, numbers=numbers, is_bare=home.is_bare,
-            version=home.changed, columns=columns,
-        )  # fmt: skip
