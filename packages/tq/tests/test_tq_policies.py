@@ -130,3 +130,35 @@ def test_policies_travel_as_json():
 def test_policies_that_make_no_sense_are_refused_at_once(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("policy", [policies.GroupComplete(group_size=2), policies.FirstK(k=2)], ids=["whole", "first"])
+def test_a_wait_for_a_group_that_was_given_before_says_so(queue, policy):
+    """As in a second epoch, where the group_id is an index of the dataset."""
+    data, tags = {"a": torch.arange(2)}, [{"group_id": 0}] * 2
+    queue.put(data, partition="p", tags=tags)
+    meta = queue.get_meta(**CLAIM, batch_size=2, sampler=policy)
+    queue.ack(meta)
+    queue.clear(meta)
+    queue.put(data, partition="p", tags=tags)
+    with pytest.raises(rl_tq.WaitTimeoutError, match="2 rows stay out, as their groups were given before"):
+        queue.get_meta(**CLAIM, batch_size=2, sampler=policy)
+    assert "2 rows stay out" in queue.explain(partition="p", columns=["a"], batch_size=2, task="t", sampler=policy)
+
+
+@pytest.mark.parametrize("tag", ["priority", "num_tokens"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "7", [7]], ids=str)
+def test_a_tag_that_cannot_be_ordered_or_added_up_is_refused_where_it_is_put(queue, tag, value):
+    """One NaN, and a heap gives rows in no order, and a budget of tokens is never reached."""
+    with pytest.raises(rl_tq.SchemaError, match=f"the tag {tag} is .*: it must be a finite number or null"):
+        queue.put({"a": torch.arange(2)}, partition="p", tags=[{tag: 1}, {tag: value}])
+    assert queue.stats()["rows"] == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1 << 62, 1e300], ids=["a sum", "a number"])
+def test_rows_that_cannot_be_balanced_stay_ready(queue, num_tokens):
+    queue.put({"a": torch.arange(4)}, partition="p", tags=[{"num_tokens": num_tokens}] * 4)
+    for _ in range(2):
+        with pytest.raises(rl_tq.PolicyError, match="4 rows cannot be balanced"):
+            queue.get_meta(**CLAIM, batch_size=4, sampler=policies.LengthBalanced(num_parts=2))
+    assert queue.get(queue.get_meta(**CLAIM, batch_size=4))["a"].tolist() == [0, 1, 2, 3]

@@ -195,6 +195,18 @@ def test_a_fresh_id_is_not_one_that_somebody_chose():
     assert ids(publish(store, "a", 1)) == ["row2+"]
 
 
+def test_leases_that_ended_are_forgotten():
+    store = MetadataStore(lambda _: next(EXTENTS))
+    for i in range(1000):
+        batch = publish(store, "a", 1)
+        claimed = store.claim(claim(str(i), 1))
+        store.ack(
+            partition="p", generation=batch.generation, task="t", rows=claimed.numbers, leases=[claimed.lease], step=0
+        )
+    [owned] = store._leases._owned.values()
+    assert len(owned) < 100
+
+
 def row(number: int, **tags) -> Row:
     return Row(number, None, tags, frozenset("a"))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError, StaleVersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from rl_tq._ledger import TaskLedger
     from rl_tq._requests import Put
@@ -76,15 +77,28 @@ def _check_count(name: str, given: Sequence[Any], num_rows: int) -> None:
         raise SchemaError(f"{len(given)} {name} were given for {num_rows} rows: one per row is needed")
 
 
+def _is_finite(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and isfinite(value))
+
+
+_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "group_id": (lambda value: not isinstance(value, list | dict), "a string, number or null"),
+    "weight_version_min": (lambda value: value is None or isinstance(value, int), "an integer"),
+    # By these policies order and add up: one NaN among them, and no order or sum means anything.
+    "priority": (_is_finite, "a finite number or null"),
+    "num_tokens": (_is_finite, "a finite number or null"),
+}
+"""Tags that the server itself reads: what they may be, and that in words."""
+
+
 def _check_tags(tags: Sequence[Mapping[str, Any]]) -> None:
-    for tag in tags:
-        if not tag:
+    for name, (is_good, wanted) in _READ.items():
+        values = [tag[name] for tag in tags if name in tag]
+        if {*map(type, values)} <= {int}:  # as most are
             continue
-        if isinstance(tag.get("group_id"), list | dict):
-            raise SchemaError(f"the tag group_id is {tag['group_id']!r}: it must be a string, number or null")
-        version = tag.get("weight_version_min")
-        if version is not None and not isinstance(version, int):
-            raise SchemaError(f"the tag weight_version_min is {version!r}: it must be an integer")
+        wrong = [value for value in values if not is_good(value)]
+        if wrong:
+            raise SchemaError(f"the tag {name} is {wrong[0]!r}: it must be {wanted}")
 
 
 def _check_schema(partition: str, held: Mapping[str, ColumnSchema], schema: Mapping[str, ColumnSchema]) -> None:

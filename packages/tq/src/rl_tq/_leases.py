@@ -36,7 +36,7 @@ class Leases:
         number = self._state.next_lease
         lease = self._state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped, taken_from)
         lease.owner, lease.label = claim.owner, claim.label
-        self._owned.setdefault(claim.owner, set()).add(number)
+        self._note_owner(claim.owner, number)
         if claim.lease_s is not None:
             self._timers.set(("lease", number), now + claim.lease_s)
         columns = frozenset(claim.columns)
@@ -44,6 +44,12 @@ class Leases:
             partition=home.name, generation=home.generation, rows=answered_rows(home, rows, columns), numbers=rows,
             is_bare=home.is_bare, version=home.changed, task=claim.task, lease=number, columns=columns,
         )  # fmt: skip
+
+    def _note_owner(self, owner: Any, number: int) -> None:
+        owned = self._owned.setdefault(owner, set())
+        owned.add(number)
+        if len(owned) > 2 * len(self._state.leases) + 64:  # most of them ended
+            owned.intersection_update(self._state.leases)
 
     def extend(self, leases: Iterable[int], lease_s: float, now: float) -> None:
         """Move deadlines to `lease_s` from now."""

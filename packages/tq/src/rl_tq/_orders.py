@@ -73,12 +73,17 @@ class _Grouped(_OneByOne):
         self._groups: dict[Hashable, dict[int, None]] = {}
         self._complete: dict[Hashable, None] = {}
         self._ungrouped: set[int] = set()
+        self._shut_out: set[int] = set()
+        """Rows of groups that were given without them."""
 
     def add(self, row: Row, *, is_back: bool = False) -> None:
         group = row.group
         if group is None:
             self._ungrouped.add(row.number)
-        if group is None or (group in self._closed and not is_back):
+        if group is None:
+            return
+        if group in self._closed and not is_back:
+            self._shut_out.add(row.number)
             return
         self.members[row.number] = row
         rows = self._groups.setdefault(group, {})
@@ -91,6 +96,7 @@ class _Grouped(_OneByOne):
             row = self.members.pop(number, None)
             if row is None:
                 self._ungrouped.discard(number)
+                self._shut_out.discard(number)
                 continue
             mates = self._groups[row.group]
             del mates[number]
@@ -109,6 +115,7 @@ class _Grouped(_OneByOne):
             for number in rows:
                 del self.members[number]
             self._closed.add(group)
+            self._shut_out.update(rows[self._size :])
             taken += sorted(rows[: self._size])
         return taken
 
@@ -121,6 +128,11 @@ class _Grouped(_OneByOne):
         ]
         if self._ungrouped:
             told.append(f"{len(self._ungrouped)} rows came without a tag 'group_id'")
+        if self._shut_out:
+            told.append(
+                f"{len(self._shut_out)} rows stay out, as their groups were given before: a new group needs a group_id "
+                "that this partition never had"
+            )
         return ", ".join(told)
 
 
@@ -196,10 +208,18 @@ class _Balanced(ReadyRows):
         lengths = [_number(row, "num_tokens") for row in rows]
         lacking = [row.sample_id for row, length in zip(rows, lengths, strict=True) if length is None]
         if lacking:
-            for row in rows:
-                self.add(row)
+            self._take_back(rows)
             raise PolicyError(f"row {lacking[0]!r} has no number as tag 'num_tokens': rows cannot be balanced without")
-        return [rows[i].number for i in balanced_order([length or 0.0 for length in lengths], self._num_parts)]
+        try:
+            order = balanced_order([length or 0.0 for length in lengths], self._num_parts)
+        except (ValueError, RuntimeError) as error:  # their sum has more than 64 bits, or one of them alone
+            self._take_back(rows)
+            raise PolicyError(f"{len(rows)} rows cannot be balanced: {error}") from error
+        return [rows[i].number for i in order]
+
+    def _take_back(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.add(row)
 
 
 class _Filtered(_OneByOne):

@@ -41,7 +41,10 @@ class Priority(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupComplete(Policy):
-    """Whole groups: `group_size` rows with one tag `group_id`, the group that was complete first first."""
+    """Whole groups: `group_size` rows with one tag `group_id`, the group that was complete first first.
+
+    A task is given a group once: rows that come with its `group_id` later stay out, and whoever waits is told.
+    """
 
     group_size: int
     """Rows of a group."""
