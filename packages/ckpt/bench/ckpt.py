@@ -256,24 +256,25 @@ def sockets(run, stack, scheme, size, cores, weights, num_bytes):
                 connection.sendall(raw(leaf))
         bare.hear()
 
-    run.compare(
-        f"weights over {scheme}, beside a sender that reads them for digests",
-        {f"rl-ckpt {scheme}, receive_into": lambda: into(weights)},
-        limit={f"bare {scheme} socket, digests of what is sent": by_socket_with_digests},
-        unit="GB/s",
-        amount=num_bytes / 1e9,
-        goal=">= 0.9 of limit",
-    )
-    into.child.cpu_ms, bare.cpu_ms = [], []
-    run.compare(
-        f"weights over {scheme}",
-        {f"rl-ckpt {scheme}, receive_into": lambda: into(weights)},
-        limit={f"bare {scheme} socket": by_socket},
-        unit="GB/s",
-        amount=num_bytes / 1e9,
-        goal=">= 0.9 of limit",
-    )
-    record_cpu(run, f"weights over {scheme}", {f"rl-ckpt {scheme}, receive_into": into, f"bare {scheme} socket": bare})
+    metric, limit = f"weights over {scheme}", f"bare {scheme} socket"
+    for name, limit_name, by in (
+        (
+            f"{metric}, beside a sender that reads them for digests",
+            f"{limit}, digests of what is sent",
+            by_socket_with_digests,
+        ),
+        (metric, limit, by_socket),
+    ):
+        into.child.cpu_ms, bare.cpu_ms = [], []
+        run.compare(
+            name,
+            {f"rl-ckpt {scheme}, receive_into": lambda: into(weights)},
+            limit={limit_name: by},
+            unit="GB/s",
+            amount=num_bytes / 1e9,
+            goal=">= 0.9 of limit",
+        )
+    record_cpu(run, metric, {f"rl-ckpt {scheme}, receive_into": into, limit: bare})
 
 
 def differences(run, stack, size, cores, weights, over):

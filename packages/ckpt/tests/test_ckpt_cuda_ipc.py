@@ -1,6 +1,7 @@
 """Sharing a GPU's memory: everything but the calls to CUDA on any machine, and on a GPU the real thing."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -175,7 +176,7 @@ class Library:
 def test_the_driver_is_asked_whether_memory_can_be_shared():
     """By the attribute of that meaning in cuda.h: of expandable segments the others are true."""
     driver = object.__new__(CudaDriver)
-    driver._library, driver._enter = Library(), lambda: None
+    driver._library, driver._context = Library(), contextlib.nullcontext
     with pytest.raises(BackendError, match="expandable_segments:False"):
         driver.allocation_of(torch.ones(1))
 
@@ -253,6 +254,7 @@ RECEIVE = """
     import sys, torch, rl_ckpt
 
     url, num_syncs, expected = sys.argv[1], int(sys.argv[2]), None
+    current = torch.cuda.current_device()
     into = {f"t{i}": torch.zeros(1000, 257 + i, dtype=torch.bfloat16, device="cuda") for i in range(50)}
     into["t3"] = torch.zeros(260, 1000, dtype=torch.bfloat16, device="cuda").t()
     with rl_ckpt.connect(url, role="receive", timeout_s=60) as receiver:
@@ -264,6 +266,7 @@ RECEIVE = """
             assert held == expected, (held, expected)
         got = dict(receiver.recv(clone=True))
         print(rl_ckpt.tree_digest(got) == receiver.digest, got["t0"].is_cuda, flush=True)
+    assert torch.cuda.current_device() == current
 """
 
 
@@ -309,3 +312,24 @@ def test_expandable_segments_are_refused_on_a_gpu():
         [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=120
     )
     assert "expandable_segments:False" in done.stdout, done
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_of_the_caller_stays_what_it_was():
+    """Also where it is not the one whose memory is mapped: what the caller allocates next goes where it went before."""
+    url = f"cuda-ipc://{new_name()}"
+    code = """
+        import sys, torch, rl_ckpt
+
+        with rl_ckpt.connect(sys.argv[1], role="receive", timeout_s=60) as receiver:
+            got = dict(receiver.recv(clone=True))
+        print(got["w"].device, torch.cuda.current_device())
+    """
+    weights = {"w": torch.ones(1000, device="cuda:1")}
+    with torch.cuda.device(1), rl_ckpt.connect(url, role="send", timeout_s=60) as sender:
+        sender.register_source(weights)
+        command = [sys.executable, "-c", textwrap.dedent(code), url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
+            sender.send(version=1)
+            assert receiver.stdout.read() == "cuda:1 0\n"

@@ -7,6 +7,7 @@ one, and a handle is of the whole. https://docs.nvidia.com/cuda/cuda-driver-api/
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from rl_ckpt._messages import HANDLE_BYTES
 from rl_ckpt.errors import BackendError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torch import Tensor
 
 _IS_SHAREABLE = 10
@@ -98,16 +101,17 @@ class CudaDriver:
 
     def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
         """See `Driver`."""
-        self._enter()
         address, size, pointer = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(tensor.data_ptr())
         is_shareable = ctypes.c_int()
-        self._call("cuPointerGetAttribute", ctypes.byref(is_shareable), _IS_SHAREABLE, pointer)
-        if not is_shareable.value:
-            raise BackendError(
-                "it lies in memory that CUDA IPC cannot share, of expandable segments or cudaMallocAsync; start this "
-                "process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and without backend:cudaMallocAsync"
-            )
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(address), ctypes.byref(size), pointer)
+        with self._context():
+            self._call("cuPointerGetAttribute", ctypes.byref(is_shareable), _IS_SHAREABLE, pointer)
+            if not is_shareable.value:
+                raise BackendError(
+                    "it lies in memory that CUDA IPC cannot share, of expandable segments or cudaMallocAsync; start "
+                    "this process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and without "
+                    "backend:cudaMallocAsync"
+                )
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(address), ctypes.byref(size), pointer)
         return address.value, size.value
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -116,32 +120,34 @@ class CudaDriver:
 
     def export(self, address: int) -> bytes:
         """See `Driver`."""
-        self._enter()
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        with self._context():
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
 
     def open(self, handle: bytes, num_bytes: int) -> Tensor:
         """See `Driver`."""
-        self._enter()
         address = ctypes.c_uint64()
         mine = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), mine, _ENABLE_PEER_ACCESS)
+        with self._context():
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), mine, _ENABLE_PEER_ACCESS)
         return torch.as_tensor(_Array(address.value, num_bytes), device=self._device)
 
     def close(self, mapped: Tensor) -> None:
         """See `Driver`."""
-        self._enter()
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(mapped.data_ptr()))
+        with self._context():
+            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(mapped.data_ptr()))
 
     def settle(self) -> None:
         """See `Driver`."""
         torch.cuda.synchronize(self._device)
 
-    def _enter(self) -> None:
-        """Make the device's context that of this thread: the driver, unlike torch, does not by itself."""
-        torch.cuda.set_device(self._device)
-        torch.cuda.synchronize(self._device)
+    @contextmanager
+    def _context(self) -> Generator[None]:
+        """Make the device's context that of this thread, which the driver does not by itself; put back what was."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            yield
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)

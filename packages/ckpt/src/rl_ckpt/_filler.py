@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 import rl_csrc
 from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt._messages import Bucket, Manifest
@@ -114,6 +116,8 @@ class Filler:
                     found = [known]
                     if not is_direct:
                         into.copy_(part)
+                        if into.is_cuda:  # the copy is only begun, and no digest waits for it
+                            torch.cuda.current_stream(into.device).synchronize()
                 else:
                     found = leaves_of(part) if is_direct else pack_leaves(part, into)
             leaves += found
