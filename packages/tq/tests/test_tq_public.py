@@ -1,4 +1,5 @@
 import ast
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 import rl_tq
 from rl_tq._registry import GROUP
+from rl_tq._wire import limit_sends
 
 
 def test_public_names():
@@ -52,6 +54,23 @@ def test_nothing_but_the_shim_pickles():
     assert not {
         name for name in imported if name and name.split(".")[0] in ("pickle", "cloudpickle", "marshal", "dill")
     }
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_that_is_none_is_refused(timeout_s):
+    for scheme in ("inproc", "shm", "tcp"):
+        with pytest.raises(ValueError, match="must be more than 0 seconds, and finite"):
+            rl_tq.serve(f"{scheme}://", timeout_s=timeout_s)
+        with pytest.raises(ValueError, match="must be more than 0 seconds, and finite"):
+            rl_tq.connect(f"{scheme}://nobody", timeout_s=timeout_s)
+
+
+def test_the_shortest_deadline_is_one_for_sends_too():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        limit_sends(ours, 1e-9)
+        with pytest.raises(BlockingIOError):
+            ours.sendall(bytes(1 << 24))
 
 
 def test_unknown_storage_lists_what_is_there():

@@ -19,6 +19,7 @@ import torch
 import rl_tq
 import rl_tq._readers
 import rl_tq._session
+import rl_tq.streaming
 from rl_tq._segments import PACKED_BYTES, SEGMENT_BYTES, Arena, Segment
 from rl_tq._wire import Inbox, pack, send_some, socket_name
 
@@ -203,6 +204,21 @@ def test_a_stopped_server_is_named_and_a_killed_one_is_lost_at_once(run, monkeyp
     del held
     gc.collect()
     assert (memfds(), mappings()) == (0, 0)
+
+
+def test_a_stream_whose_server_stopped_does_not_end_as_if_that_were_all(run, monkeypatch):
+    monkeypatch.setattr(rl_tq._session, "GRACE_S", 0.2)
+    monkeypatch.setattr(rl_tq.streaming, "connect", lambda address: rl_tq.connect(address, timeout_s=1.0))
+    server = run(SERVER, "2")
+    dataset = rl_tq.streaming.StreamingDataset(
+        server.stdout.readline().strip(), partition="p", columns=["a"], batch_size=1, task="t", idle_s=0.1
+    )
+    batches = iter(dataset)
+    assert next(batches).data["a"].tolist() == [[0.0]]
+    server.send_signal(signal.SIGSTOP)
+    with pytest.raises(rl_tq.WaitTimeoutError, match=f"process {server.pid}.*did not answer 'stats'"):
+        next(batches)
+    server.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from itertools import count
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_tq._parking import Slot, Turnstile
 from rl_tq._service import Message, raise_error
-from rl_tq._wire import Inbox, close_after_fork, pack, peer, send_some
+from rl_tq._wire import Inbox, close_after_fork, limit_sends, pack, peer, send_some
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -255,9 +254,7 @@ class Session(Generic[Held]):
 def _dial(address: str, socket_name: str, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_after_fork(connection)
-    # No send waits longer than this; what is received was polled for.
-    packed = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+    limit_sends(connection, timeout_s)  # what is received was polled for
     try:
         connection.connect(socket_name)
     except OSError as error:

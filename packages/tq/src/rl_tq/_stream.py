@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_tq._codec import decode, encode
 from rl_tq._warm import new_memory
+from rl_tq._wire import limit_sends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,8 +34,7 @@ def prepare(connection: socket.socket, timeout_s: float) -> None:
         (socket.TCP_USER_TIMEOUT, 1000 * _DEAD_S),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    limit_sends(connection, timeout_s)
 
 
 def send(connection: socket.socket, message: dict[str, Any], payload: Sequence[torch.Tensor] = ()) -> None:

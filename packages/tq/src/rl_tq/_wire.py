@@ -38,6 +38,13 @@ def send_some(connection: socket.socket, data: bytes | memoryview, fd: int | Non
     return socket.send_fds(connection, [data], [fd], _SEND_FLAGS)
 
 
+def limit_sends(connection: socket.socket, timeout_s: float) -> None:
+    """Have no send wait longer than this. To the kernel 0 is for ever: a millisecond at least."""
+    timeout_s = max(timeout_s, 1e-3)
+    packed = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+
+
 class Inbox:
     """Turns what a socket delivers into messages."""
 

@@ -80,6 +80,7 @@ class StreamingDataset(IterableDataset[StreamedBatch]):
                 try:
                     meta = queue.get_meta(**self._claim)
                 except WaitTimeoutError:
+                    queue.stats()  # raises if it was the server that did not answer: the rows are not at their end then
                     return
                 yield StreamedBatch(meta=meta, data=queue.get(meta))
                 if self._is_clearing:
