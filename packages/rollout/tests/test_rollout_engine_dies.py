@@ -22,8 +22,8 @@ from rl_rollout import CkptReceiver, Router, ServerConfig, ServerLostError, crea
 DEADLINE_S = 120.0
 
 
-def kill(server, name):
-    """Kill -9 the process of this title among those that the server started."""
+def send_signal(server, name, signal_number):
+    """Send a signal to the process of this title among those that the server started."""
     group = server.process.pid
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -32,7 +32,7 @@ def kill(server, name):
         except OSError:
             continue  # it has ended
         if is_its and name in title:
-            os.kill(int(folder.name), signal.SIGKILL)
+            os.kill(int(folder.name), signal_number)
             return
     raise AssertionError(f"no process of {group} is called {name}")
 
@@ -55,8 +55,9 @@ class Dies:
                 await asyncio.gather(router.start(), other.start())
                 tasks = [asyncio.create_task(router.generate(each)) for each in requests]
                 await begun(dying)
+                send_signal(dying, self.process, signal.SIGSTOP)  # what has begun does not end meanwhile
                 await router.add(other)
-                kill(dying, self.process)
+                send_signal(dying, self.process, signal.SIGKILL)
                 async with asyncio.timeout(DEADLINE_S):
                     outputs = await asyncio.gather(*tasks)
                 return outputs, router.lost
@@ -78,7 +79,7 @@ class Dies:
                 update = asyncio.create_task(server.update_weights(CkptReceiver(trainer.sender.address), 1))
                 await asyncio.sleep(2.0)
                 assert not update.done()
-                kill(server, self.process)
+                send_signal(server, self.process, signal.SIGKILL)
                 async with asyncio.timeout(DEADLINE_S):
                     with pytest.raises(ServerLostError, match=self.backend):
                         await update

@@ -144,19 +144,18 @@ class ServerProcess:
             os.killpg(process.pid, signal.SIGKILL)
             await self.has_ended(STOP_TIMEOUT_S)
         self._reader.join(1.0)
-        if process.stdout is not None and not self._reader.is_alive():
-            process.stdout.close()
 
     def _read(self) -> None:
         """In a thread: keep the last lines, and the first errors, which servers of many processes bury."""
         assert self._process is not None
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if self._on_line(line):
-                continue
-            self._last_lines.append(line.rstrip("\n"))
-            if len(self._first_errors) < NUM_FIRST_ERRORS and _IS_ERROR.search(line):
-                self._first_errors.append(line.rstrip("\n"))
+        with self._process.stdout as lines:  # open until the last process that writes to it has ended
+            for line in lines:
+                if self._on_line(line):
+                    continue
+                self._last_lines.append(line.rstrip("\n"))
+                if len(self._first_errors) < NUM_FIRST_ERRORS and _IS_ERROR.search(line):
+                    self._first_errors.append(line.rstrip("\n"))
 
     def _told(self, what: str) -> str:
         if not self._last_lines:
