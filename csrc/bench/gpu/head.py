@@ -1,0 +1,160 @@
+"""The LM head: log-probs and policy losses of hidden states."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+from table import DEVICE, ROWS, VOCAB, Table
+from timing import measure
+
+from rl_csrc import _impl_cuda as ours
+from rl_csrc._impl_cuda.head import GRADIENT_ROWS
+from rl_csrc._types import LossSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALONE = "the products alone, without the kernels between them"
+BEYOND = "peak beyond operands, returned gradients and (ours) the float32 accumulator; the op's own room is 0.65 GiB"
+
+
+def linear(table: Table) -> None:
+    """The LM head: forward, backward by recompute, and the three-product form with the loss inside."""
+    for width in (2048, 4096):
+        linear_at(table, width)
+
+
+def products(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Times of the head's product, and of the two products of its backward together."""
+    logits = torch.empty(ROWS, VOCAB, dtype=torch.bfloat16, device=DEVICE)
+    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+    one = measure(lambda: torch.mm(hidden, weight.t(), out=logits), repeats=11)
+
+    def pair() -> None:
+        torch.mm(logits, weight, out=dhidden)
+        torch.mm(logits.t(), hidden, out=dweight)
+
+    return one, measure(pair, repeats=11)
+
+
+def linear_at(table: Table, width: int) -> None:
+    hidden = torch.randn(ROWS, width, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(VOCAB, width, device=DEVICE, dtype=torch.bfloat16) * 0.02
+    labels = torch.randint(0, VOCAB, (ROWS,), device=DEVICE)
+    product, two = products(hidden, weight)
+    shape = f"H={width}"
+    metric = f"linear_logprobs forward {shape}"
+    table.add(metric, "one torch.mm, bf16 result", product, role="limit")
+    for chunk in (1024,):
+        buffer = torch.empty(chunk, VOCAB, device=DEVICE)
+
+        def chunks(chunk: int = chunk, buffer: torch.Tensor = buffer) -> None:
+            for part in hidden.split(chunk):
+                torch.mm(part, weight.t(), out_dtype=torch.float32, out=buffer)
+
+        table.add(metric, f"torch.mm to f32, chunks of {chunk}", measure(chunks, repeats=7), note=ALONE)
+        del buffer
+    empty_peak = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for chunk, goal in ((None, 1 / 1.07), (512, None)):
+        samples = measure(
+            lambda chunk=chunk: ours.linear_logprobs_forward(
+                hidden, weight, labels, None, 1.0, None, -100, True, False, chunk, False
+            ),
+            repeats=11,
+        )
+        table.add(metric, f"rl_csrc.linear_logprobs, chunk {chunk}", samples, goal_of_limit=goal)
+        extra = (torch.cuda.max_memory_allocated() - empty_peak) / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        table.add(f"{metric}, memory", f"rl_csrc.linear_logprobs, chunk {chunk}", [extra], unit="GiB", goal=0.7)
+
+    metric = f"linear_logprobs forward+backward, 4 products {shape}"
+    one, pair = statistics.median(product), statistics.median(two)
+    table.add(metric, "its 4 torch.mm", [2 * one + pair], role="limit")
+    how = (1.0, None, -100, True, False, None, False)
+    scored, entropies, _, _ = ours.linear_logprobs_forward(hidden, weight, labels, None, *how)
+    grads = torch.randn(ROWS, device=DEVICE) * 1e-4
+
+    def recompute() -> None:
+        found = ours.linear_logprobs_forward(hidden, weight, labels, None, *how)
+        ours.linear_logprobs_backward(
+            hidden, weight, labels, None, found[0], found[3], grads, entropies, None, 1.0, None, -100, None, False,
+            (True, True, False),
+        )  # fmt: skip
+
+    gradients = hidden.nbytes + weight.nbytes
+    accumulator = 4 * weight.numel() + gradients
+    own_products(table, hidden, weight)
+    with_memory(table, metric, "rl_csrc.linear_logprobs", recompute, accumulator, 1 / 1.10)
+    metric = f"policy_loss_from_hidden, 3 products {shape}"
+    table.add(metric, "its 3 torch.mm", [one + pair], role="limit")
+    mask = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
+    cu_seqlens = torch.arange(0, ROWS + 1, 512, device=DEVICE)
+
+    def fused(chunk: int | None = None) -> None:
+        ours.policy_loss_from_hidden(
+            hidden, weight, labels, scored, grads, mask, cu_seqlens, LossSpec(), float(ROWS), None, None, 1.0, None,
+            False, chunk, (True, True),
+        )  # fmt: skip
+
+    with_memory(table, metric, "rl_csrc.policy_loss_from_hidden", fused, accumulator, 1 / 1.08)
+    with_memory(table, metric, "rl_csrc.policy_loss_from_hidden, chunk 512", lambda: fused(512), accumulator, None)
+    peers_linear(table, metric, hidden, weight, labels)
+
+
+def own_products(table: Table, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """The products that the gradient ops make, in the shapes and types they make them, without what is between."""
+    rows, held = GRADIENT_ROWS, 1792
+    logits = torch.empty(rows, VOCAB, device=DEVICE)
+    gradient = torch.empty(held, VOCAB, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)
+    total = torch.zeros(weight.shape, device=DEVICE)
+    dhidden = torch.empty_like(hidden)
+
+    def run() -> None:
+        for part in hidden.split(rows):
+            torch.mm(part, weight.t(), out_dtype=torch.float32, out=logits[: part.shape[0]])
+        for part, out in zip(hidden.split(held), dhidden.split(held), strict=True):
+            torch.mm(gradient[: part.shape[0]], weight, out=out)
+            torch.addmm(total, gradient[: part.shape[0]].t(), part, out_dtype=torch.float32, out=total)
+
+    metric = f"policy_loss_from_hidden, 3 products H={hidden.shape[1]}"
+    table.add(metric, "its torch.mm, in its chunks", measure(run, repeats=7), note=ALONE)
+
+
+def with_memory(
+    table: Table, metric: str, system: str, run: Callable[[], None], accumulator: int, share: float | None,
+    role: str = "ours", repeats: int = 7,
+) -> None:  # fmt: skip
+    """Time, and memory beyond operands, gradients returned and (ours) the float32 accumulator."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    samples = measure(run, repeats=repeats, warmup=1)
+    extra = (torch.cuda.max_memory_allocated() - before - accumulator) / 2**30
+    table.add(metric, system, samples, goal_of_limit=share, role=role)
+    table.add(
+        f"{metric}, memory", system, [extra], unit="GiB", goal=0.7 if role == "ours" else None, role=role, note=BEYOND
+    )
+
+
+def peers_linear(table: Table, metric: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+    """The LM head with cross-entropy, forward and backward, by others."""
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+
+    def plain() -> None:
+        logits = leaves[0] @ leaves[1].t()
+        torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels), leaves)
+
+    gradients = hidden.nbytes + weight.nbytes
+    with_memory(table, metric, "torch, mm + F.cross_entropy", plain, gradients, None, role="peer", repeats=5)
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        def liger() -> None:
+            found = LigerFusedLinearCrossEntropyFunction.apply(leaves[0], leaves[1], labels)
+            torch.autograd.grad(found[0] if isinstance(found, tuple) else found, leaves)
+
+        with_memory(table, metric, "Liger fused linear", liger, gradients, None, role="peer", repeats=5)
+    except Exception as error:  # noqa: BLE001  # a peer that fails is a row that says so
+        table.add(metric, "Liger fused linear", None, role="peer", note=repr(error)[:200])

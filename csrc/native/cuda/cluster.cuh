@@ -1,0 +1,104 @@
+// A cluster of blocks that share a row of logits: its barriers, and the statistics that the blocks exchange.
+#pragma once
+#include "logprobs.cuh"
+
+namespace rl {
+
+constexpr int kMaxCluster = 8;
+
+template <int THREADS>
+struct Exchange {
+  Stats stats[kMaxCluster * THREADS / 32];
+};
+
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Where `pointer` of this block lies in block `rank` of the cluster, written through the returned 32-bit address.
+__device__ __forceinline__ void store_remote(Stats* pointer, unsigned rank, const Stats& value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t local = uint32_t(__cvta_generic_to_shared(pointer)), remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(value.max), "f"(value.sum), "f"(value.dot),
+               "f"(value.square)
+               : "memory");
+#else
+  *pointer = value;
+#endif
+}
+
+// What every thread makes of the statistics of all the row's warps: the same bits.
+template <int MODE, int ENTRIES>
+__device__ __forceinline__ Stats merge_entries(const Stats* entries) {
+  constexpr int kRounds = (ENTRIES + 31) / 32;
+  const int lane = threadIdx.x & 31;
+  Stats held[kRounds];
+  float max = -INFINITY;
+#pragma unroll
+  for (int e = 0; e < kRounds; ++e) {
+    held[e] = e * 32 + lane < ENTRIES ? entries[e * 32 + lane] : empty_stats();
+    max = max_nan(max, held[e].max);
+  }
+  Stats st = rescale(held[0], max);
+#pragma unroll
+  for (int e = 1; e < kRounds; ++e) {
+    const Stats more = rescale(held[e], max);
+    st.sum += more.sum, st.dot += more.dot;
+  }
+  return warp_merge<(MODE & kDot) != 0, false>(st);
+}
+
+__device__ __forceinline__ void wait_for(uint32_t barrier, unsigned phase) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(phase)
+      : "memory");
+#endif
+}
+
+// Hand this warp's statistics to every block of the cluster; each store announces its bytes to the receiver's barrier. Unlike a
+// cluster barrier this does not wait for the gradient stores of the row before.
+template <int CLUSTER>
+__device__ __forceinline__ void send_stats(Stats* entry, uint64_t* barrier, const Stats& st) {
+#if __CUDA_ARCH__ >= 900
+  const int lane = threadIdx.x & 31;
+  if (lane >= CLUSTER) return;
+  uint32_t to, signal;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(uint32_t(__cvta_generic_to_shared(entry))), "r"(lane));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(signal) : "r"(uint32_t(__cvta_generic_to_shared(barrier))), "r"(lane));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(st.max),
+               "f"(st.sum), "f"(st.dot), "f"(st.square), "r"(signal)
+               : "memory");
+#endif
+}
+
+// The statistics of the whole row, the same bits in every thread of the cluster.
+template <int MODE, int CLUSTER, int THREADS>
+__device__ __forceinline__ Stats cluster_merge(Stats st, Exchange<THREADS>& shared, unsigned rank) {
+  constexpr int kWarps = THREADS / 32, kEntries = CLUSTER * kWarps;
+  constexpr bool kWithDot = (MODE & kDot) != 0;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  st = warp_merge<kWithDot, false>(st);
+  if constexpr (CLUSTER > 1) {
+    if (lane < CLUSTER) store_remote(&shared.stats[rank * kWarps + warp], lane, st);
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    if (lane == 0) shared.stats[warp] = st;
+    __syncthreads();
+  }
+  return merge_entries<MODE, kEntries>(shared.stats);
+}
+
+}  // namespace rl
