@@ -39,6 +39,16 @@ struct Widths {
   }
 };
 
+// The attention of a batch but for a layer's own: queries, caches, window.
+rl_paged_attention pages_of(const rl_decoder& d, const rl_decoder_batch& b) {
+  rl_paged_attention in{};
+  in.block_tables = b.block_tables, in.rows = b.rows, in.positions = b.positions;
+  in.tokens = b.tokens, in.heads = d.heads, in.kv_heads = d.kv_heads, in.key_size = in.value_size = d.head_size;
+  in.pages = b.pages, in.page_size = b.page_size, in.table_rows = b.table_rows, in.table_stride = b.table_stride;
+  in.scaling = d.scaling, in.dtype = RL_F32;
+  return in;
+}
+
 // The tokens of one call, or some of them that do not look at one another.
 class Pass {
  public:
@@ -122,17 +132,6 @@ class Pass {
     attend_pages(in, threads_);
   }
 
- public:
-  static rl_paged_attention pages_of(const rl_decoder& d, const rl_decoder_batch& b) {
-    rl_paged_attention in{};
-    in.block_tables = b.block_tables, in.rows = b.rows, in.positions = b.positions;
-    in.tokens = b.tokens, in.heads = d.heads, in.kv_heads = d.kv_heads, in.key_size = in.value_size = d.head_size;
-    in.pages = b.pages, in.page_size = b.page_size, in.table_rows = b.table_rows, in.table_stride = b.table_stride;
-    in.scaling = d.scaling, in.dtype = RL_F32;
-    return in;
-  }
-
- private:
   const rl_decoder& d_;
   const rl_decoder_batch& b_;
   const Widths widths_;
@@ -145,7 +144,7 @@ class Pass {
 std::int64_t first_bad_token(const rl_decoder& d, const rl_decoder_batch& b, const std::int64_t* last) {
   for (std::int64_t t = 0; t < b.tokens; ++t)
     if (b.ids[t] < 0 || b.ids[t] >= d.vocab || b.positions[t] < 0 || last[t] >= d.num_positions) return t + 1;
-  rl_paged_attention in = Pass::pages_of(d, b);
+  rl_paged_attention in = pages_of(d, b);
   for (std::int64_t i = 0; i < d.num_layers; ++i) {  // the widest window tells for all
     if (d.layers[i].window == 0) {
       in.window = 0;
