@@ -228,6 +228,11 @@ def test_layers_that_do_not_fit_together_are_refused():
         ("down", pack_linear(torch.zeros(48, 81)), "down"),
         ("input_norm", torch.ones(47), "input_norm"),
         ("query_norm", torch.ones(16, dtype=torch.float64), "query_norm"),
+        ("gate_up", pack_linear(torch.zeros(1, 48)), "gate_up gives 1 numbers; wanted at least 2"),
     ):
         with pytest.raises(ArgumentError, match=told):
             Decoder(layers=[DecoderLayer(**fields | {name: other})], **options)
+    nothing = torch.zeros(64, 0)
+    for changed, told in (({"embedding": torch.zeros(70, 0)}, "embedding"), ({"cos": nothing, "sin": nothing}, "cos")):
+        with pytest.raises(ArgumentError, match=f"{told} is .* wanted at least one column"):
+            Decoder(layers=[DecoderLayer(**fields)], scaling=1.0, **options | changed)

@@ -147,3 +147,5 @@ def test_what_does_not_fit_is_refused():
         paged.attention(query, key[:, :1], value, keys, values, tables, rows, positions, scaling=1.0)
     with pytest.raises(ArgumentError, match="value_cache"):
         paged.attention(query, key, value, keys, values.double(), tables, rows, positions, scaling=1.0)
+    with pytest.raises(ArgumentError, match="wanted pages of at least one position"):
+        paged.attention(query, key, value, keys[:, :0], values[:, :0], tables, rows, positions, scaling=1.0)

@@ -115,6 +115,7 @@ void paged_attention(py::handle query, py::handle key, py::handle value, py::han
   v.on_cpu().shaped({q.size(0), keys.size(2), values.size(3)});
   tables.on_cpu().shaped({-1, -1}).dense();
   result.on_cpu().shaped({q.size(0), q.size(1), values.size(3)}).dense();
+  if (keys.size(1) < 1) keys.refuse("pages of at least one position");
   if (keys.size(2) == 0 || q.size(1) % keys.size(2) != 0) q.refuse("a multiple of the cache's " + std::to_string(keys.size(2)) + " heads");
   rl_paged_attention in{};
   in.dtype = same_type(q, q);

@@ -52,6 +52,8 @@ class Decoder {
       raise("ArgumentError", "num_heads is " + std::to_string(heads) + " and num_kv_heads " + std::to_string(kv_heads) + "; wanted a multiple of it.");
     d_.vocab = table.size(0), d_.hidden = table.size(1), d_.num_positions = turns.size(0), d_.head_size = 2 * turns.size(1);
     d_.heads = heads, d_.kv_heads = kv_heads;
+    if (d_.hidden < 1) table.refuse("at least one column");
+    if (d_.head_size < 1) turns.refuse("at least one column");
     d_.eps = static_cast<float>(eps), d_.scaling = static_cast<float>(scaling);
     d_.embedding = floats(embedding, "embedding", -1);
     d_.cos = floats(cos, "cos", -1);
@@ -103,7 +105,7 @@ class Decoder {
   struct Call {
     Call(const Decoder& decoder, Handle ids, Handle positions, Handle rows, Handle block_tables, const py::sequence& key_caches,
          const py::sequence& value_caches)
-        : of(decoder), tables(block_tables, "block_tables") {
+        : of(decoder), tables(block_tables, "block_tables"), kept(py::make_tuple(py::tuple(key_caches), py::tuple(value_caches))) {
       TensorArg tokens(ids, "ids");
       tokens.shaped({-1});
       tables.shaped({-1, -1});
@@ -113,7 +115,7 @@ class Decoder {
       batch.rows = elements<std::int64_t>(rows, "rows", batch.tokens);
       batch.block_tables = elements<std::int64_t>(block_tables, "block_tables");
       batch.table_rows = tables.size(0), batch.table_stride = tables.size(1);
-      keys = of.caches(key_caches, "a key cache", batch), values = of.caches(value_caches, "a value cache", batch);
+      keys = of.caches(kept[0], "a key cache", batch), values = of.caches(kept[1], "a value cache", batch);
       batch.key_caches = keys.data(), batch.value_caches = values.data();
     }
 
@@ -131,6 +133,7 @@ class Decoder {
 
     const Decoder& of;
     TensorArg tables;
+    py::tuple kept;  // whoever lets go of the caches during the call, in a list that two threads share
     rl_decoder_batch batch{};
     std::vector<float*> keys, values;
   };
@@ -145,6 +148,7 @@ class Decoder {
     layer.out = packed_linear(t[4], "out", attended);
     layer.post_norm = floats(t[5], "post_norm", d_.hidden);
     layer.gate_up = packed_linear(t[6], "gate_up", d_.hidden);
+    if (layer.gate_up.outputs < 2) raise("ArgumentError", "gate_up gives " + std::to_string(layer.gate_up.outputs) + " numbers; wanted at least 2.");
     layer.down = packed_linear(t[7], "down", layer.gate_up.outputs / 2);
     layer.window = t[8].cast<std::int64_t>();
     wants_outputs(layer.qkv, attended + 2 * d_.kv_heads * d_.head_size, "qkv");
@@ -167,7 +171,7 @@ class Decoder {
                                    std::to_string(b.tokens - 1) + ".");
   }
 
-  std::vector<float*> caches(const py::sequence& tensors, const char* name, rl_decoder_batch& b) const {
+  std::vector<float*> caches(const py::tuple& tensors, const char* name, rl_decoder_batch& b) const {
     if (static_cast<std::int64_t>(tensors.size()) != d_.num_layers)
       raise("ArgumentError", std::to_string(tensors.size()) + " caches for " + std::to_string(d_.num_layers) + " layers; wanted as many.");
     std::vector<float*> found;

@@ -87,7 +87,7 @@ rl_linear linear_operands(Handle hidden, Handle weight, Handle bias, rl_logits* 
   h.on_cpu().shaped({in->rows, -1});
   w.on_cpu().shaped({-1, h.size(1)});
   if (float_type(h) != RL_BF16 || float_type(w) != RL_BF16) h.refuse("bfloat16, as the weight must be");
-  if (h.size(1) % 32) h.refuse("a multiple of 32 columns");
+  if (h.size(1) < 1 || h.size(1) % 32) h.refuse("a multiple of 32 columns");
   in->vocab = w.size(0);
   return {static_cast<const std::uint16_t*>(h.data()), rows_stride(h), static_cast<const std::uint16_t*>(w.data()), rows_stride(w),
           elements<float>(bias, "bias", in->vocab), h.size(1)};

@@ -30,7 +30,8 @@ INVARIANT_ROWS = 64
 
 
 def _has_tiles(hidden: Tensor) -> bool:
-    return hidden.dtype == torch.bfloat16 and hidden.shape[1] % 32 == 0 and bool(native.has_tiles())
+    width = hidden.shape[1]
+    return hidden.dtype == torch.bfloat16 and width > 0 and width % 32 == 0 and bool(native.has_tiles())
 
 
 def _float_bias(bias: Tensor | None) -> Tensor | None:
