@@ -132,6 +132,16 @@ def test_groups_match_the_reference_and_equal_rewards_give_zero(mode):
         assert torch.equal(same, torch.zeros(7))
 
 
+def test_moments_and_whitening_have_the_same_bits_with_any_number_of_threads():
+    x, mask = torch.randn(300_001) * 3 + 7, torch.rand(300_001) < 0.7
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found.append((*rl_csrc.masked_moments(x, mask)[:3], rl_csrc.whiten(x, mask)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+
+
 def test_moments_and_whitening_match_float64_and_ignore_the_masked():
     x = torch.randn(3, 5001) * 3 + 1000
     mask = torch.rand(3, 5001) < 0.5
@@ -197,6 +207,34 @@ def test_bucket_copy_copies_every_pair_and_tells_autograd():
         rl_csrc.bucket_copy([torch.zeros(2)], [torch.zeros(3)])
     with pytest.raises(rl_csrc.ArgumentError, match="1 sources for 0"):
         rl_csrc.bucket_copy([torch.zeros(2)], [])
+
+
+def test_copies_of_lazily_conjugated_and_negated_tensors_are_of_their_values():
+    z = torch.randn(3, 4, dtype=torch.complex64).conj()
+    values, flat = z.resolve_conj(), z.reshape(-1)
+    packed = rl_csrc.pack(z, torch.full((3,), 4))
+    assert torch.equal(packed.values, values.reshape(-1))
+    assert torch.equal(rl_csrc.unpack(flat, packed.cu_seqlens, length=4), values)
+    assert torch.equal(rl_csrc.cp_slice(flat, torch.tensor([0, 12]), cp_rank=0, cp_size=1).values, values.reshape(-1))
+    negated = z.imag[:1, :1]  # a single number is contiguous, whatever its stride
+    assert negated.is_neg()
+    assert negated.is_contiguous()
+    conjugated = torch.zeros(3, 4, dtype=torch.complex64).conj()
+    targets = [torch.zeros_like(values), torch.zeros(1, 1), conjugated]
+    rl_csrc.bucket_copy([z, negated, values], targets)
+    assert torch.equal(targets[0], values)
+    assert torch.equal(targets[1], negated.resolve_neg())
+    assert torch.equal(targets[2], values)
+
+
+def test_a_destination_is_its_source_or_apart_from_it():
+    x = torch.arange(10.0)
+    rl_csrc.bucket_copy([x], [x])
+    rl_csrc.bucket_copy([x[:5]], [x[5:]])
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0] * 2
+    for source, target in ((x[:8], x[2:]), (x[2:], x[:8])):
+        with pytest.raises(rl_csrc.ArgumentError, match="memory that does not overlap its source"):
+            rl_csrc.bucket_copy([source], [target])
 
 
 def test_hand_computed_labels():

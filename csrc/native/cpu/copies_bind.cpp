@@ -1,4 +1,5 @@
 // Ragged copies as Python functions, and the floors that benchmarks compare with.
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,8 @@ namespace py = pybind11;
 
 namespace rl {
 namespace {
+
+constexpr std::uint8_t kComplex = 5;  // DLPack's code
 
 struct Spans {
   std::vector<const void*> sources;
@@ -28,7 +31,10 @@ struct Spans {
   }
 };
 
-// Copies what it can (dense, same type and shape) and returns the positions of the pairs it left.
+// Whether a tensor's bytes are its values: complex ones may be conjugated lazily, and the imaginary part of one negated.
+bool is_plain(const TensorArg& arg, Handle tensor) { return arg.contiguous() && arg.dtype().code != kComplex && !is_negated(tensor.ptr()); }
+
+// Copies what it can (plain, same type and shape) and returns the positions of the pairs it left.
 py::list bucket_copy(const py::list& sources, const py::list& destinations, int threads) {
   Spans spans;
   py::list left;
@@ -37,12 +43,14 @@ py::list bucket_copy(const py::list& sources, const py::list& destinations, int 
     bool same = source.ndim() == destination.ndim();
     for (int d = 0; same && d < source.ndim(); ++d) same = source.size(d) == destination.size(d);
     if (!same) destination.refuse("the shape of its source, " + source.describe());
-    const bool plain = source.contiguous() && destination.contiguous() && source.dtype().code == destination.dtype().code &&
-                       source.dtype().bits == destination.dtype().bits;
-    if (plain)
-      spans.add(source.data(), destination.data(), source.nbytes());
-    else
+    const bool alike = source.dtype().code == destination.dtype().code && source.dtype().bits == destination.dtype().bits;
+    if (!alike || !is_plain(source, sources[i]) || !is_plain(destination, destinations[i])) {
       left.append(i);
+      continue;
+    }
+    const std::int64_t apart = static_cast<char*>(destination.data()) - static_cast<char*>(source.data());
+    if (apart != 0 && std::abs(apart) < source.nbytes()) destination.refuse("memory that does not overlap its source");
+    spans.add(source.data(), destination.data(), apart ? source.nbytes() : 0);
   }
   spans.copy(threads);
   return left;

@@ -29,7 +29,7 @@ def pack(padded: Tensor, lengths: Tensor, *, starts: Tensor | None = None, total
             f"padded has shape {list(padded.shape)} and lengths {list(lengths.shape)}; "
             "wanted [rows, steps, ...] and [rows]."
         )
-    lengths, starts = integers(lengths), optional_integers(starts)
+    padded, lengths, starts = _plain(padded), integers(lengths), optional_integers(starts)
     if torch.compiler.is_compiling():
         return Packed(*torch.ops.rl_csrc.pack(padded, lengths, starts, total))
     if wants_grad(padded):
@@ -51,7 +51,7 @@ def unpack(
     """
     if side not in ("left", "right"):
         raise ArgumentError(f"side is {side!r}; allowed are left, right.")
-    cu_seqlens = integers(cu_seqlens)
+    values, cu_seqlens = _plain(values), integers(cu_seqlens)
     if torch.compiler.is_compiling():
         return torch.ops.rl_csrc.unpack(values, cu_seqlens, length, float(padding_value), side == "left")
     if not wants_grad(values):
@@ -62,7 +62,8 @@ def unpack(
 def bucket_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """Copy each source into its destination, many tensors per call. No gradient.
 
-    Shapes must agree pairwise; dense pairs of one dtype are copied together, the others one by one by torch.
+    Shapes must agree pairwise; dense pairs of one real dtype are copied together, the others one by one by torch. A
+    destination may be its source, but must not overlap it in part.
     """
     if len(sources) != len(destinations):
         raise ArgumentError(f"{len(sources)} sources for {len(destinations)} destinations; give as many of both.")
@@ -100,9 +101,14 @@ def cp_slice(x: Tensor, cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Pa
     """
     if not 0 <= cp_rank < cp_size:
         raise ArgumentError(f"cp_rank is {cp_rank}; allowed are 0 to cp_size - 1 = {cp_size - 1}.")
-    cu_seqlens = integers(cu_seqlens)
+    x, cu_seqlens = _plain(x), integers(cu_seqlens)
     if torch.compiler.is_compiling():
         return Packed(*torch.ops.rl_csrc.cp_slice(x, cu_seqlens, cp_rank, cp_size))
     if not wants_grad(x):
         return Packed(*copier("cp_slice", x)(x, cu_seqlens, cp_rank, cp_size))
     return reference.cp_slice(x, cu_seqlens, cp_rank=cp_rank, cp_size=cp_size)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return x with nothing left to conjugate or negate, which its bytes would not show."""
+    return x.resolve_conj().resolve_neg()

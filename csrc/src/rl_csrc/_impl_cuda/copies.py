@@ -8,6 +8,7 @@ import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
 from rl_csrc._impl_cuda._common import on_its_device, stream_of
+from rl_csrc.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,9 +69,13 @@ def bucket_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> No
     plain: list[tuple[int, int, int]] = []
     device = sources[0].device if sources else None
     for source, destination in zip(sources, destinations, strict=True):
-        dense = source.is_contiguous() and destination.is_contiguous()
+        is_lazy = source.is_complex() or source.is_neg() or destination.is_neg()  # complex: maybe conjugated
+        dense = not is_lazy and source.is_contiguous() and destination.is_contiguous()
         if dense and source.dtype == destination.dtype and source.device == destination.device == device:
-            plain.append((source.data_ptr(), destination.data_ptr(), source.nbytes))
+            span = source.data_ptr(), destination.data_ptr(), source.nbytes
+            if 0 < abs(span[0] - span[1]) < span[2]:
+                raise ArgumentError("a destination overlaps its source; give it memory of its own.")
+            plain.append(span)
         else:
             destination.copy_(source)
     if plain:
