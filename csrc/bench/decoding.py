@@ -8,19 +8,21 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rl_csrc import _cpu, paged, sampling
-from rl_csrc.decoder import Decoder, DecoderLayer, pack_linear
+from rl_csrc.decoder import Decoder, DecoderLayer, Drawing, pack_linear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_bench import Run
 
-SEQUENCES, CONTEXT, PAGE = 64, 512, 16
+SEQUENCES, CONTEXT, PAGE, STEPS = 64, 512, 16, 16
 HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 64
 
 
@@ -113,6 +115,35 @@ def _decoder(run: Run, hidden: int, inner: int, num_layers: int) -> None:
             limit={"matrix products alone": products},
             unit="ms",
         )
+    _generate(run, decoder, ids, (rows, tables, keys, values), products)
+
+
+def _generate(run: Run, decoder: Decoder, ids: Tensor, places: tuple[Any, ...], products: Callable[[], None]) -> None:
+    """Several steps in one call, and the same by a call of the pass and one of the draw for each."""
+    drawing = Drawing(
+        temperature=torch.ones(SEQUENCES),
+        streams=sampling.streams_of(torch.arange(SEQUENCES)),
+        limits=torch.full((SEQUENCES,), CONTEXT),
+        stop_ids=torch.full((SEQUENCES, 1), -1),
+    )
+    start, everyone = torch.full((SEQUENCES,), 32), torch.arange(SEQUENCES)
+
+    def step_by_step() -> None:
+        new, positions = ids, start
+        for _ in range(STEPS):
+            logits = decoder(new, positions, *places)
+            positions = positions + 1
+            new, _ = sampling.draw(logits, **drawing.of(everyone), positions=positions)
+
+    run.compare(
+        f"{STEPS} tokens of {SEQUENCES} sequences drawn, {len(decoder.layers)} layers of {decoder.norm.numel()}",
+        {
+            "rl_csrc, one call": partial(decoder.generate, ids, start, *places, drawing=drawing, steps=STEPS),
+            "rl_csrc, two calls a step": step_by_step,
+        },
+        limit={"matrix products alone": lambda: [products() for _ in range(STEPS)]},
+        unit="ms",
+    )
 
 
 def _draw(run: Run) -> None:
