@@ -69,6 +69,21 @@ def test_every_declared_cpu_function_is_exported(library: ctypes.CDLL) -> None:
     assert [name for name in sorted(names) if not hasattr(library, name)] == []
 
 
+def test_the_module_links_no_torch() -> None:
+    """One wheel serves every torch, and a machine without CUDA: the C and C++ libraries are all that it wants."""
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf on PATH")
+    run = {"capture_output": True, "text": True, "check": True, "timeout": 60}
+    dynamic = subprocess.run(["readelf", "--wide", "--dynamic", _cpu.__file__], **run).stdout
+    wanted = set(re.findall(r"\(NEEDED\).*\[(\w[\w+-]*)", dynamic))
+    assert "libc" in wanted
+    assert wanted <= {"libc", "libm", "libstdc++", "libgcc_s", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+    symbols = subprocess.run(["readelf", "--wide", "--dyn-syms", _cpu.__file__], **run).stdout
+    unresolved = re.findall(r" UND (\S+)", symbols)
+    assert any(name.startswith("Py") for name in unresolved)
+    assert [name for name in unresolved if re.search(r"c10|at6|torch|cuda", name)] == []
+
+
 def test_a_call_through_the_interface_gives_the_bits_of_the_op(library: ctypes.CDLL) -> None:
     logits, labels = torch.randn(5, 301), torch.tensor([3, 300, -100, 0, 7])
     outs = [torch.full((5,), float("nan")) for _ in range(4)]

@@ -1,6 +1,9 @@
 """The ops under torch.library and torch.compile, across a fork, with poisoned outputs, both tensor crossings."""
 
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -143,6 +146,7 @@ def test_every_output_is_written(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: poisoned(tuple(x.shape), dtype=x.dtype))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: poisoned(*shape, dtype=x.dtype))
     x = torch.randn(9, 21)
     grad = poisoned((9, 21), dtype=torch.float32)
     rows, labels = torch.tensor([0, 3, 8]), torch.tensor([1, -100, 2])
@@ -157,12 +161,27 @@ def test_every_output_is_written(monkeypatch):
         torch.randn(5, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.zeros(5), entropy=True, sum_pi_squared=True
     )
     outputs = [*found, grad, *scan, *policy, stats, *rl_csrc.stats_merge(stats[None]), *linear]
+    for dtype in (torch.float32, torch.bfloat16):  # a tile's 64 columns, and tokens that fill none
+        hidden, weight = torch.randn(8, 64).to(dtype), torch.randn(40, 64).to(dtype)
+        leaves = [part.clone().requires_grad_() for part in (hidden, weight, weight[:, 0])]
+        whole = rl_csrc.linear_logprobs(*leaves[:2], LABELS.clamp(max=0), bias=leaves[2], entropy=True)
+        (whole.logprobs.sum() + whole.entropy.sum()).backward()
+        options = (LABELS.clamp(min=0), *(torch.zeros(8) for _ in range(2)), torch.arange(8) % 2, CU)
+        scored = rl_csrc.policy_loss_from_logits(hidden.clone(), *options)
+        pair = [part.clone().requires_grad_() for part in (hidden, weight)]
+        headed = rl_csrc.policy_loss_from_hidden(*pair, *options)
+        headed.loss.backward()
+        outputs += [*whole, *(x.grad for x in leaves + pair), *scored, *headed]
     outputs += [rl_csrc.group_norm(torch.randn(4), torch.zeros(4)), rl_csrc.whiten(torch.randn(4), torch.zeros(4))]
     outputs += [
         rl_csrc.pack(torch.randn(2, 3), torch.tensor([3, 1])).values,
         rl_csrc.unpack(torch.randn(8), CU, length=7),
+        rl_csrc.cp_slice(torch.randn(8), torch.tensor([0, 4, 8]), cp_rank=1, cp_size=2).values,
+        *rl_csrc.sampling.draw(
+            torch.randn(8, 21), temperature=torch.ones(8), streams=torch.arange(8), positions=CU[[0] * 8]
+        ),
     ]
-    assert not any(o.isnan().any() for o in outputs)
+    assert not any(o.isnan().any() for o in outputs if o is not None)
     assert not (rl_csrc.roll_labels(torch.zeros(8, dtype=torch.int64), CU) == 7).any()
 
 
@@ -177,6 +196,51 @@ def test_a_forked_child_computes_with_threads_of_its_own():
         os._exit(0 if same else 1)
     torch.set_num_threads(before)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+_COUNT_THREADS = """
+import os, torch, rl_csrc
+x, labels, found = torch.zeros(64, 5000), torch.zeros(64, dtype=torch.int64), []
+for num in (1, 3, 2):
+    torch.set_num_threads(num)
+    before = len(os.listdir("/proc/self/task"))
+    rl_csrc.logprobs(x, labels)
+    found.append(len(os.listdir("/proc/self/task")) - before)
+print(found)
+"""
+
+
+def test_a_call_uses_as_many_threads_as_torch_has():
+    """The caller is one of them; others are started when they are first wanted, and kept."""
+    done = subprocess.run([sys.executable, "-c", _COUNT_THREADS], check=True, capture_output=True, text=True)
+    assert done.stdout.split("\n")[-2] == "[0, 2, 0]"
+
+
+def test_other_threads_of_python_go_on_during_a_call():
+    """The interpreter itself does not take turns here: another thread runs only where the call lets go of the GIL."""
+    x, labels, out = torch.randn(64, 60_000), torch.zeros(64, dtype=torch.int64), torch.empty(64)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        for _ in range(20):  # on a busy machine it may wake up too late
+            seen, begun = [], threading.Event()
+
+            def call(seen=seen, begun=begun):
+                begun.set()
+                seen.append("begin")
+                _cpu.logprobs(x, labels, 1.0, 0.0, None, None, out, None, None, None, 1)
+                seen.append("end")
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            begun.wait()
+            seen.append("meanwhile")
+            thread.join()
+            if seen == ["begin", "meanwhile", "end"]:
+                return
+    finally:
+        sys.setswitchinterval(before)
+    pytest.fail("No other thread ever ran during a call.")
 
 
 def test_calls_from_several_python_threads_do_not_disturb_each_other():

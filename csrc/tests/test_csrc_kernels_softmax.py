@@ -277,6 +277,12 @@ def test_more_than_two_to_the_31_elements():
     vocab = 1 << 16
     logits = torch.zeros((1 << 15) + 2, vocab, dtype=torch.bfloat16)
     logits[-1, 5] = 3.0
-    found = rl_csrc.logprobs(logits, torch.full((logits.shape[0],), 5))
+    logits.requires_grad_()
+    found = rl_csrc.logprobs(logits, torch.full((logits.shape[0],), 5), inplace=True)
+    last = 3 - math.log(vocab - 1 + math.exp(3))
     assert found.logprobs[0].item() == pytest.approx(-math.log(vocab), rel=1e-6)
-    assert found.logprobs[-1].item() == pytest.approx(3 - math.log(vocab - 1 + math.exp(3)), rel=1e-6)
+    assert found.logprobs[-1].item() == pytest.approx(last, rel=1e-6)
+    (grad,) = torch.autograd.grad(found.logprobs.sum(), logits)
+    for row, scored, other in ((0, -math.log(vocab), -math.log(vocab)), (-1, last, last - 3)):
+        assert grad[row, 5].item() == pytest.approx(-math.expm1(scored), rel=2**-8)
+        assert grad[row, [0, -1]].tolist() == pytest.approx([-math.exp(other)] * 2, rel=2**-8)

@@ -111,7 +111,7 @@ typedef struct {
 } rl_scan;
 
 void rl_cpu_scan_reverse(const rl_scan* in, float* advantages, float* returns, int threads);
-/* Mode: position in GROUP_MODES. Exactly one of group_ids and cu_groups. `work` holds 4 * size + 16 doubles' room. */
+/* Mode: position in GROUP_MODES. Exactly one of group_ids and cu_groups. */
 void rl_cpu_group_norm(const float* rewards, const int64_t* group_ids, const int64_t* cu_groups, int64_t size, int64_t groups, int mode,
                        double eps, float* out);
 /* out: count, mean, sum of squared distances. mask may be NULL. */
