@@ -31,7 +31,7 @@ def start_ranks(rank_server):
 
     def start(script, folder, size, *arguments):
         codes, errors = rank_server(script, folder, size, *arguments)
-        assert codes == [0] * size, "\n\n".join(error[-3000:] for error in errors)
+        assert codes == [0] * size, "\n\n".join(error[-8000:] for error in errors)
         return {"folder": folder} | torch.load(folder / "seen.pt", weights_only=True)
 
     return start

@@ -4,6 +4,7 @@
 stderr). It answers with the ranks' exit codes; a rank that has not ended by the deadline is killed.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -52,6 +53,7 @@ def _be(script, arguments, environment, error):
     sink = os.open(error, os.O_WRONLY | os.O_CREAT)
     os.dup2(sink, 2)
     os.close(sink)
+    faulthandler.enable()  # a rank that the C library aborts tells where each of its threads was
     sys.argv = [script, *arguments]
     warnings.simplefilter("ignore")
     runpy.run_path(script, run_name="__main__")
