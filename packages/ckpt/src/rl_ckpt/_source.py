@@ -201,7 +201,8 @@ class Schema:
 
     def index(self, spec: TensorSpec, tied_to: int | None = None) -> int:
         """The number of a tensor, a new one if it is new, or is tied to another than before."""
-        if (spec, tied_to) not in self._index:
-            self._index[spec, tied_to] = len(self.specs)
+        index = self._index.get((spec, tied_to))
+        if index is None:
+            index = self._index[spec, tied_to] = len(self.specs)
             self.specs.append(spec if tied_to is None else replace(spec, tied_to=tied_to))
-        return self._index[spec, tied_to]
+        return index

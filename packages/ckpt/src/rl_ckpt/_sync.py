@@ -231,7 +231,9 @@ class Sync:
 
         if self._snapshot is None:
             stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # and not a copy made here
-            digest = combine(self._filler.place(index, 0, Codec.RAW, raw, stays=stays, ties=tie))
+            is_tied = self._source.passage is not None or spec.name in self._source.ties
+            found = self._filler.place(index, 0, Codec.RAW, raw, stays=stays, ties=tie if is_tied else tuple)
+            digest = combine(found)
         else:
             with self._clock("pack_s"):
                 self._snapshot.separate(spec.name, self._tied_to(spec.name))

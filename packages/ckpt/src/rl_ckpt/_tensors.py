@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,7 +52,13 @@ def spec_of(name: object, tensor: object) -> TensorSpec:
         )
     if tensor.dtype not in DTYPE_CODES:
         raise TensorError(f"{name!r} has dtype {tensor.dtype}; allowed are {', '.join(map(str, DTYPES))}")
-    return TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+    return _spec(name, tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=1 << 16)
+def _spec(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    """The same from sync to sync: made once, because a model has many."""
+    return TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

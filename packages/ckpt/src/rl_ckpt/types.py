@@ -105,9 +105,9 @@ class SyncReport:
     num_tensors: int
     """Tensors sent."""
     num_bytes: int
-    """Size of the tensors, bytes."""
+    """Size of the tensors, bytes; of tied ones for each name."""
     num_wire_bytes: int = 0
-    """Payload that each receiver was sent, bytes: the tensors or their differences, with the gaps between them."""
+    """Payload that each receiver was sent, bytes: the tensors or their differences, tied ones once, with the gaps."""
     num_deltas: int = 0
     """Tensors that were sent as differences from the version before."""
     export_s: float
