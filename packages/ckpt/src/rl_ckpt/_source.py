@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import ItemsView
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rl_ckpt._registered import Registered
     from rl_ckpt._tensors import TensorSpec
 
+_AT_REST = (type({}.items()), type(OrderedDict[str, torch.Tensor]().items()))
+"""Items that a mapping holds; other mappings may make each when it is asked for, all in one memory."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Of other kinds of tensors it is not known what their memory means."""
 
@@ -76,7 +79,9 @@ class Source:
     Tensors that are all there when the sync begins (a registered source, the items of a mapping) have to be one
     version: one that changes before its turn is an error. What tells is torch's count of changes in place, and that an
     optimizer has begun a step on it (fused ones are not counted). Other kernels, and `.data`, go unseen.
-    And only of them is it known which are tied: memory that one item of an iterator leaves may be that of the next.
+
+    Of a registered source and the items of a dict it is known which are tied. Of others it is not: the memory that one
+    item leaves may be that of the next.
 
     Args:
         weights: Of the call.
@@ -96,7 +101,8 @@ class Source:
         self.passage = passage
         is_there = registered is not None or isinstance(weights, ItemsView)
         there = list(weights) if is_there else []
-        self.ties = ties_of(there)
+        is_at_rest = registered is not None or type(weights) in _AT_REST
+        self.ties = ties_of(there) if is_at_rest else {}
         """Names of the tensors that have the memory of another before them, under the name of that; read-only."""
         self.tied = {name: first for first, names in self.ties.items() for name in names}
         """The other way round."""
@@ -104,7 +110,7 @@ class Source:
         self._stepped: set[int] = set()
         """Addresses of storages that an optimizer has written to since."""
         self._hook = register_optimizer_step_pre_hook(self._note_step) if is_there else None
-        self._iterator = iter(there if is_there else weights)
+        self._iterator = iter(there if is_at_rest else weights)
         self._clock = clock
         self._is_over = False
 

@@ -99,8 +99,8 @@ class CheckpointEngine(ABC):
         """Send every `(name, tensor)` to every connected receiver, verify, and commit.
 
         None sends what `register_source` was given; those tensors must not change before this returns. Nor must those
-        of a mapping's `.items()`: what is seen to be written to before its turn is an error (`TensorError`). Of both it
-        is known which names are one memory, and that is sent once, right after one another.
+        of a mapping's `.items()`: what is seen to be written to before its turn is an error (`TensorError`). Of a
+        registered source and the items of a dict it is known which names are one memory; that is sent once.
 
         Tensors may be of any dtype, shape and strides, on CPU or a device, under names that differ. A tensor may be
         overwritten as soon as the next one is asked for. `version` must be greater than the last committed one.
