@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -15,6 +16,12 @@ namespace rl {
 namespace {
 
 using Body = std::function<void(std::int64_t, std::int64_t)>;
+using Clock = std::chrono::steady_clock;
+
+// A helper that was waited for so long lost its core in the middle of a piece: others keep the cores busy, and so many of the
+// next calls do without it.
+constexpr auto kLostCore = std::chrono::microseconds(200);
+constexpr int kCallsAlone = 64;
 
 struct Job {
   const Body* body = nullptr;
@@ -51,15 +58,19 @@ class Pool {
     wake_.notify_all();
   }
 
-  // Takes part, and waits for the workers that did: one that never came to it is not waited for.
-  void finish(Job& job) {
+  // Takes part, and waits for the workers that did, which it returns the time of: one that never came to it is not waited for.
+  Clock::duration finish(Job& job) {
     job.run();
     std::unique_lock<std::mutex> lock(mutex_);
     job_ = nullptr;
+    if (job.running == 0) return {};
+    const auto start = Clock::now();
     done_.wait(lock, [&] { return job.running == 0; });
+    return Clock::now() - start;
   }
 
   std::atomic_flag busy;  // set by the one call that uses the pool
+  int num_alone = 0;      // calls that are to do without, which `busy` guards
 
  private:
   void work(int index) {
@@ -139,6 +150,11 @@ Begun::Begun(std::int64_t size, std::int64_t grain, Body body) : shared_(std::ma
   job.grain = std::max<std::int64_t>(grain, 1);
   Pool& helpers = pool(for_copies);
   if (helpers.busy.test_and_set()) return;
+  if (helpers.num_alone > 0) {
+    --helpers.num_alone;
+    helpers.busy.clear();
+    return;
+  }
   helpers.begin(job, 2);
   shared_->pool = &helpers;
 }
@@ -148,7 +164,7 @@ void Begun::finish() {
   if (shared_->pool == nullptr) {
     shared_->job.run();
   } else if (shared_->pool == for_copies.load()) {
-    shared_->pool->finish(shared_->job);
+    if (shared_->pool->finish(shared_->job) > kLostCore) shared_->pool->num_alone = kCallsAlone;
     shared_->pool->busy.clear();
   } else {  // in a child of the process that began it: what the helper did there may be in no memory of this one
     shared_->body(0, shared_->job.size);

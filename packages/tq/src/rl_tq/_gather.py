@@ -120,15 +120,13 @@ def assemble(
 
     Ragged columns whose rows are equally long share one offsets tensor, so that torch can add and multiply them.
     """
-    if not landing.is_given:
-        joined = {n: _joined(parts, is_view=is_own.get(n, True)) for n, parts in collected.parts.items()}
-        return _batch(schemas, joined, collected, num_rows, landing)
-    parts = {name: collected.parts[name] for name, schema in schemas.items() if schema.is_tensor}
-    landing.reserve([sum(part.nbytes for part in each) for each in parts.values()])
-    placed = {name: landing.place(each) for name, each in parts.items()}
-    placed |= {
-        name: _joined(each, is_view=True) for name, each in collected.parts.items() if not schemas[name].is_tensor
-    }
+    if landing.is_given:
+        landing.reserve([sum(part.nbytes for part in collected.parts[n]) for n, s in schemas.items() if s.is_tensor])
+    placed: dict[str, torch.Tensor] = {}
+    for name, schema in schemas.items():
+        parts = collected.parts[name]
+        is_there = len(parts) == 1 and (not schema.is_tensor or (not landing.is_given and is_own[name]))
+        placed[name] = parts[0] if is_there else landing.place(parts) if schema.is_tensor else _joined(parts)
     landing.begin()
     try:
         return _batch(schemas, placed, collected, num_rows, landing)
@@ -280,13 +278,10 @@ def _may_view(runs: Sequence[Run], opened: Opened, name: str) -> bool:
     return len(runs) == 1 and opened[extent].is_private and 2 * count >= opened[extent].num_rows(name)
 
 
-def _joined(parts: Sequence[torch.Tensor], *, is_view: bool) -> torch.Tensor:
-    if len(parts) > 1:
-        joined = new_memory(sum(part.nbytes for part in parts)).view(parts[0].dtype)
-        joined = joined.view(sum(part.size(0) for part in parts), *parts[0].shape[1:])
-        lay(parts, joined)
-        return joined
-    return parts[0] if is_view else copied(parts[0])
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    joined = new_memory(sum(part.nbytes for part in parts))
+    lay(parts, joined)
+    return joined
 
 
 def _documents(values: torch.Tensor, offsets: Sequence[int], kind: ColumnKind) -> NonTensorStack:

@@ -10,6 +10,7 @@ from torch._C import DisableTorchFunctionSubclass
 from rl_csrc import frames, rows
 from rl_tq._device import Mover
 from rl_tq._extent import lay
+from rl_tq._warm import new_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from rl_tq._gather import Lengths
     from rl_tq.types import Buffer
 
-_BYTES_WORTH_A_THREAD = 1 << 20
-"""Less is copied by the thread that asks: to wake another takes as long."""
+_WORTH_A_THREAD = range(1 << 20, 32 << 20)
+"""Bytes. Less is copied in the time that it takes to wake a thread; beside more, what goes on meanwhile is nothing."""
 
 
 class Kept:
@@ -118,14 +119,15 @@ class Landing:
 
     def place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The next place, where the parts lie one after the other once `finish` returns."""
-        assert self._out is not None
         nbytes = sum(part.nbytes for part in parts)
+        if self._out is None:
+            placed = _shaped(new_memory(nbytes), parts)
+            self._to_copy.append((parts, placed))
+            return placed
         start, self._cursor = self._cursor, self._cursor + nbytes + -nbytes % frames.ALIGNMENT
         placed = self.kept.view(start, parts)
         if placed is None:
-            placed = self._out[start : start + nbytes].view(parts[0].dtype)
-            if shape := parts[0].shape[1:]:
-                placed = placed.view(sum(map(len, parts)), *shape)
+            placed = _shaped(self._out[start : start + nbytes], parts)
         self._places[start] = placed
         if self._mover is not None:
             self._mover.move(parts, self._out[start : start + nbytes])
@@ -134,8 +136,8 @@ class Landing:
         return placed
 
     def begin(self) -> None:
-        """Begin to fill all places: a thread of rl-csrc copies what is large while this one goes on."""
-        if sum(placed.nbytes for _, placed in self._to_copy) >= _BYTES_WORTH_A_THREAD:
+        """Begin to fill all places: a thread of rl-csrc copies megabytes while this one goes on."""
+        if sum(placed.nbytes for _, placed in self._to_copy) in _WORTH_A_THREAD:
             self._joining = rows.begin_joins(self._to_copy)
 
     def finish(self) -> None:
@@ -151,3 +153,10 @@ class Landing:
     def keep(self, nested: dict[str, NestedTensor], lengths: Sequence[Lengths]) -> None:
         """Keep what the next batch in the caller's buffer may use again."""
         self.kept.keep(self._places, nested, lengths)
+
+
+def _shaped(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A view of uint8 memory for parts that follow one another."""
+    values = memory.view(parts[0].dtype)
+    shape = parts[0].shape[1:]
+    return values.view(sum(map(len, parts)), *shape) if shape else values
