@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 import rl_csrc
 from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
 from rl_ckpt._digest import leaves_of
-from rl_ckpt._landing import Landing, Scratch
+from rl_ckpt._landing import Landing
 from rl_ckpt._messages import Bucket
+from rl_ckpt._places import Scratch
 from rl_ckpt._plan import BucketPlan, Codec, Span, aligned
 from rl_ckpt._shelf import Shelf
 from rl_ckpt._tensors import TensorSpec, as_bytes
@@ -18,9 +19,12 @@ BUCKET_BYTES = 1024
 SPECS = [
     TensorSpec(name="a", dtype=torch.float32, shape=(10, 3)),
     TensorSpec(name="b", dtype=torch.uint8, shape=(3000,)),
+    TensorSpec(name="b, too", dtype=torch.uint8, shape=(3000,), tied_to=1),
     TensorSpec(name="c", dtype=torch.bfloat16, shape=()),
     TensorSpec(name="d", dtype=torch.int64, shape=(0, 7)),
     TensorSpec(name="e", dtype=torch.float16, shape=(128,)),
+    TensorSpec(name="e, too", dtype=torch.float16, shape=(128,), tied_to=5),
+    TensorSpec(name="e, once more", dtype=torch.float16, shape=(128,), tied_to=5),
 ]
 
 
@@ -57,6 +61,10 @@ def honest(slot):
     """The buckets that a sender would send of `SPECS`, digests of whatever is in the slot."""
     plan, buckets = BucketPlan(BUCKET_BYTES), {}
     for tensor, spec in enumerate(SPECS):
+        if spec.tied_to is not None:
+            span = Span(tensor, Codec.TIED, 0, 0, plan.offset, 0, 0, rl_csrc.digest(b""))
+            buckets[plan.bucket].append(span)
+            continue
         for piece in plan.place(spec.num_bytes):
             digest = rl_csrc.digest(slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
             span = Span(
@@ -79,6 +87,30 @@ def test_what_an_honest_sender_sends_is_taken():
         assert names == ([spec.name for spec in SPECS] if targets is None else [])
         assert len(one.digests) == len(SPECS)
         assert one.missing() == []
+
+
+def test_a_tie_that_does_not_follow_its_tensor_is_refused():
+    """Twice, after another, in the bucket behind, before it is whole, of another shape, or of none that is tied."""
+    ring = Ring()
+    buckets = honest(ring.slots[0])
+    last = buckets[-1]
+    tie = last.spans[-1]
+    for wrong in (
+        [(*last.spans, tie)],
+        [(*last.spans, tie._replace(tensor=2))],
+        [last.spans[:-1], (tie._replace(bucket_offset=0),)],
+        [(*last.spans[:-3], last.spans[-2]._replace(bucket_offset=last.spans[-3].bucket_offset))],
+        [(*last.spans[:-1], tie._replace(tensor=0))],
+    ):
+        one = landing()
+        for bucket in buckets[:-1]:
+            one.land(bucket, ring)
+        *before, spans = wrong
+        for sequence, some in enumerate(before, last.sequence):
+            one.land(Bucket(sequence, 0, last.used_bytes, some), ring)
+        used = last.used_bytes if len(spans) > 1 else 0
+        with pytest.raises(ProtocolError, match="does not fit after what came before"):
+            one.land(Bucket(one.num_buckets, 0, used, spans), ring)
 
 
 small = st.integers(0, 2**13) | st.sampled_from([0, 256, 512, 1024, 120, 3000, 2**32 - 1])
@@ -120,7 +152,7 @@ def test_one_wrong_field_is_always_found(data):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.builds(Span, small, st.integers(0, 3), wide, wide, wide, wide, wide, wide), max_size=6), small, small
+    st.lists(st.builds(Span, small, st.integers(0, 4), wide, wide, wide, wide, wide, wide), max_size=6), small, small
 )
 def test_any_bucket_is_read_or_refused(spans, slot, used_bytes):
     ring, one = Ring(), landing({spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}, has_base=True)
