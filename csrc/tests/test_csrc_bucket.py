@@ -129,3 +129,41 @@ def test_unpack_bumps_the_version():
     before = target._version
     bucket.unpack(b, torch.zeros(4096, dtype=torch.uint8), [target])
     assert target._version > before
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("leaf_nbytes", [8, 4096, 1 << 22])
+def test_leaves_are_copied_and_digested(level, leaf_nbytes):
+    _cpu.set_isa(level)
+    try:
+        contents = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (5000, 0, 70_001, 8)]
+        starts, lengths, places = (8, 0, 1, 0), (4000, 0, 70_000, 8), (0, 4096, 4096, 74_240)
+        slot = torch.full((80_000,), 99, dtype=torch.uint8)
+        found = bucket.pack_leaves(
+            slot, list(zip(contents, starts, places, lengths, strict=True)), leaf_nbytes=leaf_nbytes
+        )
+        targets = [torch.zeros_like(content) for content in contents]
+        versions = [target._version for target in targets]
+        pieces = list(zip(targets, starts, places, lengths, strict=True))
+        assert bucket.unpack_leaves(slot, pieces, leaf_nbytes=leaf_nbytes) == found
+        for content, target, start, length, leaves in zip(contents, targets, starts, lengths, found, strict=True):
+            part = content[start : start + length]
+            assert torch.equal(target[start : start + length], part)
+            assert not target[:start].any()
+            assert not target[start + length :].any()
+            assert leaves == [digest(leaf) for leaf in (part.split(leaf_nbytes) if length else [part])]
+        assert [target._version for target in targets] == [version + 1 for version in versions]
+        assert (slot[4000:4096] == 99).all()
+    finally:
+        _cpu.set_isa(-1)
+
+
+def test_leaves_that_do_not_fit_are_refused():
+    slot, content = torch.zeros(4096, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    for piece in ((content, 1, 0, 100), (content, 0, 4000, 100), (content, 0, 4, 8), (content, 2**63, 0, 2**63)):
+        with pytest.raises(ArgumentError, match="does not fit"):
+            bucket.pack_leaves(slot, [piece], leaf_nbytes=64)
+    with pytest.raises(ArgumentError, match="does not fit"):
+        bucket.unpack_leaves(slot, [(content, 0, 256, 8), (content, 0, 0, 8)], leaf_nbytes=64)
+    with pytest.raises(ArgumentError, match="multiple of 8"):
+        bucket.pack_leaves(slot, [(content, 0, 0, 8)], leaf_nbytes=12)

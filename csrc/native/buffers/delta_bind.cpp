@@ -1,4 +1,5 @@
 // Delta and bucket copies over borrowed memory. Python has made the outputs; sizes are checked here again.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -166,6 +167,34 @@ py::object move_bucket(py::handle bucket, const py::list& list, std::uint64_t nb
   return digest ? py::object(py::int_(result)) : py::object(py::none());
 }
 
+// Moves the pieces into the bucket (packing) or out of it; of each, the digests of its leaves, one if it has no bytes.
+py::list move_leaves(py::handle bucket, const py::list& list, std::uint64_t nbytes, std::uint64_t leaf_nbytes, bool packing) {
+  if (leaf_nbytes == 0 || leaf_nbytes % 8) raise("ArgumentError", "leaves have " + std::to_string(leaf_nbytes) + " bytes; it must be a multiple of 8, and not 0");
+  const Bucket b(bucket, list, nbytes, packing);
+  std::vector<std::vector<std::uint64_t>> found(b.pieces.size());
+  {
+    py::gil_scoped_release release;
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      const Piece& p = b.pieces[i];
+      unsigned char *inside = b.memory->data + p.bucket_offset, *outside = p.tensor->data + p.tensor_offset;
+      unsigned char *into = packing ? inside : outside, *from = packing ? outside : inside;
+      std::uint64_t start = 0;
+      do {
+        const std::uint64_t size = std::min(leaf_nbytes, p.nbytes - start);
+        found[i].push_back(digest_finish(digest_copy(into + start, from + start, size, 0), size));
+        start += size;
+      } while (start < p.nbytes);
+    }
+  }
+  py::list result;
+  for (const std::vector<std::uint64_t>& leaves : found) {
+    py::list digests;
+    for (const std::uint64_t leaf : leaves) digests.append(leaf);
+    result.append(digests);
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_delta(py::module_& m) {
@@ -173,6 +202,7 @@ void bind_delta(py::module_& m) {
   m.def("advance_delta", &advance_delta);
   m.def("apply_delta", &apply_delta);
   m.def("move_bucket", &move_bucket);
+  m.def("move_leaves", &move_leaves);
 }
 
 }  // namespace rl

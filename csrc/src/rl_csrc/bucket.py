@@ -126,5 +126,26 @@ def unpack(
     return result
 
 
+def pack_leaves(
+    out: torch.Tensor, pieces: list[tuple[torch.Tensor, int, int, int]], *, leaf_nbytes: int
+) -> list[list[int]]:
+    """Copy pieces into ``out``; return of each the digests of its leaves of ``leaf_nbytes`` bytes, taken in passing.
+
+    A piece is ``(tensor, bytes into it, bytes into out, nbytes)``: contiguous CPU tensors, in the order of their places
+    in ``out``, uint8 `[N]`. The gaps are left as they are. A piece without bytes has one leaf. Raises ``ArgumentError``
+    where a piece does not fit.
+    """
+    return _cpu.move_leaves(out, pieces, out.numel(), leaf_nbytes, True)
+
+
+def unpack_leaves(
+    data: torch.Tensor, pieces: list[tuple[torch.Tensor, int, int, int]], *, leaf_nbytes: int
+) -> list[list[int]]:
+    """The other way round: copy pieces out of ``data``; return the digests of what was read. See ``pack_leaves``."""
+    found = _cpu.move_leaves(data, pieces, data.numel(), leaf_nbytes, False)
+    torch.autograd.graph.increment_version([piece[0] for piece in pieces])
+    return found
+
+
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)

@@ -33,11 +33,11 @@ def measure(run, weights, mine, num_bytes):
 
     def send():
         for piece, slot in pieces(weights, slots):
-            pack_leaves(piece, slot)
+            pack_leaves(piece, 0, slot, 0, piece.numel())
 
     def receive_into():
         for piece, slot in pieces(mine, slots):
-            unpack_leaves(slot, piece)
+            unpack_leaves(slot, [(piece, 0, 0, piece.numel())])
 
     def iterate():
         for piece, slot in pieces(mine, slots):

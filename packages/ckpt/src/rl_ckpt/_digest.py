@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import rl_csrc
 from rl_ckpt._tensors import DTYPE_CODES, TensorSpec, as_bytes, spec_of
-from rl_csrc.bucket import Bucket, Piece, pack, unpack
+from rl_csrc import bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,22 +41,28 @@ def digests_of(contents: Sequence[Tensor]) -> list[int]:
     return [combine([next(found) for _ in of_one]) for of_one in leaves]
 
 
-def pack_leaves(content: Tensor, slot: Tensor) -> list[int]:
-    """Copy `content` into `slot`, uint8 [num_bytes] both, and return the digests of its leaves, in one pass."""
+def pack_leaves(content: Tensor, offset: int, slot: Tensor, bucket_offset: int, num_bytes: int) -> list[int]:
+    """Copy a piece of `content` into `slot`, uint8 both, and return the digests of its leaves, in one pass."""
     if content.device.type != "cpu" or slot.device.type != "cpu":
-        slot.copy_(content)
-        return leaves_of(slot)
-    pairs = zip(_leaves(content), _leaves(slot), strict=True)
-    return [_digest(pack(_plan(leaf.numel()), [leaf], into, digest=True)) for leaf, into in pairs]
+        into = slot[bucket_offset : bucket_offset + num_bytes].copy_(content[offset : offset + num_bytes])
+        return leaves_of(into)
+    return bucket.pack_leaves(slot, [(content, offset, bucket_offset, num_bytes)], leaf_nbytes=LEAF_BYTES)[0]
 
 
-def unpack_leaves(slot: Tensor, content: Tensor) -> list[int]:
-    """Copy `slot` into `content`, uint8 [num_bytes]; the digests of what was read or, on a device, of the copy."""
-    if content.device.type != "cpu" or slot.device.type != "cpu":
-        content.copy_(slot)
-        return leaves_of(content)
-    pairs = zip(_leaves(slot), _leaves(content), strict=True)
-    return [_digest(unpack(_plan(leaf.numel()), leaf, [into], digest=True)) for leaf, into in pairs]
+def unpack_leaves(slot: Tensor, pieces: list[tuple[Tensor, int, int, int]]) -> list[list[int]]:
+    """Copy pieces of a slot into contents; the digests of the leaves of what was read or, on a device, of the copies.
+
+    Args:
+        slot: uint8 [bucket_bytes].
+        pieces: Content, uint8, where the piece starts in it and in the slot, and its length, bytes.
+    """
+    if slot.device.type == "cpu" and all(piece[0].device.type == "cpu" for piece in pieces):
+        return bucket.unpack_leaves(slot, pieces, leaf_nbytes=LEAF_BYTES)
+    found: list[list[int]] = []
+    for content, offset, bucket_offset, num_bytes in pieces:
+        into = content[offset : offset + num_bytes].copy_(slot[bucket_offset : bucket_offset + num_bytes])
+        found.append(leaves_of(into))
+    return found
 
 
 def model_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> int:
@@ -81,15 +86,3 @@ def _leaves(raw: Tensor) -> list[Tensor]:
     if num_bytes <= LEAF_BYTES:
         return [raw]
     return [raw[start : start + LEAF_BYTES] for start in range(0, num_bytes, LEAF_BYTES)]
-
-
-@lru_cache(maxsize=256)
-def _plan(num_bytes: int) -> Bucket:
-    """One content, whole."""
-    return Bucket(pieces=(Piece(tensor=0, tensor_offset=0, bucket_offset=0, nbytes=num_bytes),), nbytes=num_bytes)
-
-
-def _digest(value: int | None) -> int:
-    if value is None:
-        raise TypeError("rl_csrc.bucket returned no digest although it was asked for one")
-    return value

@@ -106,20 +106,14 @@ class Filler:
                 self._wait_for_slot()
             if self._passage is not None:
                 self.wait_to_land(self._passage, partial(self._has_landed, self._passage, index, piece), "more bytes")
-            part = raw if piece.num_bytes == total else raw[piece.offset : piece.offset + piece.num_bytes]
             if is_direct:
+                part = raw[piece.offset : piece.offset + piece.num_bytes]
                 self._direct[len(self._spans)] = memory_of(part)
-            with self._clock("verify_s" if is_direct else "pack_s"):
-                slot = self._slots[self._slot]
-                into = slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-                if known is not None and piece.num_bytes == total:
-                    found = [known]
-                    if not is_direct:
-                        into.copy_(part)
-                        if into.is_cuda:  # the copy is only begun, and no digest waits for it
-                            torch.cuda.current_stream(into.device).synchronize()
-                else:
-                    found = leaves_of(part) if is_direct else pack_leaves(part, into)
+                with self._clock("verify_s"):
+                    found = leaves_of(part)
+            else:
+                with self._clock("pack_s"):
+                    found = self._copy(raw, piece, known)
             leaves += found
             digest = combine(found)
             self._spans.append(
@@ -136,6 +130,16 @@ class Filler:
             self.wait(lambda peer: peer.outbox.is_empty, "take the bytes of a tensor")
         is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
         return leaves if is_cut_into_leaves else leaves_of(raw)
+
+    def _copy(self, raw: Tensor, piece: Piece, known: int | None) -> list[int]:
+        """Copy a piece into the slot; return the digests of its leaves."""
+        slot = self._slots[self._slot]
+        if known is None or piece.num_bytes < raw.numel():
+            return pack_leaves(raw, piece.offset, slot, piece.bucket_offset, piece.num_bytes)
+        slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].copy_(raw)
+        if slot.is_cuda:  # the copy is only begun, and no digest waits for it
+            torch.cuda.current_stream(slot.device).synchronize()
+        return [known]
 
     def close(self) -> None:
         """Announce the bucket that is being filled, as it is."""

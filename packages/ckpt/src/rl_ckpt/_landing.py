@@ -20,7 +20,7 @@ from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, place_of
 from rl_ckpt.errors import DigestError, ProtocolError, TensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -105,7 +105,7 @@ class Landing:
         self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
         is_fetched = memory.fetch(bucket, lambda: contents_of(bucket, places, slot))
         since = time.perf_counter()
-        found = [self._check(place, bucket, slot, is_fetched, memory.refresh) for place in places]
+        found = self._check(bucket, places, slot, None if is_fetched else memory)
         checked = time.perf_counter()
         self.num_buckets += 1
         items: list[tuple[str, Tensor]] = []
@@ -249,27 +249,21 @@ class Landing:
             )
         return target
 
-    def _check(
-        self, place: Place, bucket: Bucket, slot: Tensor, is_fetched: bool, refresh: Callable[[int], bool]
-    ) -> list[int]:
-        """Bring the piece where it goes, and compare its digest; return those of its leaves."""
-        span = place.span
-        piece = piece_of(slot, span)
-        into = piece if place.content is None else part_of(place.content, span.offset, span.num_bytes)
-
-        def bring() -> list[int]:
-            return leaves_of(into) if is_fetched or place.content is None else unpack_leaves(piece, into)
-
-        leaves = bring()
-        if combine(leaves) != span.digest and not is_fetched and refresh(bucket.slot):
-            leaves = bring()
-        if combine(leaves) != span.digest:
+    def _check(self, bucket: Bucket, places: Sequence[Place], slot: Tensor, memory: Memory | None) -> list[list[int]]:
+        """Bring pieces where they go, unless they were fetched there, and compare digests; return those of leaves."""
+        found = _bring(places, slot, is_fetched=memory is None)
+        wrong = _differing(places, found)
+        if wrong is not None and memory is not None and memory.refresh(bucket.slot):
+            found = _bring(places, slot, is_fetched=False)
+            wrong = _differing(places, found)
+        if wrong is not None:
+            span = places[wrong].span
             raise DigestError(
-                f"bucket {bucket.sequence} of version {self.version} landed with digest {combine(leaves):#018x} for "
-                f"{span.num_bytes} bytes of {place.spec.name!r}; {self.sender} sent {span.digest:#018x}. "
+                f"bucket {bucket.sequence} of version {self.version} landed with digest {combine(found[wrong]):#018x} "
+                f"for {span.num_bytes} bytes of {places[wrong].spec.name!r}; {self.sender} sent {span.digest:#018x}. "
                 "None of its tensors is handed out"
             )
-        return leaves
+        return found
 
     def _complete(self, place: Place, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
         """Do with a whole part what the consumer wants."""
@@ -318,7 +312,7 @@ class Landing:
             target.detach().copy_(from_bytes(content, spec))
             if content.is_cuda:
                 torch.cuda.current_stream(content.device).synchronize()
-        elif combine(unpack_leaves(content, as_bytes(target))) != digest:
+        elif combine(unpack_leaves(content, [(as_bytes(target), 0, 0, spec.num_bytes)])[0]) != digest:
             raise DigestError(
                 f"{first.name!r} of version {self.version} has other contents than landed for it, when they are to be "
                 f"those of {spec.name!r} as well: something else writes to it, or their targets share memory"
@@ -334,3 +328,27 @@ class Landing:
         if span.codec == Codec.DELTA_ZSTD:
             content = _zstd.decompress(content, leaf.numel(), spec.name)
         return _delta.apply(content, leaf, spec)
+
+
+def _bring(places: Sequence[Place], slot: Tensor, *, is_fetched: bool) -> list[list[int]]:
+    """Copy pieces from the slot to where they go, if they are not there; return the digests of their leaves."""
+    pieces = [
+        (place.content, place.span.offset, place.span.bucket_offset, place.span.num_bytes)
+        for place in places
+        if place.content is not None and not is_fetched
+    ]
+    copied = iter(unpack_leaves(slot, pieces) if pieces else ())
+    found: list[list[int]] = []
+    for place in places:
+        span, content = place.span, place.content
+        if content is None:
+            found.append(leaves_of(piece_of(slot, span)))
+        else:
+            found.append(leaves_of(part_of(content, span.offset, span.num_bytes)) if is_fetched else next(copied))
+    return found
+
+
+def _differing(places: Sequence[Place], found: Sequence[list[int]]) -> int | None:
+    """The first piece whose digest is not what was sent."""
+    digests = enumerate(zip(places, found, strict=True))
+    return next((i for i, (place, leaves) in digests if combine(leaves) != place.span.digest), None)

@@ -64,6 +64,8 @@ def _spec(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as uint8 [num_bytes], on the same device. Copies only what is not contiguous."""
     plain = tensor.detach()
+    if type(plain) is not torch.Tensor:
+        plain = plain.as_subclass(torch.Tensor)
     if not is_plain(plain):
         plain = plain.resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8)
