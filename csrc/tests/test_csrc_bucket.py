@@ -121,6 +121,8 @@ def test_a_plan_of_other_tensors_is_refused():
         bucket.pack(b, [torch.randn(100)], memory[:100])
     with pytest.raises(ArgumentError, match="not contiguous"):
         bucket.unpack(b, memory, [torch.randn(20, 10).t()[:10]])
+    with pytest.raises(ArgumentError, match="lazily conjugated"):
+        bucket.unpack(b, memory, [torch.randn(50, dtype=torch.complex64).conj()])
 
 
 def test_unpack_bumps_the_version():

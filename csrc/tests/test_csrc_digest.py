@@ -89,6 +89,8 @@ def test_only_the_bytes_count():
     assert digest(torch.nn.Parameter(x)) == digest(x)
     z = torch.randn(5, dtype=torch.complex64)
     assert digest(z.conj()) == digest(z.conj().resolve_conj())
+    negated = z[:1].conj().imag  # contiguous, as it is one number
+    assert digest(negated) == digest(negated.resolve_neg().clone())
 
 
 def test_a_piece_must_start_on_a_word():

@@ -82,7 +82,7 @@ def _plain(data: Data) -> Data:
     """Return a buffer as it is and a tensor as one that is contiguous, copying only if it was not."""
     if not isinstance(data, torch.Tensor):
         return data
-    if type(data) is torch.Tensor and not data.is_complex() and data.is_contiguous():
+    if type(data) is torch.Tensor and data.is_contiguous() and not (data.is_conj() or data.is_neg()):
         return data
     return data.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
 

@@ -116,9 +116,10 @@ def unpack(
     """
     touched = {p.tensor: tensors[p.tensor] for p in bucket.pieces}
     for index, tensor in touched.items():
-        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
             raise ArgumentError(
-                f"tensor {index} is not contiguous CPU memory: unpack into one that is, then copy it over"
+                f"tensor {index} is not contiguous CPU memory that holds its values as they are (it is strided, on "
+                "another device, or lazily conjugated or negated): unpack into one that is, then copy it over"
             )
     pieces = [(tensors[p.tensor].detach(), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
     result = _cpu.move_bucket(data, pieces, bucket.nbytes, False, digest, num_threads)
