@@ -216,6 +216,7 @@ def test_a_stream_whose_server_stopped_does_not_end_as_if_that_were_all(run, mon
     batches = iter(dataset)
     assert next(batches).data["a"].tolist() == [[0.0]]
     server.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # until all its threads are: it has another row to give
     with pytest.raises(rl_tq.WaitTimeoutError, match=f"process {server.pid}.*did not answer 'stats'"):
         next(batches)
     server.send_signal(signal.SIGKILL)
