@@ -76,7 +76,7 @@ std::int64_t TensorArg::numel() const {
 
 std::string TensorArg::describe() const {
   std::string text = std::string(dtype_name(tensor_.dtype)) + " [";
-  for (int d = 0; d < ndim(); ++d) text += (d ? ", " : "") + std::to_string(size(d));
+  for (int d = 0; d < ndim(); ++d) text.append(d ? ", " : "").append(std::to_string(size(d)));
   return text + "]";
 }
 
@@ -98,7 +98,7 @@ TensorArg& TensorArg::shaped(std::initializer_list<std::int64_t> shape) {
   }
   if (same) return *this;
   std::string wanted = "shape [";
-  for (const std::int64_t n : shape) wanted += (wanted.back() == '[' ? "" : ", ") + (n < 0 ? "any" : std::to_string(n));
+  for (const std::int64_t n : shape) wanted.append(wanted.back() == '[' ? "" : ", ").append(n < 0 ? "any" : std::to_string(n));
   refuse(wanted + "]");
 }
 
