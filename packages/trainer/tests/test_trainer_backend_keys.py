@@ -177,8 +177,9 @@ def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):
     settings = load_config("quickstart", [f"model.path={folder}", SGLANG])
     _, (_, how) = check_backends(settings)
     assert "requests without seeds" in how
+    order = PromptOrder(num_rows=1, seed=0)
     fields = {
-        seeded: RolloutManager(None, [{}], None, settings, is_seeded=seeded).sampling("1/0").keys()
+        seeded: RolloutManager(None, [{}], order, settings, is_seeded=seeded).sampling("1/0").keys()
         for seeded in (True, False)
     }
     assert fields[True] - fields[False] == {"seed"}

@@ -69,6 +69,11 @@ JUDGE = [
         ),
         (["algorithm.advantage=vtrace", "critic.lr=1e-5"], PlanError, "reads ratio, .* set algorithm.old_logprobs=rec"),
         (["algorithm.advantage=prime"], PlanError, "a process reward model"),
+        (
+            ["algorithm.advantage=gae", "critic.warmup_steps=140"],
+            PlanError,
+            "warmup_steps=140 leaves the policy none of steps=140 to learn in",
+        ),
         (["algorithm.rejection=token_k1"], PlanError, "algorithm.old_logprobs=rollout never computes"),
         (
             ["algorithm.loss_options.share=0.1"],

@@ -1,10 +1,20 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from rl_engine.losses import sft_loss
+from rl_engine.testing import FakeEngine, ragged_batch
+from rl_engine.types import EngineConfig, OptimizerConfig
+from rl_tq.types import BatchMeta
+from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.config import load_config
 from rl_trainer.errors import StaleWeightsError
+from rl_trainer.pipelines.engines import actor_config, critic_config
 from rl_trainer.pipelines.step import mini_batches
 from rl_trainer.pipelines.sync import run_sync
 from rl_trainer.testing import FakeJob
+from rl_trainer.workers.engine import AdvantageReport, EngineWorker, UpdateReport
 
 
 def config(*overrides):
@@ -51,6 +61,57 @@ def test_with_one_mini_batch_old_log_probs_take_no_pass_of_their_own_unless_some
     job = FakeJob(wanted)
     list(run_sync(job.parts(), wanted, []))
     assert ("old_logprobs" in job.calls) is has_pass
+
+
+class Critic:
+    """Learns at once, with numbers of its own."""
+
+    def compute_values(self, batch):
+        return BatchMeta(partition=batch.partition, sample_ids=batch.sample_ids, columns=("values",))
+
+    def update_critic(self, batch):
+        return UpdateReport(metrics={"loss": 9.0, "value_loss": 9.0}, grad_norm=7.0, lr=5.0)
+
+
+def test_what_the_critic_did_is_not_told_as_the_policy_s():
+    wanted = config("algorithm.advantage=gae", "critic.warmup_steps=1")
+    parts = replace(FakeJob(wanted).parts(), critic=Critic())
+    _, alone, both = [record.metrics for record in run_sync(parts, wanted, [])]
+    assert (alone["value_loss"], alone["critic_grad_norm"]) == (both["value_loss"], both["critic_grad_norm"]) == (9, 7)
+    assert not {"loss", "grad_norm", "lr"} & alone.keys()
+    assert (both["grad_norm"], both["lr"]) == (1.0, 1e-3)
+    assert "loss" not in both  # the fake actor gives none
+
+
+def test_the_weight_of_the_kl_is_told_as_it_was_used(monkeypatch):
+    wanted = config("algorithm.kl_in_reward=true", "algorithm.kl_target=0.1", "steps=2")
+    job, used = FakeJob(wanted), []
+
+    def compute_advantage(batch, kl_coef, seed):
+        used.append(kl_coef)
+        return AdvantageReport(
+            batch=BatchMeta(partition="train", sample_ids=batch.sample_ids, columns=("advantages",)), reward_kl=1.0
+        )
+
+    monkeypatch.setattr(job, "compute_advantage", compute_advantage)
+    parts = replace(job.parts(), kl=AdaptiveKl(coef=0.5, target=0.1))
+    told = [record.metrics.get("kl_coef") for record in run_sync(parts, wanted, [])][1:]
+    assert told == used == pytest.approx([0.5, 0.51])
+
+
+def test_the_schedule_of_a_policy_that_waits_for_its_critic_ends_with_the_run():
+    shaped = config("algorithm.advantage=gae", "critic.warmup_steps=2", "engine.lr_schedule=cosine", "steps=6")
+    assert actor_config(shaped, Path("model")).optimizer.total_steps == 4 * 2  # two mini-batches each
+    assert critic_config(shaped, shaped.critic, Path("model")).optimizer.total_steps == 6 * 2
+
+
+def test_the_first_rates_of_a_warm_up_are_told_as_they_are():
+    optimizer = OptimizerConfig(lr=0.4, warmup_steps=4)
+    worker = object.__new__(EngineWorker)
+    worker._engine = FakeEngine(EngineConfig(model_path="", optimizer=optimizer))
+    worker._engine.initialize()
+    rates = [worker._update(ragged_batch([[1]], [[2, 3]]), sft_loss).lr for _ in range(3)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3])
 
 
 def test_stale_tokens_stop_the_run_before_anything_is_learned_from_them():

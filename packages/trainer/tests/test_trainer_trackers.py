@@ -4,6 +4,7 @@ import io
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
@@ -63,6 +64,20 @@ def test_tensorboard(run):
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
     assert [(e.step, e.value) for e in events.Scalars("accuracy")] == [(2, 0.75)]
     assert events.Scalars("phase_s/generate")[0].value == 1.5
+
+
+def test_tensorboard_hides_what_a_killed_process_logged_of_steps_that_are_taken_again(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged(run, "tensorboard")
+    with TrackerGroup(replace(run, start_step=1), {"tensorboard": {}}) as trackers:
+        trackers.log(record(2, reward=0.9))
+    events = EventAccumulator(str(run.output_dir / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, pytest.approx(0.9))]
+    with TrackerGroup(run, {"tensorboard": {}}) as trackers:  # killed before its first checkpoint
+        trackers.log(record(1, reward=0.8))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, pytest.approx(0.8))]
 
 
 def test_wandb_offline(run, monkeypatch):

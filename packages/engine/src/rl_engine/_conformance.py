@@ -166,6 +166,7 @@ class EngineConformance(ABC):
         """Weights, optimizer, schedule and step come back, whatever the engine did before."""
         options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-2, warmup_steps=3, total_steps=9)}
         engine, data = self._built(tmp_path, **options), self._batch()
+        assert abs(engine.learning_rate() - 1e-2 / 3) < 1e-9
         _one_step(engine, data)
         engine.save_checkpoint(tmp_path / "checkpoint", 7)
         straight = _one_step(engine, data)
@@ -173,6 +174,7 @@ class EngineConformance(ABC):
         resumed = self._built(tmp_path, **options)
         resumed.forward_backward_batch(data, None)
         assert resumed.load_checkpoint(tmp_path / "checkpoint") == 7
+        assert abs(resumed.learning_rate() - 2e-2 / 3) < 1e-9
         again = _one_step(resumed, data)
         resumed.close()
         assert again[:2] == straight[:2]

@@ -241,6 +241,10 @@ class ShardedEngine(Engine):
         optimizer.step()
         return norm
 
+    def learning_rate(self) -> float:
+        """Where the schedule stands."""
+        return self._frozen_error("have a schedule").param_groups[0]["lr"]
+
     def lr_scheduler_step(self) -> float:
         """Move the schedule on by one."""
         self._frozen_error("have a schedule")

@@ -116,6 +116,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def learning_rate(self) -> float:
+        """The rate that the next step will use."""
+
+    @abstractmethod
     def lr_scheduler_step(self) -> float:
         """Advance the schedule and return the learning rate that the next step will use."""
 

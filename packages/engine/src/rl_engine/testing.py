@@ -138,6 +138,10 @@ class FakeEngine(Engine):
         optimizer.step()
         return norm
 
+    def learning_rate(self) -> float:
+        """Where the schedule stands."""
+        return self._trained().param_groups[0]["lr"]
+
     def lr_scheduler_step(self) -> float:
         """Move the schedule on by one."""
         optimizer = self._trained()

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer.config import as_tree
 from rl_trainer.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rl_trainer.workers.engine import CriticWorker, ProcessRewardWorker
 
 STATE_FILE = "trainer_state.json"
+_OF_THE_PROCESS = ("output_dir", "resume_from")
+"""Keys by which a run that goes on differs always."""
 LOGS = ("metrics.jsonl", "prompts.jsonl")
 """Files of a run with one line per step."""
 
@@ -43,7 +46,7 @@ class RunState:
     history: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What may be learned from again: the state of `pipelines.replay.Replay`, whose rows are in the queue."""
     kl_coef: float | None = None
-    """Where the weight of the KL in the rewards stood; None: where the configuration has it."""
+    """Where the weight of the KL in the rewards stood, if it follows a target; None: where the configuration has it."""
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """State of the order of prompts, beside `position` and `pending`."""
     pipeline: str = ""
@@ -52,6 +55,10 @@ class RunState:
     """Of the run: orders the prompts."""
     num_rows: int
     """Rows of the data."""
+    engines: tuple[str, ...] = ("engine",)
+    """Folders of what learns; those of `engine.async_checkpoints` come after the state file."""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The configuration of the run that wrote it, as `as_tree` gives it."""
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
@@ -67,6 +74,7 @@ class RunState:
         values: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
         values["pending"] = tuple(values.get("pending", ()))
         values["held"] = tuple(tuple(group) for group in values.get("held", ()))
+        values["engines"] = tuple(values.get("engines", ("engine",)))
         return cls(**values)
 
     def for_run(self, config: Config) -> RunState:
@@ -79,7 +87,15 @@ class RunState:
         again = tuple(row_index for _, row_index, *_ in self.held)
         return replace(own, held=(), pending=(*again, *self.pending))
 
-    def after(self, record: StepRecord, parts: Parts, pipeline: str) -> dict[str, Any]:
+    def changes(self, config: Config) -> list[str]:
+        """`key=value (was value)` of every key by which a run that goes on from here differs from the one before."""
+        before, after = _flat(self.config), _flat(as_tree(config))
+        keys = [key for key in after | before if key not in _OF_THE_PROCESS] if before else []
+        if before.get("model.path") is None:  # it was made, and is given to those that go on
+            keys = [key for key in keys if key != "model.path"]
+        return [f"{key}={after.get(key)} (was {before.get(key)})" for key in keys if after.get(key) != before.get(key)]
+
+    def after(self, record: StepRecord, parts: Parts, config: Config) -> dict[str, Any]:
         """The state's JSON once a step has ended."""
         order = parts.rollout_manager.order.state_dict()
         return asdict(self) | {
@@ -88,15 +104,21 @@ class RunState:
             "pending": [*record.pending, *order.pop("returned")],
             "held": [group.as_tuple() for group in record.held],
             "history": {} if parts.replay is None else parts.replay.state(),
-            "kl_coef": parts.kl.coef,
+            "kl_coef": parts.kl.coef if parts.kl.target else None,
             "order": order,
-            "pipeline": pipeline,
+            "pipeline": config.pipeline,
+            "engines": ["engine", *(name for name, _ in _beside(parts))],
+            "config": as_tree(config),
         }
 
 
 def is_complete(folder: Path) -> bool:
     """Whether everything has been written."""
-    return (folder / STATE_FILE).is_file() and (folder / "engine").is_dir()
+    file = folder / STATE_FILE
+    if not file.is_file():
+        return False
+    engines: list[str] = json.loads(file.read_text()).get("engines", ["engine"])
+    return all((folder / name).is_dir() for name in engines)
 
 
 def newest(output_dir: Path) -> Path | None:
@@ -144,6 +166,11 @@ def queue_snapshot(config: Config, state: RunState) -> str | None:
     return str(Path(config.resume_from) / "queue") if config.resume_from is not None and has_rows else None
 
 
+def has_lines(output_dir: Path) -> bool:
+    """Whether a run has logged steps there."""
+    return any(log.is_file() and log.stat().st_size for log in (output_dir / name for name in LOGS))
+
+
 def forget_after(output_dir: Path, step: int) -> None:
     """Take the lines of later steps, and a torn one, out of a run's logs: those steps will be taken again."""
     for log in (output_dir / name for name in LOGS):
@@ -153,6 +180,15 @@ def forget_after(output_dir: Path, step: int) -> None:
         shorter = log.with_suffix(".unfinished")
         shorter.write_text("".join(f"{line}\n" for line in lines))
         shorter.replace(log)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; an empty section is a value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_section = isinstance(value, dict) and value
+        found |= _flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return found
 
 
 def _step_of(line: str) -> float:

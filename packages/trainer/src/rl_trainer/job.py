@@ -50,7 +50,7 @@ def plan(config: Config, console: Console | None = None) -> Datasets:
     preflight.check(config, [*datasets.train, *datasets.eval])
     preflight.check_resume(config, len(datasets.train))  # none of a stream
     backends = check_backends(config)
-    report.show_plan(console or Console(), counts, [*_facts(config, datasets), *backends])
+    report.show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends])
     return datasets
 
 
@@ -86,7 +86,15 @@ def run(config: Config, console: Console | None = None) -> dict[str, Any]:
     output_dir.mkdir(parents=True, exist_ok=True)
     values = as_tree(config)
     (output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    about = RunInfo(name=config.name, output_dir=output_dir, num_steps=config.steps, config=values, console=console)
+    start_step = 0 if config.resume_from is None else RunState.read(Path(config.resume_from)).step
+    about = RunInfo(
+        name=config.name,
+        output_dir=output_dir,
+        num_steps=config.steps,
+        start_step=start_step,
+        config=values,
+        console=console,
+    )
     traced = profiled(output_dir if config.tracking.profile else None)
     with TrackerGroup(about, config.tracking.trackers) as trackers, traced:
         return _train(config, datasets, output_dir, console, trackers)
@@ -101,6 +109,13 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         ("memory", preflight.memory_estimate(config)),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
     ]
+
+
+def _resumed(config: Config) -> list[tuple[str, str]]:
+    if config.resume_from is None:
+        return []
+    state = RunState.read(Path(config.resume_from))
+    return [("resumed", f"after step {state.step}"), *(("changed", change) for change in state.changes(config))]
 
 
 def _num_prompts(datasets: Datasets) -> str:
@@ -186,7 +201,7 @@ def follow(
         is_due = is_last or (config.save_every > 0 and record.step % config.save_every == 0)
         if is_due and record.step > state.step:  # the first record is of what was there before
             checkpoint = output_dir / f"checkpoint-{record.step}"
-            checkpoints.save(parts, checkpoint, state.after(record, parts, config.pipeline))
+            checkpoints.save(parts, checkpoint, state.after(record, parts, config))
         if is_last:
             break
     return checkpoint

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
+from rl_trainer import checkpoints
 from rl_trainer.addresses import scheme_of
 from rl_trainer.checkpoints import RunState
 from rl_trainer.data import shows_images
@@ -55,12 +56,33 @@ def check(config: Config, rows: list[Row]) -> None:
             "with images or videos, which rows of the data have; leave router_replay out, or those rows"
         )
     _check_rewards(config, rows)
-    output_dir = Path(config.output_dir) if config.output_dir is not None else None
-    is_own = config.resume_from is not None and Path(config.resume_from).parent == output_dir
-    if output_dir is not None and not is_own and (output_dir / "summary.json").exists():
+    if config.output_dir is not None:
+        check_output_dir(config, Path(config.output_dir))
+
+
+def check_output_dir(config: Config, output_dir: Path) -> None:
+    """Refuse a folder in which two runs would become one.
+
+    Raises:
+        InputError: says which is there.
+    """
+    start = None if config.resume_from is None else Path(config.resume_from)
+    is_own = start is not None and start.resolve().parent == output_dir.resolve()
+    if not is_own and (output_dir / "summary.json").exists():
         raise InputError(
             f"output_dir={config.output_dir} already holds a finished run; choose another, so that nothing is "
             "overwritten"
+        )
+    newest = checkpoints.newest(output_dir)
+    if not is_own and (newest is not None or checkpoints.has_lines(output_dir)):
+        raise InputError(
+            f"output_dir={config.output_dir} already holds a run that did not end; go on with it (--resume), choose "
+            "another, or take it away: its steps would be counted among this one's"
+        )
+    if is_own and newest is not None and newest.resolve() != start.resolve():
+        raise InputError(
+            f"resume_from={config.resume_from} is not the newest checkpoint in output_dir, which is {newest.name}; "
+            "choose another output_dir, or take the newer ones away: a later --resume would go on from them"
         )
 
 

@@ -49,6 +49,11 @@ def _check_estimator(config: Config) -> None:
             f"the keys of critic do nothing with algorithm.advantage={name}; leave them out, or choose "
             f"one of {', '.join(name for name, e in sorted(ADVANTAGES.items()) if {*learned} & {*e.needs})}"
         )
+    if config.critic is not None and config.critic.warmup_steps >= config.steps:
+        raise PlanError(
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves the policy none of steps={config.steps} to learn "
+            "in; lower it, or raise steps"
+        )
     if "process_rewards" in estimator.needs:
         _check_process_reward(config)
     for key in ("gamma", "lam"):

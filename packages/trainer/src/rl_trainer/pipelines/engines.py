@@ -128,8 +128,9 @@ def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[st
 def actor_config(config: Config, model_path: Path) -> EngineConfig:
     """What the policy's engine is built from."""
     algorithm, lora = config.algorithm, config.engine.lora
+    num_idle = config.critic.warmup_steps if config.critic is not None else 0
     return replace(
-        _trained_config(config, model_path, config.engine.lr),
+        _trained_config(config, model_path, config.engine.lr, num_idle=num_idle),
         lora=LoraConfig(**asdict(lora)) if lora is not None else None,
         entropy=algorithm.entropy_coef > 0,
         sum_pi_squared="sum_pi_squared" in estimator_named(algorithm.advantage).needs,
@@ -155,8 +156,8 @@ def candidates_of(teacher: TeacherSection) -> int:
     return 0 if teacher.divergence == "reverse" else teacher.num_candidates
 
 
-def _trained_config(config: Config, model_path: Path, lr: float) -> EngineConfig:
-    """What every trained engine of a job has in common."""
+def _trained_config(config: Config, model_path: Path, lr: float, *, num_idle: int = 0) -> EngineConfig:
+    """What every trained engine of a job has in common; one that is idle at first learns in fewer steps."""
     section = config.engine
     num_updates = config.batch.batch_size // config.batch.mini_batch_size
     optimizer = OptimizerConfig(
@@ -165,7 +166,7 @@ def _trained_config(config: Config, model_path: Path, lr: float) -> EngineConfig
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
         warmup_steps=section.lr_warmup_steps,
-        total_steps=config.steps * num_updates if section.lr_schedule == "cosine" else None,
+        total_steps=(config.steps - num_idle) * num_updates if section.lr_schedule == "cosine" else None,
     )
     precision, _, matmul = section.precision.partition("_")
     return EngineConfig(

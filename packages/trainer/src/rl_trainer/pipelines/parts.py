@@ -261,10 +261,7 @@ def place(
         teacher=teacher or served,
         critic=critic,
         process_reward=process_reward,
-        kl=AdaptiveKl(
-            coef=config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef,
-            target=config.algorithm.kl_target,
-        ),
+        kl=kl_of(config, state),
         rollout_manager=RolloutManager(
             agents,
             prompts.rows,
@@ -282,6 +279,12 @@ def place(
         samples=samples,
         num_too_long=prompts.num_too_long,
     )
+
+
+def kl_of(config: Config, state: RunState) -> AdaptiveKl:
+    """The weight of the KL in the rewards; one that follows a target goes on from where it stood."""
+    coef, target = config.algorithm.kl_coef, config.algorithm.kl_target
+    return AdaptiveKl(coef=state.kl_coef if target and state.kl_coef else coef, target=target)
 
 
 def is_own_reference(config: Config) -> bool:

@@ -63,7 +63,7 @@ class RolloutManager:
         self._agents, self._rows, self.order, self._config = agents, rows, order, config
         self._num_groups, self._is_seeded = num_groups, is_seeded
         self._row_of: dict[int, int] = {}
-        self._given_back: set[int] = set()
+        self._given_back = set(order.returned)
 
     @property
     def position(self) -> int:

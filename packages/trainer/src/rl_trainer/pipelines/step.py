@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,12 @@ if TYPE_CHECKING:
     from rl_trainer.workers.engine import UpdateReport
 
 
-def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer) -> list[UpdateReport]:
-    """Score a batch, compute its advantages, and take the optimizer steps of one training step on it."""
+def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer) -> list[dict[str, float]]:
+    """Score a batch, compute its advantages, and take the optimizer steps of one training step on it.
+
+    Returns:
+        By optimizer step, its metrics; `loss`, `grad_norm` and `lr` are the policy's, and there if it learned.
+    """
     if has_old_pass(config):
         with timer.phase("old_logprobs"):
             batch = batch.union(parts.actor.compute_log_prob(batch))
@@ -41,36 +44,42 @@ def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: Phas
     if parts.process_reward is not None:
         with timer.phase("process_rewards"):
             batch = batch.union(parts.process_reward.compute_process_rewards(batch))
+    kl_coef = parts.kl.coef
     with timer.phase("advantage"):
-        report = parts.actor.compute_advantage(batch, parts.kl.coef, hash_seed(f"{config.seed}/{step}"))
+        report = parts.actor.compute_advantage(batch, kl_coef, hash_seed(f"{config.seed}/{step}"))
         batch = batch.union(report.batch)
     if parts.samples is not None:
         with timer.phase("keep_samples"):
             parts.samples.write(batch, step)
     if report.reward_kl is not None:
         parts.kl.update(report.reward_kl)
-    updates: list[UpdateReport] = []
+    updates: list[dict[str, float]] = []
     for mini_batch in mini_batches(batch, config, step):
-        reports: list[UpdateReport] = []
+        metrics: dict[str, float] = {}
         if parts.critic is not None:
             with timer.phase("update_critic"):
                 critic = parts.critic.update_critic(mini_batch)
-            reports.append(replace(critic, metrics=critic.metrics | {"critic_grad_norm": critic.grad_norm}))
+            metrics |= _beside(critic) | {"critic_grad_norm": critic.grad_norm}
         if parts.process_reward is not None:
             with timer.phase("update_process_reward"):
                 process = parts.process_reward.update_process_reward(mini_batch)
-            reports.append(replace(process, metrics=process.metrics | {"process_grad_norm": process.grad_norm}))
+            metrics |= _beside(process) | {"process_grad_norm": process.grad_norm}
         if config.critic is None or step > config.critic.warmup_steps:
             with timer.phase("update"):
-                reports.append(parts.actor.update_actor(mini_batch))
-        metrics = {name: value for report in reports for name, value in report.metrics.items()}
-        updates.append(replace(reports[-1], metrics=metrics))
+                actor = parts.actor.update_actor(mini_batch)
+            metrics |= actor.metrics | {"grad_norm": actor.grad_norm, "lr": actor.lr}
+        updates.append(metrics)
     if parts.moving_reference is not None:
         with timer.phase("move_reference"):
             parts.moving_reference.follow(step)
     if report.reward_kl is not None:
-        updates[-1].metrics.update(reward_kl=report.reward_kl, kl_coef=parts.kl.coef)
+        updates[-1].update(reward_kl=report.reward_kl, kl_coef=kl_coef)
     return updates
+
+
+def _beside(report: UpdateReport) -> dict[str, float]:
+    """Metrics of what learns beside the policy, but for its loss, which has a name of its own among them."""
+    return {name: value for name, value in report.metrics.items() if name != "loss"}
 
 
 def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]:
@@ -124,19 +133,19 @@ def record_of(
     step: int,
     generated: Generated,
     ages: Mapping[str, float],
-    updates: Sequence[UpdateReport],
+    updates: Sequence[Mapping[str, float]],
     accuracy: float | None,
     phase_s: dict[str, float],
 ) -> StepRecord:
     """What the step's reports say together."""
     reused = {group.group_id for group in generated.reused}
     tags = [tags for tags in generated.batch.tags if tags["group_id"] not in reused]
-    names = {name: None for update in updates for name in update.metrics}  # in order
-    metrics = {name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names}
+    names = {name: None for update in updates for name in update}  # in order
+    metrics: dict[str, float] = {name: fmean(u[name] for u in updates if name in u) for name in names}
+    metrics |= {name: value for name, value in updates[-1].items() if name == "lr"}
     metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
     metrics |= {"stopped_groups": generated.stopped_groups, "replayed_groups": len(reused)}
-    metrics |= {"grad_norm": fmean(u.grad_norm for u in updates), "lr": updates[-1].lr, **ages}
-    metrics |= part_means(tags)
+    metrics |= {**ages, **part_means(tags)}
     return StepRecord(
         step=step,
         position=generated.position,

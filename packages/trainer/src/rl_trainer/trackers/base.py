@@ -25,6 +25,8 @@ class RunInfo:
     """An existing folder, for what the tracker writes."""
     num_steps: int
     """Training steps."""
+    start_step: int = 0
+    """Steps taken before, by the process that this one goes on for; later ones that it logged are taken again."""
     config: Mapping[str, Any]
     """The whole configuration, as nested mappings of JSON-able values."""
     console: Console

@@ -21,7 +21,9 @@ class TensorBoardTracker(Tracker):
     def __init__(self, run: RunInfo) -> None:
         import yaml
 
-        self._writer = SummaryWriter(str(run.output_dir / "tensorboard"))
+        # What a process that was killed logged of steps that are taken again is hidden.
+        again = run.start_step + 1 if run.start_step else 0
+        self._writer = SummaryWriter(str(run.output_dir / "tensorboard"), purge_step=again)
         self._writer.add_text("config", "```yaml\n" + yaml.safe_dump(dict(run.config), sort_keys=False) + "```")
 
     def log(self, record: StepRecord) -> None:

@@ -84,7 +84,6 @@ class _EngineRank:
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.create_engine(backend, config)
         self._engine.initialize()
-        self._lr = config.optimizer.lr if config.optimizer else 0.0
 
     def _forward(self, batch: BatchMeta, columns: Mapping[str, str]) -> BatchMeta:
         """Write outputs of the engine as columns of the queue, named by output."""
@@ -100,7 +99,8 @@ class _EngineRank:
                 output = self._engine.forward_backward_batch(data, loss)
             with span("optimizer_step"):
                 grad_norm = self._engine.optimizer_step()
-            lr, self._lr = self._lr, self._engine.lr_scheduler_step()
+            lr = self._engine.learning_rate()
+            self._engine.lr_scheduler_step()
         return UpdateReport(metrics=output.metrics, grad_norm=grad_norm, lr=lr)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -207,6 +207,10 @@ class MegatronEngine(Engine):
         """Reduce, clip, then AdamW."""
         return self._optimizer("step").step()
 
+    def learning_rate(self) -> float:
+        """Where the schedule stands."""
+        return self._optimizer("have a schedule").rate
+
     def lr_scheduler_step(self) -> float:
         """Move the schedule on by one."""
         optimizer, state = self._optimizer("have a schedule"), self._built()

@@ -93,6 +93,11 @@ class ShardedAdamW:
         for buffer in self._buffers:
             buffer.grad.zero_()
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self._adamw.param_groups[0]["lr"]
+
     def set_rate(self, rate: float) -> None:
         """The learning rate of the next step."""
         for group in self._adamw.param_groups:

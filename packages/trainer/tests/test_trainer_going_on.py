@@ -1,0 +1,106 @@
+"""What a run that goes on takes over from the one before, what it is told of, and what it refuses."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from rl_trainer import checkpoints
+from rl_trainer.algorithms.kl import AdaptiveKl
+from rl_trainer.checkpoints import RunState
+from rl_trainer.config import as_tree, load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.errors import InputError
+from rl_trainer.metrics import StepRecord
+from rl_trainer.pipelines.parts import kl_of
+from rl_trainer.pipelines.rollouts import RolloutManager
+from rl_trainer.preflight import check_output_dir
+from rl_trainer.testing import FakeAgents, FakeJob
+
+STATE = RunState(seed=0, num_rows=9)
+KL = ["algorithm.kl_coef=0.3", "algorithm.kl_in_reward=true"]
+
+
+def saved(config, kl):
+    """The state after a step, as it is read again."""
+    manager = SimpleNamespace(order=PromptOrder(num_rows=9, seed=0))
+    parts = replace(FakeJob(config).parts(), kl=kl, rollout_manager=manager)
+    record = StepRecord.of_evaluation(1, 0.5, {}, position=0)
+    return RunState(**json.loads(json.dumps(STATE.after(record, parts, config))))
+
+
+def test_a_weight_of_the_kl_that_follows_a_target_goes_on_and_any_other_is_the_configuration_s():
+    moving, still = (load_config("quickstart", [*KL, *more]) for more in (["algorithm.kl_target=0.1"], []))
+    followed = saved(moving, AdaptiveKl(coef=0.2, target=0.1))
+    assert kl_of(moving, followed).coef == 0.2
+    assert kl_of(still, followed).coef == 0.3
+    before = saved(still, AdaptiveKl(coef=0.0, target=0.0))
+    assert before.kl_coef is None
+    assert kl_of(moving, before).coef == kl_of(still, before).coef == 0.3
+    assert kl_of(still, replace(STATE, kl_coef=0.1)).coef == 0.3  # as it was written before
+
+
+def test_the_keys_that_are_others_than_before_are_told():
+    first = load_config("quickstart", ["output_dir=a", "algorithm.advantage=gae", "critic.lr=1e-5"])
+    state = saved(first, AdaptiveKl(coef=0.0, target=0.0))
+    again = replace(first, output_dir="b", resume_from="a/checkpoint-1", model=replace(first.model, path="a/model"))
+    assert state.changes(again) == []
+    other = load_config("quickstart", ["engine.lr=0.5", "batch.batch_size=64"])
+    assert set(state.changes(other)) == {
+        "batch.batch_size=64 (was 128)",
+        "engine.lr=0.5 (was 0.0006)",
+        "algorithm.advantage=grpo (was gae)",
+        *(f"critic.{key}=None (was {value})" for key, value in as_tree(first)["critic"].items() if value is not None),
+    }
+    assert STATE.changes(other) == []  # of a version that did not write it
+
+
+def checkpoint(folder, *engines, named=None):
+    folder.mkdir()
+    for name in engines:
+        (folder / name).mkdir()
+    state = {"step": 1, "seed": 0, "num_rows": 9} | ({} if named is None else {"engines": named})
+    (folder / checkpoints.STATE_FILE).write_text(json.dumps(state))
+    return folder
+
+
+def test_a_checkpoint_whose_critic_is_still_being_written_is_none(tmp_path):
+    checkpoint(tmp_path / "checkpoint-1", "engine", "critic", named=["engine", "critic"])
+    last = checkpoint(tmp_path / "checkpoint-2", "engine", named=["engine", "critic"])
+    assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-1"
+    (last / "critic").mkdir()
+    assert checkpoints.newest(tmp_path) == last
+    assert RunState.read(last).engines == ("engine", "critic")
+    assert RunState.read(checkpoint(tmp_path / "checkpoint-3", "engine")).engines == ("engine",)
+
+
+def test_two_runs_do_not_become_one_in_a_folder(tmp_path):
+    own = tmp_path / "out"
+    own.mkdir()
+    config = load_config("quickstart", [f"output_dir={own}"])
+    check_output_dir(config, own)
+    (own / "metrics.jsonl").write_text("")
+    check_output_dir(config, own)
+    (own / "metrics.jsonl").write_text('{"step": 1}')
+    with pytest.raises(InputError, match="already holds a run that did not end; go on with it"):
+        check_output_dir(config, own)
+    first, second = (checkpoint(own / f"checkpoint-{step}", "engine") for step in (1, 2))
+    check_output_dir(replace(config, resume_from=str(second)), own)
+    with pytest.raises(InputError, match="is not the newest checkpoint in output_dir, which is checkpoint-2"):
+        check_output_dir(replace(config, resume_from=str(first)), own)
+    (own / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match="already holds a run that did not end"):
+        check_output_dir(config, own)
+    other = tmp_path / "other"
+    check_output_dir(replace(config, resume_from=str(first)), other)  # a branch of its own
+
+
+def test_prompts_that_were_given_back_are_waited_for_by_the_next_process_too():
+    sizes = ["batch.batch_size=2", "batch.mini_batch_size=2", "batch.group_size=2", "batch.over_sampling=0.5"]
+    config = load_config("quickstart", sizes)
+    order = PromptOrder(num_rows=100, seed=0, position=3, returned=[77])
+    agents = FakeAgents(config, slow=[1])
+    generated = RolloutManager(agents, [{}] * 100, order, config).generate_sequences("train", 1)
+    assert agents.submitted[0][0].row_index == 77
+    assert 77 in [group.row_index for group in generated.groups]
