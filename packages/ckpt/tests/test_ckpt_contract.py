@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name, new_port
+from rl_ckpt.testing.gpu import fake_gpu, hold_on_gpu, use_fake_gpu
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 
@@ -28,6 +29,24 @@ class TestShm(CheckpointEngineSuite, VersionSuite, ProcessSuite):
 class TestUds(CheckpointEngineSuite, VersionSuite, ProcessSuite):
     def new_address(self):
         return f"uds://{new_name()}"
+
+
+@pytest.fixture
+def gpu():
+    with fake_gpu():
+        yield
+
+
+@pytest.mark.contract
+@pytest.mark.usefixtures("gpu")
+@on_linux
+class TestCudaIpc(CheckpointEngineSuite, VersionSuite, ProcessSuite):
+    """Over memory that another process opens; what is registered here is not on the fake GPU, and is packed."""
+
+    set_up = use_fake_gpu
+
+    def new_address(self):
+        return f"cuda-ipc://{new_name()}"
 
 
 @pytest.mark.contract
@@ -67,6 +86,26 @@ class TestShmKilled(KillSuite):
 @on_linux
 class TestUdsKilled(KillSuite):
     new_address = TestUds.new_address
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu")
+@on_linux
+class TestCudaIpcKilled(KillSuite):
+    set_up = TestCudaIpc.set_up
+    new_address = TestCudaIpc.new_address
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu")
+@on_linux
+class TestCudaIpcMappedKilled(KillSuite):
+    set_up = TestCudaIpc.set_up
+    hold = hold_on_gpu
+    new_address = TestCudaIpc.new_address
+    sender_messages = ("Hello", "Session", "Begin", "Manifest", "Sources", "Mapped", "Seal", "Commit")
 
 
 @pytest.mark.contract

@@ -1,15 +1,19 @@
 """What is particular to `nccl://`. Broadcasts need two GPUs: NCCL refuses two ranks on one."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, SyncAbortedError
+from rl_ckpt._group import Group, _surviving
 from rl_ckpt.testing import failure
 from rl_ckpt.testing.ends import weights_of
 
@@ -39,6 +43,38 @@ def sender():
 def test_without_a_gpu_it_says_so():
     with pytest.raises(BackendError, match="use gloo or tcp instead"):
         sender()
+
+
+def test_an_abort_that_waits_for_a_peer_holds_nobody_up(monkeypatch):
+    """As torch's does, for the timeout of its group, where NCCL does not come back; then it raises."""
+    aborting, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Stuck:
+        def abort(self):
+            aborting.set()
+            assert may_end.wait(60)
+            ended.set()
+            raise RuntimeError("ProcessGroup abort timed out")
+
+    monkeypatch.setattr(Group, "_join", lambda _: Stuck())
+    group = Group(lambda: None, 1, 0, 2, host="", timeout_s=1, device=torch.device("cuda", 0))
+    while group._group is None:
+        time.sleep(0.01)
+    group.leave()
+    assert aborting.wait(60)
+    assert not ended.is_set()
+    may_end.set()
+    assert ended.wait(60)
+
+
+def test_neither_a_peer_nor_an_abort_ends_the_process(monkeypatch):
+    """What torch reads when it makes a group, and what the process has set otherwise."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    with _surviving():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
 
 
 @pytest.mark.gpu

@@ -129,8 +129,13 @@ class CudaDriver:
         """See `Driver`."""
         address = ctypes.c_uint64()
         mine = _Handle.from_buffer_copy(handle)
-        with self._context():
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), mine, _ENABLE_PEER_ACCESS)
+        try:
+            with self._context():
+                self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), mine, _ENABLE_PEER_ACCESS)
+        except BackendError as error:
+            raise BackendError(
+                f"{error}; no process opens its own memory: use inproc where both ends are in one"
+            ) from error
         return torch.as_tensor(_Array(address.value, num_bytes), device=self._device)
 
     def close(self, mapped: Tensor) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_FATAL = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+"""What lets NCCL's process group end the whole process: when a peer dies, and when an abort does not come back."""
 
 
 def _dist() -> Any:
@@ -71,17 +72,18 @@ def dial_store(host: str, port: int, timeout_s: float) -> Any:
 def _surviving() -> Generator[None]:
     """Let a process group of NCCL that is made inside not end this process when a peer dies, as it does by default.
 
-    It is aborted instead, by `Group.leave`. The variable is read when a group is made; there is no option for it.
+    It is aborted instead, by `Group.leave`. The variables are read when a group is made; there are no options for them.
     """
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
+    before = {name: os.environ.get(name) for name in _FATAL}
+    os.environ.update(dict.fromkeys(_FATAL, "0"))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class Group:
@@ -143,14 +145,20 @@ class Group:
     def leave(self) -> None:
         """Do nothing more. What is under way ends by itself, at the latest by its timeout, and is heard by nobody.
 
-        NCCL would hold its device until then, so its communicator is aborted.
+        NCCL would hold its device until then, so its communicator is aborted; in a thread, because an abort may itself
+        wait for peers.
         """
         self._is_left = True
         self._jobs.put(None)
         if self._device.type == "cuda" and self._group is not None:
-            self._group.abort()
+            threading.Thread(target=self._abort, args=(self._group,), daemon=True).start()
         self._bell_in.close()
         self._bell_out.close()
+
+    @staticmethod
+    def _abort(group: Any) -> None:
+        with suppress(RuntimeError):  # it did not come back within the timeout of the group, and nobody waits for it
+            group.abort()
 
     def _work(self) -> None:
         try:

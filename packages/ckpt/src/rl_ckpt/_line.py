@@ -6,7 +6,7 @@ import os
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_ckpt._inlet import Inlet
 from rl_ckpt._link import Deadline, Link, Waker, wait_for
@@ -28,7 +28,7 @@ from rl_ckpt._messages import (
 from rl_ckpt._proof import is_proof, proof_of
 from rl_ckpt._tensors import TensorSpec
 from rl_ckpt._wire import WIRE_VERSION
-from rl_ckpt.errors import AddressError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
+from rl_ckpt.errors import AddressError, BackendError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from rl_ckpt._passage import Bell
     from rl_ckpt._transport import ReceiveTransport
 
+T = TypeVar("T")
+
+DYING_S = 1.0
+"""How much sooner the memory of a process that dies may be gone than its sockets."""
 PULL_PAUSE_S = 0.001
 """Between two looks at a read of the sender's memory, which rings no bell."""
 
@@ -86,7 +90,7 @@ class Line:
         session = self.next(deadline, "did not share its session")
         if not isinstance(session, Session):
             raise ProtocolError(f"{self.peer} sent {type(session).__name__} where it should share its session")
-        slots = self.transport.map_slots(session, self.link)
+        slots = self._mapped(lambda: self.transport.map_slots(session, self.link))
         self.session = session
         self.link.trust()
         self.inlet = Inlet(
@@ -96,6 +100,15 @@ class Line:
             self,
         )
         return self.inlet
+
+    def _mapped(self, mapping: Callable[[], T]) -> T:
+        """What maps memory of the sender's; where that fails because the sender has died, its death is the error."""
+        try:
+            return mapping()
+        except BackendError as error:
+            if self.link.is_hung_up(DYING_S):
+                raise self.link.loss() from error
+            raise
 
     def _authenticate(self, token: bytes, nonce: bytes, deadline: Deadline) -> None:
         proof = self.next(deadline, "did not prove that it knows the token")
@@ -199,6 +212,7 @@ class Line:
         except ProtocolError as error:
             raise ProtocolError(f"{self.peer}: {error}") from error
         abort: Abort | None = None
+        sources: Sources | None = None
         for sync, message in messages:
             if isinstance(message, Manifest):
                 if message.first != len(self.specs):
@@ -207,8 +221,7 @@ class Line:
             elif isinstance(message, Regroup):
                 self.transport.regroup(message, self.link)
             elif isinstance(message, Sources):
-                segments = self.transport.map_segments(message.segments, self.link)
-                self.mirror = Mirror(message, segments, self.specs, self.peer)
+                sources = message
             elif isinstance(message, Abort) and sync == self.sync:
                 abort = message
             elif sync in {0, self.sync}:
@@ -216,3 +229,7 @@ class Line:
         if abort is not None:
             self.inbox.clear()
             raise SyncAbortedError(f"{self.peer} called the sync off: {abort.text}")
+        if sources is not None:  # after what came behind it: if this fails, the session goes on
+            told = sources.segments
+            segments = self._mapped(lambda: self.transport.map_segments(told, self.link))
+            self.mirror = Mirror(sources, segments, self.specs, self.peer)

@@ -124,6 +124,12 @@ class Link:
         """What to raise when the peer has closed its end."""
         return PeerLostError(f"{self.peer} went away{self._cause}")
 
+    def is_hung_up(self, timeout_s: float) -> bool:
+        """Whether the peer has closed its end, or does so within this time, seconds. Takes nothing in."""
+        poll = select.poll()
+        poll.register(self.fileno(), getattr(select, "POLLRDHUP", 0))  # that alone, which Linux has
+        return bool(poll.poll(timeout_s * 1000))
+
     def introduce(self, role: str, pid: int) -> None:
         """Take the name that the peer's greeting gave it, if the kernel told none."""
         if self.place:

@@ -15,7 +15,8 @@ import torch
 
 import rl_csrc
 from rl_ckpt._digest import digests_of
-from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, spec_of
+from rl_ckpt._places import is_plain_on
+from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, is_plain, spec_of
 from rl_ckpt.errors import DigestError, ProtocolError
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def map_source(
 
     for name, tensor in items:
         spec = spec_of(name, tensor)
-        is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        segment = segment_of(name, tensor) if is_plain and spec.num_bytes else None
+        segment = segment_of(name, tensor) if is_plain(tensor) and spec.num_bytes else None
         if segment is None:
             close()
             found.steps.append((name, tensor))
@@ -112,6 +112,7 @@ class _Route:
     """From where to where the tensors of one message go, kept as long as the targets stay where they are."""
 
     addresses: list[int]
+    """Of the targets that are written as they are; 0 for those that have staging memory in front of them."""
     pieces: list[Tensor]
     contents: list[Tensor]
 
@@ -157,7 +158,7 @@ class Mirror:
         for index, spec in enumerate(specs):
             if targets is None:
                 items.append((spec.name, from_bytes(route.contents[index], spec)))
-            elif not _is_direct(targets[index], route.pieces[index].device):
+            elif not route.addresses[index]:
                 targets[index].detach().copy_(from_bytes(route.contents[index], spec))
         return items
 
@@ -167,16 +168,15 @@ class Mirror:
         pieces = [piece for _, piece in places]
         if targets is None:
             return _Route([], pieces, [torch.empty_like(piece) for piece in pieces])
-        addresses = [target.data_ptr() for target in targets]
+        addresses = [
+            target.data_ptr() if is_plain_on(target, piece.device) else 0
+            for target, piece in zip(targets, pieces, strict=True)
+        ]
         known = self._routes.get(first)
-        if known is None or known.addresses != addresses or len(known.pieces) != len(pieces):
+        if known is None or known.addresses != addresses:
             contents = [
-                as_bytes(target) if _is_direct(target, piece.device) else torch.empty_like(piece)
-                for target, piece in zip(targets, pieces, strict=True)
+                as_bytes(target) if address else torch.empty_like(piece)
+                for target, piece, address in zip(targets, pieces, addresses, strict=True)
             ]
             known = self._routes[first] = _Route(addresses, pieces, contents)
         return known
-
-
-def _is_direct(target: Tensor, device: torch.device) -> bool:
-    return target.device == device and target.is_contiguous() and not (target.is_conj() or target.is_neg())

@@ -143,12 +143,11 @@ class CudaReceive(ReceiveTransport):
         """Map a registered source. What is mapped already stays so; what is not named any more is given back."""
         if self._driver is None:
             raise ProtocolError(f"{link.peer} offered memory to map before its session")
-        before, self._segments = self._segments, {}
         for key in segments:
-            mapped = before.pop(key, None)
-            self._segments[key] = self._driver.open(*key) if mapped is None else mapped
-        for mapped in before.values():
-            self._driver.close(mapped)
+            if key not in self._segments:
+                self._segments[key] = self._driver.open(*key)  # what was mapped before stays, should this fail
+        for key in self._segments.keys() - set(segments):
+            self._driver.close(self._segments.pop(key))
         return [self._segments[key] for key in segments]
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ import signal
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
@@ -21,13 +21,14 @@ from rl_ckpt.testing.helpers import assert_same, receive_all
 from rl_ckpt.types import ReceiverState, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
 
     from torch import Tensor
 
     from rl_ckpt._messages import Message
     from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.types import SyncReport
 
 BUCKET_BYTES = 1024
 TIMEOUT_S = 120.0
@@ -40,6 +41,10 @@ def weights_of(version: int, num_tensors: int = 12) -> dict[str, Tensor]:
     return {
         f"t{i}": torch.full((BUCKET_BYTES,), (version * 20 + i) % 256, dtype=torch.uint8) for i in range(num_tensors)
     }
+
+
+SetUp: TypeAlias = "Callable[[], object]"
+Hold: TypeAlias = "Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]"
 
 
 class ChildProcess:
@@ -104,6 +109,7 @@ class EndProcess(ChildProcess):
         die_at: A message of WIRE.md like `Bucket`, and a moment: it kills itself `before` or `after` sending the first.
         stop_after: Number of tensors after which it stops in the middle of a sync; None does not stop, -1 stops before.
         token: Of the session.
+        place: What the process runs first, and where its weights are then; see `BetweenProcesses`.
     """
 
     def __init__(
@@ -117,8 +123,9 @@ class EndProcess(ChildProcess):
         stop_after: int | None = None,
         die_at: tuple[str, str] | None = None,
         token: str | None = None,
+        place: tuple[SetUp | None, Hold | None] = (None, None),
     ) -> None:
-        super().__init__(_main, address, token, role, (version, num_tensors, num_peers), stop_after, die_at)
+        super().__init__(_main, address, token, role, (version, num_tensors, num_peers), stop_after, die_at, place)
 
 
 def _main(
@@ -129,8 +136,12 @@ def _main(
     plan: tuple[int, int, int],
     stop_after: int | None,
     die_at: tuple[str, str] | None,
+    place: tuple[SetUp | None, Hold | None],
 ) -> None:
     torch.set_num_threads(1)
+    set_up, hold = place
+    if set_up is not None:
+        set_up()
     if die_at is not None:
         die_at_message(*die_at)
     try:
@@ -140,7 +151,7 @@ def _main(
             if stop_after == -1:
                 _stop(pipe)
             if role is Role.SEND:
-                pipe.send(_send(engine, pipe, plan, stop_after))
+                pipe.send(_send(engine, pipe, plan, stop_after, hold))
             else:
                 pipe.send(_take(engine, pipe, stop_after))
     except CkptError as error:
@@ -158,7 +169,9 @@ def _stop(pipe: Connection) -> None:
     signal.pause()
 
 
-def _send(engine: CheckpointEngine, pipe: Connection, plan: tuple[int, int, int], stop_after: int | None) -> int:
+def _send(
+    engine: CheckpointEngine, pipe: Connection, plan: tuple[int, int, int], stop_after: int | None, hold: Hold | None
+) -> int:
     version, num_tensors, num_peers = plan
 
     def source() -> Iterator[tuple[str, Tensor]]:
@@ -168,7 +181,9 @@ def _send(engine: CheckpointEngine, pipe: Connection, plan: tuple[int, int, int]
             yield item
 
     asyncio.run(engine.connect(num_peers))
-    return len(engine.send(source(), version=version).receipts)
+    if hold is not None:
+        engine.register_source(hold(weights_of(version, num_tensors)))
+    return len(engine.send(source() if hold is None else None, version=version).receipts)
 
 
 def _take(engine: CheckpointEngine, pipe: Connection, stop_after: int | None) -> tuple[int | None, int]:
@@ -209,6 +224,10 @@ class BetweenProcesses(ABC):
 
     token: str | None = None
     """Of the sessions, where the backend wants one."""
+    set_up: ClassVar[SetUp | None] = None
+    """A function of a module that every process of an end calls first."""
+    hold: ClassVar[Hold | None] = None
+    """Another, that puts weights where they are registered from; None: senders pass their weights to every call."""
 
     @abstractmethod
     def new_address(self) -> str:
@@ -219,7 +238,7 @@ class BetweenProcesses(ABC):
 
         async def main() -> None:
             async with AsyncExitStack() as stack:
-                await work(Bench(self.new_address(), self.token, stack))
+                await work(Bench(self.new_address(), self.token, stack, type(self).set_up, type(self).hold))
 
         with _nothing_left():
             asyncio.run(main())
@@ -228,14 +247,17 @@ class BetweenProcesses(ABC):
 class Bench:
     """Opens ends of one session, here or in processes of their own, which are closed with the stack."""
 
-    def __init__(self, address: str, token: str | None, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, address: str, token: str | None, stack: AsyncExitStack, set_up: SetUp | None, hold: Hold | None
+    ) -> None:
         self.address = address
         self._token = token
         self._stack = stack
+        self._place = set_up, hold
 
     def process(self, role: Role, **options: Any) -> EndProcess:
         """An end in a process of its own."""
-        process = EndProcess(self.address, role, token=self._token, **options)
+        process = EndProcess(self.address, role, token=self._token, place=self._place, **options)
         self._stack.callback(process.close)
         return process
 
@@ -245,6 +267,14 @@ class Bench:
         await self._stack.enter_async_context(engine)
         await engine.prepare()
         return engine
+
+    async def offer(self, sender: CheckpointEngine, version: int, *, num_peers: int | None = None) -> SyncReport:
+        """Send `weights_of(version)` from here, as the processes do."""
+        hold = self._place[1]
+        if hold is None:
+            return await sender.send_weights(weights_of(version).items(), version=version, num_peers=num_peers)
+        sender.register_source(hold(weights_of(version)))
+        return await sender.send_weights(version=version, num_peers=num_peers)
 
     async def succeed(
         self,
@@ -265,7 +295,7 @@ class Bench:
         """Send one sync that must reach all receivers."""
         running = receiving or [asyncio.ensure_future(receive_all(receiver)) for receiver in receivers]
         await sender.connect(len(receivers))
-        report = await sender.send_weights(weights_of(version).items(), version=version)
+        report = await self.offer(sender, version)
         assert (len(report.receipts), report.lost) == (len(receivers), ())
         for got, receiver in zip(running, receivers, strict=True):
             assert_same(await got, weights_of(version))

@@ -63,7 +63,7 @@ class KillSuite(BetweenProcesses):
         receiving = asyncio.ensure_future(receive_all(other))
         is_early = at[0] in {"Hello", "Proof", "Ready"}  # then it may be gone before it takes part
         num_peers = 1 if is_early else 2
-        sending = asyncio.ensure_future(sender.send_weights(weights_of(1).items(), version=1, num_peers=num_peers))
+        sending = asyncio.ensure_future(bench.offer(sender, 1, num_peers=num_peers))
         if not is_early:
             await killed.dies()
         try:
@@ -80,7 +80,7 @@ class KillSuite(BetweenProcesses):
         assert other.version == sender.version, at
         version = 2
         while killed.is_alive():  # a sender answers greetings during syncs, and these are short
-            sending = sender.send_weights(weights_of(version).items(), version=version)
+            sending = bench.offer(sender, version)
             await asyncio.gather(sending, receive_all(other), return_exceptions=True)  # it may die in this one
             version += 1
         await killed.dies()

@@ -1,0 +1,176 @@
+"""A stand-in for a GPU whose memory processes share: "device" memory is memfds, which others open through /proc.
+
+It keeps to what NVIDIA documents of `cuIpcGetMemHandle`, `cuIpcOpenMemHandle` and `cuIpcCloseMemHandle`
+(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html): a handle is of a whole allocation, wherever in it
+a tensor lies; one that is exported again has the same handle, and memory allocated later at the same address another;
+a handle that is opened again in a process is mapped once and counted, and has to be closed as often; who reads what it
+has closed is killed, as a kernel that does is. CUDA opens nothing in the process that exported it (error 201).
+
+Of what that leaves undefined, this takes the worst for who relies on it: memory that is freed while another process
+maps it is overwritten there. What a process had that was killed is as it was in the mappings that there are, and cannot
+be opened any more. Streams are not modelled: everything is done when a call returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rl_ckpt._messages import HANDLE_BYTES
+from rl_ckpt._plan import aligned
+from rl_ckpt._tensors import as_bytes, buffer_tensor
+from rl_ckpt.backends import cuda_ipc
+from rl_ckpt.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from torch import Tensor
+
+_HANDLE = struct.Struct(f"<QQQ{HANDLE_BYTES - 24}x")
+"""Process, descriptor in it, and inode: a descriptor that is used again is other memory."""
+
+
+_NO_ACCESS = 0
+"""PROT_NONE."""
+
+
+class FakeGpu:
+    """What `rl_ckpt.backends.cuda_ipc` asks of the driver. One for each process.
+
+    Args:
+        opens_own: Let handles be opened in the process that exported them, for tests with both ends in one.
+    """
+
+    device_id = "fake-gpu".ljust(36, "-")
+
+    def __init__(self, *, opens_own: bool = False) -> None:
+        self.num_opened = 0
+        """Successful calls of `open`."""
+        self.num_closed = 0
+        """Successful calls of `close`."""
+        self._opens_own = opens_own
+        self._exports: dict[int, tuple[int, int]] = {}
+        """Descriptor and size of each allocation of this process, by address."""
+        self._mapped: dict[bytes, tuple[Tensor, int]] = {}
+        """What is mapped, and how often it was opened."""
+
+    def hold(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the device, contiguous, all in one allocation, as torch lays out a model."""
+        whole = self.allocate(sum(aligned(tensor.nbytes) for tensor in weights.values()) or 1)
+        held: dict[str, Tensor] = {}
+        end = 0
+        for name, tensor in weights.items():
+            room = whole[end : end + tensor.nbytes].copy_(as_bytes(tensor))
+            held[name] = room.view(tensor.dtype).view(tensor.shape)
+            end += aligned(tensor.nbytes)
+        return held
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether it lies in an allocation of this process."""
+        return tensor.untyped_storage().data_ptr() in self._exports
+
+    def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
+        """Where its storage is."""
+        address = tensor.untyped_storage().data_ptr()
+        return address, self._exports[address][1]
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Freed with the last tensor in it."""
+        descriptor = os.memfd_create("rl-ckpt-gpu")
+        os.ftruncate(descriptor, num_bytes)
+        memory = mmap.mmap(descriptor, num_bytes)
+        whole = buffer_tensor(memory, offset=0, num_bytes=num_bytes)
+        self._exports[whole.data_ptr()] = descriptor, num_bytes
+        weakref.finalize(memory, self._free, whole.data_ptr())
+        return whole
+
+    def _free(self, address: int) -> None:
+        descriptor, num_bytes = self._exports.pop(address)
+        os.pwrite(descriptor, b"\xff" * num_bytes, 0)
+        os.close(descriptor)
+
+    def export(self, address: int) -> bytes:
+        """The same for the same allocation."""
+        descriptor, _ = self._exports[address]
+        return _HANDLE.pack(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+
+    def open(self, handle: bytes, num_bytes: int) -> Tensor:
+        """Map it, once; fails as CUDA does."""
+        if handle not in self._mapped:
+            self._mapped[handle] = self._map(handle, num_bytes), 0
+        mapped, count = self._mapped[handle]
+        self._mapped[handle] = mapped, count + 1
+        self.num_opened += 1
+        return mapped.view(-1)
+
+    def _map(self, handle: bytes, num_bytes: int) -> Tensor:
+        pid, descriptor, inode = _HANDLE.unpack(handle)
+        if pid == os.getpid() and not self._opens_own:
+            raise _failure("cuIpcOpenMemHandle_v2", 201, "invalid device context")
+        try:
+            mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        except OSError as error:
+            raise _failure("cuIpcOpenMemHandle_v2", 400, "invalid resource handle") from error
+        try:
+            found = os.fstat(mine)
+            if (found.st_ino, found.st_size) != (inode, num_bytes):
+                raise _failure("cuIpcOpenMemHandle_v2", 400, "invalid resource handle")
+            return buffer_tensor(mmap.mmap(mine, num_bytes), offset=0, num_bytes=num_bytes)
+        finally:
+            os.close(mine)
+
+    def close(self, mapped: Tensor) -> None:
+        """Unmap what was opened as often as it was closed with this."""
+        for handle, (memory, count) in self._mapped.items():
+            if memory.data_ptr() == mapped.data_ptr():
+                self.num_closed += 1
+                self._mapped[handle] = memory, count - 1
+                if count == 1:
+                    _forbid(self._mapped.pop(handle)[0])
+                return
+        raise _failure("cuIpcCloseMemHandle", 1, "invalid argument")
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+def _failure(call: str, status: int, text: str) -> BackendError:
+    return BackendError(f"{call} failed with CUDA error {status}: {text}")
+
+
+def _forbid(memory: Tensor) -> None:
+    """Let whoever looks at these pages from now on be killed."""
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    if protect(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), _NO_ACCESS):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def hold_on_gpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`FakeGpu.hold` of the one that this process uses."""
+    gpu = cuda_ipc.driver_of()
+    assert isinstance(gpu, FakeGpu), "call use_fake_gpu() first"
+    return gpu.hold(weights)
+
+
+def use_fake_gpu() -> FakeGpu:
+    """Let all `cuda-ipc` sessions of this process use one, from now on."""
+    gpu = FakeGpu()
+    cuda_ipc.driver_of = lambda device_id=None: gpu
+    return gpu
+
+
+@contextmanager
+def fake_gpu() -> Generator[FakeGpu]:
+    """Let `cuda-ipc` sessions that are opened inside use one, also with both ends in this process."""
+    gpu, real = FakeGpu(opens_own=True), cuda_ipc.driver_of
+    cuda_ipc.driver_of = lambda device_id=None: gpu
+    try:
+        yield gpu
+    finally:
+        cuda_ipc.driver_of = real
