@@ -200,6 +200,16 @@ def test_an_update_that_fails_says_why_and_who_serves(qwen3_folder, spoil, told)
     assert after == before
 
 
+@pytest.mark.parametrize("version", [-1, 2**63])
+def test_a_version_that_tokens_cannot_carry_is_refused(qwen3_folder, version):
+    async def scenario(server):
+        with pytest.raises(WeightUpdateError, match=f"weight version {version} must be 0 or above, in 64 bits"):
+            await server.update_weights(FakeReceiver(load_weights(qwen3_folder), version), version)
+        return await server.generate(request())
+
+    assert serve(qwen3_folder, scenario).weight_versions == (0,) * 8
+
+
 def test_an_update_may_name_a_tied_weight_twice(qwen3_folder):
     async def scenario(server):
         weights = load_weights(qwen3_folder)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_rollout import FinishReason, GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
+from rl_rollout import ConfigError, FinishReason, GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
 from rl_rollout.backends.embedded import engine as engine_module
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.model import load_model
@@ -262,6 +262,27 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused(tmp_path):
     folder = write_tiny_model(tmp_path / "model", family="qwen3_next", **overrides)
     with pytest.raises(ModelFolderError, match="linear_attention"):
         build(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [("diffllama", "layer 0 asks for attention twice"), ("doge", "DogeAttention asks for attention_mask")],
+)
+def test_attention_of_another_kind_is_refused(family, told, tmp_path):
+    with pytest.raises(ModelFolderError, match=told):
+        build(write_tiny_model(tmp_path / "model", family=family))
+
+
+def test_frequencies_that_depend_on_who_is_in_the_batch_are_refused(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    folder = write_tiny_model(tmp_path / "model", family="llama", rope_parameters=rope, max_position_embeddings=256)
+    with pytest.raises(ConfigError, match="max_model_len=256: .* set it to 64 at most"):
+        build(folder)
+    engine = build(folder, max_model_len=64)
+    engine.submit(greedy(str(i), prompt) for i, prompt in enumerate(prompts()))
+    outputs = run_to_end(engine)
+    assert [outputs[str(i)].token_ids for i in range(len(prompts()))] == expected(folder, prompts())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

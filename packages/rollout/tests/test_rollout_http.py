@@ -24,6 +24,7 @@ from rl_rollout import (
 )
 
 TOKEN = "a-secret"
+HI = {"role": "user", "content": "1+1"}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,11 @@ def test_a_bad_request_in_a_batch_spoils_no_other(site):
         ("/sleep", {"level": 3}, "level 3"),
         ("/wake", {"tags": ["all"]}, "weights, kv_cache"),
         ("/update_weights", {"version": 1}, "'address' and 'version'"),
+        ("/generate", {"prompt_token_ids": [5], "sampling_params": {"stop_token_ids": [2**63]}}, "in 64 bits"),
+        ("/generate", {"prompt_token_ids": [5], "sampling_params": {"top_k": 2**63}}, "in 64 bits"),
+        ("/generate", {"prompt_token_ids": [5], "sampling_params": {"temperature": 1e-7}}, "1e-06 or above"),
+        ("/v1/completions", {"prompt": "1+1", "stream_options": {"include_usage": True}}, "stream=true"),
+        ("/v1/chat/completions", {"messages": [HI], "max_tokens": 1, "max_completion_tokens": 2}, "one setting"),
         ("/v1/completions", {"prompt": "1+1", "best_off": 2}, "unknown field 'best_off'"),
         ("/v1/completions", {"prompt": "1+1", "presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
         ("/v1/completions", {"prompt": "1+1", "model": "other"}, "'other' is not served here"),
@@ -190,6 +196,31 @@ def test_a_caller_that_goes_away_takes_its_request_with_it(site):
         return before, after
 
     assert site.run(scenario()) == (1, 0)
+
+
+def test_an_id_may_be_used_again_once_its_caller_has_left(long_folder):
+    """Each gets its own answer, and none is aborted by what the one before left behind."""
+
+    async def scenario():
+        server = create_server("embedded", ServerConfig(model_path=str(long_folder), num_threads=1))
+        client = connect_server(await server.start())
+        await client.start()
+        try:
+            for asked in (server, client):
+                want = await asked.generate(request("alone", prompt=(9,)))
+                for _ in range(8):
+                    task = asyncio.create_task(asked.generate(request("again", max_new_tokens=4000)))
+                    await asyncio.sleep(0.02)
+                    task.cancel()
+                    await asyncio.wait([task])
+                    assert task.cancelled()
+                    found = await asked.generate(request("again", prompt=(9,)))
+                    assert (found.token_ids, found.finish_reason) == (want.token_ids, FinishReason.LENGTH)
+        finally:
+            await client.stop()
+            await server.stop()
+
+    asyncio.run(scenario())
 
 
 def test_a_server_that_is_not_there(site):

@@ -211,6 +211,12 @@ def test_a_port_in_use(site):
         run(other.start())
 
 
+@pytest.mark.parametrize("field", ["max_num_seqs", "seed", "num_threads", "kv_cache_bytes"])
+def test_settings_of_whoever_started_the_url_are_refused(field):
+    with pytest.raises(ConfigError, match=f"{field}=7: the model at a URL is started by somebody else"):
+        create_server("openai", ServerConfig(model_path="m", options={"url": "http://x/v1"}, **{field: 7}))
+
+
 @pytest.mark.parametrize("told", [None, -9999.0])
 def test_logprobs_that_are_no_numbers_are_an_error(told):
     logprobs = SimpleNamespace(token_logprobs=[-0.5, told])

@@ -15,6 +15,7 @@ from rl_rollout import (
     GenerateRequest,
     OverloadedError,
     RequestError,
+    RequestTimeoutError,
     Router,
     SamplingParams,
     ServerConfig,
@@ -410,6 +411,27 @@ def test_a_router_has_room_for_so_many_and_refuses_more():
         return given, len(await asyncio.gather(*tasks)), len((await router.generate(request("more"))).token_ids)
 
     assert asyncio.run(scenario()) == ([2, 2], 7, 2)
+
+
+def test_the_wait_for_a_replica_is_part_of_a_requests_time():
+    async def scenario():
+        server = FakeServer()
+        router = Router([server], max_in_flight=1)
+        await router.start()
+        await router.pause("keep")
+        first = asyncio.create_task(router.generate(request("first")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestTimeoutError, match="'whole' got no replica in its time"):
+            await router.generate(request("whole", timeout_s=0.05))
+        with pytest.raises(RequestTimeoutError, match="'streamed' got no replica in its time"):
+            await anext(router.generate_stream(request("streamed", timeout_s=0.05)))
+        late = asyncio.create_task(router.generate(request("late", timeout_s=60.0)))
+        await asyncio.sleep(0.1)
+        await router.resume()
+        await asyncio.gather(first, late)
+        return server.requests[-1].timeout_s
+
+    assert 59.0 < asyncio.run(scenario()) < 59.95
 
 
 def test_a_known_prefix_is_followed_unless_its_holder_is_busy():

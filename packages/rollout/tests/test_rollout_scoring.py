@@ -167,3 +167,9 @@ def test_the_command_line_serves_it(folder, wanted):
 def test_a_backend_of_generation_is_none_of_scores(capsys):
     assert main(["model", "--task", "score", "--backend", "vllm"]) == 2
     assert "--backend vllm does nothing with --task score" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["max-num-seqs", "seed", "timeout-s", "kv-cache-bytes"])
+def test_a_setting_of_generation_is_none_of_scores(option, capsys):
+    assert main(["model", "--task", "score", f"--{option}", "7"]) == 2
+    assert "it does nothing with a reward model" in capsys.readouterr().err

@@ -13,9 +13,13 @@ from rollout_servers import fake_vllm_config
 
 from rl_rollout import (
     FinishReason,
+    GenerateRequest,
     GenerationError,
+    SamplingParams,
+    ServerConfig,
     ServerLostError,
     TokenOutput,
+    UnsupportedError,
     WeightUpdateError,
     create_server,
 )
@@ -96,6 +100,22 @@ def test_routed_experts_are_asked_of_the_runner_that_tells_them(qwen3_folder):
     telling = create_server("vllm", fake_vllm_config(qwen3_folder, "--enable-return-routed-experts"))
     assert [server.capabilities.gives_routed_experts for server in (plain, telling)] == [False, True]
     assert [server.process.environment.get("VLLM_USE_V2_MODEL_RUNNER") for server in (plain, telling)] == [None, "1"]
+
+
+def test_threads_are_those_that_were_asked_for(qwen3_folder, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    names = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
+    servers = [create_server("vllm", ServerConfig(model_path=str(qwen3_folder), num_threads=n)) for n in (0, 3)]
+    told = [[server.process.environment.get(name) for name in names] for server in servers]
+    assert told == [[None, None], ["3", "nobind"]]  # without nobind, vLLM takes a thread for each core
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.009}, {"seed": -1}])
+def test_what_vllm_would_take_for_something_else_is_refused(qwen3_folder, params):
+    server = create_server("vllm", fake_vllm_config(qwen3_folder))
+    request = GenerateRequest(request_id="r", prompt_token_ids=(5,), sampling_params=SamplingParams(**params))
+    with pytest.raises(UnsupportedError, match=f"{next(iter(params))}={next(iter(params.values()))}"):
+        asyncio.run(server.post_generate(request, None))
 
 
 def test_versions_are_never_guessed():

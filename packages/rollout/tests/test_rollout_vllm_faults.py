@@ -67,6 +67,10 @@ def test_a_command_that_is_none(qwen3_folder):
             {"kv_cache_bytes": 2**20, "options": {"env": {"VLLM_CPU_KVCACHE_SPACE": 1}}},
             "kv_cache_bytes=1048576 and VLLM_CPU_KVCACHE_SPACE='1' .* leave one of them out",
         ),
+        (
+            {"num_threads": 1, "options": {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}}},
+            "num_threads=1 and VLLM_CPU_OMP_THREADS_BIND='0-1' .* leave one of them out",
+        ),
     ],
 )
 def test_bad_settings_are_told_before_anything_starts(qwen3_folder, fields, told):

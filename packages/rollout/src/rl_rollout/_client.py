@@ -43,6 +43,8 @@ class HttpServer(RolloutServer):
         self._session: aiohttp.ClientSession | None = None
         self._outbox: list[Pending] = []
         self._in_flight: set[str] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Aborts on their way, by request id: the next request of that id is sent after it."""
         self._told: dict[str, list[dict[str, Any]]] = {}
         """New tokens of the requests in flight, as they were told."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,6 +80,8 @@ class HttpServer(RolloutServer):
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         """See `RolloutServer.generate`."""
+        if (leaving := self._leaving.get(request.request_id)) is not None:
+            await asyncio.wait([leaving])
         self._enter(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
@@ -91,10 +95,10 @@ class HttpServer(RolloutServer):
         except TimeoutError as error:
             if future.done() and not future.cancelled():
                 raise  # the server's own, which says more
-            self._spawn(self._abort_quietly(request.request_id))
+            self._give_up(request)
             raise self._late(request, timeout_s) from error
         except asyncio.CancelledError:
-            self._spawn(self._abort_quietly(request.request_id))
+            self._give_up(request)
             raise
         finally:
             self._in_flight.discard(request.request_id)
@@ -151,10 +155,16 @@ class HttpServer(RolloutServer):
         if live:
             self._spawn(self._send_batch(live))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _give_up(self, request: GenerateRequest) -> None:
+        request_id = request.request_id
+        self._leaving[request_id] = self._spawn(self._abort_quietly(request_id))
+        self._leaving[request_id].add_done_callback(lambda _: self._leaving.pop(request_id, None))
 
     async def _send_batch(self, batch: Sequence[Pending]) -> None:
         """Send requests and settle their futures. Whatever happens, every future is settled."""
@@ -181,15 +191,13 @@ class HttpServer(RolloutServer):
         waiting: dict[str, asyncio.Future[TokenOutput]],
     ) -> None:
         async for line in _lines(response):
-            if line.startswith(b"+"):
-                message = _wire.message_of(line[1:])
-                self._told.setdefault(message["request_id"], []).append(message)
-                continue
-            message = _wire.message_of(line)
+            message = _wire.message_of(line.removeprefix(b"+"))
             future = waiting[message["request_id"]]
             if future.done():
                 continue  # its caller gave up
-            if "error" in message:
+            if line.startswith(b"+"):
+                self._told.setdefault(message["request_id"], []).append(message)
+            elif "error" in message:
                 future.set_exception(_wire.error_from_json(message["error"], self.url))
             else:
                 future.set_result(_wire.output_from_json(message))

@@ -19,7 +19,7 @@ from rl_rollout._http import Endpoint
 from rl_rollout._partial import empty_output
 from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
 from rl_rollout._upstream import Upstream
-from rl_rollout._validation import check_adapter, check_extras, check_finite, check_length, check_request
+from rl_rollout._validation import check_adapter, check_extras, check_finite, check_length, check_request, check_version
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     RequestError,
@@ -320,6 +320,7 @@ class ExternalServer(RolloutServer):
             self._need_running()
             address, is_lost = receive.address, False
             try:
+                check_version(version)
                 if "://" not in address:
                     raise WeightUpdateError("the address is no URL of rl-ckpt, e.g. shm://policy")
                 if not self._stands_still:

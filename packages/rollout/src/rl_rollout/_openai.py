@@ -174,6 +174,10 @@ class OpenAIRoutes:
             raise RequestError("alternatives (top_logprobs, or logprobs above 0) go without stream and stop")
         if num_top_logprobs and asked is False:
             raise RequestError("top_logprobs needs logprobs=true")
+        if "stream_options" in message and not message.get("stream"):
+            raise RequestError("stream_options go with stream=true")
+        if "max_tokens" in message and "max_completion_tokens" in message:
+            raise RequestError("max_tokens and max_completion_tokens are one setting; leave one of them out")
         options = message.get("stream_options", {})
         _wire.check_fields(options, {"include_usage": (bool,)}, "stream_options")
         known = {

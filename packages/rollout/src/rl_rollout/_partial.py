@@ -1,7 +1,8 @@
-"""A completion in several parts: what is left to ask for, and the parts put together. Pure functions."""
+"""A completion in several parts: what is left to ask for, and of its time, and the parts put together."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,18 @@ def empty_output(request: GenerateRequest) -> TokenOutput:
         weight_versions=(),
         finish_reason=FinishReason.ABORT,
     )
+
+
+def deadline_of(request: GenerateRequest) -> float | None:
+    """When its time is over, by the running loop's clock; None where it brings none."""
+    return None if request.timeout_s is None else asyncio.get_running_loop().time() + request.timeout_s
+
+
+def due(request: GenerateRequest, deadline: float | None) -> GenerateRequest:
+    """The request with what is left of its time."""
+    if deadline is None:
+        return request
+    return replace(request, timeout_s=max(round(deadline - asyncio.get_running_loop().time(), 3), 0.001))
 
 
 def rest_of(request: GenerateRequest, done: TokenOutput) -> GenerateRequest | None:

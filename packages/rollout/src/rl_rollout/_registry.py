@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_rollout.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import ServerAddress, ServerConfig
@@ -74,6 +74,18 @@ def check_options(options: Mapping[str, Any], known: Mapping[str, str], backend:
             near = get_close_matches(name, known, n=1)
             what = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known) or 'none'}"
             raise ConfigError(f"backend {backend!r} has no option {name!r}; {what}")
+
+
+def check_unused(config: ServerConfig, names: Sequence[str], why: str) -> None:
+    """Refuse settings that have no effect.
+
+    Raises:
+        ConfigError: one is not its default; says why it would be ignored.
+    """
+    default = type(config)(model_path="")
+    for name in names:
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"{name}={getattr(config, name)!r}: {why}; leave it out")
 
 
 def create_server(backend: str, config: ServerConfig) -> RolloutServer:

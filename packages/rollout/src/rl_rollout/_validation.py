@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 NO_LOGPROB = -9999.0
 """What vLLM tells in place of NaN, of minus infinity, and of what it does not know."""
 SEED_RANGE = 2**63
-"""Seeds lie in [-2**63, 2**63)."""
+"""Seeds lie in [-2**63, 2**63), and no other number is larger: engines keep them in 64 bits."""
+LEAST_TEMPERATURE = 1e-6
+"""Below it, logits / temperature are no numbers of 32 bits; SGLang takes it for 0."""
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
@@ -71,6 +73,16 @@ def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
     for name, is_fine in asked.items():
         if not is_fine:
             raise UnsupportedError(f"request {request.request_id!r}: this server has no {name}; leave it out")
+
+
+def check_version(version: int) -> None:
+    """Refuse a weight version that tokens cannot carry.
+
+    Raises:
+        RequestError: tells the range.
+    """
+    if not 0 <= version < SEED_RANGE:
+        raise RequestError(f"weight version {version} must be 0 or above, in 64 bits: every token carries it")
 
 
 def check_adapter(request: GenerateRequest, names: Iterable[str]) -> None:
@@ -129,8 +141,9 @@ def check_sampling(request_id: str, params: SamplingParams) -> None:
             raise RequestError(f"request {request_id!r}: {field}={getattr(params, field)!r} must be {allowed}")
 
     need(params.max_new_tokens >= 1, "max_new_tokens", "at least 1")
-    need(math.isfinite(params.temperature) and params.temperature >= 0, "temperature", "0 (greedy) or above")
+    is_warm = math.isfinite(params.temperature) and params.temperature >= LEAST_TEMPERATURE
+    need(is_warm or params.temperature == 0, "temperature", f"0 (greedy), or {LEAST_TEMPERATURE} or above")
     need(0 < params.top_p <= 1, "top_p", "above 0 and at most 1")
-    need(params.top_k >= 0, "top_k", "0 (off) or above")
-    need(all(i >= 0 for i in params.stop_token_ids), "stop_token_ids", "token ids, 0 or above")
+    need(0 <= params.top_k < SEED_RANGE, "top_k", "0 (off) or above, in 64 bits")
+    need(all(0 <= i < SEED_RANGE for i in params.stop_token_ids), "stop_token_ids", "token ids, 0 or above, in 64 bits")
     need(params.seed is None or -SEED_RANGE <= params.seed < SEED_RANGE, "seed", "None or a 64-bit integer")

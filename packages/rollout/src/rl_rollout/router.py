@@ -8,10 +8,17 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._partial import empty_output, extended, joined, rest_of
+from rl_rollout._partial import deadline_of, due, empty_output, extended, joined, rest_of
 from rl_rollout._placement import Placement
 from rl_rollout.base import RolloutServer
-from rl_rollout.errors import ConfigError, OverloadedError, RequestError, ServerLostError, WeightUpdateError
+from rl_rollout.errors import (
+    ConfigError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+    ServerLostError,
+    WeightUpdateError,
+)
 from rl_rollout.receiver import CkptReceiver
 from rl_rollout.types import FinishReason, ServerAddress, TokenChunk
 
@@ -170,24 +177,25 @@ class Router(RolloutServer):
             ServerLostError: every replica is gone; the last loss is chained.
             OverloadedError: all replicas are busy, and too many wait already.
         """
+        deadline = deadline_of(request)
         with self._entered(request):
             done = empty_output(request)
             left: GenerateRequest | None = request
             while left is not None:
-                part, is_last = await self._generate_part(left)
+                part, is_last = await self._generate_part(left, deadline)
                 done = joined(done, part, num_prompt_tokens=len(request.prompt_token_ids))
                 if is_last:
                     return done
                 left = rest_of(request, done)
             return replace(done, finish_reason=FinishReason.LENGTH)  # lost after its last token, before it said so
 
-    async def _generate_part(self, request: GenerateRequest) -> tuple[TokenOutput, bool]:
+    async def _generate_part(self, request: GenerateRequest, deadline: float | None) -> tuple[TokenOutput, bool]:
         """What one replica gives, and whether that is all."""
-        server = await self._take_turn(request)
+        server = await self._take_turn(request, deadline)
         if server is None:
             return empty_output(request), True
         try:
-            output = await server.generate(request)
+            output = await server.generate(due(request, deadline))
         except ServerLostError as error:
             await self._leave_out(server, error)
             return error.partial or empty_output(request), False
@@ -202,15 +210,16 @@ class Router(RolloutServer):
             ServerLostError, OverloadedError: like `generate`.
         """
         request.check_streamable()
+        deadline = deadline_of(request)
         with self._entered(request):
             left: GenerateRequest | None = request
             done = empty_output(request)
             while left is not None:
-                server = await self._take_turn(left)
+                server = await self._take_turn(left, deadline)
                 if server is None:
                     break
                 try:
-                    async with aclosing(server.generate_stream(left)) as chunks:
+                    async with aclosing(server.generate_stream(due(left, deadline))) as chunks:
                         async for chunk in chunks:
                             done = extended(done, chunk)
                             if self._is_over(request, chunk.finish_reason, server):
@@ -242,7 +251,7 @@ class Router(RolloutServer):
             self._in_flight.discard(request.request_id)
             self._aborted.discard(request.request_id)
 
-    async def _take_turn(self, request: GenerateRequest) -> RolloutServer | None:
+    async def _take_turn(self, request: GenerateRequest, deadline: float | None) -> RolloutServer | None:
         """A replica that has room, waiting for one if none has; None if the request is aborted meanwhile."""
         async with self._changed:
             if not self._room() and self._loads:
@@ -253,9 +262,15 @@ class Router(RolloutServer):
                     )
                 self._num_waiting += 1
                 try:
-                    await self._changed.wait_for(
-                        lambda: self._room() or not self._loads or request.request_id in self._aborted
-                    )
+                    async with asyncio.timeout_at(deadline):
+                        await self._changed.wait_for(
+                            lambda: self._room() or not self._loads or request.request_id in self._aborted
+                        )
+                except TimeoutError as error:
+                    raise RequestTimeoutError(
+                        f"request {request.request_id!r} got no replica in its time: {len(self._loads)} are given "
+                        f"{self._max_in_flight} requests each, and {self._num_waiting} wait"
+                    ) from error
                 finally:
                     self._num_waiting -= 1
             if request.request_id in self._aborted:

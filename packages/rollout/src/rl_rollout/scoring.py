@@ -21,7 +21,7 @@ import torch
 from aiohttp import web
 
 from rl_rollout import _wire
-from rl_rollout._registry import LOOPBACK_HOSTS
+from rl_rollout._registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout._text import LazyTokenizer, plain_messages
 from rl_rollout.errors import ConfigError, ModelFolderError, RequestError, RolloutError, ServerStartError
 from rl_rollout.types import ServerAddress
@@ -103,6 +103,8 @@ class ScoreServer:
             raise ConfigError(f"host {config.host!r} is reachable from outside; set api_token, or use 127.0.0.1")
         if config.options:
             raise ConfigError(f"options {sorted(config.options)} do nothing with a reward model; leave them out")
+        unused = ("max_num_seqs", "seed", "timeout_s", "kv_cache_bytes")
+        check_unused(config, unused, "it does nothing with a reward model")
         self._config = config
         self._tokenizer = LazyTokenizer(config.model_path)
         self._model: RewardModel | None = None

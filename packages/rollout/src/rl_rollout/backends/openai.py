@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 
 from rl_rollout._http import Endpoint
-from rl_rollout._registry import check_options
+from rl_rollout._registry import check_options, check_unused
 from rl_rollout._validation import as_logprob, check_extras, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
@@ -72,6 +72,8 @@ class OpenAIServer(RolloutServer):
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "openai")
+        foreign = ("max_num_seqs", "seed", "num_threads", "device", "dtype", "kv_cache_bytes")
+        check_unused(config, foreign, "the model at a URL is started by somebody else, whose setting this is")
         url = config.options.get("url")
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ConfigError(f"backend 'openai' needs the option url, e.g. http://127.0.0.1:8000/v1; it is {url!r}")

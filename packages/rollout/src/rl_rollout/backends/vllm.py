@@ -33,7 +33,7 @@ from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
 from rl_rollout._validation import NO_LOGPROB, as_logprob
 from rl_rollout._vllm_features import features_of
-from rl_rollout.errors import ConfigError, RolloutError
+from rl_rollout.errors import ConfigError, RolloutError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM 0.32 tells routed experts with its second model runner alone, and does not start with the first."""
 CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Size of the cache in GiB; where it is set, vLLM on a CPU does not look at the argument."""
+BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+"""Cores of vLLM on a CPU, a thread on each; only with `nobind` does it look at OMP_NUM_THREADS."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM takes this for what is below."""
 NORMALISE_ARGUMENT = "--mm-device-do-normalize"
 VISION_ARGUMENTS = ("--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}')
 """Of a model with a vision tower: images come normalised, and nobody shows it videos."""
@@ -101,6 +105,7 @@ class VllmServer(ExternalServer):
             lambda: aiohttp.UnixConnector(self._socket, limit=0, force_close=True),
             VLLM_SERVER_DEV_MODE="1",
             **self._runner(),
+            **self._binding(),
         )
 
     @property
@@ -120,6 +125,18 @@ class VllmServer(ExternalServer):
                 f"kv_cache_bytes={self.config.kv_cache_bytes} and {CACHE_VARIABLE}={found!r} in the environment: vLLM "
                 "on a CPU would take the latter; leave one of them out"
             )
+
+    def _binding(self) -> dict[str, str]:
+        """The environment variable that has vLLM on a CPU take as many threads as it is told."""
+        if not self.config.num_threads:
+            return {}
+        found = {**os.environ, **read_environment(self.config.options.get("env", {}))}.get(BIND_VARIABLE, "nobind")
+        if found != "nobind":
+            raise ConfigError(
+                f"num_threads={self.config.num_threads} and {BIND_VARIABLE}={found!r} in the environment: vLLM on a "
+                "CPU would take a thread for each core of the latter; leave one of them out"
+            )
+        return {BIND_VARIABLE: found}
 
     def _runner(self) -> dict[str, str]:
         """The environment variable that chooses vLLM's model runner, where it matters."""
@@ -160,6 +177,11 @@ class VllmServer(ExternalServer):
     async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
+        if 0 < params.temperature < LEAST_TEMPERATURE or params.seed == -1:
+            raise UnsupportedError(
+                f"request {request.request_id!r}: temperature={params.temperature}, seed={params.seed}: vLLM takes "
+                f"{LEAST_TEMPERATURE} for lower temperatures than that, and -1 for no seed; choose 0 or others"
+            )
         body: dict[str, Any] = {
             "request_id": request.request_id,
             "model": request.adapter or self.model_name,

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "rl_rollout_paged"
 """Name under which transformers finds `attention_forward`."""
 
-_UNSUPPORTED = ("position_bias", "head_mask")
+_HARMLESS = {"position_ids", "cache_position"}
+"""Tensors that models pass on to attention and that it has no use for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +74,8 @@ def attention_forward(
     """What every attention layer of a served model calls. See transformers' AttentionInterface."""
     if rl_batch is None:
         raise ModelFolderError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
+    for name, given in {"attention_mask": attention_mask, **kwargs}.items():
+        if isinstance(given, Tensor) and name not in _HARMLESS:
             raise ModelFolderError(f"{type(module).__name__} asks for {name}, which the embedded backend does not have")
     settings = AttentionSettings(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -93,7 +94,13 @@ class ProbeBatch:
     settings: dict[int, AttentionSettings] = field(default_factory=dict[int, AttentionSettings])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
-        """Record; return zeros of the right shape."""
+        """Record; return zeros of the right shape.
+
+        Raises:
+            ModelFolderError: the layer has asked before; its keys would be written over those of the first time.
+        """
+        if layer in self.settings:
+            raise ModelFolderError(f"layer {layer} asks for attention twice, which the embedded backend does not serve")
         self.settings[layer] = settings
         self.shapes[layer] = LayerShape(num_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rl_rollout._http import Endpoint
-from rl_rollout._validation import check_adapter, check_extras, check_request
+from rl_rollout._validation import check_adapter, check_extras, check_request, check_version
 from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.model import choose_device, choose_num_threads, load_model
+from rl_rollout.backends.embedded.telling import last_chunk
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
 from rl_rollout.base import RolloutServer
@@ -59,6 +61,8 @@ class EmbeddedServer(RolloutServer):
         self._listeners: dict[str, Callable[[TokenChunk], None]] = {}
         self._futures: dict[str, asyncio.Future[TokenOutput]] = {}
         self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._owed: Counter[str] = Counter()
+        """Ends that the engine has yet to tell, by id: above 1 where a caller gave up and the id was used again."""
         self._update_lock = asyncio.Lock()
         self._may_hold_weights = True
 
@@ -202,8 +206,7 @@ class EmbeddedServer(RolloutServer):
         return request, seen
 
     def _check(self, request: GenerateRequest) -> None:
-        if self._address is None or self._is_stopped:
-            raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
+        self._need_running()
         check_request(request, vocab_size=self._model.vocab_size, max_model_len=self._model.max_model_len)
         check_extras(request, self.capabilities)
         check_adapter(request, self._model.adapters.names)
@@ -217,6 +220,7 @@ class EmbeddedServer(RolloutServer):
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append((request, told_every))
+        self._owed[request.request_id] += 1
         if seen is not None:
             self._seen[request.request_id] = seen
 
@@ -243,6 +247,13 @@ class EmbeddedServer(RolloutServer):
 
     def _hand_out(self, events: list[tuple[str, Event]]) -> None:
         for request_id, event in events:
+            is_of_another = self._owed[request_id] > 1
+            if not isinstance(event, TokenChunk):
+                self._owed[request_id] -= 1
+                if not self._owed[request_id]:
+                    del self._owed[request_id]
+            if is_of_another:
+                continue
             stream, future = self._streams.get(request_id), self._futures.get(request_id)
             if stream is not None:
                 stream.put_nowait(event)
@@ -289,6 +300,7 @@ class EmbeddedServer(RolloutServer):
     async def _stage(self, receive: WeightReceiver, version: int) -> None:
         if not self._may_hold_weights:
             raise WeightUpdateError("the server sleeps without weights; call wake(['weights']) first")
+        check_version(version)
         self._weights.begin()
         self._model.adapters.begin()
         iterator = receive.receive_weights()
@@ -387,13 +399,3 @@ class EmbeddedServer(RolloutServer):
         except TimeoutError as error:
             message = f"the engine of {self._name!r} (pid {os.getpid()}) did not {what}"
             raise RequestTimeoutError(f"{message}, within {self.config.timeout_s} s") from error
-
-
-def last_chunk(output: TokenOutput, num_told: int) -> TokenChunk:
-    """What is left to tell of an output."""
-    return TokenChunk(
-        token_ids=output.token_ids[num_told:],
-        logprobs=output.logprobs[num_told:],
-        weight_versions=output.weight_versions[num_told:],
-        finish_reason=output.finish_reason,
-    )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rl_rollout.backends.embedded.in_flight import InFlight
     from rl_rollout.backends.embedded.scheduler import Plan
     from rl_rollout.backends.embedded.table import BatchTable
+    from rl_rollout.types import TokenOutput
 
 
 def new_chunks(
@@ -77,3 +78,13 @@ def note_tokens(
             if sequence.row in place:
                 start = int(table.lengths_host[sequence.row]) - 1
                 sequence.extras.note_tokens(start, None, place[sequence.row][None])
+
+
+def last_chunk(output: TokenOutput, num_told: int) -> TokenChunk:
+    """What is left to tell of an output."""
+    return TokenChunk(
+        token_ids=output.token_ids[num_told:],
+        logprobs=output.logprobs[num_told:],
+        weight_versions=output.weight_versions[num_told:],
+        finish_reason=output.finish_reason,
+    )

@@ -106,10 +106,17 @@ class EngineThread:
             self._is_wanted.zero_()
         for command, future in commands:
             try:
-                future.set_result(command(engine))
+                result = command(engine)
             except Exception as error:  # noqa: BLE001  it is the caller's to see
                 future.set_exception(error)
+                continue
+            self._tell(engine)  # who hears that a command is done finds what it has ended to have ended
+            future.set_result(result)
         return True
+
+    def _tell(self, engine: Engine) -> None:
+        if events := engine.take_events():
+            self._deliver(events)
 
     def _step(self, engine: Engine) -> None:
         if engine.can_step:
@@ -121,8 +128,7 @@ class EngineThread:
                 failure = GenerationError(f"a decode step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 engine.fail(failure)
-        if events := engine.take_events():
-            self._deliver(events)
+        self._tell(engine)
         if self._drained and engine.is_drained:
             for future in self._drained:
                 future.set_result(None)
