@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import rl_tq
 from rl_tq._registry import GROUP
@@ -56,13 +57,58 @@ def test_nothing_but_the_shim_pickles():
     }
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("timeout_s", [0, -1.0, 1.1e6, float("inf"), float("nan")])
 def test_a_deadline_that_is_none_is_refused(timeout_s):
     for scheme in ("inproc", "shm", "tcp"):
-        with pytest.raises(ValueError, match="must be more than 0 seconds, and finite"):
+        with pytest.raises(ValueError, match="must be more than 0 seconds, and 1000000 .* at most"):
             rl_tq.serve(f"{scheme}://", timeout_s=timeout_s)
-        with pytest.raises(ValueError, match="must be more than 0 seconds, and finite"):
+        with pytest.raises(ValueError, match="must be more than 0 seconds, and 1000000 .* at most"):
             rl_tq.connect(f"{scheme}://nobody", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
+def test_a_deadline_is_never_longer_than_can_be_waited_for_and_leaves_the_server_well(scheme):
+    with rl_tq.serve(f"{scheme}://", timeout_s=1e6) as queue, rl_tq.connect(queue.address, timeout_s=1e6) as client:
+        claim = {"partition": "train", "columns": ["x"], "batch_size": 1, "task": "actor"}
+        client.put({"x": torch.zeros(2)}, partition="train")
+        meta = client.get_meta(**claim, lease_s=1e6)
+        for seconds in (1.1e6, float("inf"), float("nan")):
+            with pytest.raises(ValueError, match="lease_s is .* at most"):
+                client.get_meta(**claim, lease_s=seconds)
+            with pytest.raises(ValueError, match="lease_s is .* at most"):
+                client.extend(meta, seconds)
+            with pytest.raises(ValueError, match="timeout_s is .* at most"):
+                client.get_meta(**claim, timeout_s=seconds)
+        client.ack(meta)
+        assert client.stats()["rows"] == 2
+
+
+def test_a_server_outlives_deadlines_that_it_should_never_have_been_given(monkeypatch):
+    with rl_tq.serve("shm://") as queue, rl_tq.connect(queue.address) as client:
+        client.put({"x": torch.zeros(1)}, partition="train")
+        monkeypatch.setattr("rl_tq._client.check_seconds", lambda *_, **__: None)
+        client.get_meta(partition="train", columns=["x"], batch_size=1, task="actor", lease_s=1e10)
+        assert queue.stats()["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_rows": 1.5}, "max_rows is 1.5: it must be an integer, or None"),
+        ({"max_lag": float("nan")}, "max_lag is nan: it must be an integer"),
+        ({"max_bytes": "5"}, "max_bytes is '5': it must be an integer, or None"),
+        ({"tasks": "actor"}, "tasks is the string 'actor': give a list of names"),
+    ],
+)
+def test_options_of_another_kind_are_refused(options, told):
+    with rl_tq.serve("inproc://") as queue, pytest.raises(ValueError, match=told):
+        queue.configure("train", **options)
+
+
+@pytest.mark.parametrize("version", [float("nan"), 1.5, True])
+def test_a_weight_version_is_an_integer(version):
+    with rl_tq.serve("inproc://") as queue, pytest.raises(ValueError, match="it must be an integer"):
+        queue.advance("train", version)
 
 
 def test_the_shortest_deadline_is_one_for_sends_too():

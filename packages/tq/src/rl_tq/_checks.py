@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from rl_tq.types import PartitionOptions
 
 
+LONGEST_S = 1e6
+"""Deadlines lie within so many seconds: the kernel's own, in milliseconds, have 31 bits."""
+
+
+def check_seconds(name: str, seconds: float, *, may_be_none_left: bool = False) -> None:
+    """Raise ValueError for a deadline that is none, or that nobody can wait for."""
+    if not 0 <= seconds <= LONGEST_S or not (seconds or may_be_none_left):
+        least = "0 or more" if may_be_none_left else "more than 0"
+        raise ValueError(f"{name} is {seconds}: it must be {least} seconds, and {LONGEST_S:.0f} (11 days) at most")
+
+
 def find_rows(
     state: State, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]
 ) -> list[Row]:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rl_tq._checks import check_seconds
 from rl_tq._columns import borrowed_columns, check_tags, parse_columns
 from rl_tq._extent import Layout, plan_extent
 from rl_tq._gather import gather
@@ -149,8 +150,8 @@ class QueueClient(TransferQueue):
         lease_s: float | None = None,
     ) -> BatchMeta:
         """See `TransferQueue.get_meta`."""
-        if lease_s is not None and lease_s <= 0:
-            raise ValueError(f"lease_s is {lease_s}: give it more than 0 seconds, or None for no deadline")
+        if lease_s is not None:
+            check_seconds("lease_s", lease_s)
         claim = _claim(partition, columns, batch_size, task, sampler)
         claim["lease_s"] = lease_s
         limit = self._limit(timeout_s)
@@ -172,8 +173,7 @@ class QueueClient(TransferQueue):
 
     def extend(self, meta: BatchMeta, lease_s: float) -> None:
         """See `TransferQueue.extend`."""
-        if lease_s <= 0:
-            raise ValueError(f"lease_s is {lease_s}: give it more than 0 seconds")
+        check_seconds("lease_s", lease_s)
         request = {"op": "extend", "lease_s": lease_s, **_leased(meta)}
         self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
 
@@ -194,6 +194,8 @@ class QueueClient(TransferQueue):
 
     def advance(self, partition: str, weight_version: int) -> int:
         """See `TransferQueue.advance`."""
+        if type(weight_version) is not int:
+            raise ValueError(f"weight_version is {weight_version!r}: it must be an integer")
         request = {"op": "advance", "partition": partition, "weight_version": weight_version}
         return self._call(request, self.timeout_s)["num_dropped"]
 
@@ -243,8 +245,7 @@ class QueueClient(TransferQueue):
 
     def _limit(self, timeout_s: float | None) -> float:
         limit = self.timeout_s if timeout_s is None else timeout_s
-        if not 0 <= limit < float("inf"):
-            raise ValueError(f"timeout_s is {limit}: it must be 0 or more seconds, and finite")
+        check_seconds("timeout_s", limit, may_be_none_left=True)
         return limit
 
     def _wait(self, claim: Message, limit: float, *, is_claim: bool, after: int = -1) -> Message:

@@ -63,12 +63,16 @@ class PartitionOptions:
             ("keep_steps", 0), ("max_attempts", 1),
         ):  # fmt: skip
             value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise ValueError(f"{name} is {value!r}: it must be an integer" + (", or None" * (least == 1)))
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}: it must be at least {least}" + (", or None" * (least == 1)))
         choices = [str(choice) for choice in OnFull]
         if str(self.on_full) not in choices:
             raise ValueError(f"on_full is {self.on_full!r}: choose one of {choices}")
         object.__setattr__(self, "on_full", OnFull(self.on_full))
+        if isinstance(self.tasks, str):
+            raise ValueError(f"tasks is the string {self.tasks!r}: give a list of names")
         object.__setattr__(self, "tasks", tuple(self.tasks))
         if (self.rows_per_version is None) != (self.max_lag is None) and self.rows_per_version is not None:
             raise ValueError("rows_per_version bounds nothing without max_lag: give both, or max_rows")

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_tq._checks import check_seconds
 from rl_tq.errors import AddressError, StorageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def serve(address: str = "shm://", *, timeout_s: float = 60.0, snapshot: str | P
         StorageError: its scheme is no installed storage.
         ValueError: the deadline is not positive and finite.
     """
-    _check_deadline(timeout_s)
+    check_seconds("timeout_s", timeout_s)
     scheme, name = _split(address)
     path = None if snapshot is None else Path(snapshot)
     return _traced(load_storage(scheme).serve(name, timeout_s=timeout_s, snapshot=path))
@@ -44,7 +45,7 @@ def connect(address: str, *, timeout_s: float = 60.0) -> TransferQueue:
         ServerLostError: nobody serves there.
         ValueError: the deadline is not positive and finite.
     """
-    _check_deadline(timeout_s)
+    check_seconds("timeout_s", timeout_s)
     scheme, name = _split(address)
     if not name:
         raise AddressError(f"{address!r} names no queue: pass the address of the client that serve() returned")
@@ -68,11 +69,6 @@ def load_storage(name: str) -> Storage:
         raise StorageError(
             f"storage {name!r} cannot be imported: {error}; try: pip install '{package}[{name}]'"
         ) from error
-
-
-def _check_deadline(timeout_s: float) -> None:
-    if not 0 < timeout_s < float("inf"):
-        raise ValueError(f"timeout_s is {timeout_s}: the deadline of calls must be more than 0 seconds, and finite")
 
 
 def _traced(queue: TransferQueue) -> TransferQueue:

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from rl_tq._checks import LONGEST_S
 from rl_tq._compaction import Wasted
 from rl_tq._recovery import Recovery
 from rl_tq._segment_table import Member, SegmentTable
@@ -115,7 +116,9 @@ class ControlServer:
 
     def _turn(self) -> bool:
         deadline = self._service.next_deadline()
-        for fd, events in self._epoll.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        # Bounded: what asks for more, from wherever it comes, must not end everybody's queue.
+        left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_S)
+        for fd, events in self._epoll.poll(left):
             if connection := self._connections.get(fd):
                 self._serve(connection, events)
             elif fd == self._wake_read.fileno():
