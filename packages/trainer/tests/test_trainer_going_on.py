@@ -5,13 +5,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+import rl_engine._checkpoint
+from rl_engine.errors import CheckpointError
 from rl_trainer import checkpoints
 from rl_trainer.algorithms.kl import AdaptiveKl
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError
+from rl_trainer.job import run
 from rl_trainer.metrics import StepRecord
 from rl_trainer.pipelines.parts import kl_of
 from rl_trainer.pipelines.rollouts import RolloutManager
@@ -104,3 +108,22 @@ def test_prompts_that_were_given_back_are_waited_for_by_the_next_process_too():
     generated = RolloutManager(agents, [{}] * 100, order, config).generate_sequences("train", 1)
     assert agents.submitted[0][0].row_index == 77
     assert 77 in [group.row_index for group in generated.groups]
+
+
+def test_a_last_checkpoint_that_could_not_be_written_is_no_success(model, tmp_path, monkeypatch):
+    """What writes it beside training fails after the last step, when nothing is asked of the engine any more."""
+    save, out = rl_engine._checkpoint.save, tmp_path / "out"
+
+    def full_at_last(path, *rest):
+        if "checkpoint-2" in str(path):
+            raise CheckpointError("no space left")
+        save(path, *rest)
+
+    monkeypatch.setattr(rl_engine._checkpoint, "save", full_at_last)
+    sizes = ["data.options.num_rows=2000", "data.eval_size=4", "batch.batch_size=2", "batch.mini_batch_size=2"]
+    sizes += ["batch.group_size=2", "steps=2", "save_every=1", "eval_every=0", "tracking.trackers=[]"]
+    how = ["runtime=inline", "engine.async_checkpoints=true", f"model.path={model}", f"output_dir={out}"]
+    with pytest.raises(CheckpointError, match=r"checkpoint-2/engine was not written \(no space left\)"):
+        run(load_config("quickstart", [*sizes, *how]), Console(quiet=True))
+    assert not (out / "summary.json").exists()
+    assert checkpoints.newest(out) == out / "checkpoint-1"

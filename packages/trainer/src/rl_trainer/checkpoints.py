@@ -147,6 +147,16 @@ def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
     unfinished.replace(folder / STATE_FILE)
 
 
+def finish(parts: Parts) -> None:
+    """Wait for what is written while training goes on; nothing learns any more afterwards.
+
+    Raises:
+        Exception: what the writing of the last checkpoint failed with.
+    """
+    for engine in (*(engine for _, engine in _beside(parts)), parts.actor):  # the actor's process group is theirs too
+        engine.finish()
+
+
 def load(parts: Parts, folder: Path) -> None:
     """Give the engines their state back. The queue's was given to whoever serves it."""
     parts.actor.load_checkpoint(str(folder / "engine"))

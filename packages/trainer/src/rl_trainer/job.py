@@ -166,6 +166,8 @@ def _train(
                     console.print(line, highlight=False, soft_wrap=True)
 
             checkpoint = follow(records, parts, config, state, output_dir, add=add, should_stop=stop.is_set)
+            if config.engine.async_checkpoints:
+                checkpoints.finish(parts)
         extra = {
             "warmup_s": warmup_s,
             "start_s": start_s,

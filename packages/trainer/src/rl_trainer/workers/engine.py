@@ -130,6 +130,11 @@ class _EngineRank:
         """Write an ordinary Hugging Face folder."""
         self._engine.save_model(Path(path))
 
+    @register(Dispatch.ONE_TO_ALL)
+    def finish(self) -> None:
+        """Free the model, once a checkpoint that is still being written is whole. Raises what its writing raised."""
+        self._engine.close()
+
     def _put(self, batch: BatchMeta, columns: Mapping[str, Any]) -> BatchMeta:
         data = TensorDict(dict(columns), batch_size=[len(batch)])
         return self._queue.put(data, partition=batch.partition, sample_ids=batch.sample_ids)
