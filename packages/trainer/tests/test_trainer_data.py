@@ -52,6 +52,8 @@ def test_gsm8k_lines_are_read_as_they_are(tmp_path):
     [
         ([ROW, {"data_source": "x", "reward_model": {}}], {}, "row 2 has no field 'prompt'"),
         ([{**ROW, "prompt": "text"}], {}, "row 1: 'prompt' must be a non-empty list of messages"),
+        ([{**ROW, "prompt": [{"role": "user", "content": None}]}], {}, "message 1 of 'prompt' has content None"),
+        ([{**ROW, "prompt": [{"role": "user", "content": 5}]}], {}, "message 1 of 'prompt' has content 5"),
         (
             [{**ROW, "reward_model": {"style": "rule"}}],
             {},

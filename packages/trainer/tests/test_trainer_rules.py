@@ -75,6 +75,12 @@ def test_what_a_rule_says(rule, options, text, truth, reward):
     assert RULES[rule](text, row(truth), **options) == reward
 
 
+@pytest.mark.parametrize(("rule", "truth"), [("exact_match", None), ("math", None), ("gsm8k", None), ("math", "")])
+def test_a_row_without_an_answer_has_no_score_rather_than_zero(rule, truth):
+    with pytest.raises(RewardError, match="ground truth"):
+        RULES[rule]("\\boxed{4}", row(truth))
+
+
 def test_rules_by_data_source():
     assert resolve_reward("reasoning_gym/chain_sum") == "exact_match"
     assert resolve_reward("gsm8k") == "gsm8k"

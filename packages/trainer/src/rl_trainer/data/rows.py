@@ -49,6 +49,12 @@ def checked(record: Mapping[str, Any], where: str) -> Row:
         raise DataError(
             f"{where}: 'prompt' must be a non-empty list of messages with role and content, got {messages!r:.80}"
         )
+    for number, message in enumerate(messages, start=1):
+        content = message["content"]
+        if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
+            raise DataError(
+                f"{where}: message {number} of 'prompt' has content {content!r:.80}; give text, or a list of parts"
+            )
     if not isinstance(record["reward_model"], dict) or "ground_truth" not in record["reward_model"]:
         raise DataError(
             f"{where}: 'reward_model' must be an object with 'ground_truth', got {record['reward_model']!r:.80}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from rl_trainer.errors import DataError
+from rl_trainer.errors import DataError, RewardError
 
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 """`(completion text, dataset row) -> reward`, a number or numbers by name; a coroutine function may be one as well.
@@ -20,7 +20,7 @@ Raising means that the score failed; it is counted, and never read as zero."""
 Rule = Callable[..., float]
 """A reward function of ours: `(text, row, **options)`."""
 
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_BRACE = re.compile(r"[{}]")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -76,7 +76,10 @@ def has_format(
 
 
 def _truth(row: Mapping[str, Any]) -> str:
-    return str(row["reward_model"]["ground_truth"]).strip()
+    truth = row["reward_model"]["ground_truth"]
+    if truth is None:
+        raise RewardError("the row has no ground truth to compare with: it is null")
+    return str(truth).strip()
 
 
 def math_equal(text: str, row: Mapping[str, Any]) -> float:
@@ -87,7 +90,9 @@ def math_equal(text: str, row: Mapping[str, Any]) -> float:
     """
     from math_verify import parse, verify
 
-    gold = parse(f"\\boxed{{{row['reward_model']['ground_truth']}}}")
+    gold = parse(f"\\boxed{{{_truth(row)}}}")
+    if not gold:
+        raise RewardError(f"the ground truth {_truth(row)!r:.80} is nothing that math-verify can compare with")
     return float(verify(gold, parse(text)))
 
 
@@ -101,11 +106,22 @@ def gsm8k_answer(text: str, row: Mapping[str, Any]) -> float:
 
 def answer_of(text: str) -> str:
     """What a completion answers, for counting equal ones: the last boxed expression, or number, or the text."""
-    if boxed := _BOXED.findall(text):
-        return boxed[-1].strip()
+    if (boxed := _last_boxed(text)) is not None:
+        return boxed.strip()
     if numbers := _NUMBER.findall(text):
         return numbers[-1].replace(",", "")
     return text.strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    """What stands in the last box that is closed, with the braces inside it."""
+    for opening in reversed(list(re.finditer(r"\\boxed\{", text))):
+        depth = 1
+        for brace in _BRACE.finditer(text, opening.end()):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                return text[opening.end() : brace.start()]
+    return None
 
 
 RULES: Mapping[str, Rule] = {
