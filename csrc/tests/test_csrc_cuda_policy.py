@@ -131,7 +131,6 @@ def test_loss_from_logits_matches_float64(kernels: Implementation, loss: Any, vo
     check_from_logits(kernels, vocab, torch.float32, LossSpec(loss=loss, entropy_coef=0.02, kl="k3", kl_coef=0.1))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [151_936, 151_937, 250_001, 400_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_loss_from_logits_at_full_vocabularies(kernels: Implementation, vocab: int, dtype: torch.dtype) -> None:

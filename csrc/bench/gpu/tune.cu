@@ -26,21 +26,19 @@ struct Variant {
 
 template <int THREADS, int UNROLL, int BLOCKS>
 int forward_variant(const Job& j, void* stream) {
-  forward_kernel<Bf16, kDot, THREADS, UNROLL, BLOCKS><<<unsigned(j.in.rows), THREADS, 0, as_stream(stream)>>>(j.in, j.out, nullptr);
-  return launch_status();
+  return launch(forward_kernel<Bf16, kDot, THREADS, UNROLL, BLOCKS>, j.in.rows, THREADS, stream, j.in, j.out, nullptr);
 }
 
 template <int UNROLL, int TILES>
 int backward_variant(const Job& j, void* stream) {
   const int64_t chunks = ceil_div(j.in.vocab, int64_t(kBackwardThreads) * UNROLL * TILES * 8);
-  backward_kernel<Bf16, 0, UNROLL, TILES><<<unsigned(chunks * j.in.rows), kBackwardThreads, 0, as_stream(stream)>>>(j.in, j.grad, unsigned(chunks));
-  return launch_status();
+  return launch(backward_kernel<Bf16, 0, UNROLL, TILES>, chunks * j.in.rows, kBackwardThreads, stream, j.in, j.grad, unsigned(chunks));
 }
 
 template <typename T, int CLUSTER, int THREADS, int N>
 int fused_variant(const Job& j, void* stream) {
   if (ceil_div(j.in.vocab, Element<T>::kPerVec) > CLUSTER * THREADS * N) return int(cudaErrorNotSupported);
-  return launch<T, kDot, CLUSTER, THREADS, N>(j.in, j.spec, j.tokens, j.fused, stream);
+  return launch_rows<T, kDot, CLUSTER, THREADS, N>(j.in, j.spec, j.tokens, j.fused, stream);
 }
 
 template <typename T, int MODE, int CLUSTER, int THREADS, int N, int BLOCKS>

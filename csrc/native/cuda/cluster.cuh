@@ -11,30 +11,7 @@ struct Exchange {
   Stats stats[kMaxCluster * THREADS / 32];
 };
 
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Where `pointer` of this block lies in block `rank` of the cluster, written through the returned 32-bit address.
-__device__ __forceinline__ void store_remote(Stats* pointer, unsigned rank, const Stats& value) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t local = uint32_t(__cvta_generic_to_shared(pointer)), remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(value.max), "f"(value.sum), "f"(value.dot),
-               "f"(value.square)
-               : "memory");
-#else
-  *pointer = value;
-#endif
-}
+__device__ __forceinline__ float4 as_vector(const Stats& st) { return {st.max, st.sum, st.dot, st.square}; }
 
 // What every thread makes of the statistics of all the row's warps: the same bits.
 template <int MODE, int ENTRIES>
@@ -57,30 +34,13 @@ __device__ __forceinline__ Stats merge_entries(const Stats* entries) {
   return warp_merge<(MODE & kDot) != 0, false>(st);
 }
 
-__device__ __forceinline__ void wait_for(uint32_t barrier, unsigned phase) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
-          barrier),
-      "r"(phase)
-      : "memory");
-#endif
-}
-
 // Hand this warp's statistics to every block of the cluster; each store announces its bytes to the receiver's barrier. Unlike a
 // cluster barrier this does not wait for the gradient stores of the row before.
 template <int CLUSTER>
 __device__ __forceinline__ void send_stats(Stats* entry, uint64_t* barrier, const Stats& st) {
-#if __CUDA_ARCH__ >= 900
   const int lane = threadIdx.x & 31;
   if (lane >= CLUSTER) return;
-  uint32_t to, signal;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(uint32_t(__cvta_generic_to_shared(entry))), "r"(lane));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(signal) : "r"(uint32_t(__cvta_generic_to_shared(barrier))), "r"(lane));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(st.max),
-               "f"(st.sum), "f"(st.dot), "f"(st.square), "r"(signal)
-               : "memory");
-#endif
+  send_remote(entry, barrier, lane, as_vector(st));
 }
 
 // The statistics of the whole row, the same bits in every thread of the cluster.
@@ -91,7 +51,7 @@ __device__ __forceinline__ Stats cluster_merge(Stats st, Exchange<THREADS>& shar
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   st = warp_merge<kWithDot, false>(st);
   if constexpr (CLUSTER > 1) {
-    if (lane < CLUSTER) store_remote(&shared.stats[rank * kWarps + warp], lane, st);
+    if (lane < CLUSTER) store_remote(&shared.stats[rank * kWarps + warp], lane, as_vector(st));
     cluster_arrive();
     cluster_wait();
   } else {

@@ -1,9 +1,8 @@
 // What the kernels share: 16-byte vector access for rows of any alignment, conversions, softmax statistics and reductions.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #include <stdint.h>
+
+#include "device.cuh"
 
 namespace rl {
 
@@ -11,19 +10,6 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kWarp = 32;
 constexpr unsigned kFull = 0xffffffffu;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Like fmaxf, except that a NaN wins: a NaN logit must not vanish.
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 
 template <typename T>
 struct Element;
@@ -85,14 +71,6 @@ __device__ __forceinline__ uint4 pack_vec(const float (&in)[Element<T>::kPerVec]
   constexpr int k = Element<T>::kPerVec / 4;
   return make_uint4(Element<T>::pack(in), Element<T>::pack(in + k), Element<T>::pack(in + 2 * k),
                     Element<T>::pack(in + 3 * k));
-}
-
-__device__ __forceinline__ uint4 load_stream(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
 }
 
 __device__ __forceinline__ uint4 load_plain(const void* p) { return *reinterpret_cast<const uint4*>(p); }
@@ -164,7 +142,8 @@ struct RowReader : VecReader {
 // ---- softmax statistics ------------------------------------------------------------------------------------------
 
 // Of a set of scaled logits t (in units of log 2): max, and sums of e = 2^(t-max), e*(t-max) and e^2. Empty: (-inf, 0, 0, 0).
-struct Stats {
+// Aligned as the stores are that hand it to another block: four floats in one.
+struct alignas(16) Stats {
   float max, sum, dot, square;
 };
 

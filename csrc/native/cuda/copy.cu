@@ -72,7 +72,7 @@ struct Copies {
 };
 static_assert(sizeof(Copies) < 32700, "kernel parameters end at 32764 bytes");
 
-__global__ void __launch_bounds__(kWarps * 32) bucket_kernel(const __grid_constant__ Copies copies) {
+__global__ void __launch_bounds__(kWarps * 32) bucket_kernel(RL_CONSTANT_PARAMETER(Copies) copies) {
   const int64_t tile = int64_t(blockIdx.x) * kWarps + (threadIdx.x >> 5);
   if (tile >= copies.tiles) return;
   const int64_t c = last_at_most([&](int64_t k) { return int64_t(copies.first_tile[k]); }, copies.count, tile);
@@ -144,9 +144,9 @@ __global__ void roll_kernel(const int64_t* ids, const int64_t* cu, int64_t seque
   labels[t] = ends || (mask && mask[t + 1] == 0) ? ignore_index : ids[t + 1];
 }
 
-unsigned row_blocks(const Rows& r) {
+int64_t row_blocks(const Rows& r) {
   const int64_t per_tile = r.token_bytes < kWarpTile ? kWarpTile / r.token_bytes : 1;
-  return unsigned(ceil_div(r.tokens, per_tile * kWarps));
+  return ceil_div(r.tokens, per_tile * kWarps);
 }
 
 }  // namespace
@@ -174,8 +174,7 @@ extern "C" int rl_cuda_bucket_copy(const uint64_t* sources, const uint64_t* dest
       copies.tiles += uint32_t(tiles);
     }
     if (copies.count == 0) break;
-    bucket_kernel<<<unsigned(ceil_div(copies.tiles, kWarps)), kWarps * 32, 0, as_stream(stream)>>>(copies);
-    if (const int status = launch_status()) return status;
+    if (const int status = launch(bucket_kernel, ceil_div(copies.tiles, kWarps), kWarps * 32, stream, copies)) return status;
   }
   return 0;
 }
@@ -185,8 +184,7 @@ extern "C" int rl_cuda_pack(const void* padded, const int64_t* cu_seqlens, const
   using namespace rl;
   if (tokens == 0 || token_bytes == 0) return 0;
   const Rows r{static_cast<const char*>(padded), static_cast<char*>(packed), cu_seqlens, starts, sequences, length, tokens, token_bytes, 0, 1};
-  pack_kernel<<<row_blocks(r), kWarps * 32, 0, as_stream(stream)>>>(r);
-  return launch_status();
+  return launch(pack_kernel, row_blocks(r), kWarps * 32, stream, r);
 }
 
 extern "C" int rl_cuda_unpack(const void* packed, const int64_t* cu_seqlens, int64_t sequences, int64_t length, int64_t tokens,
@@ -194,8 +192,7 @@ extern "C" int rl_cuda_unpack(const void* packed, const int64_t* cu_seqlens, int
   using namespace rl;
   if (tokens == 0 || token_bytes == 0) return 0;
   const Rows r{static_cast<const char*>(packed), static_cast<char*>(padded), cu_seqlens, nullptr, sequences, length, tokens, token_bytes, 0, 1};
-  unpack_kernel<<<row_blocks(r), kWarps * 32, 0, as_stream(stream)>>>(r, pad_left != 0);
-  return launch_status();
+  return launch(unpack_kernel, row_blocks(r), kWarps * 32, stream, r, pad_left != 0);
 }
 
 extern "C" int rl_cuda_cp_slice(const void* x, const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t token_bytes,
@@ -203,15 +200,12 @@ extern "C" int rl_cuda_cp_slice(const void* x, const int64_t* cu_seqlens, int64_
   using namespace rl;
   if (tokens == 0 || token_bytes == 0) return 0;
   const Rows r{static_cast<const char*>(x), static_cast<char*>(out), cu_seqlens, nullptr, sequences, 0, tokens, token_bytes, cp_rank, cp_size};
-  cp_slice_kernel<<<row_blocks(r), kWarps * 32, 0, as_stream(stream)>>>(r);
-  return launch_status();
+  return launch(cp_slice_kernel, row_blocks(r), kWarps * 32, stream, r);
 }
 
 extern "C" int rl_cuda_roll_labels(const int64_t* token_ids, const int64_t* cu_seqlens, int64_t sequences, int64_t tokens,
                                    const uint8_t* loss_mask, int64_t ignore_index, int64_t* labels, void* stream) {
   using namespace rl;
   if (tokens == 0) return 0;
-  roll_kernel<<<unsigned(ceil_div(tokens, 256)), 256, 0, as_stream(stream)>>>(token_ids, cu_seqlens, sequences, tokens, loss_mask,
-                                                                              ignore_index, labels);
-  return launch_status();
+  return launch(roll_kernel, ceil_div(tokens, 256), 256, stream, token_ids, cu_seqlens, sequences, tokens, loss_mask, ignore_index, labels);
 }

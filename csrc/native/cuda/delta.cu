@@ -226,10 +226,8 @@ extern "C" int rl_cuda_delta_encode(const void* fresh, const void* base, int64_t
   return by_item(item_bytes, [&](auto word) {
     using Word = decltype(word);
     auto* kernel = starts ? encode_kernel<Word, true> : encode_kernel<Word, false>;
-    kernel<<<unsigned(ceil_div(size, kChunk)), kThreads, 0, as_stream(stream)>>>(
-        static_cast<const Word*>(fresh), static_cast<const Word*>(base), size, masks, table, starts, gaps,
-        static_cast<Word*>(values));
-    return launch_status();
+    return launch(kernel, ceil_div(size, kChunk), kThreads, stream, static_cast<const Word*>(fresh), static_cast<const Word*>(base), size,
+                  masks, table, starts, gaps, static_cast<Word*>(values));
   });
 }
 
@@ -240,8 +238,7 @@ extern "C" int rl_cuda_delta_apply(void* target, int64_t size, int64_t item_byte
   return by_item(item_bytes, [&](auto word) {
     using Word = decltype(word);
     auto* kernel = bad ? apply_kernel<Word, false> : apply_kernel<Word, true>;
-    kernel<<<unsigned(ceil_div(size, kChunk)), kThreads, 0, as_stream(stream)>>>(
-        static_cast<Word*>(target), size, table, starts, gaps, static_cast<const Word*>(values), bad);
-    return launch_status();
+    return launch(kernel, ceil_div(size, kChunk), kThreads, stream, static_cast<Word*>(target), size, table, starts, gaps,
+                  static_cast<const Word*>(values), bad);
   });
 }

@@ -33,7 +33,7 @@ class DeviceArg {
   template <class T>
   T* as(const char* name) const {
     if (!tensor_) return nullptr;
-    if (tensor_->device().type != dl::kCuda) refuse(name, "a tensor on the GPU, as the other arguments are");
+    if (tensor_->device().type != kDevice) refuse(name, "a tensor on the GPU, as the other arguments are");
     int current = 0;
     if (const int status = rl_cuda_current_device(&current)) throw std::runtime_error(rl_cuda_error_text(status));
     if (tensor_->device().id != current)
@@ -46,6 +46,12 @@ class DeviceArg {
   }
 
  private:
+#ifdef RL_CSRC_EMULATED
+  static constexpr auto kDevice = dl::kCpu;
+#else
+  static constexpr auto kDevice = dl::kCuda;
+#endif
+
   // Words without a meaning of their own (uint32, uint64: counters, masks, sums) may be any integers of their size.
   template <class T>
   static bool is_element(const dl::DataType& type) {

@@ -74,7 +74,7 @@ struct Pieces {
 };
 static_assert(sizeof(Pieces) < 32700, "kernel parameters end at 32764 bytes");
 
-__global__ void __launch_bounds__(kThreads) digest_many_kernel(const __grid_constant__ Pieces pieces, unsigned long long* totals) {
+__global__ void __launch_bounds__(kThreads) digest_many_kernel(RL_CONSTANT_PARAMETER(Pieces) pieces, unsigned long long* totals) {
   __shared__ unsigned long long scratch[33];
   uint32_t piece = 0;  // the last one whose first tile is not behind this block's
   for (uint32_t high = pieces.count; high - piece > 1;) {
@@ -117,9 +117,8 @@ extern "C" int64_t rl_cuda_digest_blocks(int64_t nbytes) {
 extern "C" int rl_cuda_digest(const void* data, int64_t nbytes, uint64_t first_word, uint64_t* total, uint64_t* partials,
                               uint32_t* counter, void* stream) {
   using namespace rl;
-  digest_kernel<<<unsigned(rl_cuda_digest_blocks(nbytes)), kThreads, 0, as_stream(stream)>>>(
-      static_cast<const unsigned char*>(data), nbytes, first_word, total, partials, counter);
-  return launch_status();
+  return launch(digest_kernel, rl_cuda_digest_blocks(nbytes), kThreads, stream, static_cast<const unsigned char*>(data), nbytes, first_word,
+                total, partials, counter);
 }
 
 extern "C" int rl_cuda_digest_many(const uint64_t* data, const uint64_t* nbytes, int64_t count, uint64_t* totals, void* stream) {
@@ -135,8 +134,8 @@ extern "C" int rl_cuda_digest_many(const uint64_t* data, const uint64_t* nbytes,
       tiles += ceil_div(int64_t(nbytes[begin + i]), kTile);
     }
     if (tiles == 0) continue;
-    digest_many_kernel<<<unsigned(tiles), kThreads, 0, as_stream(stream)>>>(pieces, reinterpret_cast<unsigned long long*>(totals + begin));
-    if (const int status = launch_status()) return status;
+    auto* const sums = reinterpret_cast<unsigned long long*>(totals + begin);
+    if (const int status = launch(digest_many_kernel, tiles, kThreads, stream, pieces, sums)) return status;
   }
   return 0;
 }

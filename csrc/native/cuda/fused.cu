@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streaming_kernel(const rl_log
                                                                     const rl_loss_tokens tokens, const rl_fused_out out) {
 #if __CUDA_ARCH__ >= 900
   constexpr int k = Element<T>::kPerVec;
-  extern __shared__ __align__(128) uint4 stage[];  // THREADS * N
+  uint4* const stage = dynamic_shared();  // THREADS * N
   __shared__ Exchange<THREADS> shared[2];
   __shared__ uint64_t arrived, exchanged[2];
   constexpr int kEntries = CLUSTER * THREADS / 32;
@@ -68,11 +68,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streaming_kernel(const rl_log
   const int num_vecs = int(a.vocab / k), share = (num_vecs + CLUSTER - 1) / CLUSTER;
   const int begin = min(int(rank) * share, num_vecs), stop = min(begin + share, num_vecs);
   const int first = begin + int(threadIdx.x);
-  const uint32_t barrier = uint32_t(__cvta_generic_to_shared(&arrived)), target = uint32_t(__cvta_generic_to_shared(stage));
   if (threadIdx.x == 0) {
-    for (uint64_t* b : {&arrived, &exchanged[0], &exchanged[1]})
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(uint32_t(__cvta_generic_to_shared(b))));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (uint64_t* b : {&arrived, &exchanged[0], &exchanged[1]}) barrier_init(b);
+    barriers_are_made();
   }
   __syncthreads();
   cluster_arrive();
@@ -80,12 +78,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streaming_kernel(const rl_log
   auto fetch = [&](int64_t i) {  // by one thread
     const T* src = static_cast<const T*>(a.data) + logits_row(a, i) * a.row_stride + int64_t(begin) * k;
     const uint32_t bytes = uint32_t(stop - begin) * 16;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    if (bytes) {
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(src),
-                   "r"(bytes), "r"(barrier)
-                   : "memory");
-    }
+    barrier_expect(&arrived, bytes);
+    if (bytes) fetch_bulk(stage, src, bytes, &arrived);
   };
   int64_t i = blockIdx.x / CLUSTER;
   bool scored = i < a.rows && is_scored(a, tokens, i);
@@ -102,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streaming_kernel(const rl_log
       const int64_t label = a.labels[i];
       const Scale scale = row_scale(a, i);
       const RowInputs inputs = row_inputs(a, tokens, out, i, label, static_cast<const T*>(a.data) + row * a.row_stride);
-      wait_for(barrier, phase);
+      barrier_wait(&arrived, phase);
       phase ^= 1;
       uint4 v[N];
 #pragma unroll
@@ -110,13 +104,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streaming_kernel(const rl_log
       __syncthreads();
       pending = next_scored;
       if (pending && threadIdx.x == 0) fetch(i + clusters);
-      const uint32_t exchange = uint32_t(__cvta_generic_to_shared(&exchanged[slot]));
-      if (threadIdx.x == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(exchange), "r"(kEntries * int(sizeof(Stats))) : "memory");
-      }
+      if (threadIdx.x == 0) barrier_expect(&exchanged[slot], kEntries * sizeof(Stats));
       Stats st = warp_merge<(MODE & kDot) != 0, false>(held_stats<T, MODE>(v, first, THREADS, stop, int64_t(stop) * k, scale));
       send_stats<CLUSTER>(&shared[slot].stats[rank * (THREADS / 32) + (threadIdx.x >> 5)], &exchanged[slot], st);
-      wait_for(exchange, turns >> 1 & 1);
+      barrier_wait(&exchanged[slot], turns >> 1 & 1);
       st = merge_entries<MODE, kEntries>(shared[slot].stats);
       slot ^= 1;
       ++turns;
@@ -137,19 +128,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streaming_kernel(const rl_log
 }
 
 template <typename T, int MODE, int CLUSTER, int THREADS, int N>
-int launch(const rl_logits& a, const rl_loss_spec& spec, const rl_loss_tokens& tokens, const rl_fused_out& out, void* stream) {
-  if (a.rows * CLUSTER >= int64_t(1) << 31) return int(cudaErrorInvalidConfiguration);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(a.rows * CLUSTER));
-  config.blockDim = dim3(THREADS);
-  config.stream = as_stream(stream);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = CLUSTER;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = CLUSTER > 1 ? 1 : 0;
-  return int(cudaLaunchKernelEx(&config, fused_kernel<T, MODE, CLUSTER, THREADS, N>, a, spec, tokens, out));
+int launch_rows(const rl_logits& a, const rl_loss_spec& spec, const rl_loss_tokens& tokens, const rl_fused_out& out, void* stream) {
+  auto* kernel = fused_kernel<T, MODE, CLUSTER, THREADS, N>;
+  if constexpr (CLUSTER == 1) return launch(kernel, a.rows, THREADS, stream, a, spec, tokens, out);
+  return launch_clusters(kernel, {CLUSTER, THREADS, 0}, a.rows, stream, a, spec, tokens, out);
 }
 
 bool has_clusters() {
@@ -159,40 +141,21 @@ bool has_clusters() {
   return major >= 9;
 }
 
-using Kernel = void (*)(rl_logits, rl_loss_spec, rl_loss_tokens, rl_fused_out);
-
 // As many clusters as fit on the device, or as there are rows. `resident` remembers how many fit on each.
-int launch_resident(Kernel kernel, int cluster, int threads, int shared_bytes, std::atomic<int>* resident, const rl_logits& a,
-                    const rl_loss_spec& spec, const rl_loss_tokens& tokens, const rl_fused_out& out, void* stream) {
-  cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = unsigned(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(shared_bytes);
-  config.stream = as_stream(stream);
-  config.gridDim = dim3(unsigned(cluster));
+template <typename T, int MODE, int CLUSTER, int THREADS, int N, int BLOCKS>
+int launch_streaming(const rl_logits& a, const rl_loss_spec& spec, const rl_loss_tokens& tokens, const rl_fused_out& out, void* stream) {
+  static std::atomic<int> resident[kMaxDevices];
+  auto* kernel = streaming_kernel<T, MODE, CLUSTER, THREADS, N, BLOCKS>;
+  constexpr Clusters kShape{CLUSTER, THREADS, THREADS * N * 16};
   int device = 0;
   cudaGetDevice(&device);
   int clusters = resident[device % kMaxDevices].load(std::memory_order_relaxed);
   if (clusters == 0) {
-    if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) return int(error);
-    if (const auto error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config)) return int(error);
+    if (const int status = count_resident(kernel, kShape, &clusters)) return status;
     if (clusters == 0) return int(RL_CUDA_NOT_SUPPORTED);
     resident[device % kMaxDevices].store(clusters, std::memory_order_relaxed);
   }
-  config.gridDim = dim3(unsigned((a.rows < clusters ? a.rows : clusters) * cluster));
-  return int(cudaLaunchKernelEx(&config, kernel, a, spec, tokens, out));
-}
-
-template <typename T, int MODE, int CLUSTER, int THREADS, int N, int BLOCKS>
-int launch_streaming(const rl_logits& a, const rl_loss_spec& spec, const rl_loss_tokens& tokens, const rl_fused_out& out, void* stream) {
-  static std::atomic<int> resident[kMaxDevices];
-  return launch_resident(streaming_kernel<T, MODE, CLUSTER, THREADS, N, BLOCKS>, CLUSTER, THREADS, THREADS * N * 16, resident, a, spec,
-                         tokens, out, stream);
+  return launch_clusters(kernel, kShape, a.rows < clusters ? a.rows : clusters, stream, a, spec, tokens, out);
 }
 
 // Whether all rows, of logits and of gradients, are whole vectors at aligned addresses.
@@ -206,17 +169,17 @@ bool is_aligned(const rl_logits& a, const rl_fused_out& out) {
 template <typename T, int MODE>
 int by_size(const rl_logits& a, const rl_loss_spec& spec, const rl_loss_tokens& tokens, const rl_fused_out& out, void* stream) {
   const int64_t vecs = ceil_div(a.vocab, Element<T>::kPerVec);
-  if (vecs <= 256 * 4) return launch<T, MODE, 1, 256, 4>(a, spec, tokens, out, stream);
-  if (vecs <= 512 * 8) return launch<T, MODE, 1, 512, 8>(a, spec, tokens, out, stream);
+  if (vecs <= 256 * 4) return launch_rows<T, MODE, 1, 256, 4>(a, spec, tokens, out, stream);
+  if (vecs <= 512 * 8) return launch_rows<T, MODE, 1, 512, 8>(a, spec, tokens, out, stream);
   if (!has_clusters()) return int(RL_CUDA_NOT_SUPPORTED);
   const bool streams = is_aligned<T>(a, out);
   if (vecs <= 8 * 256 * 10) {
     return streams ? launch_streaming<T, MODE, 8, 256, 10, 3>(a, spec, tokens, out, stream)
-                   : launch<T, MODE, 8, 256, 10>(a, spec, tokens, out, stream);
+                   : launch_rows<T, MODE, 8, 256, 10>(a, spec, tokens, out, stream);
   }
   if (vecs <= 8 * 512 * 10) {
     return streams ? launch_streaming<T, MODE, 8, 512, 10, 2>(a, spec, tokens, out, stream)
-                   : launch<T, MODE, 8, 512, 10>(a, spec, tokens, out, stream);
+                   : launch_rows<T, MODE, 8, 512, 10>(a, spec, tokens, out, stream);
   }
   return int(RL_CUDA_NOT_SUPPORTED);
 }

@@ -1,15 +1,9 @@
 // Host helpers of the launch functions.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "device.cuh"
 #include "rl_csrc/kernels_cuda.h"
 
 namespace rl {
-
-inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
-
-inline int launch_status() { return int(cudaGetLastError()); }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

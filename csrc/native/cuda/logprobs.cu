@@ -172,8 +172,7 @@ int forward(const rl_logits& a, const rl_logprobs_out& out, float* packed, void*
                    : packed || out.sum_pi_squared ? forward_kernel<T, kDot | kSquare>
                    : out.entropy                  ? forward_kernel<T, kDot>
                                                   : forward_kernel<T, 0>;
-    kernel<<<unsigned(a.rows), kForwardThreads, 0, as_stream(stream)>>>(a, out, packed);
-    return launch_status();
+    return launch(kernel, a.rows, kForwardThreads, stream, a, out, packed);
   });
 }
 
@@ -195,8 +194,7 @@ extern "C" int rl_cuda_zero_rows(void* data, int32_t dtype, int64_t row_stride, 
   if (rows == 0) return 0;
   return by_dtype(dtype, [&](auto t) {
     using T = decltype(t);
-    zero_rows_kernel<T><<<unsigned(rows), 512, 0, as_stream(stream)>>>(static_cast<T*>(data), row_stride, vocab, is_scored);
-    return launch_status();
+    return launch(zero_rows_kernel<T>, rows, 512, stream, static_cast<T*>(data), row_stride, vocab, is_scored);
   });
 }
 
@@ -210,8 +208,7 @@ extern "C" int rl_cuda_logprob_stats(const rl_logits* in, float* stats, void* st
 
 extern "C" int rl_cuda_stats_merge(const float* stats, int64_t world, int64_t rows, const rl_logprobs_out* out, void* stream) {
   if (rows == 0) return 0;
-  rl::merge_kernel<<<unsigned(rl::ceil_div(rows, 256)), 256, 0, rl::as_stream(stream)>>>(stats, world, rows, *out);
-  return rl::launch_status();
+  return rl::launch(rl::merge_kernel, rl::ceil_div(rows, 256), 256, stream, stats, world, rows, *out);
 }
 
 extern "C" int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_grad* grad, void* stream) {
@@ -221,12 +218,10 @@ extern "C" int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_
     using T = decltype(t);
     const int64_t per_block = int64_t(kBackwardThreads) * kBackwardUnroll * kBackwardTiles * Element<T>::kPerVec;
     const int64_t chunks = ceil_div(in->vocab, per_block);
-    if (chunks * in->rows >= int64_t(1) << 31) return int(cudaErrorInvalidConfiguration);
     auto* kernel = in->softcap > 0.f    ? backward_kernel<T, kDot | kSoftcap>
                    : grad->grad_entropy ? backward_kernel<T, kDot>
                                         : backward_kernel<T, 0>;
-    kernel<<<unsigned(chunks * in->rows), kBackwardThreads, 0, as_stream(stream)>>>(*in, *grad, unsigned(chunks));
-    return launch_status();
+    return launch(kernel, chunks * in->rows, kBackwardThreads, stream, *in, *grad, unsigned(chunks));
   });
 }
 #endif  // RL_CSRC_TUNE

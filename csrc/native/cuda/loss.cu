@@ -220,14 +220,10 @@ extern "C" int64_t rl_cuda_policy_loss_partials(const rl_loss_spec* spec, int64_
 
 extern "C" int rl_cuda_policy_loss(const rl_loss_spec* spec, const rl_loss_tokens* tokens, const rl_loss_io* io, void* stream) {
   using namespace rl;
-  const unsigned blocks = unsigned(num_blocks(*spec, io->tokens, io->sequences));
-  if (needs_sequence(*spec) && io->sequences > 0) {
-    sequence_kernel<<<blocks, kThreads, 0, as_stream(stream)>>>(*spec, *tokens, *io);
-  } else {
-    const unsigned for_tokens = needs_sequence(*spec) ? blocks : unsigned(token_blocks(io->tokens));
-    const bool plain = !tokens->weights && !tokens->ref_logprobs && !io->entropy;
-    auto* kernel = spec->loss != RL_PPO ? token_kernel<-1, false> : plain ? token_kernel<RL_PPO, true> : token_kernel<RL_PPO, false>;
-    kernel<<<blocks, kThreads, 0, as_stream(stream)>>>(*spec, *tokens, *io, for_tokens);
-  }
-  return launch_status();
+  const int64_t blocks = num_blocks(*spec, io->tokens, io->sequences);
+  if (needs_sequence(*spec) && io->sequences > 0) return launch(sequence_kernel, blocks, kThreads, stream, *spec, *tokens, *io);
+  const int64_t for_tokens = needs_sequence(*spec) ? blocks : token_blocks(io->tokens);
+  const bool plain = !tokens->weights && !tokens->ref_logprobs && !io->entropy;
+  auto* kernel = spec->loss != RL_PPO ? token_kernel<-1, false> : plain ? token_kernel<RL_PPO, true> : token_kernel<RL_PPO, false>;
+  return launch(kernel, blocks, kThreads, stream, *spec, *tokens, *io, unsigned(for_tokens));
 }

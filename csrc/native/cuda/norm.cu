@@ -219,16 +219,12 @@ extern "C" int rl_cuda_group_norm(const float* rewards, const int64_t* group_ids
                                   int64_t groups, int32_t mode, float eps, float* advantages, void* stream) {
   using namespace rl;
   if ((group_ids ? rows : groups) == 0) return 0;
-  const auto s = as_stream(stream);
   if (group_ids == nullptr) {
-    adjacent_kernel<<<unsigned(ceil_div(groups, kWarps)), kWarps * 32, 0, s>>>(rewards, cu_groups, groups, mode, double(eps), advantages);
-  } else if (rows <= kShared) {
-    scattered_kernel<32, true><<<unsigned(ceil_div(rows, 32)), 1024, 0, s>>>(rewards, group_ids, int(rows), mode, double(eps), advantages);
-  } else {
-    scattered_kernel<kWarps, false>
-        <<<unsigned(ceil_div(rows, kWarps)), kWarps * 32, 0, s>>>(rewards, group_ids, int(rows), mode, double(eps), advantages);
+    return launch(adjacent_kernel, ceil_div(groups, kWarps), kWarps * 32, stream, rewards, cu_groups, groups, mode, double(eps), advantages);
   }
-  return launch_status();
+  const int warps = rows <= kShared ? 32 : kWarps;
+  auto* kernel = rows <= kShared ? scattered_kernel<32, true> : scattered_kernel<kWarps, false>;
+  return launch(kernel, ceil_div(rows, warps), warps * 32, stream, rewards, group_ids, int(rows), mode, double(eps), advantages);
 }
 
 extern "C" int64_t rl_cuda_moments_blocks(int64_t size) { return size > 0 ? rl::ceil_div(size, rl::kTile) : 1; }
@@ -236,14 +232,12 @@ extern "C" int64_t rl_cuda_moments_blocks(int64_t size) { return size > 0 ? rl::
 extern "C" int rl_cuda_masked_moments(const float* x, const uint8_t* mask, int64_t size, double* moments, double* partials,
                                       uint32_t* counter, void* stream) {
   using namespace rl;
-  moments_kernel<<<unsigned(rl_cuda_moments_blocks(size)), kThreads, 0, as_stream(stream)>>>(x, mask, size, moments, partials, counter);
-  return launch_status();
+  return launch(moments_kernel, rl_cuda_moments_blocks(size), kThreads, stream, x, mask, size, moments, partials, counter);
 }
 
 extern "C" int rl_cuda_whiten(const float* x, const uint8_t* mask, int64_t size, const double* moments, int32_t shift_mean,
                               double eps, float* out, void* stream) {
   using namespace rl;
   if (size == 0) return 0;
-  whiten_kernel<<<unsigned(ceil_div(size, kTile)), kThreads, 0, as_stream(stream)>>>(x, mask, size, moments, shift_mean != 0, eps, out);
-  return launch_status();
+  return launch(whiten_kernel, ceil_div(size, kTile), kThreads, stream, x, mask, size, moments, shift_mean != 0, eps, out);
 }

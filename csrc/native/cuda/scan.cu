@@ -163,6 +163,5 @@ extern "C" int rl_cuda_scan_reverse(const rl_device_scan* scan, void* stream) {
   auto* kernel = scan->kind == RL_VTRACE    ? scan_kernel<RL_VTRACE, 4>
                  : scan->kind == RL_RETURNS ? scan_kernel<RL_RETURNS, 8>
                                             : scan_kernel<RL_GAE, 8>;
-  kernel<<<unsigned(scan->sequences), kThreads, 0, as_stream(stream)>>>(*scan);
-  return launch_status();
+  return launch(kernel, scan->sequences, kThreads, stream, *scan);
 }

@@ -1,0 +1,563 @@
+// Runs a grid on one CPU thread: its clusters in turn, the blocks of a cluster by turns, each thread of a block a fiber that runs
+// until it has to wait. What a GPU leaves open is chosen by `configure`: in which order fibers and blocks run, and when what was
+// sent asynchronously arrives. Where nobody can go on, or a thread does what faults, the launch fails with the thread's place.
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cxxabi.h>
+#include <deque>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "emulated_device.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+emulated::Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+namespace {
+
+enum Order { kAscending, kDescending, kShuffled };
+struct {
+  int order = kAscending;  // descending and shuffled also let what is sent asynchronously arrive as late as can be
+  unsigned seed = 0;
+  int compute_capability = 9, resident = 2;
+} options;
+
+std::string last_error;
+std::mutex one_launch;
+
+constexpr int kPoison = 0xff;  // a NaN, or -1
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kStackBytes = 256 << 10;
+#else
+constexpr size_t kStackBytes = 16 << 10;
+#endif
+constexpr size_t kStackStep = kStackBytes + 320;  // so that not all stacks' tops fall into the same lines of the cache
+constexpr size_t kMaxFibers = 8 * 1024;
+
+struct Barrier {  // the 8 bytes in shared memory
+  uint16_t magic;
+  uint8_t phase, pending;
+  int32_t bytes;
+  static constexpr uint16_t kMagic = 0x6272;
+  bool complete_if_done() {
+    if (pending || bytes) return false;
+    phase ^= 1;
+    pending = 1;
+    return true;
+  }
+};
+
+struct Meeting {  // of a warp, a block or a cluster
+  unsigned arrived = 0, number = 0;  // at meeting `number`
+  const char* what = nullptr;
+  Site at;
+  uint64_t values[2][32];
+};
+
+struct Block {
+  Index index;
+  Meeting meeting;
+  std::vector<Meeting> warps;
+  std::vector<char> image;              // its shared variables while another block runs
+  std::unique_ptr<uint4[]> added;       // its added shared memory
+  int running = 0;
+  bool has_started = false;
+};
+
+struct Fiber {
+  ucontext_t first;  // where it begins
+  jmp_buf context;
+  bool is_made = false, is_done = true, is_waiting = false;
+  const char* what = nullptr;  // it waits for
+  Site at;
+  const unsigned* number = nullptr;  // waits for this to change from `seen`, or
+  unsigned seen = 0;
+  const Barrier* barrier = nullptr;  // for this one's phase `seen` to be over
+  unsigned cluster_seen = 0;
+  bool has_arrived_at_cluster = false;
+};
+
+struct Sent {
+  int rank;  // of the block whose memory and barrier it is
+  char* to;
+  const char* from;
+  float4 value;
+  uint32_t bytes;
+  Barrier* barrier;
+};
+
+// All of a launch. Ordinary globals: one launch at a time.
+Shape shape;
+const void* kernel_address;
+void (*body)(void*);
+void* context;
+std::vector<Block> blocks;  // of the cluster
+std::deque<Fiber> fibers;   // of the cluster, block by block; kept from launch to launch
+char* stacks = nullptr;
+Meeting cluster;
+std::vector<Sent> sent;
+std::mt19937 generator;
+int rank_now;
+Fiber* fiber_now;
+jmp_buf scheduler;
+bool has_failed;
+std::string fault_text;  // of the fiber that just ended by one
+
+struct Region {
+  char* begin = nullptr;
+  size_t size = 0;
+};
+Region variables;  // this OS thread's copy of the module's thread-local variables: the block's shared ones
+
+thread_local volatile char here;  // so that this thread has that copy
+
+Region find_variables() {
+  here = 0;
+  Region found;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* out) {
+        const auto address = reinterpret_cast<uintptr_t>(&find_variables);
+        bool is_ours = false;
+        size_t size = 0;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          const auto& part = info->dlpi_phdr[i];
+          const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
+          if (part.p_type == PT_LOAD && address >= begin && address < begin + part.p_memsz) is_ours = true;
+          if (part.p_type == PT_TLS) size = part.p_memsz;
+        }
+        if (is_ours) *static_cast<Region*>(out) = {static_cast<char*>(info->dlpi_tls_data), size};
+        return int(is_ours);
+      },
+      &found);
+  return found;
+}
+
+// The kernel's name, out of the module's own symbols.
+std::string name_of(const void* function) {
+  Dl_info info;
+  if (!dladdr(function, &info)) return "a kernel";
+  std::ifstream file(info.dli_fname, std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  const auto* header = reinterpret_cast<const ElfW(Ehdr)*>(bytes.data());
+  if (bytes.size() < sizeof *header || header->e_shoff + header->e_shnum * sizeof(ElfW(Shdr)) > bytes.size()) return "a kernel";
+  const auto* sections = reinterpret_cast<const ElfW(Shdr)*>(bytes.data() + header->e_shoff);
+  const auto offset = reinterpret_cast<uintptr_t>(function) - reinterpret_cast<uintptr_t>(info.dli_fbase);
+  for (int s = 0; s < header->e_shnum; ++s) {
+    if (sections[s].sh_type != SHT_SYMTAB) continue;
+    const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(bytes.data() + sections[s].sh_offset);
+    const char* names = bytes.data() + sections[sections[s].sh_link].sh_offset;
+    for (size_t i = 0; i < sections[s].sh_size / sizeof *symbols; ++i) {
+      if (symbols[i].st_value != offset || (symbols[i].st_info & 15) != STT_FUNC) continue;
+      int status = 0;
+      const std::unique_ptr<char, void (*)(void*)> plain{abi::__cxa_demangle(names + symbols[i].st_name, nullptr, nullptr, &status), free};
+      return status == 0 ? plain.get() : names + symbols[i].st_name;
+    }
+  }
+  return "a kernel";
+}
+
+std::string place(const Site& at) {
+  const std::string path = at.file_name();
+  return path.substr(path.rfind('/') + 1) + ":" + std::to_string(at.line());
+}
+
+void fail(const std::string& what) {
+  if (!has_failed) last_error = name_of(kernel_address) + ": " + what;
+  has_failed = true;
+}
+
+std::string who(int fiber) {
+  return "block " + std::to_string(blocks[size_t(fiber / shape.threads)].index.x) + ", thread " + std::to_string(fiber % shape.threads);
+}
+
+// ---- fibers ----------------------------------------------------------------------------------------------------------
+
+#if defined(__SANITIZE_ADDRESS__)
+const void* main_stack;
+size_t main_stack_bytes;
+void leave(const void* stack, size_t bytes) { __sanitizer_start_switch_fiber(nullptr, stack, bytes); }
+void enter(const void** stack, size_t* bytes) { __sanitizer_finish_switch_fiber(nullptr, stack, bytes); }
+#endif
+
+void back_to_scheduler() {
+#if defined(__SANITIZE_ADDRESS__)
+  leave(main_stack, main_stack_bytes);
+#endif
+  _longjmp(scheduler, 1);
+}
+
+void fiber_main() {
+  for (;;) {
+#if defined(__SANITIZE_ADDRESS__)
+    enter(&main_stack, &main_stack_bytes);
+#endif
+    body(context);
+    fiber_now->is_done = true;
+    --blocks[size_t(rank_now)].running;
+    if (_setjmp(fiber_now->context) == 0) back_to_scheduler();
+  }
+}
+
+// Run it until it waits, ends or faults.
+void resume(int number) {
+  Fiber& fiber = fibers[size_t(number)];
+  fiber_now = &fiber;
+  threadIdx = {unsigned(number % shape.threads), 0, 0};
+  fiber.is_waiting = false;
+  if (_setjmp(scheduler) == 0) {
+    char* stack = stacks + size_t(number) * kStackStep;
+#if defined(__SANITIZE_ADDRESS__)
+    leave(stack, kStackBytes);
+#endif
+    if (fiber.is_made) _longjmp(fiber.context, 1);
+    fiber.is_made = true;
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(stack, kStackBytes);
+#endif
+    getcontext(&fiber.first);
+    fiber.first.uc_stack.ss_sp = stack;
+    fiber.first.uc_stack.ss_size = kStackBytes;
+    fiber.first.uc_link = nullptr;
+    makecontext(&fiber.first, fiber_main, 0);
+    setcontext(&fiber.first);
+  }
+#if defined(__SANITIZE_ADDRESS__)
+  enter(nullptr, nullptr);
+#endif
+  if (!fault_text.empty()) fail(who(number) + ": " + fault_text + " at " + place(fiber.at) + ".");
+  fault_text.clear();
+}
+
+void pause() {
+  fiber_now->is_waiting = true;
+  if (_setjmp(fiber_now->context) == 0) back_to_scheduler();
+#if defined(__SANITIZE_ADDRESS__)
+  enter(&main_stack, &main_stack_bytes);
+#endif
+}
+
+void wait_for(const char* what, const unsigned* number, const Barrier* barrier, unsigned seen, const Site& at) {
+  fiber_now->what = what;
+  fiber_now->at = at;
+  fiber_now->number = number;
+  fiber_now->barrier = barrier;
+  fiber_now->seen = seen;
+  pause();
+}
+
+bool can_run(const Fiber& fiber) {
+  if (fiber.is_done) return false;
+  if (!fiber.is_waiting) return true;
+  return fiber.number ? *fiber.number != fiber.seen : (fiber.barrier->phase & 1) != fiber.seen;
+}
+
+void meet(Meeting& meeting, unsigned wanted, const char* what, const Site& at) {
+  if (meeting.arrived == 0) {
+    meeting.what = what;
+    meeting.at = at;
+  } else if (meeting.at.line() != at.line() || strcmp(meeting.at.file_name(), at.file_name()) || strcmp(meeting.what, what)) {
+    const std::string other = std::string(meeting.what) + " at " + place(meeting.at);
+    fault((std::string(what) + ", while others meet in " + other).c_str(), at);
+  }
+  if (++meeting.arrived == wanted) {
+    meeting.arrived = 0;
+    ++meeting.number;
+  } else {
+    wait_for(what, &meeting.number, nullptr, meeting.number, at);
+  }
+}
+
+// ---- blocks ----------------------------------------------------------------------------------------------------------
+
+void switch_to(int rank) {
+  if (rank != rank_now) {
+    memcpy(blocks[size_t(rank_now)].image.data(), variables.begin, variables.size);
+    memcpy(variables.begin, blocks[size_t(rank)].image.data(), variables.size);
+    rank_now = rank;
+  }
+  blockIdx = blocks[size_t(rank)].index;
+}
+
+// Where this block's `p` lies in the block `rank`.
+char* in_block(int rank, void* p) {
+  char* const address = static_cast<char*>(p);
+  if (rank == rank_now) return address;
+  if (address >= variables.begin && address < variables.begin + variables.size)
+    return blocks[size_t(rank)].image.data() + (address - variables.begin);
+  return reinterpret_cast<char*>(blocks[size_t(rank)].added.get()) + (address - reinterpret_cast<char*>(blocks[size_t(rank_now)].added.get()));
+}
+
+// Whether that ends a phase of the barrier.
+bool arrive(const Sent& s) {
+  if (s.from) {
+    memcpy(s.to, s.from, s.bytes);
+  } else {
+    memcpy(in_block(s.rank, s.to), &s.value, s.bytes);
+  }
+  auto* barrier = reinterpret_cast<Barrier*>(in_block(s.rank, s.barrier));
+  const Block& block = blocks[size_t(s.rank)];
+  if (barrier->magic != Barrier::kMagic || block.running == 0) {
+    fail("bytes for a barrier of block " + std::to_string(block.index.x) + (block.running ? ", which is not made." : ", which has ended."));
+    return true;
+  }
+  barrier->bytes -= int32_t(s.bytes);
+  return barrier->complete_if_done();
+}
+
+void send(const Sent& s) {
+  if (options.order == kAscending) {
+    arrive(s);
+  } else {
+    sent.push_back(s);
+  }
+}
+
+// 0 to count - 1 in the order chosen; a shuffled one is another each time.
+std::vector<int> ordered(int count) {
+  std::vector<int> found(static_cast<size_t>(count));
+  std::iota(found.begin(), found.end(), 0);
+  if (options.order == kDescending) std::reverse(found.begin(), found.end());
+  if (options.order == kShuffled) std::shuffle(found.begin(), found.end(), generator);
+  return found;
+}
+
+void begin_cluster(int64_t first_block) {
+  cluster = Meeting{};
+  sent.clear();
+  for (int rank = 0; rank < shape.cluster; ++rank) {
+    Block& block = blocks[size_t(rank)];
+    block.index = {unsigned(first_block + rank), 0, 0};
+    block.meeting = Meeting{};
+    block.warps.assign(size_t((shape.threads + 31) / 32), Meeting{});
+    if (shape.cluster > 1) block.image.assign(variables.size, char(kPoison));
+    if (shape.shared_bytes) {
+      block.added.reset(new uint4[size_t(shape.shared_bytes + 15) / 16]);
+      memset(block.added.get(), kPoison, size_t(shape.shared_bytes));
+    }
+    block.running = shape.threads;
+    block.has_started = false;
+  }
+  memset(variables.begin, kPoison, variables.size);
+  rank_now = 0;
+  for (int i = 0; i < shape.cluster * shape.threads; ++i) {
+    Fiber& fiber = fibers[size_t(i)];
+    fiber.is_done = fiber.is_waiting = fiber.has_arrived_at_cluster = false;
+  }
+}
+
+// Every fiber of the block that can run does so once; whether one could.
+bool sweep(int rank) {
+  bool any = false;
+  for (const int thread : ordered(shape.threads)) {
+    const int number = rank * shape.threads + thread;
+    if (!can_run(fibers[size_t(number)])) continue;
+    blocks[size_t(rank)].has_started = any = true;
+    resume(number);
+    if (has_failed) return false;
+  }
+  return any;
+}
+
+void report_stuck() {
+  int stuck = 0, ended = 0, first = -1;
+  for (int i = 0; i < shape.cluster * shape.threads; ++i) {
+    if (fibers[size_t(i)].is_done) {
+      ++ended;
+    } else {
+      ++stuck;
+      if (first < 0) first = i;
+    }
+  }
+  const Fiber& fiber = fibers[size_t(first)];
+  fail(who(first) + " waits for ever in " + fiber.what + " at " + place(fiber.at) + ", as do " + std::to_string(stuck - 1) + " others; " +
+       std::to_string(ended) + " threads of the cluster have ended.");
+}
+
+void run_cluster(int64_t first_block) {
+  begin_cluster(first_block);
+  while (!has_failed) {
+    bool any = false;
+    for (const int rank : ordered(shape.cluster)) {
+      switch_to(rank);
+      while (sweep(rank)) any = true;
+      if (has_failed) return;
+    }
+    if (any) continue;
+    bool wakes = false;
+    while (!wakes && !sent.empty()) {  // as late as can be, in any order
+      std::swap(sent[generator() % sent.size()], sent.back());
+      const Sent s = sent.back();
+      sent.pop_back();
+      wakes = arrive(s);
+    }
+    if (wakes) continue;
+    for (const Block& block : blocks)
+      if (block.running) return report_stuck();
+    return;
+  }
+}
+
+struct FreeShared {
+  ~FreeShared() { blocks.clear(); }
+};
+
+}  // namespace
+
+void fault(const char* what, const Site& at) {
+  fault_text = what;
+  fiber_now->at = at;
+  back_to_scheduler();
+  __builtin_unreachable();
+}
+
+const uint64_t* meet_warp(const char* what, unsigned mask, uint64_t value, const Site& at) {
+  if (mask != 0xffffffffu || shape.threads % 32) fault("only whole warps meet here", at);
+  Meeting& meeting = blocks[size_t(rank_now)].warps[threadIdx.x / 32];
+  uint64_t* const values = meeting.values[meeting.number & 1];
+  values[threadIdx.x & 31] = value;
+  meet(meeting, 32, what, at);
+  return values;
+}
+
+void meet_block(const Site& at) { meet(blocks[size_t(rank_now)].meeting, unsigned(shape.threads), "__syncthreads", at); }
+
+void arrive_at_cluster(const Site& at) {
+  if (fiber_now->has_arrived_at_cluster) fault("arrives twice at the cluster's barrier", at);
+  fiber_now->has_arrived_at_cluster = true;
+  fiber_now->cluster_seen = cluster.number;
+  if (++cluster.arrived == unsigned(shape.cluster * shape.threads)) {
+    cluster.arrived = 0;
+    ++cluster.number;
+  }
+}
+
+void wait_for_cluster(const Site& at) {
+  if (!fiber_now->has_arrived_at_cluster) fault("waits at the cluster's barrier before it arrives", at);
+  fiber_now->has_arrived_at_cluster = false;
+  if (cluster.number == fiber_now->cluster_seen) wait_for("the cluster's barrier", &cluster.number, nullptr, fiber_now->cluster_seen, at);
+}
+
+void* added_shared() { return blocks[size_t(rank_now)].added.get(); }
+
+void store_remote(void* p, uint64_t* barrier, unsigned rank, const float4& v, const Site& at) {
+  if (rank >= unsigned(shape.cluster)) fault("a rank outside the cluster", at);
+  if (reinterpret_cast<uintptr_t>(p) % 16) fault("a misaligned address", at);
+  const Block& block = blocks[rank];
+  if (!block.has_started || block.running == 0) fault("writes to a block that has not begun, or has ended", at);
+  if (barrier == nullptr) {
+    memcpy(in_block(int(rank), p), &v, sizeof v);
+  } else {
+    send({int(rank), static_cast<char*>(p), nullptr, v, sizeof v, reinterpret_cast<Barrier*>(barrier)});
+    if (has_failed) fault("it failed", at);
+  }
+}
+
+void fetch_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier, const Site& at) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 || bytes == 0)
+    fault("a bulk copy that is empty or not of aligned, whole multiples of 16 bytes", at);
+  send({rank_now, static_cast<char*>(to), static_cast<const char*>(from), {}, bytes, reinterpret_cast<Barrier*>(barrier)});
+  if (has_failed) fault("it failed", at);
+}
+
+void barrier_init(uint64_t* barrier, const Site& at) {
+  auto* b = reinterpret_cast<Barrier*>(aligned(barrier, at));
+  if (b->magic == Barrier::kMagic) fault("a barrier is made twice", at);
+  *b = {Barrier::kMagic, 0, 1, 0};
+}
+
+void barrier_expect(uint64_t* barrier, uint32_t bytes, const Site& at) {
+  auto* b = reinterpret_cast<Barrier*>(barrier);
+  if (b->magic != Barrier::kMagic) fault("a barrier that is not made", at);
+  if (b->pending == 0) fault("arrives twice in one phase of a barrier", at);
+  b->pending = 0;
+  b->bytes += int32_t(bytes);
+  b->complete_if_done();
+}
+
+void barrier_wait(uint64_t* barrier, unsigned parity, const Site& at) {
+  auto* b = reinterpret_cast<Barrier*>(barrier);
+  if (b->magic != Barrier::kMagic) fault("a barrier that is not made", at);
+  if (b->phase == parity) wait_for("a barrier of bytes", nullptr, b, parity, at);
+}
+
+int count_resident(const Shape& wanted, int* clusters) {
+  if (wanted.shared_bytes > 227 << 10) return cudaErrorInvalidValue;
+  *clusters = options.resident;
+  return cudaSuccess;
+}
+
+int run(const void* kernel, const Shape& wanted, void (*thread_body)(void*), void* thread_context) {
+  if (wanted.blocks <= 0 || wanted.blocks >= int64_t(1) << 31 || wanted.threads <= 0 || wanted.threads > 1024 || wanted.cluster > 8)
+    return cudaErrorInvalidConfiguration;
+  const std::lock_guard<std::mutex> lock(one_launch);
+  shape = wanted, kernel_address = kernel, body = thread_body, context = thread_context;
+  has_failed = false;
+  const size_t count = size_t(shape.cluster) * size_t(shape.threads);
+  if (stacks == nullptr) {
+    void* const room = mmap(nullptr, kMaxFibers * kStackStep, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) return cudaErrorMemoryAllocation;
+    madvise(room, kMaxFibers * kStackStep, MADV_HUGEPAGE);
+    stacks = static_cast<char*>(room);
+  }
+  while (fibers.size() < count) fibers.emplace_back();
+  blocks = std::vector<Block>(size_t(shape.cluster));
+  const FreeShared free_shared;
+  variables = find_variables();
+  const std::vector<char> callers(variables.begin, variables.begin + variables.size);
+  blockDim = {unsigned(shape.threads), 1, 1};
+  gridDim = {unsigned(shape.blocks), 1, 1};
+  generator.seed(options.seed);
+  const int64_t clusters = shape.blocks / shape.cluster;
+  for (const int c : ordered(int(clusters))) {
+    run_cluster(int64_t(c) * shape.cluster);
+    if (has_failed) break;
+  }
+  memcpy(variables.begin, callers.data(), callers.size());
+  if (has_failed)
+    for (Fiber& fiber : fibers) fiber.is_made = false;
+  return has_failed ? cudaErrorLaunchFailure : cudaSuccess;
+}
+
+}  // namespace emulated
+
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+    case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
+    default: return "cudaErrorNotSupported";
+  }
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorLaunchFailure ? emulated::last_error.c_str() : cudaGetErrorName(error);
+}
+
+int cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = emulated::options.compute_capability;
+  return cudaSuccess;
+}
+
+// `order`: 0 ascending, 1 descending, 2 shuffled by `seed`. `compute_capability`: its first number. `resident`: clusters on the device.
+extern "C" __attribute__((visibility("default"))) void rl_emulated_configure(int order, unsigned seed, int compute_capability, int resident) {
+  emulated::options = {order, seed, compute_capability, resident};
+}
