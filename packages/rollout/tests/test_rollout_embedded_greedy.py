@@ -1,6 +1,7 @@
 """Greedy decoding is token for token what transformers' own `generate` gives, whatever the batch does meanwhile."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -229,6 +230,20 @@ def test_logprobs_are_those_of_a_forward_pass(qwen3_folder):
             logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
         want = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(outputs[str(i)].logprobs), want, atol=1e-4, rtol=0)
+
+
+def test_a_neighbour_that_is_cut_off_changes_no_bit(qwen3_folder):
+    def outputs(*neighbours):
+        engine = build(qwen3_folder)
+        plain = SamplingParams(max_new_tokens=60, temperature=0.7, seed=3, ignore_eos=True)
+        params = {"plain": plain, **{name: replace(plain, top_k=4) for name in neighbours}}
+        engine.submit(
+            (GenerateRequest(request_id=name, prompt_token_ids=(5, 6, 7), sampling_params=each), 0)
+            for name, each in params.items()
+        )
+        return run_to_end(engine)["plain"]
+
+    assert outputs("cut") == outputs()
 
 
 def test_a_group_is_computed_once(qwen3_folder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_csrc import sampling
-from rl_rollout.backends.embedded.sampler import scaled_and_cut, stream_seed, truncate
+from rl_rollout.backends.embedded.sampler import cut, stream_seed, truncate
 
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
@@ -15,10 +15,10 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, is_greedy=None):
     """As the engine does."""
     rows = logits.shape[0]
     temperature = torch.full((rows,), temperature)
-    scaled = scaled_and_cut(logits, temperature, torch.full((rows,), top_k), torch.full((rows,), top_p), is_greedy)
+    logits, left = cut(logits, temperature, torch.full((rows,), top_k), torch.full((rows,), top_p), is_greedy)
     streams = sampling.streams_of(torch.arange(rows))
     where = torch.zeros(rows, dtype=torch.int64)
-    return sampling.draw(scaled, temperature=torch.ones(rows), streams=streams, positions=where, is_greedy=is_greedy)
+    return sampling.draw(logits, temperature=left, streams=streams, positions=where, is_greedy=is_greedy)
 
 
 def test_greedy_takes_the_most_likely_whatever_is_cut_off():

@@ -22,7 +22,7 @@ from rl_rollout.backends.embedded.generation import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.graphs import DecodeGraphs
 from rl_rollout.backends.embedded.in_flight import InFlight, Wishes, finish_reason
 from rl_rollout.backends.embedded.packing import Packer, kept
-from rl_rollout.backends.embedded.sampler import scaled_and_cut, stream_seed
+from rl_rollout.backends.embedded.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.table import BatchTable
 from rl_rollout.backends.embedded.telling import new_chunks, note_tokens
@@ -331,8 +331,7 @@ class Engine:
         temperature = table.temperature[which]
         is_greedy = table.is_greedy[which] if self._wishes.greedy else None
         if self._wishes.truncating:
-            logits = scaled_and_cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
-            temperature = torch.ones_like(temperature)
+            logits, temperature = cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
         ids, logprobs = sampling.draw(
             logits, temperature=temperature, streams=table.streams[which], positions=lengths, is_greedy=is_greedy
         )

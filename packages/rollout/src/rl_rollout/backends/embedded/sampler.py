@@ -35,10 +35,12 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
 
-def scaled_and_cut(
+def cut(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, is_greedy: Tensor | None = None
-) -> Tensor:
-    """Logits / temperature, cut off where a row asks for it; a greedy row, whose temperature is 1, is left as it is.
+) -> tuple[Tensor, Tensor]:
+    """Logits / temperature, cut off, where a row asks for it, and the temperatures that are left to divide by.
+
+    The other rows, and greedy ones, stay as they are, bit by bit: a neighbour that is cut off changes nothing.
 
     Args:
         logits: [B, V] float32.
@@ -47,8 +49,8 @@ def scaled_and_cut(
         top_p: [B] float32.
         is_greedy: [B] bool; None when no row is.
     """
-    scaled = logits / temperature[:, None]
     is_cut = (top_k > 0) | (top_p < 1)
     if is_greedy is not None:
         is_cut &= ~is_greedy
-    return torch.where(is_cut[:, None], truncate(scaled, top_k, top_p), scaled)
+    truncated = truncate(logits / temperature[:, None], top_k, top_p)
+    return torch.where(is_cut[:, None], truncated, logits), temperature.masked_fill(is_cut, 1.0)
