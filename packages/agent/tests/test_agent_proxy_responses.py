@@ -131,6 +131,11 @@ def test_an_answer_that_is_cut_says_so():
         ({"tools": [{"type": "web_search"}]}, "no tools of its own"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
         ({"max_output_tokens": "many"}, "max_output_tokens is 'many'"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls=False is not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "logprobs'] is not supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort='high' is not supported"),
+        ({"tools": [{"type": "function"}]}, "a tool is .*; .* is needed"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "takes text"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "takes text"),
     ],
 )

@@ -117,6 +117,8 @@ def read_body(data: bytes, *, known: Container[str], neutral: Mapping[str, tuple
     for name, value in body.items():
         if name not in known and value not in neutral.get(name, ()):
             raise RowError(f"{name}={value!r} is not supported here; leave it out")
+    if not isinstance(body.get("stream", False), bool):
+        raise RowError(f"stream is {body['stream']!r}; true or false is needed")
     return body
 
 
@@ -129,11 +131,30 @@ def read_sampling(body: Mapping[str, Any], *limits: str) -> dict[str, Any]:
     for name, types in (*SAMPLING.items(), *((limit, (int,)) for limit in limits)):
         if name in body and (not isinstance(body[name], types) or isinstance(body[name], bool)):
             raise RowError(f"{name} is {body[name]!r}; a number is needed")
+    if sum(limit in body for limit in limits) > 1:
+        raise RowError(f"{' and '.join(limits)} are one setting; leave one of them out")
     given = {name: body[name] for name in SAMPLING if name in body}
     for limit in limits:
         if limit in body:
             given["max_new_tokens"] = body[limit]
     return given
+
+
+def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Tools in the format of chat completions.
+
+    Raises:
+        RowError: they are no list of functions with names.
+    """
+    if not isinstance(tools, list):
+        raise RowError(f"tools is {tools!r:.80}; a list is needed")
+    for tool in cast("list[Any]", tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name)}} if name:
+                pass
+            case _:
+                raise RowError(f'a tool is {tool!r:.80}; {{"type": "function", "function": {{"name": ...}}}} is needed')
+    return tuple(cast("list[dict[str, Any]]", tools))
 
 
 def plain_content(content: Any) -> str:
@@ -142,11 +163,14 @@ def plain_content(content: Any) -> str:
     Raises:
         RowError: it holds something else than text.
     """
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
-        return str(content or "")
+        raise RowError(f"a message's content is {content!r:.80}; text or a list of parts is needed")
     parts = cast("list[Any]", content)
     for part in parts:
-        if not (isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")):
+        is_text = isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
+        if not (is_text and isinstance(part.get("text"), str)):
             raise RowError(f"a message's content holds {part!r:.80}; this endpoint takes text")
     return "".join(part["text"] for part in parts)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from rl_agent.errors import RowError
-from rl_agent.proxy._call import SAMPLING, Call, parsed_arguments, plain_content, read_body, read_sampling
+from rl_agent.proxy._call import SAMPLING, Call, parsed_arguments, plain_content, read_body, read_sampling, read_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _KNOWN = {
     *SAMPLING,
     *("messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
-    *("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),  # without effect
+    *("user", "metadata", "safety_identifier", "prompt_cache_key"),  # without effect
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -26,6 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -45,7 +46,7 @@ def read(data: bytes) -> Call:
         raise RowError("the request needs 'messages', a list of at least one message")
     return Call(
         messages=tuple(_plain(each) for each in cast("list[Any]", messages)),
-        tools=tuple(body.get("tools", ())),
+        tools=read_tools(body.get("tools", [])),
         sampling=read_sampling(body, "max_tokens", "max_completion_tokens"),
         model=body.get("model", "policy"),
         is_streaming=bool(body.get("stream")),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from rl_agent.errors import RowError
-from rl_agent.proxy._call import SAMPLING, Call, parsed_arguments, plain_content, read_body, read_sampling
+from rl_agent.proxy._call import SAMPLING, Call, parsed_arguments, plain_content, read_body, read_sampling, read_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 _KNOWN = {
     *SAMPLING,
     *("input", "instructions", "model", "tools", "max_output_tokens", "stream", "previous_response_id"),
-    *("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "store"),  # without effect
-    *("include", "reasoning"),  # ask for more of what there is no more of
+    *("user", "metadata", "safety_identifier", "prompt_cache_key", "store"),  # without effect
+    *("include", "reasoning"),  # ask for more of what there is no more of; what else they may ask for is refused
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "text": ({"format": {"type": "text"}}, {}),
     "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "service_tier": ("auto", "default"),
@@ -38,6 +39,10 @@ def read(data: bytes) -> Call:
         RowError: it cannot be honoured.
     """
     body = read_body(data, known=_KNOWN, neutral=_NEUTRAL)
+    if "message.output_text.logprobs" in body.get("include", []):
+        raise RowError("include=['message.output_text.logprobs'] is not supported here; leave it out")
+    if (effort := body.get("reasoning", {}).get("effort")) is not None:
+        raise RowError(f"reasoning.effort={effort!r} is not supported here; leave it out")
     given = body.get("input")
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -47,7 +52,7 @@ def read(data: bytes) -> Call:
         messages.insert(0, {"role": "system", "content": str(body["instructions"])})
     return Call(
         messages=tuple(messages),
-        tools=tuple(_tool(each) for each in body.get("tools", ())),
+        tools=read_tools([_tool(each) for each in body.get("tools", ())]),
         sampling=read_sampling(body, "max_output_tokens"),
         model=body.get("model", "policy"),
         is_streaming=bool(body.get("stream")),

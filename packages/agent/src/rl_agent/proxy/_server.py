@@ -145,7 +145,7 @@ class RecordingProxy:
     ) -> web.StreamResponse:
         try:
             session = _session_of(request)
-            call = read(await request.read())
+            call = _read(read, await request.read())
             prepared = self._prepare(session, call)
             writer = make_writer(call)
             if call.is_streaming:
@@ -286,6 +286,15 @@ class RecordingProxy:
         )
         prepared.exchanges.append(exchange)
         return Answer(exchange=exchange, turn=turn, call_ids=tuple(new_call_id() for _ in turn.calls))
+
+
+def _read(read: Callable[[bytes], Call], body: bytes) -> Call:
+    try:
+        return read(body)
+    except RowError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RowError(f"the request is not of the format of this endpoint: {type(error).__name__}: {error}") from error
 
 
 def _session_of(request: web.Request) -> str:
