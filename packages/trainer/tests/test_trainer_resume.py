@@ -15,7 +15,7 @@ import pytest
 import rl_tq
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
-from rl_trainer.config import load_config
+from rl_trainer.config import as_tree, load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError
 from rl_trainer.job import follow, resumed
@@ -180,6 +180,10 @@ def test_what_another_pipeline_left_in_the_queue_is_generated_again():
     one_step = replace(state, pipeline="one_step_off")
     assert one_step.for_run(load_config("quickstart", ["pipeline=one_step_off", "batch.batch_size=2"])) is one_step
     assert not one_step.for_run(load_config("quickstart", ["pipeline=one_step_off", "batch.batch_size=4"])).held
+    loose = replace(state, config=as_tree(load_config("quickstart", ["staleness.max_staleness=3"])))
+    assert loose.for_run(load_config("quickstart", ["pipeline=fully_async", "staleness.max_staleness=3"])) is loose
+    tight = loose.for_run(load_config("quickstart", ["pipeline=fully_async", "staleness.max_staleness=1"]))
+    assert (tight.held, tight.pending) == ((), (4, 3, 1, 2))
 
 
 def test_a_torn_line_and_later_steps_are_taken_out_of_the_logs(tmp_path):

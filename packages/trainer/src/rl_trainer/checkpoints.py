@@ -78,11 +78,12 @@ class RunState:
         return cls(**values)
 
     def for_run(self, config: Config) -> RunState:
-        """What a run can go on from: held groups that another pipeline or batch size made are generated again."""
+        """What a run can go on from: held groups of another pipeline, batch size or staleness are generated again."""
         own = replace(self, history={}) if self.history and config.batch.replay is None else self
         num_made = len(own.held) + len(own.history.get("drawn", ()))
         is_whole = config.pipeline != "one_step_off" or num_made == config.batch.batch_size
-        if config.pipeline == self.pipeline and is_whole:
+        ages = asdict(config.staleness)  # held to another policy, or a lower bound, they may be too old
+        if config.pipeline == self.pipeline and is_whole and self.config.get("staleness", ages) == ages:
             return own
         again = tuple(row_index for _, row_index, *_ in self.held)
         return replace(own, held=(), pending=(*again, *self.pending))

@@ -160,8 +160,10 @@ def _check_layout(config: Config) -> None:
             f"engine.world_size={world_size} is no multiple of engine.parallel tp x pp x cp = "
             f"{layout.tp} x {layout.pp} x {layout.cp}"
         )
-    if config.runtime == "inline" and world_size > 1:
-        raise PlanError(f"engine.world_size={world_size} needs processes of its own: use runtime=ray")
+    sizes = {"engine.world_size": world_size, "agent.num_workers": config.agent.num_workers}
+    for key, size in (sizes | {"rollout.num_replicas": config.rollout.num_replicas}).items():
+        if config.runtime == "inline" and size > 1:
+            raise PlanError(f"{key}={size} needs processes of its own: use runtime=ray")
     if config.runtime == "inline" and config.pipeline != "sync":
         raise PlanError(f"pipeline={config.pipeline} generates and trains at the same time, which takes runtime=ray")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from rl_trainer.rewards import check_function, check_packages, resolve_reward
 from rl_trainer.trackers.group import GROUP as TRACKERS
 
 if TYPE_CHECKING:
-    from rl_trainer.config import Config, TeacherSection, TrackingSection
+    from rl_trainer.config import AgentSection, Config, TeacherSection, TrackingSection
     from rl_trainer.data import Row
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -46,6 +47,7 @@ def check(config: Config, rows: list[Row]) -> None:
         check_installed(group, name, key)
     if config.runtime == "ray" and not _is_installed("ray"):
         raise ConfigError("runtime=ray needs ray: pip install ray, or choose runtime=inline")
+    check_loop_options(config.agent)
     check_tracking(config.tracking)
     check_model(config)
     if config.teacher is not None:
@@ -84,6 +86,23 @@ def check_output_dir(config: Config, output_dir: Path) -> None:
             f"resume_from={config.resume_from} is not the newest checkpoint in output_dir, which is {newest.name}; "
             "choose another output_dir, or take the newer ones away: a later --resume would go on from them"
         )
+
+
+def check_loop_options(agent: AgentSection) -> None:
+    """Check that the agent loop has the options that it is to be made with.
+
+    Raises:
+        ConfigError: it has not; lists those that it has.
+    """
+    if not agent.options:
+        return
+    (point,) = entry_points(group="rl_agent.loops", name=agent.loop)
+    known = [p.name for p in inspect.signature(point.load()).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in agent.options:
+        if name not in known:
+            raise ConfigError(
+                f"agent.options.{name} is no option of agent.loop={agent.loop}; it has: {', '.join(known) or 'none'}"
+            )
 
 
 def check_tracking(tracking: TrackingSection) -> None:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 
 _OF_REWARDS = ("advantage", "correction", "rejection")
+_MEANT = {
+    **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "dro_beta"), (lambda value: value >= 0, "0 or more")),
+    **dict.fromkeys(("tau_pos", "tau_neg", "ratio_max"), (lambda value: value > 0, "above 0")),
+    "clip_dual": (lambda value: value == 0 or value > 1, "0 (off), or above 1"),
+}
+"""By option of our losses: whether a value can be meant, and which can."""
 _LEAST_AGE = 3
 """Of a replayed group of one_step_off: a batch of step s has tokens of version s - 1, and is in the history when the
 batch of step s + 2 is drawn."""
@@ -113,6 +119,9 @@ def _check_loss(algorithm: AlgorithmConfig) -> None:
                 f"{', '.join(loss.options) or 'none'}"
             )
     options = {**loss.options, **algorithm.loss_options}
+    for name, (is_meant, wanted) in _MEANT.items() if loss.compute is None else ():
+        if name in options and not is_meant(value := options[name]):
+            raise PlanError(f"algorithm.loss_options.{name}={value:g} cannot be meant; it has to be {wanted}")
     if loss.selects_tokens and not 0 < options["share"] <= 1:
         raise PlanError(f"algorithm.loss_options.share={options['share']:g} is a share of the tokens; give 0 to 1")
 

@@ -47,6 +47,11 @@ def check_reward(reward: RewardSection) -> None:
             "reward.path gives the whole reward, and reward.parts its parts; set one of them (a part of kind=function "
             "has a path of its own)"
         )
+    if reward.overlong_buffer and "overlong" in reward.parts:
+        raise PlanError(
+            "reward.parts.overlong has the name of what reward.overlong_buffer takes off, and one would hide the "
+            "other; give it another"
+        )
     kinds = {part.kind for part in reward.parts.values()}
     if kinds and not kinds & {"function", "rule"} and reward.num_processes != default.num_processes:
         raise PlanError("reward.num_processes does nothing without a part of kind=function or rule; leave it out")
