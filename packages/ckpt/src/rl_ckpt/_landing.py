@@ -16,7 +16,7 @@ from rl_ckpt import _delta, _zstd
 from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
 from rl_ckpt._places import Place, Scratch, contents_of, end_of, is_plain_on, leaf_bytes, part_of, piece_of
 from rl_ckpt._plan import ALIGNMENT_BYTES, Codec, Span, aligned
-from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, place_of
+from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, place_of, require_memory
 from rl_ckpt.errors import DigestError, ProtocolError, TensorError
 
 if TYPE_CHECKING:
@@ -247,6 +247,7 @@ class Landing:
                 f"{spec.name!r} came as {spec.dtype} {list(spec.shape)}; "
                 f"the consumer's tensor is {target.dtype} {list(target.shape)}"
             )
+        require_memory(spec.name, target)
         return target
 
     def _check(self, bucket: Bucket, places: Sequence[Place], slot: Tensor, memory: Memory | None) -> list[list[int]]:

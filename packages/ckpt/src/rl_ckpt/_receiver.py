@@ -214,7 +214,11 @@ class Receiver(CheckpointEngine):
         has = self._version if self._state is ReceiverState.COMMITTED else None
         ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, codecs=readable_codecs())
         line, begin = self._caller.ask(ready)
-        return self._land_on(line, begin, targets, stage)
+        try:
+            return self._land_on(line, begin, targets, stage)
+        except BaseException as error:  # targets that nothing can be landed in front of
+            self._caller.leave(reason_of(error), str(error) or repr(error))
+            raise
 
     def _land_on(self, line: Line, begin: Begin, targets: Mapping[str, Tensor] | None, stage: Stage | None) -> Landing:
         self._landing = Landing(

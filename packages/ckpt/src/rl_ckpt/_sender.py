@@ -12,7 +12,7 @@ from rl_ckpt._passage import Offer
 from rl_ckpt._peers import Peers
 from rl_ckpt._plan import Codec
 from rl_ckpt._registered import Registered, items_of
-from rl_ckpt._source import Clock, Schema, Source, copy_gb_per_s
+from rl_ckpt._source import Clock, Schema, Source, checked_version, copy_gb_per_s
 from rl_ckpt._sync import Sync
 from rl_ckpt._worker import AsyncSource, Worker
 from rl_ckpt._zstd import compressor
@@ -25,7 +25,6 @@ from rl_ckpt.errors import (
     ProtocolError,
     SyncAbortedError,
     UsageError,
-    VersionError,
 )
 from rl_ckpt.types import Metadata, ReceiverState
 
@@ -199,8 +198,7 @@ class Sender(CheckpointEngine):
     def _attempt(self, source: Source, version: int, clock: Clock) -> Sync:
         """One sync as far as the votes."""
         last = -1 if self._version is None else self._version
-        if not last < version <= MAX_VERSION:
-            raise VersionError(f"version is {version}; the next one must be above {last}, the last committed one")
+        version = checked_version(version, last, MAX_VERSION)
         peers = self._open()
         with clock("wire_s"):
             participants = peers.wait_for_ready(self._num_peers)

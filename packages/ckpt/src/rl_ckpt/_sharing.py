@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_ckpt._digest import combine, leaves_of
-from rl_ckpt._tensors import as_bytes, place_of
+from rl_ckpt._tensors import as_bytes, end_of, place_of
 from rl_ckpt.errors import TensorError
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Sharing:
-    """Of the targets of an end: found out again when one of them is elsewhere than before."""
+    """Of the targets of an end: found out again when one of them is elsewhere than before, or is read otherwise."""
 
     def __init__(self) -> None:
-        self._addresses: dict[str, int] = {}
+        self._places: dict[str, tuple[object, ...]] = {}
         self._groups: list[list[str]] = []
 
     def require_equal(self, targets: Mapping[str, Tensor], landed: Iterable[tuple[TensorSpec, int]]) -> None:
@@ -29,24 +29,30 @@ class Sharing:
         Raises:
             TensorError: one was written over by another, that was sent with other contents.
         """
-        sent = {spec.name: digest for spec, digest in landed}
-        addresses = {name: targets[name].data_ptr() for name in sent}
-        if addresses != self._addresses:
-            self._addresses, self._groups = addresses, _groups_of({name: targets[name] for name in sent})
+        sent: dict[str, int] = {}
+        places: dict[str, tuple[object, ...]] = {}
+        for spec, digest in landed:
+            target = targets[spec.name]
+            sent[spec.name] = digest
+            layout = target.is_contiguous() or (target.shape, target.stride())
+            places[spec.name] = target.data_ptr(), spec.num_bytes, layout
+        if places != self._places:
+            self._places, self._groups = places, _groups_of({name: targets[name] for name in sent})
         for names in self._groups:
-            if len({place_of(targets[name]) for name in names}) == 1:
+            if len(names) > 1 and len({place_of(targets[name]) for name in names}) == 1:
                 changed = [name for name in names if sent[name] != sent[names[0]]]
             else:
                 changed = [name for name in names if combine(leaves_of(as_bytes(targets[name]))) != sent[name]]
             if changed:
+                whose = "the targets" if len(names) > 1 else "elements of"
                 raise TensorError(
-                    f"the targets {', '.join(map(repr, names))} share memory, and came with different contents: "
+                    f"{whose} {', '.join(map(repr, names))} share memory, and came with different contents: "
                     f"{changed[0]!r} is not what was sent. Give each memory of its own, or tie them at the source too"
                 )
 
 
 def _groups_of(targets: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names whose memory overlaps, directly or by others between them."""
+    """The names whose memory overlaps, directly or by others between them; or may overlap itself, alone."""
     places = sorted((str(target.device), *_extent_of(target), name) for name, target in targets.items())
     groups: list[list[str]] = []
     where, end = "", 0
@@ -59,12 +65,24 @@ def _groups_of(targets: Mapping[str, Tensor]) -> list[list[str]]:
             groups.append([name])
             end = last
         where, end = device, max(end, last)
-    return [group for group in groups if len(group) > 1]
+    return [group for group in groups if len(group) > 1 or _may_overlap_itself(targets[group[0]])]
+
+
+def _may_overlap_itself(tensor: Tensor) -> bool:
+    """Whether the strides do not rule out that two elements are one memory."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _extent_of(tensor: Tensor) -> tuple[int, int]:
     """From where to where its elements lie, bytes."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+    num_elements = end_of(tensor) - tensor.storage_offset()
+    return tensor.data_ptr(), tensor.data_ptr() + num_elements * tensor.itemsize

@@ -6,13 +6,15 @@ import time
 from collections import OrderedDict
 from collections.abc import ItemsView
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rl_ckpt._tensors import place_of
-from rl_ckpt.errors import TensorError
+from rl_ckpt.errors import TensorError, VersionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +30,21 @@ _AT_REST = (type({}.items()), type(OrderedDict[str, torch.Tensor]().items()))
 """Items that a mapping holds; other mappings may make each when it is asked for, all in one memory."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Of other kinds of tensors it is not known what their memory means."""
+
+
+def checked_version(version: object, last: int, limit: int) -> int:
+    """A version as a plain int, after a look at it.
+
+    Raises:
+        VersionError: it is no integer, or not above the last one and at most the limit.
+    """
+    try:
+        number = index(version)  # pyright: ignore[reportArgumentType]  # whether it is one is to be found out
+    except TypeError as error:
+        raise VersionError(f"version is {version!r}, a {type(version).__name__}; give an int") from error
+    if not last < number <= limit:
+        raise VersionError(f"version is {number}; the next one must be above {last}, the last one in force")
+    return number
 
 
 @dataclass(slots=True)
@@ -172,7 +189,11 @@ class Source:
 
 
 def _is_dense(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not isinstance(tensor, UninitializedTensorMixin)
+        and tensor.layout == torch.strided
+    )
 
 
 def _num_changes(tensor: Tensor) -> int | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_ckpt._digest import LEAF_BYTES
-from rl_ckpt._tensors import as_bytes
+from rl_ckpt._tensors import as_bytes, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,9 +25,14 @@ class Stage:
         self._installed: list[str] = []
 
     def open(self, targets: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Where the next version for these targets is to land: contiguous CPU tensors of the same names."""
+        """Where the next version for these targets is to land: contiguous CPU tensors of the same names.
+
+        Raises:
+            TensorError: a target has no memory to install it in.
+        """
         before, self._tensors = self._tensors, {}
         for name, target in targets.items():
+            require_memory(name, target)
             mine = before.get(name)
             if mine is None or (mine.dtype, mine.shape) != (target.dtype, target.shape):
                 mine = torch.empty(target.shape, dtype=target.dtype)

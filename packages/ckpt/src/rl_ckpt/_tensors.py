@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from rl_ckpt.errors import TensorError
 from rl_csrc.frames import DTYPES
@@ -46,13 +47,46 @@ def spec_of(name: object, tensor: object) -> TensorSpec:
         raise TensorError(f"the source yielded ({name!r}, {type(tensor).__name__}); it must yield (str, torch.Tensor)")
     if hasattr(tensor, "full_tensor"):
         raise TensorError(f"{name!r} is a DTensor, of which this rank holds a shard; yield tensor.full_tensor()")
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise TensorError(f"{name!r} is not initialized; call its lazy module once before")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
         raise TensorError(
             f"{name!r} has layout {tensor.layout} on {tensor.device}; only dense tensors with memory can be sent"
         )
     if tensor.dtype not in DTYPE_CODES:
         raise TensorError(f"{name!r} has dtype {tensor.dtype}; allowed are {', '.join(map(str, DTYPES))}")
+    require_memory(name, tensor)
     return _spec(name, tensor.dtype, tensor.shape)
+
+
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Look whether the elements of a tensor that is to be read or written are there.
+
+    Raises:
+        TensorError: it is a meta tensor, a subclass that only wraps others, or its storage was freed (by FSDP, an
+            offload, a sleeping engine).
+    """
+    try:
+        storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes() if storage.data_ptr() else 0
+    except (RuntimeError, NotImplementedError):  # wrappers have no storage to look at, nor do sparse layouts
+        num_bytes = 0
+    if num_bytes < end_of(tensor) * tensor.itemsize:
+        raise TensorError(
+            f"{name!r} is a {type(tensor).__name__} of shape {list(tensor.shape)} on {tensor.device} without that much "
+            "memory of its own: a wrapper (DTensor, quantized, asynchronous), or one on the meta device, or its "
+            "storage was freed; pass the plain tensors that it is made of, or bring it back first"
+        )
+
+
+def end_of(tensor: torch.Tensor) -> int:
+    """Where in its storage a tensor's last element ends, elements; 0 for one without elements."""
+    num_elements = tensor.numel()
+    if not num_elements:
+        return 0
+    if not tensor.is_contiguous():
+        num_elements = 1 + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() + num_elements
 
 
 @lru_cache(maxsize=1 << 16)

@@ -22,8 +22,8 @@ from rl_ckpt._folder import Entry, Folder, Manifest
 from rl_ckpt._link import Deadline, wait_for
 from rl_ckpt._registered import Registered, items_of
 from rl_ckpt._sharing import Sharing
-from rl_ckpt._source import Clock, Source
-from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
+from rl_ckpt._source import Clock, Source, checked_version
+from rl_ckpt._tensors import TensorSpec, as_bytes, require_memory, spec_of
 from rl_ckpt._transport import checked_options
 from rl_ckpt._worker import AsyncSource, Worker
 from rl_ckpt.base import CheckpointEngine
@@ -35,7 +35,6 @@ from rl_ckpt.errors import (
     SyncAbortedError,
     TensorError,
     UsageError,
-    VersionError,
 )
 from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
 
@@ -175,8 +174,7 @@ class FileSender(FileEnd):
                 source = Source(items_of(self._registered), clock, self._registered)
             self._open()
             last = max(self._folder.versions(), default=-1)
-            if not last < version <= MAX_VERSION:
-                raise VersionError(f"version is {version}; the next one must be above {last}, the last published one")
+            version = checked_version(version, last, MAX_VERSION)
             report = self._write(source, version, clock, written)
         except Exception as error:
             self._folder.remove_files(written)
@@ -302,6 +300,8 @@ class FileReceiver(FileEnd):
             raise UsageError(
                 "staged=True installs when a sync has ended, and attest_with looks before; use one of them"
             )
+        for name, target in targets.items():
+            require_memory(name, target)
         before = self._state, self._version, self._digest
         is_written = not staged
         try:
