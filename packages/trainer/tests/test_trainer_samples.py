@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from rl_trainer import checkpoints
 from rl_trainer.cli import main_sample
 from rl_trainer.config import load_config
 from rl_trainer.errors import DataError
@@ -36,6 +37,27 @@ def test_ragged_columns_come_back_as_they_went(tmp_path):
     assert read_samples(tmp_path, steps=[10], columns=["reward"]).to_pydict() == {"step": [10] * 3, "reward": [1.0] * 3}
     with pytest.raises(DataError, match="has no samples of step 3; there are 2 steps from 2 to 10"):
         read_samples(tmp_path, steps=[3])
+
+
+def test_columns_of_several_numbers_come_back_too(tmp_path):
+    """Parts of rewards, one row of them per sample, and a teacher's candidates, one per token."""
+    offsets = torch.tensor([0, 1, 3])
+    columns = {
+        "components": torch.tensor([[1.0, 0.5], [0.0, 2.0]]),
+        "candidate_token_ids": torch.nested.nested_tensor_from_jagged(torch.arange(6).reshape(3, 2), offsets),
+    }
+    (tmp_path / FOLDER).mkdir()
+    write_samples(file_of(tmp_path / FOLDER, 1), columns)
+    found = read_samples(tmp_path).to_pydict()
+    assert found["components"] == [[1.0, 0.5], [0.0, 2.0]]
+    assert found["candidate_token_ids"] == [[[0, 1]], [[2, 3], [4, 5]]]
+
+
+def test_samples_of_steps_that_are_taken_again_are_taken_away(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step, [0.0, 1.0, 0.5])
+    checkpoints.forget_after(tmp_path, 2)
+    assert steps_of(tmp_path) == [1, 2]
 
 
 def test_rl_sample_shows_the_best_of_the_last_step(tmp_path, capsys):

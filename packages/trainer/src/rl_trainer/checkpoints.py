@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_trainer import samples
 from rl_trainer.config import as_tree
 from rl_trainer.errors import InputError
 
@@ -183,7 +184,8 @@ def has_lines(output_dir: Path) -> bool:
 
 
 def forget_after(output_dir: Path, step: int) -> None:
-    """Take the lines of later steps, and a torn one, out of a run's logs: those steps will be taken again."""
+    """Take later steps, and a torn line, out of a run's logs and samples: those steps will be taken again."""
+    samples.forget_after(output_dir, step)
     for log in (output_dir / name for name in LOGS):
         if not log.is_file():
             continue

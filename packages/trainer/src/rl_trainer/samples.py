@@ -32,7 +32,7 @@ def write_samples(path: Path, columns: Mapping[str, Tensor | list[Any]]) -> int:
 
     Args:
         path: The file.
-        columns: A row per sample: jagged tensors, one-dimensional tensors, or lists.
+        columns: A row per sample: jagged tensors, tensors, or lists.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -51,7 +51,16 @@ def _array(column: Any) -> Any:
         return pa.array(column)
     if column.is_nested:
         return pa.ListArray.from_arrays(_array(column.offsets().int()), _array(column.values()))
+    if column.ndim > 1:  # parts of a reward, a teacher's candidates
+        return pa.FixedSizeListArray.from_arrays(_array(column.flatten(0, 1)), column.shape[1])
     return pa.array(column.numpy())
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Take the files of later steps away: those steps will be taken again."""
+    for later in steps_of(run):
+        if later > step:
+            file_of(run / FOLDER, later).unlink()
 
 
 def steps_of(run: str | Path) -> list[int]:
