@@ -122,6 +122,8 @@ def test_an_update_replaces_an_adapter_and_nothing_else(qwen3_folder, adapters):
     [
         (lambda config: {**config, "use_dora": True}, "use_dora=True; False is served"),
         (lambda config: {**config, "bias": "all"}, "bias='all'; 'none' is served"),
+        (lambda config: {**config, "alora_invocation_tokens": [9, 10]}, r"alora_invocation_tokens=\[9, 10\]; None is"),
+        (lambda config: {**config, "init_lora_weights": "pissa"}, "'pissa', which changed the base model"),
         (lambda config: {**config, "peft_type": "IA3"}, "of type 'IA3'; LORA is served"),
     ],
 )

@@ -13,6 +13,7 @@ from rl_rollout import (
     ConfigError,
     GenerateRequest,
     GenerationError,
+    ModelFolderError,
     RequestError,
     ServerConfig,
     ServerStartError,
@@ -140,6 +141,13 @@ def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adap
     assert [json.loads(path) for path in told[4:]] == [
         {"lora_name": name, "lora_path": folder, "pinned": False} for name, folder in folders.items()
     ]
+
+
+@pytest.mark.parametrize("setting", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 3}}, {"use_dora": True}])
+def test_adapters_that_it_would_take_for_plain_ones_are_refused(qwen3_folder, tmp_path, setting):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **setting}))
+    with pytest.raises(ModelFolderError, match=f"adapter 'mine' has {next(iter(setting))}="):
+        create_server("sglang", fake_sglang_config(qwen3_folder, adapters={"mine": str(tmp_path)}))
 
 
 def test_what_it_cannot_do_is_refused(qwen3_folder):

@@ -63,6 +63,8 @@ class Adapter:
     folder: str
     """Absolute."""
     rank: int
+    config: Mapping[str, Any]
+    """peft's."""
 
 
 def read_adapters(found: Any, model_name: str) -> dict[str, Adapter]:
@@ -76,12 +78,10 @@ def read_adapters(found: Any, model_name: str) -> dict[str, Adapter]:
         raise ConfigError(f"option adapters={found!r} must be an object of names and folders")
     if model_name in found:
         raise ConfigError(f"option adapters: {model_name!r} is the name of the model; call the adapter something else")
-    return {
-        name: Adapter(name, str(Path(folder).resolve()), _read_rank(name, folder)) for name, folder in found.items()
-    }
+    return {name: _read_adapter(name, folder) for name, folder in found.items()}
 
 
-def _read_rank(name: str, folder: str) -> int:
+def _read_adapter(name: str, folder: str) -> Adapter:
     try:
         config = json.loads((Path(folder) / "adapter_config.json").read_text())
     except (OSError, ValueError) as error:
@@ -90,7 +90,7 @@ def _read_rank(name: str, folder: str) -> int:
         ) from error
     if config.get("peft_type") != "LORA":
         raise ModelFolderError(f"adapter {name!r} is of type {config.get('peft_type')!r}; LORA is served")
-    return int(config["r"])
+    return Adapter(name, str(Path(folder).resolve()), int(config["r"]), config)
 
 
 def read_environment(found: Any) -> dict[str, str]:

@@ -30,6 +30,7 @@ from rl_rollout._external_options import (
     read_environment,
     words,
 )
+from rl_rollout._lora import check_plain
 from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
 from rl_rollout.errors import ConfigError, GenerationError, RequestError, RolloutError, UnsupportedError
@@ -80,6 +81,8 @@ class SglangServer(ExternalServer):
                 "the option args='--max-total-tokens N'"
             )
         super().__init__(config, engine_name="sglang")
+        for adapter in self.adapters.values():  # SGLang reads rank and alpha, and looks at nothing else
+            check_plain(adapter.name, adapter.config, is_scaled_by_root=False)
         # SGLang keeps two positions of its context to itself.
         self._context = min(config.max_model_len + 2, self.max_position_embeddings)
         self.max_model_len = self._context - 2

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_rollout._lora import check_plain
 from rl_rollout.backends.embedded.linear import LowRank, ServedLinear
 from rl_rollout.errors import ModelFolderError, WeightUpdateError
 
@@ -21,15 +22,6 @@ if TYPE_CHECKING:
 
 UPDATE_PREFIX = "adapters."
 _FOLDER_PREFIX = "base_model.model."
-_PLAIN = {
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-"""Settings of peft that are served at this value alone."""
 
 
 class AdapterStore:
@@ -145,10 +137,6 @@ def _read_scaling(adapter: str, folder: Path) -> float:
     if not path.is_file():
         raise ModelFolderError(f"adapter {adapter!r}: folder {str(folder)!r} has no {path.name}; is it one of peft's?")
     config: dict[str, Any] = json.loads(path.read_text())
-    if config.get("peft_type") != "LORA":
-        raise ModelFolderError(f"adapter {adapter!r} is of type {config.get('peft_type')!r}; LORA is served")
-    for name, served in _PLAIN.items():
-        if (config.get(name) or served) != served:
-            raise ModelFolderError(f"adapter {adapter!r} has {name}={config[name]!r}; {served!r} is served")
+    check_plain(adapter, config)
     rank = config["r"]
     return config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
