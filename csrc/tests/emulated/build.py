@@ -38,7 +38,7 @@ def build(folder: Path, *, sanitize: bool = False) -> Path:
         *sorted(NATIVE.glob("cuda/*.c*")),
         NATIVE / "tensor_arg.cpp",
         NATIVE / "buffers/exchange.cpp",
-        HERE / "scheduler.cpp",
+        *HERE.glob("*.cpp"),
     ]
     sources = [path for path in sources if path.suffix in (".cu", ".cpp")]
     headers = sorted(
