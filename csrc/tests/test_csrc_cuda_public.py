@@ -1,18 +1,23 @@
-"""The public ops on a GPU: autograd, in-place gradients and torch.compile reach the kernels, and agree with the CPU."""
+"""The public ops on a GPU, or an emulated one: autograd and in-place gradients reach the kernels and agree with the CPU.
+
+On a GPU also through torch.compile.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 import rl_csrc
+from rl_csrc import _dispatch
 from rl_csrc.testing import cu_seqlens, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; the CPU suites are the twins"),
-]
+Check = Callable[..., None]
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def make(rows: int = 24, vocab: int = 1003) -> dict[str, Tensor]:
@@ -34,21 +39,32 @@ def make(rows: int = 24, vocab: int = 1003) -> dict[str, Tensor]:
     }
 
 
-def both(run: object) -> tuple[list[Tensor], list[Tensor]]:
-    """What `run(batch)` returns on the CPU and on the GPU."""
-    assert callable(run)
-    batch = make()
-    return run(batch), run({name: x.cuda() for name, x in batch.items()})
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])])
+def check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
+    """Compare what `run(batch)` returns by the CPU's kernels and by those of CUDA, on the GPU or emulated."""
+
+    def compare(run: Callable[[dict[str, Tensor]], list[Tensor]], tolerance: float = 3e-5) -> None:
+        theirs = run(make())
+        if request.param == "emulated":
+            request.getfixturevalue("emulated")
+            monkeypatch.setitem(_dispatch._KERNEL_MODULES, "cpu", "rl_csrc._impl_cuda")
+            forget_kernels()
+        ours = run({name: x.to("cpu" if request.param == "emulated" else "cuda") for name, x in make().items()})
+        for found, wanted in zip(ours, theirs, strict=True):
+            assert found.is_cuda == (request.param == "cuda")
+            assert relative_error(found.cpu(), wanted) < tolerance
+
+    yield compare
+    forget_kernels()
 
 
-def check(run: object, tolerance: float = 3e-5) -> None:
-    for ours, theirs in zip(*reversed(both(run)), strict=True):
-        assert ours.is_cuda
-        assert relative_error(ours.cpu(), theirs) < tolerance
+def forget_kernels() -> None:
+    _dispatch._find.cache_clear()
+    _dispatch._kernels.cache_clear()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_logprobs_with_gradient(inplace: bool) -> None:
+def test_logprobs_with_gradient(check: Check, inplace: bool) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaf = b["logits"].clone().requires_grad_()
         found = rl_csrc.logprobs(leaf * 1.0, b["labels"], entropy=True, temperature=0.9, inplace=inplace)
@@ -59,7 +75,7 @@ def test_logprobs_with_gradient(inplace: bool) -> None:
     check(run)
 
 
-def test_vocab_parallel_with_gradient() -> None:
+def test_vocab_parallel_with_gradient(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         halves = [x.contiguous() for x in b["logits"].split([500, 503], dim=1)]
         stats = [rl_csrc.logprob_stats(x, b["labels"], vocab_start=at) for x, at in zip(halves, (0, 500), strict=True)]
@@ -74,7 +90,7 @@ def test_vocab_parallel_with_gradient() -> None:
     check(run)
 
 
-def test_linear_logprobs_with_gradient() -> None:
+def test_linear_logprobs_with_gradient(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaves = [b["hidden"].requires_grad_(), b["weight"].requires_grad_()]
         found = rl_csrc.linear_logprobs(*leaves, b["labels"], entropy=True, chunk_rows=16)
@@ -86,7 +102,7 @@ def test_linear_logprobs_with_gradient() -> None:
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
-def test_policy_loss_with_gradient(loss: str) -> None:
+def test_policy_loss_with_gradient(check: Check, loss: str) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaf = (b["old"] + 0.1 * b["advantages"]).requires_grad_()
         found = rl_csrc.policy_loss(leaf, b["old"], b["advantages"], b["mask"], b["cu_seqlens"], loss=loss)
@@ -96,7 +112,7 @@ def test_policy_loss_with_gradient(loss: str) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_policy_loss_from_logits_with_gradient(inplace: bool) -> None:
+def test_policy_loss_from_logits_with_gradient(check: Check, inplace: bool) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaf = b["logits"].clone().requires_grad_()
         found = rl_csrc.policy_loss_from_logits(
@@ -107,7 +123,7 @@ def test_policy_loss_from_logits_with_gradient(inplace: bool) -> None:
     check(run)
 
 
-def test_policy_loss_from_hidden_with_gradient() -> None:
+def test_policy_loss_from_hidden_with_gradient(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaves = [b["hidden"].requires_grad_(), b["weight"].requires_grad_()]
         found = rl_csrc.policy_loss_from_hidden(
@@ -118,7 +134,7 @@ def test_policy_loss_from_hidden_with_gradient() -> None:
     check(run)
 
 
-def test_estimators_and_copies() -> None:
+def test_estimators_and_copies(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         scan = rl_csrc.scan_reverse(b["advantages"], b["old"], b["cu_seqlens"], loss_mask=b["mask"], lam=0.9)
         packed = rl_csrc.pack(b["logits"].view(4, 6, -1), b["labels"][:4] % 6)
@@ -130,12 +146,15 @@ def test_estimators_and_copies() -> None:
     check(run)
 
 
+@pytest.mark.gpu
+@gpu
 def test_a_tensor_left_on_the_host_is_refused_not_read() -> None:
     batch = {name: x.cuda() for name, x in make().items()}
     with pytest.raises(rl_csrc.ArgumentError, match="temperature is float32 .*wanted a tensor on the GPU"):
         rl_csrc.logprobs(batch["logits"], batch["labels"], temperature=torch.ones(24))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_may_lie_on_a_device_that_is_not_current() -> None:
     batch = make()
@@ -146,11 +165,15 @@ def test_tensors_may_lie_on_a_device_that_is_not_current() -> None:
         rl_csrc.logprobs(there["logits"], there["labels"].to("cuda:0"))
 
 
+@pytest.mark.gpu
+@gpu
 def test_digest_of_a_device_tensor() -> None:
     x = make()["logits"]
     assert rl_csrc.digest(x.cuda()) == rl_csrc.digest(x)
 
 
+@pytest.mark.gpu
+@gpu
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch 2.11's inductor, of its own code
 def test_compiled_without_graph_breaks() -> None:
     batch = {name: x.cuda() for name, x in make().items()}
