@@ -1,4 +1,4 @@
-"""The public ops on a GPU, or an emulated one: autograd and in-place gradients reach the kernels and agree with the CPU.
+"""The public ops on a GPU, or an emulated one: autograd and in-place gradients reach the kernels, the CPU agrees.
 
 On a GPU also through torch.compile.
 """

@@ -1,5 +1,6 @@
 """The kernel tests once more on a build with ASan and UBSan: minutes, so in the slow tier."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -47,6 +48,29 @@ def test_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_
         str(package.parent),
         *(str(ROOT / "tests" / name) for name in SUITE),
     ]
+    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-8000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(importlib.util.find_spec("rl_csrc._cuda") is not None, reason="the CUDA module itself is installed")
+def test_emulated_cuda_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+    """A memcheck without a GPU: what they read and write lies within the tensors, at addresses aligned to it."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ on PATH")
+    spec = importlib.util.spec_from_file_location("emulated_build", Path(__file__).parent / "emulated" / "build.py")
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    environment = os.environ | {
+        "RL_CSRC_EMULATED": str(builder.build(tmp_path, sanitize=True)),
+        "LD_PRELOAD": ":".join(_runtime(compiler, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    suite = [str(path) for path in sorted(Path(__file__).parent.glob("test_csrc_cuda_*.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "emulated", *suite]
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-8000:]
 
