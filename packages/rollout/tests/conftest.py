@@ -106,10 +106,10 @@ def write_adapter(folder, base, seed, *, use_rslora=False):
 def write_adapters(tmp_path_factory):
     """Of a model folder: two adapters by name, each with its folder and that of the model that it is merged into."""
 
-    def write(base):
+    def write(base, *, has_rslora=True):
         folder = tmp_path_factory.mktemp("adapters")
         one = write_adapter(folder / "one", base, 1)
-        two = write_adapter(folder / "two", base, 2, use_rslora=True)
+        two = write_adapter(folder / "two", base, 2, use_rslora=has_rslora)
         return {"one": one, "two": two}
 
     return write

@@ -114,7 +114,7 @@ class TestLimitsOfTheRealOneOnCpu:
             asyncio.run(server.start())
 
     def test_adapters(self, qwen3_folder, write_adapters):
-        folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder).items()}
+        folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder, has_rslora=False).items()}
         server = create_server(
             "sglang", real_sglang_config(qwen3_folder, "--lora-backend", "torch_native", adapters=folders)
         )
@@ -132,7 +132,7 @@ def test_a_full_cache(long_folder):
 
 
 def test_adapters_have_room_beside_requests_without_one(qwen3_folder, write_adapters):
-    folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder).items()}
+    folders = {name: folder for name, (folder, _) in write_adapters(qwen3_folder, has_rslora=False).items()}
     server = create_server("sglang", fake_sglang_config(qwen3_folder, adapters=folders))
     assert server.capabilities.has_adapters
     assert not server.capabilities.updates_weights  # what SGLang does with them then, nobody has seen
