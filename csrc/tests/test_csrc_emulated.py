@@ -30,9 +30,8 @@ def run(emulated: Any, fault: str, order: str) -> tuple[str, Tensor]:
 
 @pytest.mark.parametrize("fault", ["no barrier", "no barrier of the warp"])
 def test_a_missing_barrier_makes_the_bits_depend_on_the_order(emulated: Any, fault: str) -> None:
-    found = [run(emulated, fault, order)[1].tolist() for order in ORDERS]
+    found = [run(emulated, fault, order)[1].tolist() for order in ("ascending", "descending")]
     assert found[0] != found[1]
-    assert found[1] != found[2]
 
 
 def test_what_nobody_wrote_into_shared_memory_is_poison(emulated: Any) -> None:

@@ -1,6 +1,7 @@
-// Runs a grid on one CPU thread: its clusters in turn, the blocks of a cluster by turns, each thread of a block a fiber that runs
-// until it has to wait. What a GPU leaves open is chosen by `configure`: in which order fibers and blocks run, and when what was
-// sent asynchronously arrives. Where nobody can go on, or a thread does what faults, the launch fails with the thread's place.
+// Runs a grid on one CPU thread: its clusters in turn, the blocks of a cluster by turns, and so a block's warps, each as far as it gets
+// alone. Each thread is a fiber that runs until it has to wait. What a GPU leaves open is chosen by `configure`: the order of fibers,
+// warps and blocks, and when what was sent asynchronously arrives. Where nobody can go on, or a thread does what faults, the launch
+// fails with the thread's place.
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
@@ -363,15 +364,20 @@ void begin_cluster(int64_t first_block) {
   }
 }
 
-// Every fiber of the block that can run does so once; whether one could.
+// Every warp of the block that can run does so, as far as it gets without the others; whether one could.
 bool sweep(int rank) {
   bool any = false;
-  for (const int thread : ordered(shape.threads)) {
-    const int number = rank * shape.threads + thread;
-    if (!can_run(fibers[size_t(number)])) continue;
-    blocks[size_t(rank)].has_started = any = true;
-    resume(number);
-    if (has_failed) return false;
+  for (const int warp : ordered((shape.threads + 31) / 32)) {
+    for (bool moves = true; moves;) {
+      moves = false;
+      for (const int lane : ordered(std::min(32, shape.threads - warp * 32))) {
+        const int number = rank * shape.threads + warp * 32 + lane;
+        if (!can_run(fibers[size_t(number)])) continue;
+        blocks[size_t(rank)].has_started = any = moves = true;
+        resume(number);
+        if (has_failed) return false;
+      }
+    }
   }
   return any;
 }
