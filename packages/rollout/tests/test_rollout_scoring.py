@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 
@@ -142,6 +143,29 @@ def test_a_pass_that_fails_is_told_and_the_next_one_works(folder, monkeypatch):
     (status, answer), (again, _) = serve(folder, use)
     assert (status, again) == (500, 200)
     assert "scoring failed: ZeroDivisionError" in answer["error"]["message"]
+
+
+def test_a_score_that_is_no_number_is_an_error_of_its_request(folder, monkeypatch):
+    async def use(session, url, server):
+        monkeypatch.setattr(server._model, "score", lambda rows: [math.nan if len(row) == 1 else 0.5 for row in rows])
+        return await asyncio.gather(ask(session, url, input=[3]), ask(session, url, input=[3, 4]))
+
+    (status, answer), (good, scored) = serve(folder, use)
+    assert (status, good) == (500, 200)
+    assert "gave nan for a score" in answer["error"]["message"]
+    assert scored["data"][0]["data"] == [0.5]
+
+
+def test_frequencies_that_depend_on_who_is_scored_beside_are_refused(tmp_path):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    folder = write_tiny_model(tmp_path, family="llama", rope_parameters=rope)
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="set it to 64 at most"):
+        serve(folder, None)
 
 
 def test_the_command_line_serves_it(folder, wanted):

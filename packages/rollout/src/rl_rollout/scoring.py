@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -21,9 +22,17 @@ import torch
 from aiohttp import web
 
 from rl_rollout import _wire
+from rl_rollout._positions import check_positions
 from rl_rollout._registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout._text import LazyTokenizer, plain_messages
-from rl_rollout.errors import ConfigError, ModelFolderError, RequestError, RolloutError, ServerStartError
+from rl_rollout.errors import (
+    ConfigError,
+    GenerationError,
+    ModelFolderError,
+    RequestError,
+    RolloutError,
+    ServerStartError,
+)
 from rl_rollout.types import ServerAddress
 
 if TYPE_CHECKING:
@@ -82,6 +91,7 @@ class RewardModel:
         """Ids are below it."""
         self.max_model_len = min(config.max_model_len, getattr(text, "max_position_embeddings", config.max_model_len))
         """Most tokens of a sequence."""
+        check_positions(text, self.max_model_len)
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
@@ -192,8 +202,12 @@ class ScoreServer:
                     each.score.set_exception(RolloutError(f"scoring failed: {type(error).__name__}: {error}"))
             return
         for each, score in zip(asked, scores, strict=True):
-            if not each.score.done():
+            if each.score.done():
+                continue
+            if math.isfinite(score):
                 each.score.set_result(score)
+            else:
+                each.score.set_exception(GenerationError(f"the reward model gave {score} for a score"))
 
     async def _pooling(self, request: web.Request) -> web.StreamResponse:
         message = _wire.object_from_body(await request.read(), request.path)

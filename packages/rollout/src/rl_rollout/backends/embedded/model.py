@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_rollout._positions import check_positions
 from rl_rollout.backends.embedded.adapters import AdapterStore
 from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, PagedBatch, ProbeBatch, register_attention
 from rl_rollout.backends.embedded.extras import ExpertRecorder
@@ -169,7 +169,7 @@ def load_model(config: ServerConfig) -> ServedModel:
     probe = _probe(module, device, text_config.num_hidden_layers, config.model_path, experts)
     model_limit = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
     max_model_len = min(config.max_model_len, model_limit)
-    _check_positions(text_config, max_model_len)
+    check_positions(text_config, max_model_len)
     can_be_packed, adapters = can_pack(device, dtype), config.options.get("adapters", {})
     fused = None if adapters else fuse(module, max_model_len, probe)
     active = ActiveAdapters()
@@ -224,24 +224,6 @@ def _check_architecture(module: Any, path: str) -> None:
         )
     if not getattr(module, "_supports_attention_backend", False):
         raise ModelFolderError(f"model folder {path!r}: {name} does not use transformers' attention interface")
-
-
-def _check_positions(text_config: Any, max_model_len: int) -> None:
-    """See that a token's position turns it alike whoever is beside it.
-
-    Transformers chooses the frequencies of `longrope` by the largest position of a pass, for all that is in it.
-    """
-    found: Any = getattr(text_config, "rope_parameters", None) or {}
-    for rope in (found, *found.values()):  # where kinds of layers differ, one each
-        if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope":
-            continue
-        limit = rope["original_max_position_embeddings"]
-        if max_model_len > limit:
-            raise ConfigError(
-                f"max_model_len={max_model_len}: this model (longrope) turns all tokens of a batch by other "
-                f"frequencies once one of them is beyond {limit}, so that log-probs would depend on neighbours; "
-                f"set it to {limit} at most, or use the backend vllm"
-            )
 
 
 def _eos_token_ids(module: Any) -> tuple[int, ...]:
