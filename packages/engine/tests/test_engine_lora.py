@@ -59,6 +59,19 @@ def test_the_adapter_learns_and_the_model_under_it_does_not_move(folder):
     engine.close()
 
 
+def test_a_model_that_is_first_asked_without_its_adapter_learns_as_any_other(folder):
+    """In bfloat16, where the parameters and what is computed with them are of two formats."""
+    losses = []
+    for is_asked in (False, True):
+        engine = build(folder, precision=Precision.BFLOAT16)
+        if is_asked:
+            with engine.eval_mode(), engine.adapter_off():
+                scores(engine)
+        losses.append(train(engine, steps=3))
+        engine.close()
+    assert losses[0] == losses[1]
+
+
 def test_the_merged_model_is_the_one_that_was_trained(folder, tmp_path):
     engine = build(folder)
     train(engine)

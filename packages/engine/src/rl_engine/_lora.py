@@ -60,8 +60,11 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int) -> dict[str, An
 def without_adapter(model: nn.Module) -> Generator[None]:
     """Inside, `model` computes what it did before it had an adapter."""
     layers = _layers(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for layer in layers.values():
         layer.enable_adapters(False)
+    for parameter in trained:  # peft freezes them; FSDP, should this be its first pass, would take them for frozen
+        parameter.requires_grad_(True)
     try:
         yield
     finally:
