@@ -71,6 +71,20 @@ def test_bucket_copy_of_many_sizes_and_alignments(kernels: Implementation) -> No
     assert torch.equal(target, expected)
 
 
+@pytest.mark.parametrize("shift", [0, 5])
+def test_bucket_copy_of_pieces_aligned_alike(kernels: Implementation, shift: int) -> None:
+    """Most real ones are. Bytes beside a destination stay as they were."""
+    sizes = [16, 500, 512, 529, 1040, 2047, 8191, 8192, 8208, 100_003]
+    room = torch.zeros(len(sizes), 100_096, dtype=torch.uint8)
+    source = torch.randint(1, 256, room.shape, generator=torch.Generator().manual_seed(5), dtype=torch.uint8)
+    wanted, source, target = room.clone(), source.to(kernels.device), room.to(kernels.device)
+    pieces = [(row, slice(shift + 16, shift + 16 + size)) for row, size in enumerate(sizes)]
+    kernels.call("bucket_copy", [source[piece] for piece in pieces], [target[piece] for piece in pieces])
+    for piece in pieces:
+        wanted[piece] = source[piece].cpu()
+    assert torch.equal(target.cpu(), wanted)
+
+
 def test_bucket_copy_of_views_that_are_not_dense(kernels: Implementation) -> None:
     x = torch.arange(24, device=kernels.device).reshape(4, 6)
     y = torch.zeros(6, 4, dtype=torch.int64, device=kernels.device)

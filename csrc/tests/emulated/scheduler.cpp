@@ -46,7 +46,7 @@ std::mutex one_launch;
 
 constexpr int kPoison = 0xff;  // a NaN, or -1
 #if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kStackBytes = 256 << 10;
+constexpr size_t kStackBytes = 64 << 10;
 #else
 constexpr size_t kStackBytes = 16 << 10;
 #endif
