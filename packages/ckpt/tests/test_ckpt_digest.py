@@ -71,3 +71,8 @@ def test_names_dtypes_shapes_and_bits_matter():
     ]
     digests = [rl_ckpt.tree_digest(weights) for weights in [base, *others]]
     assert len(set(digests)) == len(digests)
+
+
+def test_a_name_that_comes_twice_has_no_digest():
+    with pytest.raises(rl_ckpt.TensorError, match="'a' comes twice"):
+        rl_ckpt.tree_digest([("a", torch.ones(2)), ("b", torch.ones(2)), ("a", torch.zeros(2))])

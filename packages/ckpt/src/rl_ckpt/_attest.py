@@ -17,7 +17,7 @@ def tree_digest(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor
     how they were sent. WIRE.md defines it. It detects damage and mistakes, not malice: there is no secret in it.
 
     Raises:
-        TensorError: an item cannot be sent, and so has no digest.
+        TensorError: an item cannot be sent, and so has no digest; or a name comes twice.
     """
     from rl_ckpt import _digest
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import rl_csrc
 from rl_ckpt._tensors import DTYPE_CODES, TensorSpec, as_bytes, spec_of
+from rl_ckpt.errors import TensorError
 from rl_csrc import bucket
 
 if TYPE_CHECKING:
@@ -78,7 +79,12 @@ def model_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> int:
 def tree_digest(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
     """See `rl_ckpt.tree_digest`."""
     items = cast("Mapping[str, Tensor]", named_tensors).items() if isinstance(named_tensors, Mapping) else named_tensors
-    return model_digest((spec_of(name, tensor), combine(leaves_of(as_bytes(tensor)))) for name, tensor in items)
+    found = [(spec_of(name, tensor), combine(leaves_of(as_bytes(tensor)))) for name, tensor in items]
+    names = [spec.name for spec, _ in found]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TensorError(f"{twice!r} comes twice; names must differ")
+    return model_digest(found)
 
 
 def _leaves(raw: Tensor) -> list[Tensor]:

@@ -313,6 +313,9 @@ class Peers:
         except ProtocolError as error:
             self.drop(peer, ProtocolError(f"{peer.name}: {error}"))
             return
+        except BaseException:  # an interrupt: what it has said may be lost, and it would wait for an answer
+            self.drop(peer)
+            raise
         if peer.link.is_closed:
             self.drop(peer, peer.link.loss())
 

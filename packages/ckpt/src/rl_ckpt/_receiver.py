@@ -276,6 +276,8 @@ class Receiver(CheckpointEngine):
                     self._passage.landed()
         except BaseException as error:
             self._give_up(landing, reason_of(error), str(error) or repr(error))
+            if not isinstance(error, Exception):  # an interrupt: what was heard may be lost, and the next sync with it
+                self._caller.hang_up()
             raise
 
     def _mirror(self, landing: Landing, mirror: Mirror, message: Mapped) -> list[tuple[str, Tensor]]:

@@ -165,17 +165,25 @@ class Sender(CheckpointEngine):
 
     def _open(self) -> Peers:
         if self._peers is None:
-            self._slots = self._transport.open(NUM_SLOTS, self._bucket_bytes)
-            self._limit_gb_per_s = copy_gb_per_s(self._slots[0], self._slots[1])
-            self.address = self._transport.address
-            self._peers = Peers(
-                transport=self._transport,
-                session=Session(self._bucket_bytes, NUM_SLOTS, self._transport.num_streams),
-                waker=self._worker.waker,
-                timeout_s=self._config.timeout_s,
-                pid=os.getpid(),
-            )
+            try:
+                self._peers = self._open_transport()
+            except BaseException:  # an interrupt, no memory: or the next attempt would find the name taken, by this end
+                self._slots = []
+                self._transport.close()
+                raise
         return self._peers
+
+    def _open_transport(self) -> Peers:
+        self._slots = self._transport.open(NUM_SLOTS, self._bucket_bytes)
+        self._limit_gb_per_s = copy_gb_per_s(self._slots[0], self._slots[1])
+        self.address = self._transport.address
+        return Peers(
+            transport=self._transport,
+            session=Session(self._bucket_bytes, NUM_SLOTS, self._transport.num_streams),
+            waker=self._worker.waker,
+            timeout_s=self._config.timeout_s,
+            pid=os.getpid(),
+        )
 
     def _sync(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> SyncReport:
         """One sync in this thread, from the first wait to the last confirmation."""

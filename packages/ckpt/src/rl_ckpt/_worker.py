@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ENDING_S = 10.0
+"""Longest wait for a cancelled call to return before the next one begins; a source of weights may block."""
+
 
 class Worker:
     """Calls blocking functions, never two at once. `run` keeps the order of threads: all its calls share one."""
@@ -28,6 +31,8 @@ class Worker:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._is_closed = False
+        self._ending: asyncio.Future[Any] | None = None
+        """The call that was cancelled last, until it has returned: who cancels twice does not wait for that."""
 
     def call(self, work: Callable[[], T]) -> T:
         """Call `work` in this thread.
@@ -46,6 +51,8 @@ class Worker:
         Raises:
             UsageError: another call is under way, or this end is closed.
         """
+        if self._ending is not None and self._ending.get_loop() is asyncio.get_running_loop():
+            await asyncio.wait([self._ending], timeout=ENDING_S)
         self._enter()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-ckpt {self._owner}")
@@ -61,6 +68,7 @@ class Worker:
             return await asyncio.shield(future)
         except asyncio.CancelledError as error:
             self.waker.wake(str(error) or f"the call on {self._owner} was cancelled")
+            self._ending = future
             future.add_done_callback(self._forget)
             if on_cancel is not None:
                 on_cancel()
@@ -91,6 +99,7 @@ class Worker:
 
     def _forget(self, future: asyncio.Future[T]) -> None:
         """Let the next call wait again. What the cancelled one would have said is of no use to anybody."""
+        self._ending = None
         future.exception()
         self.waker.clear()
 

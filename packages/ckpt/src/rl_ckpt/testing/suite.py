@@ -6,6 +6,7 @@ import asyncio
 import threading
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -109,6 +110,21 @@ class CheckpointEngineSuite(ViewSuite, SourceSuite):
             await self._works(sender, receiver, 0)
             await failure(AddressError, pair.send_end())
             await self._works(sender, receiver, 1)
+
+        self.run(work)
+
+    def test_an_interrupt_while_a_session_is_opened(self) -> None:
+        """The name is free again, for this end as well."""
+
+        async def work(pair: Pair) -> None:
+            def interrupt(*_: object) -> float:
+                raise KeyboardInterrupt
+
+            sender = connect(pair.address, role="send", timeout_s=self.long_s, token=self.token)
+            with patch("rl_ckpt._sender.copy_gb_per_s", interrupt), suppress(KeyboardInterrupt):
+                sender.send(sample_weights().items(), version=0)
+            await self._works(sender, await pair.receive_end(), 0)
+            await sender.close()
 
         self.run(work)
 
