@@ -1,7 +1,6 @@
 """What the thread of an end takes over from its caller."""
 
 import asyncio
-import os
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from rl_ckpt import PeerLostError, SyncAbortedError, connect
-from rl_ckpt._group import _surviving
 from rl_ckpt._messages import Begin, Bucket, Commit, Free, Hello, Manifest, Ready, Seal, Staged
 from rl_ckpt._wire import Decoder
 from rl_ckpt._worker import Worker
@@ -105,15 +103,3 @@ def test_an_interrupt_while_a_message_is_taken_in_costs_one_sync_at_most(monkeyp
         assert version <= 2
         assert time.monotonic() - since < 30, "somebody waited for an answer to what was lost"
     assert_same(into, weights)
-
-
-@pytest.mark.parametrize("before", [None, "1"])
-def test_a_group_of_nccl_is_made_not_to_end_the_process(monkeypatch, before):
-    """And the variable that says so is as it was afterwards."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    monkeypatch.delenv(name, raising=False)
-    if before is not None:
-        monkeypatch.setenv(name, before)
-    with _surviving():
-        assert os.environ[name] == "0"
-    assert os.environ.get(name) == before
