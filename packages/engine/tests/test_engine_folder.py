@@ -126,6 +126,19 @@ def test_rows_longer_than_the_context_are_refused(folder):
         engine.forward_backward_batch(ragged_batch([[1] * 500], [[2] * 13]), None)
 
 
+def test_rows_that_would_turn_their_neighbours_by_other_frequencies_are_refused(tmp_path):
+    """Up to that length, a row's log-probs are its own."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    engine = load(write_tiny_model(tmp_path, rope_parameters=rope, max_position_embeddings=256))
+    short, prompts, answers = [3, 1, 4, 1, 5], [[7] * 9, [5] * 40], [[3, 1, 4, 1, 5], [2] * 24]
+    beside = engine.forward_backward_batch(ragged_batch(prompts, answers), None, forward_only=True)
+    alone = engine.forward_backward_batch(ragged_batch([prompts[0]], [short]), None, forward_only=True)
+    torch.testing.assert_close(beside.columns["logprobs"].unbind()[0], alone.columns["logprobs"].unbind()[0])
+    with pytest.raises(ValueError, match=r"A row has 65 tokens; beyond 64 this model \(longrope\) turns all rows"):
+        engine.forward_backward_batch(ragged_batch([*prompts, [5] * 40], [*answers, [2] * 25]), None)
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, folder):
     other = load(write_tiny_model(tmp_path / "other", num_hidden_layers=1))
     other.save_checkpoint(tmp_path / "checkpoint", 1)

@@ -103,6 +103,12 @@ def test_context_too_short(capsys, model, data):
     assert "has a context of 100 tokens" in refused(capsys, "gsm8k", f"data.path={data}", f"model.path={model}")
 
 
+def test_a_model_whose_rows_would_depend_on_longer_ones(capsys, model, data):
+    told = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 100}
+    (model / "config.json").write_text(json.dumps(told | {"max_position_embeddings": 100_000}))
+    assert "beyond 100 the model in" in refused(capsys, "gsm8k", f"data.path={data}", f"model.path={model}")
+
+
 def test_context_too_short_for_several_turns(capsys, model, data):
     (model / "config.json").write_text('{"text_config": {"max_position_embeddings": 3000}}')
     words = ["agent.loop=tool", "agent.options.max_completion_tokens=2500", f"data.path={data}", f"model.path={model}"]

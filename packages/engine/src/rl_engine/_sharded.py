@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_engine import _checkpoint, _folder
+from rl_engine._context import check_lengths
 from rl_engine._deal import Copies
 from rl_engine._distributed import World, expected_size, join_world
 from rl_engine._folder import DTYPES
@@ -253,10 +254,7 @@ class ShardedEngine(Engine):
 
     def _check_fit(self, batch: RowBatch) -> None:
         config = self._built().config
-        context = getattr(config, "max_position_embeddings", None)
-        longest = max(batch.lengths, default=0)
-        if context is not None and longest > context:
-            raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
+        check_lengths(batch.lengths, config)
         batch.check_tokens(config.vocab_size)
         if batch.has(CANDIDATES) and self._config.head != Head.LM:
             raise BatchError(f"Column {CANDIDATES} needs a language-model head. Drop it.")

@@ -261,6 +261,13 @@ def check_model(config: Config) -> None:
         raise InputError(
             f"a sequence may have {keys} = {wanted} tokens, but the model in {folder} has a context of {longest} tokens"
         )
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    limit = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
+    if limit is not None and "longrope" in (rope.get("rope_type"), rope.get("type")) and wanted > limit:
+        raise InputError(
+            f"a sequence may have {keys} = {wanted} tokens, but beyond {limit} the model in {folder} (longrope) turns "
+            "all rows of a pass by other frequencies, so that log-probs would depend on their neighbours"
+        )
     for is_set, does in (
         (engine.router_aux_loss_coef > 0, f"router_aux_loss_coef={engine.router_aux_loss_coef:g} evens out the load"),
         (engine.router_replay, "router_replay=true replays the servers' choice"),
