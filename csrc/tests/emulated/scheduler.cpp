@@ -2,27 +2,15 @@
 // alone. Each thread is a fiber that runs until it has to wait. What a GPU leaves open is chosen by `configure`: the order of fibers,
 // warps and blocks, and when what was sent asynchronously arrives. Where nobody can go on, or a thread does what faults, the launch
 // fails with the thread's place.
-#include <dlfcn.h>
-#include <elf.h>
-#include <link.h>
-#include <setjmp.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
-#include <cxxabi.h>
 #include <deque>
-#include <fstream>
-#include <functional>
-#include <iterator>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <numeric>
 #include <random>
-#include <string>
-#include <vector>
 
-#include "emulated_device.h"
+#include "scheduler.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -32,10 +20,17 @@
 emulated::Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
-namespace {
+
+Shape shape;
+std::vector<Block> blocks;
+Meeting cluster;
+int rank_now;
+Fiber* fiber_now;
+bool has_failed;
+std::string fault_text;
 
 enum Order { kAscending, kDescending, kShuffled };
-struct {
+static struct {
   int order = kAscending;  // descending and shuffled also let what is sent asynchronously arrive as late as can be
   unsigned seed = 0;
   int compute_capability = 9, resident = 2;
@@ -53,127 +48,16 @@ constexpr size_t kStackBytes = 16 << 10;
 constexpr size_t kStackStep = kStackBytes + 320;  // so that not all stacks' tops fall into the same lines of the cache
 constexpr size_t kMaxFibers = 8 * 1024;
 
-struct Barrier {  // the 8 bytes in shared memory
-  uint16_t magic;
-  uint8_t phase, pending;
-  int32_t bytes;
-  static constexpr uint16_t kMagic = 0x6272;
-  bool complete_if_done() {
-    if (pending || bytes) return false;
-    phase ^= 1;
-    pending = 1;
-    return true;
-  }
-};
-
-struct Meeting {  // of a warp, a block or a cluster
-  unsigned arrived = 0, number = 0;  // at meeting `number`
-  const char* what = nullptr;
-  Site at;
-  uint64_t values[2][32];
-};
-
-struct Block {
-  Index index;
-  Meeting meeting;
-  std::vector<Meeting> warps;
-  std::vector<char> image;              // its shared variables while another block runs
-  std::unique_ptr<uint4[]> added;       // its added shared memory
-  int running = 0;
-  bool has_started = false;
-};
-
-struct Fiber {
-  ucontext_t first;  // where it begins
-  jmp_buf context;
-  bool is_made = false, is_done = true, is_waiting = false;
-  const char* what = nullptr;  // it waits for
-  Site at;
-  const unsigned* number = nullptr;  // waits for this to change from `seen`, or
-  unsigned seen = 0;
-  const Barrier* barrier = nullptr;  // for this one's phase `seen` to be over
-  unsigned cluster_seen = 0;
-  bool has_arrived_at_cluster = false;
-};
-
-struct Sent {
-  int rank;  // of the block whose memory and barrier it is
-  char* to;
-  const char* from;
-  float4 value;
-  uint32_t bytes;
-  Barrier* barrier;
-};
-
-// All of a launch. Ordinary globals: one launch at a time.
-Shape shape;
+// The launch that runs.
 const void* kernel_address;
 void (*body)(void*);
 void* context;
-std::vector<Block> blocks;  // of the cluster
 std::deque<Fiber> fibers;   // of the cluster, block by block; kept from launch to launch
 char* stacks = nullptr;
-Meeting cluster;
 std::vector<Sent> sent;
 std::mt19937 generator;
-int rank_now;
-Fiber* fiber_now;
 jmp_buf scheduler;
-bool has_failed;
-std::string fault_text;  // of the fiber that just ended by one
-
-struct Region {
-  char* begin = nullptr;
-  size_t size = 0;
-};
 Region variables;  // this OS thread's copy of the module's thread-local variables: the block's shared ones
-
-thread_local volatile char here;  // so that this thread has that copy
-
-Region find_variables() {
-  here = 0;
-  Region found;
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t, void* out) {
-        const auto address = reinterpret_cast<uintptr_t>(&find_variables);
-        bool is_ours = false;
-        size_t size = 0;
-        for (int i = 0; i < info->dlpi_phnum; ++i) {
-          const auto& part = info->dlpi_phdr[i];
-          const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
-          if (part.p_type == PT_LOAD && address >= begin && address < begin + part.p_memsz) is_ours = true;
-          if (part.p_type == PT_TLS) size = part.p_memsz;
-        }
-        if (is_ours) *static_cast<Region*>(out) = {static_cast<char*>(info->dlpi_tls_data), size};
-        return int(is_ours);
-      },
-      &found);
-  return found;
-}
-
-// The kernel's name, out of the module's own symbols.
-std::string name_of(const void* function) {
-  Dl_info info;
-  if (!dladdr(function, &info)) return "a kernel";
-  std::ifstream file(info.dli_fname, std::ios::binary);
-  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-  const auto* header = reinterpret_cast<const ElfW(Ehdr)*>(bytes.data());
-  if (bytes.size() < sizeof *header || header->e_shoff + header->e_shnum * sizeof(ElfW(Shdr)) > bytes.size()) return "a kernel";
-  const auto* sections = reinterpret_cast<const ElfW(Shdr)*>(bytes.data() + header->e_shoff);
-  const auto offset = reinterpret_cast<uintptr_t>(function) - reinterpret_cast<uintptr_t>(info.dli_fbase);
-  for (int s = 0; s < header->e_shnum; ++s) {
-    if (sections[s].sh_type != SHT_SYMTAB) continue;
-    const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(bytes.data() + sections[s].sh_offset);
-    const char* names = bytes.data() + sections[sections[s].sh_link].sh_offset;
-    for (size_t i = 0; i < sections[s].sh_size / sizeof *symbols; ++i) {
-      if (symbols[i].st_value != offset || (symbols[i].st_info & 15) != STT_FUNC) continue;
-      int status = 0;
-      const std::unique_ptr<char, void (*)(void*)> plain{abi::__cxa_demangle(names + symbols[i].st_name, nullptr, nullptr, &status), free};
-      return status == 0 ? plain.get() : names + symbols[i].st_name;
-    }
-  }
-  return "a kernel";
-}
 
 std::string place(const Site& at) {
   const std::string path = at.file_name();
@@ -424,85 +308,6 @@ void run_cluster(int64_t first_block) {
 struct FreeShared {
   ~FreeShared() { blocks.clear(); }
 };
-
-}  // namespace
-
-void fault(const char* what, const Site& at) {
-  fault_text = what;
-  fiber_now->at = at;
-  back_to_scheduler();
-  __builtin_unreachable();
-}
-
-const uint64_t* meet_warp(const char* what, unsigned mask, uint64_t value, const Site& at) {
-  if (mask != 0xffffffffu || shape.threads % 32) fault("only whole warps meet here", at);
-  Meeting& meeting = blocks[size_t(rank_now)].warps[threadIdx.x / 32];
-  uint64_t* const values = meeting.values[meeting.number & 1];
-  values[threadIdx.x & 31] = value;
-  meet(meeting, 32, what, at);
-  return values;
-}
-
-void meet_block(const Site& at) { meet(blocks[size_t(rank_now)].meeting, unsigned(shape.threads), "__syncthreads", at); }
-
-void arrive_at_cluster(const Site& at) {
-  if (fiber_now->has_arrived_at_cluster) fault("arrives twice at the cluster's barrier", at);
-  fiber_now->has_arrived_at_cluster = true;
-  fiber_now->cluster_seen = cluster.number;
-  if (++cluster.arrived == unsigned(shape.cluster * shape.threads)) {
-    cluster.arrived = 0;
-    ++cluster.number;
-  }
-}
-
-void wait_for_cluster(const Site& at) {
-  if (!fiber_now->has_arrived_at_cluster) fault("waits at the cluster's barrier before it arrives", at);
-  fiber_now->has_arrived_at_cluster = false;
-  if (cluster.number == fiber_now->cluster_seen) wait_for("the cluster's barrier", &cluster.number, nullptr, fiber_now->cluster_seen, at);
-}
-
-void* added_shared() { return blocks[size_t(rank_now)].added.get(); }
-
-void store_remote(void* p, uint64_t* barrier, unsigned rank, const float4& v, const Site& at) {
-  if (rank >= unsigned(shape.cluster)) fault("a rank outside the cluster", at);
-  if (reinterpret_cast<uintptr_t>(p) % 16) fault("a misaligned address", at);
-  const Block& block = blocks[rank];
-  if (!block.has_started || block.running == 0) fault("writes to a block that has not begun, or has ended", at);
-  if (barrier == nullptr) {
-    memcpy(in_block(int(rank), p), &v, sizeof v);
-  } else {
-    send({int(rank), static_cast<char*>(p), nullptr, v, sizeof v, reinterpret_cast<Barrier*>(barrier)});
-    if (has_failed) fault("it failed", at);
-  }
-}
-
-void fetch_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier, const Site& at) {
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 || bytes == 0)
-    fault("a bulk copy that is empty or not of aligned, whole multiples of 16 bytes", at);
-  send({rank_now, static_cast<char*>(to), static_cast<const char*>(from), {}, bytes, reinterpret_cast<Barrier*>(barrier)});
-  if (has_failed) fault("it failed", at);
-}
-
-void barrier_init(uint64_t* barrier, const Site& at) {
-  auto* b = reinterpret_cast<Barrier*>(aligned(barrier, at));
-  if (b->magic == Barrier::kMagic) fault("a barrier is made twice", at);
-  *b = {Barrier::kMagic, 0, 1, 0};
-}
-
-void barrier_expect(uint64_t* barrier, uint32_t bytes, const Site& at) {
-  auto* b = reinterpret_cast<Barrier*>(barrier);
-  if (b->magic != Barrier::kMagic) fault("a barrier that is not made", at);
-  if (b->pending == 0) fault("arrives twice in one phase of a barrier", at);
-  b->pending = 0;
-  b->bytes += int32_t(bytes);
-  b->complete_if_done();
-}
-
-void barrier_wait(uint64_t* barrier, unsigned parity, const Site& at) {
-  auto* b = reinterpret_cast<Barrier*>(barrier);
-  if (b->magic != Barrier::kMagic) fault("a barrier that is not made", at);
-  if (b->phase == parity) wait_for("a barrier of bytes", nullptr, b, parity, at);
-}
 
 int count_resident(const Shape& wanted, int* clusters) {
   if (wanted.shared_bytes > 227 << 10) return cudaErrorInvalidValue;
