@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -15,9 +17,10 @@ import uuid
 import pytest
 import torch
 
-from rl_ckpt import AddressError, PeerTimeoutError, ReceiverState, SyncAbortedError, connect
+from rl_ckpt import AddressError, PeerLostError, PeerTimeoutError, ReceiverState, SyncAbortedError, connect
 from rl_ckpt._messages import Begin, Hello, Proof, Stream
 from rl_ckpt._wire import WIRE_VERSION, encode
+from rl_ckpt.backends import tcp
 from rl_ckpt.testing import assert_same, failure, receive_all, sample_weights, until
 
 TOKEN = "known to both"
@@ -52,6 +55,50 @@ def test_port_0_is_told_by_prepare():
                 assert f"receiver pid {os.getpid()} at 127.0.0.1:" in report.receipts[0].peer
 
     asyncio.run(work())
+
+
+def test_a_sender_that_is_gone_as_soon_as_it_was_reached_is_dialled_again(monkeypatch):
+    """The kernel no longer knows the address of who has reset a connection; that was an OSError of the receiver's."""
+    real, resets = socket.socket.connect, []
+
+    def connect_and_be_reset(self, address):
+        if resets:
+            real(self, address)
+            return
+        with socket.create_server(("127.0.0.1", 0)) as dying:
+            real(self, dying.getsockname())
+            accepted, _ = dying.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        poll = select.poll()
+        poll.register(self, 0)
+        resets.extend(poll.poll(5000))
+
+    async def work():
+        sender, receiver = ends(None)
+        async with sender:
+            await sender.prepare()
+            monkeypatch.setattr(socket.socket, "connect", connect_and_be_reset)
+            async with receiver() as end:
+                await exchange(sender, end)
+
+    asyncio.run(work())
+    assert resets
+
+
+def test_a_connection_that_was_reset_since_it_was_dialled():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    accepted.close()
+    poll = select.poll()
+    poll.register(connection, 0)
+    assert poll.poll(5000)
+    link = tcp.link_of(connection)
+    with pytest.raises(PeerLostError, match="sender went away"):
+        link.addresses()
+    link.close()
 
 
 def test_ipv6():

@@ -117,8 +117,11 @@ class Link:
         return self._socket.fileno()
 
     def addresses(self) -> tuple[str, str]:
-        """Hosts of this end and of the other, of a connection over TCP."""
-        return str(self._socket.getsockname()[0]), str(self._socket.getpeername()[0])
+        """Hosts of this end and of the other, of a connection over TCP; raises `PeerLostError` once it is gone."""
+        try:
+            return str(self._socket.getsockname()[0]), str(self._socket.getpeername()[0])
+        except OSError as error:
+            raise self.loss() from error
 
     def loss(self) -> PeerLostError:
         """What to raise when the peer has closed its end."""

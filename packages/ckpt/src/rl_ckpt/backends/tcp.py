@@ -168,10 +168,12 @@ def dial(config: SessionConfig) -> socket.socket | None:
     connection.settimeout(min(DIAL_S, config.timeout_s))
     try:
         connection.connect(address)
-    except OSError:  # refused, unreachable, timed out: it may come yet, and the deadline of the caller says if not
-        connection.close()
-        return None
-    if connection.getsockname() == connection.getpeername():  # a free local port dialled itself: nobody listens there
+        is_answered = connection.getsockname() != connection.getpeername()  # a free local port may dial itself
+    except (
+        OSError
+    ):  # refused, unreachable, timed out, gone again: it may come yet, and the caller's deadline says if not
+        is_answered = False
+    if not is_answered:
         connection.close()
         return None
     return _tune(connection, config.timeout_s)
@@ -179,5 +181,8 @@ def dial(config: SessionConfig) -> socket.socket | None:
 
 def link_of(connection: socket.socket) -> Link:
     """The link of a connection that `dial` made."""
-    place = _place_of(connection.getpeername())
+    try:
+        place = _place_of(connection.getpeername())
+    except OSError:  # it is gone again, as whoever reads will hear
+        return Link(connection, "sender")
     return Link(connection, f"sender at {place}", place=place)
