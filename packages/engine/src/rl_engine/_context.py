@@ -24,8 +24,7 @@ def check_lengths(lengths: Sequence[int], config: Any) -> None:
     if context is not None and longest > context:
         raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
     for rope in _ropes(config.get_text_config()):
-        limit = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else longest
-        if longest > limit:
+        if rope.get("rope_type") == "longrope" and longest > (limit := rope["original_max_position_embeddings"]):
             raise BatchError(
                 f"A row has {longest} tokens; beyond {limit} this model (longrope) turns all rows of a pass by other "
                 "frequencies, so that log-probs and gradients would depend on micro-batches. Shorten the row."

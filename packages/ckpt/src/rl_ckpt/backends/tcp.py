@@ -169,9 +169,7 @@ def dial(config: SessionConfig) -> socket.socket | None:
     try:
         connection.connect(address)
         is_answered = connection.getsockname() != connection.getpeername()  # a free local port may dial itself
-    except (
-        OSError
-    ):  # refused, unreachable, timed out, gone again: it may come yet, and the caller's deadline says if not
+    except OSError:  # refused, unreachable, late, gone again: it may come yet; the deadline of the caller says if not
         is_answered = False
     if not is_answered:
         connection.close()
