@@ -134,6 +134,18 @@ def test_policy_loss_from_hidden_with_gradient(check: Check) -> None:
     check(run)
 
 
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_the_head_or_what_is_below_it_may_be_frozen(check: Check, trained: str) -> None:
+    def run(b: dict[str, Tensor]) -> list[Tensor]:
+        leaf = b[trained].requires_grad_()
+        scored = rl_csrc.linear_logprobs(b["hidden"], b["weight"], b["labels"], chunk_rows=16).logprobs
+        tokens = b["labels"], b["old"], b["advantages"], b["mask"], b["cu_seqlens"]
+        found = rl_csrc.policy_loss_from_hidden(b["hidden"], b["weight"], *tokens, chunk_rows=16)
+        return [*torch.autograd.grad(scored.sum(), leaf), *torch.autograd.grad(found.loss, leaf)]
+
+    check(run)
+
+
 def test_estimators_and_copies(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         scan = rl_csrc.scan_reverse(b["advantages"], b["old"], b["cu_seqlens"], loss_mask=b["mask"], lam=0.9)

@@ -263,6 +263,17 @@ def test_socket_with_more_parts_than_one_writev_takes():
     assert all(torch.equal(view[name], tensor) for name, tensor in mapping.items())
 
 
+def test_a_socket_that_pauses_inside_a_frame_is_waited_for():
+    data = b"".join(bytes(part) for part in frames.encode({"x": torch.arange(100)}).segments())
+    a, b = socket.socketpair()
+    with a, b:
+        a.sendall(data[:70])
+        timer = threading.Timer(0.2, a.sendall, [data[70:]])
+        timer.start()
+        assert torch.equal(frames.receive(b, timeout_s=60, max_nbytes=1 << 20)["x"], torch.arange(100))
+        timer.join()
+
+
 def test_socket_deadlines_name_the_peer():
     a, b = socket.socketpair()
     frame = frames.encode({"x": torch.zeros(1 << 20)})

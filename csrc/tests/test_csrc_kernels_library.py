@@ -37,6 +37,7 @@ SAMPLES = {
     "logprobs rows": lambda: (logits(), LABELS[:2], torch.ones(2), 1.0, None, None, torch.tensor([6, 1]), False, False),
     "logprob_stats": lambda: (logits(grad=False), LABELS, None, 1.0, None, -100, None, 0),
     "stats_merge": lambda: (torch.rand(2, 4, 5) + 0.5,),
+    "parallel_logprobs": lambda: (logits(), LABELS, torch.rand(2, 8, 5) + 0.5, None, 1.0, 5.0, -100, None, 21),
     "linear_logprobs": lambda: (
         leaf(8, 6), leaf(21, 6), LABELS, leaf(21), None, 1.0, None, -100, True, True, None, False,
     ),
@@ -78,11 +79,11 @@ def compiled(function):
 
 def test_a_compiled_training_step_equals_the_eager_one():
     old, adv, mask, cu, *_ = policy_arguments()
-    hidden, weight = torch.randn(8, 6), torch.randn(21, 6)
+    operands = torch.randn(8, 6), torch.randn(21, 6), torch.randn(21)
 
-    def step(h, w):
+    def step(h, w, bias):
         scored = rl_csrc.logprobs(h @ w.T, LABELS, entropy=True, temperature=0.9)
-        linear = rl_csrc.linear_logprobs(h, w, LABELS)
+        linear = rl_csrc.linear_logprobs(h, w, LABELS, bias=bias)
         loss = rl_csrc.policy_loss(scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, entropy_coef=0.1).loss
         fused = rl_csrc.policy_loss_from_logits(h @ w.T, LABELS.clamp(min=0), old, adv, mask, cu).loss
         headed = rl_csrc.policy_loss_from_hidden(h, w, LABELS.clamp(min=0), old, adv, mask, cu, loss="cispo").loss
@@ -90,12 +91,38 @@ def test_a_compiled_training_step_equals_the_eager_one():
 
     grads = []
     for run in (step, compiled(step)):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = run(h, w)
+        leaves = [x.clone().requires_grad_() for x in operands]
+        loss = run(*leaves)
         loss.backward()
-        grads.append((loss.detach(), h.grad, w.grad))
+        grads.append((loss.detach(), *(x.grad for x in leaves)))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("temperature", [0.9, torch.linspace(0.5, 2.0, 8)])
+def test_compiled_shards_equal_the_eager_ones(temperature):
+    whole = logits(grad=False)
+
+    def score(left, right):
+        def stats(x, start):
+            return rl_csrc.logprob_stats(x, LABELS, vocab_start=start, temperature=temperature)
+
+        other = stats(right, 11)
+        merged = rl_csrc.stats_merge(torch.stack([stats(left, 0), other]))
+        mine = rl_csrc.parallel_logprobs(
+            left, LABELS, vocab_start=0, gather=lambda own: torch.stack([own, other]), temperature=temperature
+        )
+        return *merged, *mine
+
+    found = []
+    for run in (score, compiled(score)):
+        left, right = (part.contiguous().requires_grad_() for part in whole.split(11, dim=1))
+        scores = run(left, right)
+        (scores[3].sum() + 2 * scores[4].sum()).backward()
+        assert right.grad is None  # its own rank makes it
+        found.append([*scores, left.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(found[0][0], found[0][3])
 
 
 def test_compiled_estimators_and_copies_equal_the_eager_ones():

@@ -275,6 +275,9 @@ def test_refusals_are_sentences():
         rl_csrc.policy_loss(lp, old, adv, mask, cu, aggregation="seq-mean-token-sum-norm")
     with pytest.raises(rl_csrc.ArgumentError, match=r"advantages has shape \[3\]"):
         rl_csrc.policy_loss(lp, old, adv[:3], mask, cu)
+    for dtype in (torch.float32, torch.float64):  # the kernels', and plain torch, which would broadcast it
+        with pytest.raises(rl_csrc.ArgumentError, match=r"entropy has shape \[1\]"):
+            rl_csrc.policy_loss(lp.to(dtype), old, adv, mask, cu, entropy=torch.ones(1, dtype=dtype))
     with pytest.raises(rl_csrc.ArgumentError, match="end at the number of tokens, 53"):
         rl_csrc.policy_loss(lp, old, adv, mask, cu[:-1])
     with pytest.raises(rl_csrc.ArgumentError, match="allowed are ppo, cispo"):

@@ -209,6 +209,10 @@ def test_refusals_are_sentences():
         rl_csrc.logprobs(logits, torch.tensor([0, 1]))
     with pytest.raises(rl_csrc.ArgumentError, match="Flatten the batch"):
         rl_csrc.logprobs(logits[None], torch.tensor([0, 1, 2]))
+    with pytest.raises(rl_csrc.ArgumentError, match="2 labels for 3 rows"):
+        rl_csrc.logprob_stats(logits, torch.tensor([0, 1]), vocab_start=0)
+    with pytest.raises(rl_csrc.ArgumentError, match="2 labels for 3 rows"):
+        rl_csrc.parallel_logprobs(logits, torch.tensor([0, 1]), vocab_start=0, gather=lambda stats: stats[None])
     with pytest.raises(rl_csrc.ArgumentError, match=r"row_index\[0\] is 3; allowed are 0 to 2"):
         rl_csrc.logprobs(logits, torch.tensor([0]), row_index=torch.tensor([3]))
     with pytest.raises(rl_csrc.ArgumentError, match="temperature has shape"):

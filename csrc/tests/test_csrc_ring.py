@@ -224,6 +224,7 @@ def test_a_killed_reader_is_named_and_can_be_evicted():
                 put(ring, 2, timeout_s=60)
         ring.evict(0)
         put(ring, 2, timeout_s=1)
+        assert RingReader(ring.fd).index == 0  # the dead reader's place is free again
 
 
 def test_a_killed_writer_is_named_after_its_slots_were_read():
@@ -281,9 +282,11 @@ def test_no_descriptor_in_time():
     with ours, theirs:
         with pytest.raises(DeadlineError, match="no descriptor"):
             RingReader.receive(ours, timeout_s=0.05)
-        theirs.sendall(b"hello there")
-        with pytest.raises(PeerDiedError, match="out of step"):
-            RingReader.receive(ours, timeout_s=1)
+        with RingWriter(num_slots=1, slot_nbytes=8) as ring:
+            for greeting, fds in ((b"hello there", []), (b"hello there", [ring.fd]), (b"rl-csrc fd\n", [])):
+                socket.send_fds(theirs, [greeting], fds)
+                with pytest.raises(PeerDiedError, match="out of step"):
+                    RingReader.receive(ours, timeout_s=1)
 
 
 def test_nothing_is_left_behind():

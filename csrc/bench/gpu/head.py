@@ -106,7 +106,7 @@ def linear_at(table: Table, width: int) -> None:
 
 def own_products(table: Table, hidden: torch.Tensor, weight: torch.Tensor) -> None:
     """The products that the gradient ops make, in the shapes and types they make them, without what is between."""
-    rows, held = GRADIENT_ROWS, 1792
+    rows, held = GRADIENT_ROWS, 2 * GRADIENT_ROWS  # what the op's room holds at this vocabulary
     logits = torch.empty(rows, VOCAB, device=DEVICE)
     gradient = torch.empty(held, VOCAB, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)
     total = torch.zeros(weight.shape, device=DEVICE)

@@ -207,14 +207,14 @@ __device__ __forceinline__ Stats warp_merge(const Stats& a) {
 // True in every thread of the last block to arrive, and only there: it then sees what all blocks wrote. Leaves the counter at 0.
 __device__ __forceinline__ bool last_block(unsigned* counter, unsigned num_blocks) {
   __shared__ bool is_last;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {  // one thread's fences do: the barriers put the block's writes before them, and its reads behind them
+    __threadfence();
     is_last = atomicAdd(counter, 1u) == num_blocks - 1;
+    __threadfence();
     if (is_last) *counter = 0;
   }
   __syncthreads();
-  if (is_last) __threadfence();
   return is_last;
 }
 

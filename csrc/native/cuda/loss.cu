@@ -18,14 +18,21 @@ struct Sums {
   float x[kMetrics];
 };
 
-// One masked token's share of the sums and its gradients.
+// One masked token's share of the sums and its gradients. PLAIN: no reference, weight or entropy.
+template <bool PLAIN>
 __device__ __forceinline__ void add_token(const rl_loss_spec& s, const Term& t, float lp, float old, float weight, float ref,
                                           bool has_ref, float entropy, float scale, Sums& sums, float& grad) {
   const float d = lp - old;
-  const Kl kl = has_ref ? kl_term(s.kl, lp - ref) : Kl{0.f, 0.f};
-  sums.x[kPolicy] += t.loss * weight * scale;
-  sums.x[kKl] += kl.value * scale;
-  sums.x[kEntropy] += entropy * scale;
+  if constexpr (PLAIN) {
+    sums.x[kPolicy] += t.loss * scale;
+    grad = t.grad * scale;
+  } else {
+    const Kl kl = has_ref ? kl_term(s.kl, lp - ref) : Kl{0.f, 0.f};
+    sums.x[kPolicy] += t.loss * weight * scale;
+    sums.x[kKl] += kl.value * scale;
+    sums.x[kEntropy] += entropy * scale;
+    grad = (t.grad * weight + s.kl_coef * kl.grad) * scale;
+  }
   sums.x[kTokens] += 1.f;
   sums.x[kLogRatio] += d;
   sums.x[kK3] += ratio_of(d).value - 1.f - d;
@@ -34,7 +41,6 @@ __device__ __forceinline__ void add_token(const rl_loss_spec& s, const Term& t, 
   sums.x[kDual] += t.dual;
   sums.x[kRatio] += t.ratio;
   sums.x[kRatioSquared] += t.ratio * t.ratio;
-  grad = (t.grad * weight + s.kl_coef * kl.grad) * scale;
 }
 
 // Store this block's sums; the last block adds all of them up and writes loss and metrics.
@@ -146,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, 3) token_kernel(const rl_loss_spec g
     for (int j = 0; j < kPerThread; ++j) {
       if (((mask >> (8 * j)) & 0xff) == 0) continue;
       const Term t = token_term(s, lp.x[j], old.x[j], advantage.x[j], 0.f);
-      add_token(s, t, lp.x[j], old.x[j], weight.x[j], ref.x[j], !PLAIN && in.ref_logprobs != nullptr, entropy.x[j], scale,
-                sums, grad.x[j]);
+      add_token<PLAIN>(s, t, lp.x[j], old.x[j], weight.x[j], ref.x[j], in.ref_logprobs != nullptr, entropy.x[j], scale, sums,
+                       grad.x[j]);
       grad_entropy.x[j] = -s.entropy_coef * scale;
     }
     store4(io.grad_logprobs, first, io.tokens, grad);
@@ -187,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) sequence_kernel(const rl_loss_spec s
       } else {
         term = token_term(s, lp, old, a, mean);
       }
-      add_token(s, term, lp, old, in.weights ? in.weights[t] : 1.f, in.ref_logprobs ? in.ref_logprobs[t] : 0.f,
+      add_token<false>(s, term, lp, old, in.weights ? in.weights[t] : 1.f, in.ref_logprobs ? in.ref_logprobs[t] : 0.f,
                 in.ref_logprobs != nullptr, io.entropy ? io.entropy[t] : 0.f, scale, sums, grad);
       if (s.loss == RL_GMPO && !term.high && !term.low) grad += gmpo_grad;
       grad_entropy = -s.entropy_coef * scale;

@@ -17,9 +17,10 @@ struct Ratio {
   float value, grad;  // exp of the clamped log ratio, and its derivative: 0 beyond the clamp
 };
 
+// Without branches, so that what asks for the same ratio twice computes it once. NaN stays NaN.
 __device__ __forceinline__ Ratio ratio_of(float d) {
-  const float clamped = fminf(fmaxf(d, -kLogRatioMax), kLogRatioMax);
-  const float value = isnan(d) ? d : expf(clamped);
+  const float clamped = d > kLogRatioMax ? kLogRatioMax : d < -kLogRatioMax ? -kLogRatioMax : d;
+  const float value = expf(clamped);
   return {value, d == clamped ? value : 0.f};
 }
 

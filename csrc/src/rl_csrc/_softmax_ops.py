@@ -179,6 +179,8 @@ def parallel_logprobs(
     labels, row_index = integers(labels), optional_integers(row_index)
     temperature = per_token(temperature, labels.shape[0], "temperature")
     options = (temperature, softcap, ignore_index, row_index)
+    if torch.compiler.is_compiling():
+        return _library.parallel_logprobs(logits_shard, labels, gather, *options, vocab_start)
     return LogProbs(*_ParallelLogProbs.apply(logits_shard, labels, gather, options, vocab_start, inplace))
 
 

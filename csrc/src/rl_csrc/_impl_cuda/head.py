@@ -20,9 +20,10 @@ CHUNK_BYTES = 670 << 20
 """Room for the logits and gradients that the LM-head ops hold at once."""
 
 
-GRADIENT_ROWS = 256
-"""Rows of float32 logits at a time where gradients are made; the rest of the room collects gradients in the operands'
-type, because every product for the gradient of the weight reads and writes its whole float32 total."""
+GRADIENT_ROWS = 512
+"""Rows of float32 logits at a time where gradients are made: every such product reads the whole weight. The rest of the
+room collects gradients in the operands' type: every product for the gradient of the weight reads and writes its whole
+float32 total. On an H200, 256 rows took as long at a width of 2048 and 6% more at 4096."""
 
 
 INVARIANT_ROWS = 256

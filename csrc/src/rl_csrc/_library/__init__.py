@@ -6,6 +6,15 @@ Optional results are empty tensors here, because a schema cannot return None. Th
 from rl_csrc._library import _copies, _estimators  # registers their ops
 from rl_csrc._library._policy import policy_arguments
 from rl_csrc._library._schema import split
-from rl_csrc._library._scores import linear_logprobs, logprob_stats, logprobs
+from rl_csrc._library._scores import linear_logprobs, logprob_stats, logprobs, parallel_logprobs
 
-__all__ = ["_copies", "_estimators", "linear_logprobs", "logprob_stats", "logprobs", "policy_arguments", "split"]
+__all__ = [
+    "_copies",
+    "_estimators",
+    "linear_logprobs",
+    "logprob_stats",
+    "logprobs",
+    "parallel_logprobs",
+    "policy_arguments",
+    "split",
+]

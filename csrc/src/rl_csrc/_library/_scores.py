@@ -13,7 +13,7 @@ from rl_csrc._memory import in_huge_pages
 from rl_csrc._types import NUM_STATS, LogProbs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _HEAD = "Tensor? temperature, float scalar_temperature, float? softcap, int? ignore_index"
 _SCORING = f"{_HEAD}, Tensor? row_index"
@@ -54,7 +54,7 @@ def _(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 @op(
     "logprobs_backward",
     "(Tensor logits, Tensor labels, Tensor logprobs, Tensor lse, Tensor grad_logprobs, Tensor? entropy, "
-    f"Tensor? grad_entropy, {_SCORING}) -> Tensor",
+    f"Tensor? grad_entropy, {_SCORING}, int vocab_start) -> Tensor",
 )
 def _logprobs_backward(
     logits: Tensor,
@@ -69,11 +69,12 @@ def _logprobs_backward(
     softcap: float | None,
     ignore_index: int | None,
     row_index: Tensor | None,
+    vocab_start: int,
 ) -> Tensor:
     out = in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     grads = (grad_logprobs.contiguous(), entropy, None if grad_entropy is None else grad_entropy.contiguous())
     options = (number(temperature, scalar_temperature), softcap, ignore_index, row_index)
-    kernel("logprobs_backward", logits)(logits, labels, logprobs, lse, *grads, *options, 0, out)
+    kernel("logprobs_backward", logits)(logits, labels, logprobs, lse, *grads, *options, vocab_start, out)
     return out
 
 
@@ -84,16 +85,20 @@ def _(logits: Tensor, *_rest: Any) -> Tensor:
 
 def _logprobs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, labels, temperature, scalar, softcap, ignore_index, row_index, _, _ = inputs
+    _keep(ctx, (logits, labels, temperature, row_index), output, (scalar, softcap, ignore_index), 0)
+
+
+def _keep(ctx: Any, given: tuple[Any, ...], output: tuple[Tensor, ...], options: tuple[Any, ...], start: int) -> None:
     scored, entropies, squares, lse = output
     ctx.mark_non_differentiable(squares, lse)
-    ctx.save_for_backward(logits, labels, temperature, row_index, scored, entropies, lse)
-    ctx.options = (scalar, softcap, ignore_index)
+    ctx.save_for_backward(*given, scored, entropies, lse)
+    ctx.options, ctx.vocab_start = options, start
 
 
-def _logprobs_autograd(ctx: Any, grad: Tensor, grad_entropy: Tensor, *_unused: Any) -> tuple[Any, ...]:
+def _logits_gradient(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> Tensor:
     logits, labels, temperature, row_index, scored, entropies, lse = ctx.saved_tensors
     has_entropy = entropies.numel() > 0
-    out = torch.ops.rl_csrc.logprobs_backward(
+    return torch.ops.rl_csrc.logprobs_backward(
         logits,
         labels,
         scored,
@@ -104,8 +109,12 @@ def _logprobs_autograd(ctx: Any, grad: Tensor, grad_entropy: Tensor, *_unused: A
         temperature,
         *ctx.options,
         row_index,
+        ctx.vocab_start,
     )
-    return out, *(None,) * 8
+
+
+def _logprobs_autograd(ctx: Any, grad: Tensor, grad_entropy: Tensor, *_unused: Any) -> tuple[Any, ...]:
+    return _logits_gradient(ctx, grad, grad_entropy), *(None,) * 8
 
 
 _logprobs.register_autograd(_logprobs_autograd, setup_context=_logprobs_context)
@@ -169,6 +178,47 @@ def _stats_merge(stats: Tensor) -> tuple[Tensor, ...]:
 @_stats_merge.register_fake
 def _(stats: Tensor) -> tuple[Tensor, ...]:
     return tuple(stats.new_empty(stats.shape[1]) for _ in range(4))
+
+
+@op(
+    "parallel_logprobs",
+    f"(Tensor logits, Tensor labels, Tensor stats, {_SCORING}, int vocab_start) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _parallel_logprobs(logits: Tensor, labels: Tensor, stats: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+    return kernel("stats_merge", stats)(stats)
+
+
+@_parallel_logprobs.register_fake
+def _(logits: Tensor, labels: Tensor, stats: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+    return tuple(stats.new_empty(stats.shape[1]) for _ in range(4))
+
+
+def _parallel_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, _, temperature, scalar, softcap, ignore_index, row_index, vocab_start = inputs
+    _keep(ctx, (logits, labels, temperature, row_index), output, (scalar, softcap, ignore_index), vocab_start)
+
+
+def _parallel_autograd(ctx: Any, grad: Tensor, grad_entropy: Tensor, *_unused: Any) -> tuple[Any, ...]:
+    return _logits_gradient(ctx, grad, grad_entropy), *(None,) * 8
+
+
+_parallel_logprobs.register_autograd(_parallel_autograd, setup_context=_parallel_context)
+
+
+def parallel_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    gather: Callable[[Tensor], Tensor],
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
+    vocab_start: int,
+) -> LogProbs:
+    """Score labels over vocabulary shards through the dispatcher."""
+    stats = gather(logprob_stats(logits.detach(), labels, temperature, softcap, ignore_index, row_index, vocab_start))
+    options = (*split(temperature), softcap, ignore_index, row_index, vocab_start)
+    return LogProbs(*torch.ops.rl_csrc.parallel_logprobs(logits, labels, stats, *options)[:3])
 
 
 @op(
