@@ -59,6 +59,23 @@ def test_a_full_arena_is_an_error_and_the_queue_goes_on(small: Path, num_columns
         assert queue.get(again)["a"].unique().tolist() == [1.0]
 
 
+def test_a_full_arena_ends_no_server_and_can_be_served_again(small: Path, monkeypatch):
+    """The journal is not made shorter where there is no room for another, and keeps room for who takes it up."""
+    monkeypatch.setattr("rl_tq._journal._COMPACT_BYTES", 10_000)
+    address = f"file://{small}/queue"
+    with rl_tq.serve(address, timeout_s=20.0) as queue:
+        meta = queue.put({"a": torch.arange(500)}, partition="p", tags=[{"text": "x" * 100}] * 500)
+        with (small / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
+            while True:
+                other.write(bytes(4096))
+        for step in range(300):
+            queue.ack(queue.get_meta(partition="p", columns=["a"], batch_size=1, task="t"), step=step)
+        assert not (small / "queue" / "journal.partial").exists()
+    with rl_tq.serve(address, timeout_s=20.0) as queue:
+        assert queue.stats()["partitions"]["p"]["tasks"]["t"]["acked"] == 300
+        assert queue.get(meta)["a"].tolist() == [*range(500)]
+
+
 @pytest.mark.parametrize("method", ["step", "_store_in"], ids=["between copies", "in a copy"])
 def test_a_dead_agent_is_replaced_and_nothing_is_lost(method, monkeypatch, caplog):
     """Readers and producers need no agent; another one frees the memory."""

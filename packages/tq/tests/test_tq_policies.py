@@ -125,6 +125,7 @@ def test_policies_travel_as_json():
         (lambda: policies.RankAware(dp_rank=-1, batch_index=0, num_replicas=1), "they are 0 or more"),
         (lambda: policies.RankAware(dp_rank=0, batch_index=0, num_replicas=0), "num_replicas is 0"),
         (lambda: policies.Where(tag="x", op="==", value=1, then=policies.FirstK(k=2)).check(3), "2 rows of a group"),
+        (lambda: policies.LengthBalanced(num_parts=2).check(3), "2 parts cannot share equally"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused_at_once(make, message):

@@ -260,23 +260,6 @@ time.sleep(600)
         rl_tq.connect("shm://tq-test-foreign")
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_client_is_told_to_connect_and_does_no_harm(queue):
-    meta = queue.put({"a": torch.ones(1)}, partition="p")
-    child = os.fork()
-    if not child:
-        told = 0
-        for call in (queue.stats, lambda: queue.put({"a": torch.ones(1)}, partition="p")):
-            try:
-                call()
-            except rl_tq.TransferQueueError as error:
-                told += "does not survive a fork" in str(error)
-        queue.close()
-        os._exit(told)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    assert queue.get(meta)["a"].tolist() == [1.0]
-
-
 @pytest.mark.parametrize(
     "garbage",
     [

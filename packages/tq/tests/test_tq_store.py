@@ -195,6 +195,15 @@ def test_a_fresh_id_is_not_one_that_somebody_chose():
     assert ids(publish(store, "a", 1)) == ["row2+"]
 
 
+def test_a_row_that_a_caller_named_has_no_other_name():
+    store = MetadataStore(lambda _: next(EXTENTS))
+    publish(store, "a", 1)
+    publish(store, "a", ["x"])
+    home = store.state.partitions["p"]
+    found = {name: home.find(name) for name in ("x", "row1", "row2", "row01", "row3")}
+    assert {name: row.number for name, row in found.items() if row} == {"x": 2, "row1": 1}
+
+
 def test_leases_that_ended_are_forgotten():
     store = MetadataStore(lambda _: next(EXTENTS))
     for i in range(1000):
@@ -241,6 +250,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.keys = itertools.count()
         self.live_extents: set[int] = set()
         self.acks: Counter[tuple[str, int]] = Counter()
+        self.cleared: Counter[tuple[str, int]] = Counter()
+        """Task and step to the rows that were acked then and cleared since."""
 
     # The model
 
@@ -393,7 +404,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
                     del row["acked"][each]
                     self.acks[each, row["number"]] -= 1
                     returned += 1
-        assert (report.num_returned, report.num_revoked) == (returned, revoked)
+        cleared = sum(times for (each, at), times in self.cleared.items() if task in (None, each) and at > step)
+        assert (report.num_returned, report.num_cleared, report.num_revoked) == (returned, cleared, revoked)
         self._drain()
 
     @rule(later=st.integers(0, 3))
@@ -449,12 +461,14 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def clear_rows(self, data: st.DataObject) -> None:
         gone = data.draw(st.lists(st.sampled_from(self.rows), min_size=1, unique_by=lambda row: row["number"]))
         numbers = [row["number"] for row in gone]
+        self.cleared.update((task, step) for row in gone for task, (step, _) in row["acked"].items())
         self.store.clear_rows(partition="p", generation=gone[0]["generation"], rows=numbers)
         self._forget(numbers)
 
     @rule()
     def clear_partition(self) -> None:
         self.store.clear_partition("p")
+        self.cleared.clear()
         self._forget([row["number"] for row in self.rows])
 
     def _forget(self, numbers: list[int]) -> None:

@@ -121,9 +121,12 @@ def test_union_keeps_our_order_and_joins_columns_and_tags(meta: BatchMeta, data:
 
 def test_union_fills_in_what_a_reference_made_by_hand_lacks():
     by_hand = BatchMeta(partition="p", sample_ids=("x", "y"), columns=("a",))
-    from_queue = BatchMeta(partition="p", sample_ids=("y", "x"), columns=("b",), rows=(8, 4), generation=3)
+    from_queue = BatchMeta(
+        partition="p", sample_ids=("y", "x"), columns=("b",), rows=(8, 4), generation=3, task="t", leases=(6, 5)
+    )
     joined = by_hand.union(from_queue)
     assert (joined.rows, joined.generation, joined.sample_ids) == ((4, 8), 3, ("x", "y"))
+    assert (joined.task, joined.leases) == ("t", (5, 6))
 
 
 @pytest.mark.parametrize(

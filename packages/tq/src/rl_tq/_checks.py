@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError, StaleVersionError
+from rl_tq.errors import (
+    LeaseLostError,
+    MissingDataError,
+    SchemaError,
+    StaleReferenceError,
+    StaleVersionError,
+    TransferQueueError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,6 +36,15 @@ def check_seconds(name: str, seconds: float, *, may_be_none_left: bool = False) 
     if not 0 <= seconds <= LONGEST_S or not (seconds or may_be_none_left):
         least = "0 or more" if may_be_none_left else "more than 0"
         raise ValueError(f"{name} is {seconds}: it must be {least} seconds, and {LONGEST_S:.0f} (11 days) at most")
+
+
+def check_process(address: str, pid: int) -> None:
+    """Raise TransferQueueError in another process than that which made a client: a child, by a fork."""
+    if os.getpid() != pid:
+        raise TransferQueueError(
+            f"this client of {address} was made in process {pid} and does not survive a fork: call "
+            f"rl_tq.connect({address!r}) in process {os.getpid()}"
+        )
 
 
 def find_rows(

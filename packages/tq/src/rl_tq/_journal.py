@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rl_tq.errors import AddressError, TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from rl_tq._state import Record
@@ -71,14 +71,20 @@ class Journal:
     def rewrite(self, records: Iterable[Record], *, is_synced: bool = False) -> None:
         """Replace the journal by the records of a state, at once or not at all; if synced, also when power is lost."""
         path, partial = self.directory / NAME, self.directory / f"{NAME}.partial"
-        with partial.open("wb") as file:
-            file.write(_lines([["version", VERSION]]))
-            for record in records:
-                file.write(_lines([record]))
-            if is_synced:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
+        if self._fd < 0 and path.exists():  # its writer died, and the room that it kept may be all there is
+            os.truncate(path, path.stat().st_size)
+        try:
+            with partial.open("wb") as file:
+                file.write(_lines([["version", VERSION]]))
+                for record in records:
+                    file.write(_lines([record]))
+                if is_synced:
+                    file.flush()
+                    os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         if is_synced:
             directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             os.fsync(directory_fd)
@@ -105,10 +111,13 @@ class Journal:
             if _LIBC.fallocate(self._fd, _KEEP_SIZE, self._reserved, wanted - self._reserved) == 0:
                 self._reserved = wanted
 
-    @property
-    def is_long(self) -> bool:
-        """Whether most of it is history."""
-        return self._nbytes > _COMPACT_BYTES + 4 * self._compacted_nbytes
+    def shorten(self, records: Callable[[], Iterable[Record]]) -> None:
+        """Once most of it is history, replace it by the records of the state; where they have no room, much later."""
+        if self._nbytes > _COMPACT_BYTES + 4 * self._compacted_nbytes:
+            try:
+                self.rewrite(records())
+            except OSError:
+                self._compacted_nbytes = self._nbytes
 
     def close(self) -> None:
         """Let go of the directory."""

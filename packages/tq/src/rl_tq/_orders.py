@@ -1,9 +1,12 @@
-"""The orders in which rows are claimed, one class each: those of `rl_tq.policies` that are not oldest first."""
+"""The orders in which rows are claimed, one class each: those of `rl_tq.policies` that are not oldest first.
+
+The tags that they read are numbers or None: others are refused where they are put (`_checks`).
+"""
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_tq import policies
 from rl_tq._balance import balanced_order
@@ -164,7 +167,7 @@ class _Budgeted(ReadyRows):
             row = self.members.get(number)
             if row is None or number in self._held:
                 continue
-            tokens = _number(row, "num_tokens")
+            tokens = row.tags.get("num_tokens")
             if tokens is None or tokens > self._max_tokens:
                 heapq.heappush(self._late, number)
                 raise PolicyError(
@@ -205,7 +208,7 @@ class _Balanced(ReadyRows):
         if len(self.members) < count:
             return None
         rows = self._pull(count)
-        lengths = [_number(row, "num_tokens") for row in rows]
+        lengths = [row.tags.get("num_tokens") for row in rows]
         lacking = [row.sample_id for row, length in zip(rows, lengths, strict=True) if length is None]
         if lacking:
             self._take_back(rows)
@@ -302,9 +305,9 @@ def make_index(policy: Policy, closed: Callable[[], Iterable[Hashable]]) -> Read
     """An empty index in the order of `policy`; `closed` names the groups that its task was given before."""
     match policy:
         case policies.OldestVersion():
-            return _Ranked(lambda row: float("inf") if (v := _number(row, "weight_version_min")) is None else v)
+            return _Ranked(lambda row: float("inf") if row.version is None else row.version)
         case policies.Priority():
-            return _Ranked(lambda row: -(_number(row, "priority") or 0.0))
+            return _Ranked(lambda row: -(row.tags.get("priority") or 0.0))
         case policies.GroupComplete(group_size=size) | policies.FirstK(k=size):
             return _Grouped(size, closed())
         case policies.TokenBudget(max_tokens=budget):
@@ -317,8 +320,3 @@ def make_index(policy: Policy, closed: Callable[[], Iterable[Hashable]]) -> Read
             return ReadyRows()
         case _:
             return _Chosen(policy)
-
-
-def _number(row: Row, tag: str) -> float | None:
-    value: Any = row.tags.get(tag)
-    return value if isinstance(value, int | float) else None

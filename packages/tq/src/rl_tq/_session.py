@@ -11,10 +11,11 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from rl_tq._checks import check_process
 from rl_tq._parking import Slot, Turnstile
 from rl_tq._service import Message, raise_error
 from rl_tq._wire import Inbox, close_after_fork, limit_sends, pack, peer, send_some
-from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.errors import ServerLostError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,11 +75,7 @@ class Session(Generic[Held]):
 
     def check(self) -> None:
         """Raise if no request can be made: TransferQueueError after a fork, ServerLostError once it is lost."""
-        if os.getpid() != self._pid:
-            raise TransferQueueError(
-                f"this client of {self._address} was made in process {self._pid} and does not survive a fork: call "
-                f"rl_tq.connect({self._address!r}) in process {os.getpid()}"
-            )
+        check_process(self._address, self._pid)
         if self._why_lost is not None:
             raise self._lost()
 

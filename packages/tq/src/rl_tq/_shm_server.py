@@ -140,8 +140,7 @@ class ControlServer:
         if log := self._service.store.state.log:
             journal.append(log)
             log.clear()
-            if journal.is_long:
-                journal.rewrite(self._recovery.records())
+            journal.shorten(self._recovery.records)
 
     def _accept(self) -> None:
         try:

@@ -358,7 +358,7 @@ class State:
         """A row that gets columns, with its new tags; made if it is not there."""
         if row is None:
             row = Row(number, name, NO_TAGS, frozenset())
-            home.enter([number], [row], has_names=name is not None, tags=[tags] if tags else None)
+            home.enter([number], [row], has_names=name is not None, tags=[tags])
         elif tags:
             for ledger in home.tasks.values():
                 ledger.withdraw([number])

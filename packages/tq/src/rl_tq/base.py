@@ -204,6 +204,7 @@ class TransferQueue(ABC):
         `put(..., credit=...)` draws on it; what is not drawn goes back by `release`, or when this client goes.
 
         Raises:
+            SchemaError: less than one row.
             QueueFullError: there will never be as much room, or the partition's `on_full` is `raise`.
             WaitTimeoutError: there was no room in time; says who holds it.
         """
@@ -247,7 +248,15 @@ class TransferQueue(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Rows, bytes and waiters per partition."""
+        """Counts, as plain values. A storage may add others.
+
+        Of all: `rows`, `bytes` in memory, `spilled_bytes`, `extents` (puts of which a row is left), `leases`,
+        `leases_expired`, `partitions`, and `waiters_elsewhere`, by the name of a partition that does not exist yet.
+
+        Of each partition: `generation`, `rows`, `bytes`, `spilled_bytes`, `columns` (to their kinds), `weight_version`,
+        `dropped` (rows, by reason), `tasks` (to `leased`, `acked`, `dead` and `returns`), `options`, `waiters`,
+        `promised_rows` and `promised_bytes`.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -270,9 +279,16 @@ class Storage(Protocol):
         """Serve a queue from this process under `name` (a fresh one when empty) and return a client of it.
 
         `snapshot`: a directory that `TransferQueue.snapshot` wrote, to begin with; None: an empty queue.
+
+        Raises:
+            AddressError: the name is taken.
         """
         ...
 
     def connect(self, name: str, *, timeout_s: float) -> TransferQueue:
-        """A client of the queue served under `name`."""
+        """A client of the queue served under `name`.
+
+        Raises:
+            ServerLostError: nobody serves it.
+        """
         ...

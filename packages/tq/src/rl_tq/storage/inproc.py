@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_tq._checks import check_process
 from rl_tq._client import QueueClient
 from rl_tq._codec import decode, encode
 from rl_tq._hub import Hub, Reply
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from rl_tq._extent import Layout
     from rl_tq._opened import Opened
 
-_SERVED: dict[str, Hub] = {}
+_SERVED: dict[tuple[int, str], Hub] = {}
+"""By process, as a child's copy is no queue of it, and address."""
 _SERVED_LOCK = threading.Lock()
 _NUMBERS = count(1)
 
@@ -35,6 +38,7 @@ class InprocQueue(QueueClient):
         self._hub = hub
         self._is_owner = is_owner
         self._is_closed = False
+        self._pid = os.getpid()
         self._waiting: set[Reply] = set()
         self._number = next(_NUMBERS)
 
@@ -93,6 +97,8 @@ class InprocQueue(QueueClient):
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
+        if os.getpid() != self._pid:
+            return
         self._is_closed = True
         for future in list(self._waiting):
             self._hub.abandon(future, f"this client of {self.address} was closed")
@@ -100,10 +106,11 @@ class InprocQueue(QueueClient):
         if self._is_owner:
             self._hub.close()
             with _SERVED_LOCK:
-                if _SERVED.get(self.address) is self._hub:
-                    del _SERVED[self.address]
+                if _SERVED.get((self._pid, self.address)) is self._hub:
+                    del _SERVED[self._pid, self.address]
 
     def _check_open(self) -> None:
+        check_process(self.address, self._pid)
         if self._is_closed:
             raise ServerLostError(f"this client of {self.address} was closed")
 
@@ -113,9 +120,9 @@ def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> Inpro
     address = f"inproc://{name or uuid.uuid4().hex[:12]}"
     hub = Hub(address, snapshot)
     with _SERVED_LOCK:
-        if address in _SERVED:
+        if (os.getpid(), address) in _SERVED:
             raise AddressError(f"{address} is served already: close that queue, or take another name")
-        _SERVED[address] = hub
+        _SERVED[os.getpid(), address] = hub
     return InprocQueue(hub, timeout_s=timeout_s, is_owner=True)
 
 
@@ -123,7 +130,7 @@ def connect(name: str, *, timeout_s: float) -> InprocQueue:
     """See `rl_tq.connect`."""
     address = f"inproc://{name}"
     with _SERVED_LOCK:
-        hub = _SERVED.get(address)
+        hub = _SERVED.get((os.getpid(), address))
     if hub is None:
         raise ServerLostError(
             f"nobody serves {address} in this process (an inproc queue cannot be reached from another: use shm)"

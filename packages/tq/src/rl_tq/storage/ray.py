@@ -8,6 +8,7 @@ Requests go to the serving process over TCP, with a token that travels in Ray. R
 from __future__ import annotations
 
 import ctypes
+import os
 import secrets
 import threading
 import uuid
@@ -187,7 +188,7 @@ class RayQueue(TcpQueue):
     def close(self) -> None:
         """See `TransferQueue.close`."""
         super().close()
-        if self._gateway is not None:
+        if self._gateway is not None and os.getpid() == self._pid:
             self._gateway.close()
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:

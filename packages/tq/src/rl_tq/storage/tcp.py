@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from rl_tq import _handshake, _stream
+from rl_tq._checks import check_process
 from rl_tq._hub import Hub
 from rl_tq._neighbours import Neighbours, key_of
 from rl_tq._parking import Slot, Turnstile
@@ -24,7 +25,7 @@ from rl_tq._remote import Desk, Payload, RemoteQueue, Send, assembled, landing_p
 from rl_tq._service import Message, raise_error
 from rl_tq._session import GRACE_S
 from rl_tq._wire import close_after_fork
-from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
@@ -177,8 +178,9 @@ class ServedQueue(InprocQueue):
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
-        self._gateway.close()
-        super().close()
+        if os.getpid() == self._pid:
+            self._gateway.close()
+            super().close()
 
 
 class TcpQueue(RemoteQueue):
@@ -256,11 +258,7 @@ class TcpQueue(RemoteQueue):
     def _request(
         self, request: Message, payload: list[torch.Tensor], timeout_s: float, landing: Landing | None = None
     ) -> tuple[Message, torch.Tensor | None]:
-        if os.getpid() != self._pid:
-            raise TransferQueueError(
-                f"this client of {self.address} was made in process {self._pid} and does not survive a fork: call "
-                f"rl_tq.connect({self.address!r}) in process {os.getpid()}"
-            )
+        check_process(self.address, self._pid)
         number = next(self._ids)
         slot: Slot[tuple[Message, torch.Tensor | None]] = Slot()
         with self._lock:

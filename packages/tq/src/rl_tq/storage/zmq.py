@@ -21,13 +21,14 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from rl_tq._checks import check_process
 from rl_tq._codec import decode, encode
 from rl_tq._hub import Hub
 from rl_tq._parking import Slot
 from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
 from rl_tq._service import Message, raise_error
 from rl_tq._session import GRACE_S
-from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
@@ -290,11 +291,7 @@ class ZmqQueue(RemoteQueue, _Loop):
     def _request(
         self, request: Message, payload: Payload, timeout_s: float, landing: Landing | None = None
     ) -> tuple[Message, torch.Tensor | None]:
-        if os.getpid() != self._pid:
-            raise TransferQueueError(
-                f"this client of {self.address} was made in process {self._pid} and does not survive a fork: call "
-                f"rl_tq.connect({self.address!r}) in process {os.getpid()}"
-            )
+        check_process(self.address, self._pid)
         number = next(self._ids)
         slot: Slot[tuple[Message, torch.Tensor | None]] = Slot()
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,20 +11,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rl_tq._registry import connect
+from rl_tq._registry import connect, serve
 from rl_tq.errors import (
     LeaseLostError,
     PolicyError,
     QueueFullError,
+    SchemaError,
     ServerLostError,
     StaleReferenceError,
     StaleVersionError,
+    TransferQueueError,
     WaitTimeoutError,
 )
 from rl_tq.testing._served import Served, until
 from rl_tq.types import BatchMeta
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rl_tq.base import TransferQueue
 
 
@@ -117,6 +122,11 @@ class LeasesContract(Served):
         with pytest.raises(LeaseLostError):
             peer.ack(metas[4])
         assert queue.get(queue.get_meta(**claim, batch_size=3))["a"].tolist() == [2, 4, 5]
+        other: dict[str, Any] = {**claim, "task": "u", "batch_size": 1}
+        peer.ack(peer.get_meta(**other), step=2)
+        report = queue.restore("p", 1, task="u")  # and not what the first task was given
+        assert (report.num_returned, report.num_cleared, report.num_revoked) == (1, 0, 0)
+        assert queue.get(queue.get_meta(**other))["a"].tolist() == [0]
 
     # Limits
 
@@ -154,11 +164,16 @@ class LeasesContract(Served):
                     peer.put({"a": torch.zeros(2)}, partition="p", timeout_s=timeout_s)
             client.put({"a": torch.zeros(2)}, partition="p", credit=credit)
             assert queue.stats()["partitions"]["p"]["promised_rows"] == 1
+        assert peer.admit(partition="q", num_rows=99).num_rows == 99
         other = peer.admit(partition="p", num_rows=2)
         peer.release(other)
         peer.release(other)
         with pytest.raises(QueueFullError, match="used up or was released"):
             peer.put({"a": torch.zeros(1)}, partition="p", credit=other)
+        with pytest.raises(QueueFullError, match="can never enter"):
+            peer.admit(partition="p", num_rows=5)
+        with pytest.raises(SchemaError, match="for 1 row or more"):
+            peer.admit(partition="p", num_rows=0)
         with pytest.raises(ValueError, match="no options"):
             queue.configure("p", max_row=3)
         with pytest.raises(ValueError, match="choose one of"):
@@ -189,6 +204,7 @@ class LeasesContract(Served):
         versions = [(0, 1), (0, 3), (1, 3), (None, None)]
         tags = [{} if v is None else {"group_id": g, "weight_version_min": v} for g, v in versions]
         queue.put({"a": torch.arange(4)}, partition="p", tags=tags)
+        assert queue.stats()["partitions"]["p"]["weight_version"] == 0
         assert peer.advance("p", 2) == 0
         assert peer.advance("p", 3) == 2
         left = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t")
@@ -215,6 +231,59 @@ class LeasesContract(Served):
         assert queue.get(meta.reorder([1]))["a"].tolist() == [1]
 
     # The end
+
+    def test_a_snapshot_is_a_queue_again(self, tmp_path: Path) -> None:
+        """References to its rows stay good; what was acked stays so, and what was put later is unknown."""
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t"}
+        with serve("inproc://") as queue:
+            queue.configure("p", max_attempts=7)
+            queue.advance("p", 5)
+            data = {"a": torch.arange(4), "r": [torch.full((n,), n) for n in range(4)], "j": list("wxyz")}
+            meta = queue.put(data, partition="p", tags=[{"i": i} for i in range(4)])
+            queue.ack(queue.get_meta(**claim, batch_size=1), step=3)
+            queue.get_meta(**claim, batch_size=1)  # of a client that the next server does not know
+            leased = queue.get_meta(**claim, batch_size=1, lease_s=600.0)
+            queue.snapshot(tmp_path / "one")
+            later = queue.put({"a": torch.arange(1)}, partition="p")
+        with serve(self.address, timeout_s=20.0, snapshot=tmp_path / "one") as queue:
+            partition = queue.stats()["partitions"]["p"]
+            assert (partition["rows"], partition["weight_version"], partition["options"]["max_attempts"]) == (4, 5, 7)
+            with pytest.raises(StaleReferenceError):
+                queue.get(later)
+            queue.ack(leased, step=4)
+            queue.snapshot(tmp_path / "two")
+        with serve("inproc://", snapshot=tmp_path / "two") as queue:
+            batch = queue.get(meta)
+            assert batch["a"].tolist() == [0, 1, 2, 3]
+            assert [row.tolist() for row in batch["r"].unbind()] == [[], [1], [2, 2], [3, 3, 3]]
+            assert batch["j"].tolist() == list("wxyz")
+            assert queue.restore("p", 3).num_returned == 1
+            again = queue.get_meta(**claim, batch_size=3)
+            assert queue.get(again)["a"].tolist() == [1, 2, 3]
+            assert again.tags == meta.tags[1:]
+
+    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+    def test_a_client_is_its_process_s_own(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """It does not pickle; a forked child is told to connect, and does no harm."""
+        meta = queue.put({"a": torch.ones(1)}, partition="p")
+        with pytest.raises(TypeError):
+            pickle.dumps(peer)
+        child = os.fork()
+        if not child:
+            told = 0
+            try:
+                for client in (peer, queue):
+                    with pytest.raises(TransferQueueError, match="does not survive a fork"):
+                        client.put({"a": torch.ones(1)}, partition="p")
+                    with pytest.raises(TransferQueueError, match="does not survive a fork"):
+                        client.stats()
+                    client.close()
+                    told += 1
+            finally:
+                os._exit(told)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        for client in (queue, peer):
+            assert client.get(meta)["a"].tolist() == [1.0]
 
     def test_closing_ends_the_queue_for_everybody_at_once(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """Waiters are told, and so is who calls later; closing again is nothing."""

@@ -105,6 +105,15 @@ class RowsContract(Served):
             peer.put({"b": torch.zeros(2)}, partition="p", tags=[{}])
         assert peer.stats()["partitions"]["p"]["rows"] == 2
 
+    def test_tags_are_values_that_a_message_can_carry(self, queue: TransferQueue) -> None:
+        """One that is none is refused, even among others that are."""
+        for wrong in ({"i": 1 << 63}, {"i": [-(1 << 63) - 1]}, {"i": object()}, {1: "i"}):
+            tags: list[Any] = [{"i": 1}, wrong]
+            with pytest.raises(SchemaError, match="tags must be mappings of JSON values"):
+                queue.put({"a": torch.zeros(2)}, partition="p", tags=tags)
+        most = {"i": (1 << 63) - 1, "j": -(1 << 63), "k": {"l": [1.5, True, None, "m"]}}
+        assert queue.put({"a": torch.zeros(1)}, partition="p", tags=[most]).tags == (most,)
+
     def test_missing_columns_and_rows_are_named(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """A get is never shorter than what was asked for."""
         meta = queue.put({"a": torch.zeros(2)}, partition="p", sample_ids=["x", "y"])

@@ -195,6 +195,8 @@ class ValuesContract(Served):
         assert peer.get(meta)["t"].tolist() == base.t().tolist()
         assert peer.get(meta)["s"].tolist() == [0.0, 2.0, 4.0]
         assert rows_of(peer.get(holes)["n"]) == [[0, 1], [3]]
+        sparse = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 9, 2, 9, 6])[::2])
+        assert rows_of(peer.get(queue.put({"o": sparse}, partition="q"))["o"]) == [[0, 1], [2, 3, 4, 5]]
         conjugated = [torch.tensor(row).conj() for row in ([1 + 2j], [3 + 4j, 5 + 6j])]
         lazy = queue.put({"c": conjugated, "i": [row.imag[:1] for row in conjugated]}, partition="p")
         assert rows_of(peer.get(lazy)["c"]) == [[1 - 2j], [3 - 4j, 5 - 6j]]
