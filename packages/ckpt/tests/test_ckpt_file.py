@@ -40,6 +40,40 @@ def ends(url, **options):
     return connect(url, role="send", **options), connect(url, role="receive", **({"timeout_s": 20} | options))
 
 
+def test_a_successor_leaves_what_is_published_and_removes_the_rest(url, tmp_path):
+    async def work():
+        sender, receiver = ends(url)
+        async with sender:
+            await sender.send_weights(sample_weights().items(), version=1)
+        for name in ("version-2-0.safetensors", "version-2-0.safetensors.partial"):
+            (tmp_path / "policy" / name).touch()
+        async with connect(url, role="send") as successor, receiver:
+            await successor.prepare()
+            assert len([*(tmp_path / "policy").glob("*.safetensors*")]) == 1
+            assert_same(await receive_all(receiver), sample_weights())
+
+    asyncio.run(work())
+
+
+def test_a_version_that_is_removed_as_it_is_opened_is_looked_for_again(url, monkeypatch):
+    read, gone = Folder.read, [FileNotFoundError()]
+
+    def removed(folder, version):
+        if gone:
+            raise gone.pop()
+        return read(folder, version)
+
+    async def work():
+        sender, receiver = ends(url)
+        async with sender, receiver:
+            await sender.send_weights(sample_weights().items(), version=1)
+            monkeypatch.setattr(Folder, "read", removed)
+            assert_same(await receive_all(receiver), sample_weights())
+        assert not gone
+
+    asyncio.run(work())
+
+
 def test_every_kind_of_tensor_survives_and_a_late_joiner_gets_the_newest(url):
     async def work():
         sender, receiver = ends(url)

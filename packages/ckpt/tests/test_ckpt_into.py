@@ -7,6 +7,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
 
 from rl_ckpt import AttestationError, ReceiverState, SyncAbortedError, TensorError, connect, tree_digest
+from rl_ckpt._places import is_plain_on
 from rl_ckpt.testing import assert_same, new_name, sample_weights
 
 BUCKET_BYTES = 1 << 16
@@ -16,6 +17,12 @@ TRANSPORTS = ["inproc://{}", "shm://{}", "uds://{}", "uds://{}?streams=2"]
 def blank(weights):
     """Tensors of the same kinds with other bits."""
     return {name: torch.empty_like(t, memory_format=torch.contiguous_format).fill_(1) for name, t in weights.items()}
+
+
+def test_memory_that_reads_as_something_else_is_not_written_as_bytes():
+    plain = torch.zeros(3, dtype=torch.complex64)
+    views = [plain, plain.conj(), plain.conj().imag, torch.zeros(2, 3).t()]
+    assert [is_plain_on(view) for view in views] == [True, False, False, False]
 
 
 def large(seed=0):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_csrc
-from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
-from rl_ckpt._digest import leaves_of
+from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError, _delta
+from rl_ckpt._digest import combine, leaves_of
 from rl_ckpt._landing import Landing
 from rl_ckpt._messages import Bucket
 from rl_ckpt._places import Scratch
@@ -113,6 +113,36 @@ def test_a_tie_that_does_not_follow_its_tensor_is_refused():
             one.land(Bucket(one.num_buckets, 0, used, spans), ring)
 
 
+def test_a_tensor_that_was_not_declared_is_refused():
+    span = Span(len(SPECS), Codec.RAW, 0, 0, 0, 0, 0, rl_csrc.digest(b""))
+    with pytest.raises(ProtocolError, match="has declared 8"):
+        landing().land(Bucket(0, 0, 0, (span,)), Ring())
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_difference_is_applied_to_plain_memory_only(is_strided):
+    """A copy of a strided target would get it, with the digest that is due."""
+    spec, base = SPECS[0], torch.randn(10, 3)
+    snapshot = _delta.Snapshot()
+    snapshot.note(spec, leaves_of(snapshot.replace(spec, as_bytes(base))))
+    fresh = base.clone()
+    fresh[0, 0] += 1
+    ((part,),) = snapshot.advance(spec, as_bytes(fresh))
+    target = base.t().contiguous().t() if is_strided else base.clone()
+    ring, one = Ring(), landing({"a": target}, has_base=True)
+    num_bytes = len(part.content)
+    ring.slots[0][:num_bytes] = part.content
+    span = Span(0, Codec.DELTA, 0, 0, 0, num_bytes, num_bytes, combine(leaves_of(part.content)))
+    bucket = Bucket(0, 0, aligned(num_bytes), (span,))
+    if is_strided:
+        with pytest.raises(ProtocolError, match="which this end did not ask for"):
+            one.land(bucket, ring)
+        assert torch.equal(target, base)
+    else:
+        one.land(bucket, ring)
+        assert torch.equal(target, fresh)
+
+
 small = st.integers(0, 2**13) | st.sampled_from([0, 256, 512, 1024, 120, 3000, 2**32 - 1])
 wide = small | st.integers(0, 2**64 - 1)
 field = st.sampled_from(["tensor", "codec", "start", "offset", "bucket_offset", "num_bytes", "total_bytes", "digest"])
@@ -169,8 +199,6 @@ def test_any_bucket_is_read_or_refused(spans, slot, used_bytes):
 @settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=400), st.booleans())
 def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
-    from rl_ckpt import _delta
-
     spec = TensorSpec(name="w", dtype=torch.float32, shape=(50,))
     base = torch.randn(50)
     if is_plausible:  # an honest one with some bytes overwritten

@@ -104,6 +104,8 @@ def test_fsdp_to_tensor_parallel_by_hand():
     assert [[move.name for move in plan.moves(0, target)] for target in (0, 1)] == [["w[0:2,0:3]"], ["w[0:2,3:6]"]]
     assert [[move.name for move in plan.moves(1, target)] for target in (0, 1)] == [["w[2:4,0:3]"], ["w[2:4,3:6]"]]
     assert (plan.targets_of(0), plan.sources_of(1)) == ([0, 1], [0, 1])
+    same = Resharding(specs_on((2,), shapes, {"w": (0,)}), specs_on((2,), shapes, {"w": (0,)}))
+    assert [same.targets_of(rank) for rank in (0, 1)] == [[0], [1]]  # what only touches is not sent
 
 
 def test_replicas_share_the_sending():

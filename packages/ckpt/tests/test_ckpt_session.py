@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
@@ -49,6 +50,24 @@ def run(work, address=None, num_receivers=1, timeout_s=60.0, bucket_bytes=1024):
             return await work(sender, *receivers)
 
     return asyncio.run(main())
+
+
+def test_a_report_says_where_the_time_went():
+    async def work(sender, receiver):
+        def source():
+            for item in WEIGHTS.items():
+                time.sleep(0.02)
+                yield item
+
+        async def take():
+            async for _ in receiver.receive_weights():
+                await asyncio.sleep(0.03)
+
+        report, _ = await asyncio.gather(sender.send_weights(source(), version=1), take())
+        assert 0.16 <= report.export_s < report.wall_s
+        assert 0.24 <= report.install_s < report.wall_s
+
+    run(work)
 
 
 SHORT_S = 2.0

@@ -82,7 +82,7 @@ class Inlet:
         views = deque(memory_of(content) for content in contents())
         while views:
             try:
-                num_bytes = stream.recvmsg_into(list(islice(views, MAX_BUFFERS)), 0, socket.MSG_WAITALL)[0]
+                num_bytes = stream.recvmsg_into(islice(views, MAX_BUFFERS), 0, socket.MSG_WAITALL)[0]
             except (BlockingIOError, InterruptedError):
                 self._waits.readable(stream.fileno())
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ class Worker:
     def __init__(self, owner: str) -> None:
         self.waker = Waker()
         self._owner = owner
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._is_closed = False
@@ -38,7 +40,7 @@ class Worker:
         """Call `work` in this thread.
 
         Raises:
-            UsageError: another call is under way, or this end is closed.
+            UsageError: another call is under way, or this end is closed, or another process's.
         """
         self._enter()
         return self._finish(work)
@@ -49,7 +51,7 @@ class Worker:
         What the task is cancelled with, if it is a sentence, is what its waits raise.
 
         Raises:
-            UsageError: another call is under way, or this end is closed.
+            UsageError: another call is under way, or this end is closed, or another process's.
         """
         if self._ending is not None and self._ending.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._ending], timeout=ENDING_S)
@@ -77,6 +79,11 @@ class Worker:
 
     def _enter(self) -> None:
         """Begin a call; `_finish` ends it, in whatever thread."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"{self._owner} was opened in process {self._pid} and does not survive a fork; open another with "
+                f"rl_ckpt.connect in process {os.getpid()}"
+            )
         if not self._lock.acquire(blocking=False):
             self._require_open()
             raise UsageError(f"{self._owner} is busy with another call; wait for it, or cancel it first")
@@ -104,12 +111,12 @@ class Worker:
         self.waker.clear()
 
     def close(self, release: Callable[[], None], timeout_s: float) -> None:
-        """End the call under way, then call `release`. Idempotent.
+        """End the call under way, then call `release`. Idempotent, and nothing in a forked child.
 
         Raises:
             PeerTimeoutError: the call did not end within `timeout_s`, for example because the source of weights blocks.
         """
-        if self._is_closed:
+        if self._is_closed or os.getpid() != self._pid:
             return
         self.waker.wake(f"{self._owner} was closed")
         if not self._lock.acquire(timeout=timeout_s):

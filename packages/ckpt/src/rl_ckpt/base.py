@@ -52,8 +52,12 @@ class CheckpointEngine(ABC):
     Receivers may come before the sender exists, and join or leave between syncs. One that died, or was dropped because
     it did not answer, is back in the session as soon as it (or its successor) calls `receive_weights`.
 
-    Called by: one thread or event loop per end. Not picklable: pass the URL instead. Every wait has a deadline
-    (`timeout_s` of the session) and its error names the peer. A context manager that closes, `with` and `async with`.
+    Called by: one thread or event loop per end. Not picklable, and not for forked children: pass the URL instead. Every
+    wait has a deadline (`timeout_s` of the session) and its error names the peer. A context manager that closes, `with`
+    and `async with`. A closed end raises `UsageError`.
+
+    A backend is a module with `open_session(config: SessionConfig) -> CheckpointEngine`, the end of `config.role`, that
+    an entry point of the group `rl_ckpt.backends` names by its URL scheme.
     """
 
     address: str

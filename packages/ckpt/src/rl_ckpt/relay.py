@@ -126,8 +126,10 @@ class Relay:
 
     async def close(self) -> None:
         """Leave both sessions. Idempotent."""
-        await self._receiver.close()
-        await self._sender.close()
+        try:
+            await self._receiver.close()
+        finally:
+            await self._sender.close()
 
     async def __aenter__(self) -> Self:
         return self
