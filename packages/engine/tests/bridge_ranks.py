@@ -1,4 +1,4 @@
-"""One rank of the tests with Megatron-Bridge's wheel: `bridge_ranks.py FOLDER`."""
+"""One rank of the tests with Megatron-Bridge's wheel: `bridge_ranks.py FOLDER WHEEL`."""
 
 import sys
 import types
@@ -75,8 +75,9 @@ def import_bridge():
     return model_bridge
 
 
-def main(folder):
+def main(folder, wheel):
     torch.set_num_threads(1)
+    sys.path.insert(0, wheel)
     import_bridge()
     holder = ranks.build(folder / "model", optimizer=None)  # makes the process group; the others join it
     rank = holder._world.rank
@@ -90,4 +91,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -9,7 +9,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
-from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
 from rl_engine import (
@@ -61,17 +60,7 @@ def draw_rows(seed):
 
 
 def batch_of(rows):
-    empty = ragged_batch([[1]], [[1]])
-    return ragged_batch(*map(list, zip(*rows, strict=True))) if rows else _no_rows(empty)
-
-
-def _no_rows(like):
-    def none():
-        return torch.nested.nested_tensor_from_jagged(
-            torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        )
-
-    return TensorDict({name: none() for name in list(like.keys())}, batch_size=[0])
+    return ragged_batch(*map(list, zip(*rows, strict=True))) if rows else ragged_batch([], [])
 
 
 def build(folder, **changes):

@@ -189,10 +189,9 @@ def test_the_wheel_says_what_it_cannot_be_installed_beside(wheel, monkeypatch):
 
 @pytest.mark.integration
 @pytest.mark.timeout(400)
-def test_the_wheels_mapping_steps_like_a_plain_model_on_two_ranks(wheel, tmp_path, start_ranks, monkeypatch):
+def test_the_wheels_mapping_steps_like_a_plain_model_on_two_ranks(wheel, tmp_path, start_ranks):
     write_model(tmp_path / "model", "mistral", tie_word_embeddings=True)
-    monkeypatch.setenv("PYTHONPATH", str(wheel))
-    seen = start_ranks(SCRIPT, tmp_path, 2)
+    seen = start_ranks(SCRIPT, tmp_path, 2, str(wheel))
     want = ranks.take_steps(tmp_path / "model", "fsdp")
     for layout in ranks.LAYOUTS:
         steps, weights = seen[layout]

@@ -149,10 +149,17 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, 
     torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), before, rtol=0, atol=0)
 
 
-def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, folder):
-    larger = load(write_tiny_model(tmp_path / "larger", num_hidden_layers=3))
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_hidden_layers": 3}, r"it has model\.model\.layers\.2.*, which this model has not"),
+        ({"intermediate_size": 96}, r"gate_proj\.weight has shape \[96, 32\], this model's is \[64, 32\]"),
+    ],
+)
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, folder, changes, problem):
+    larger = load(write_tiny_model(tmp_path / "larger", **changes))
     larger.save_checkpoint(tmp_path / "checkpoint", 1)
-    with pytest.raises(CheckpointError, match=r"it has model\.model\.layers\.2.*, which this model has not"):
+    with pytest.raises(CheckpointError, match=problem):
         load(folder).load_checkpoint(tmp_path / "checkpoint")
 
 

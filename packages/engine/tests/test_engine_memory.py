@@ -1,6 +1,7 @@
 """What is moved away is gone from where it was: bytes of live tensors, and on a GPU what the allocator holds."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -49,6 +50,24 @@ def sizes_of(engine):
 
 
 BACKENDS = ("fsdp", "megatron", "torchtitan")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_modes_take_gradients_home_and_back(tmp_path, backend):
+    engine, away = built(tmp_path, backend), torch.device("cpu", 0)  # to an engine not the place where it computes
+    places = engine._places if hasattr(engine, "_scorer") else engine._state.places
+    engine.forward_backward_batch(DATA, sft_loss)
+    engine.to(away)
+    with engine.eval_mode():
+        assert places["model"] != away
+        engine.forward_backward_batch(DATA, sft_loss, forward_only=True)
+    with engine.train_mode():
+        assert away not in places.values()
+        engine.forward_backward_batch(DATA, sft_loss)
+    assert set(places.values()) == {away}
+    with pytest.raises(ConfigError, match="Gradients lie where") if backend != "megatron" else nullcontext():
+        engine.to("cpu", grad=False)
+    engine.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

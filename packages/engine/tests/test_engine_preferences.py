@@ -141,6 +141,15 @@ def test_bad_judgements_are_refused(model, tmp_path, capsys, row, message):
     assert "do nothing with loss=sigmoid" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_an_empty_completion_is_found_in_its_pair(model, tmp_path, capsys, loss):
+    pairs = [{"prompt_token_ids": [1], "chosen_token_ids": [2], "rejected_token_ids": ids} for ids in ([3], [], [4])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    arguments = [f"model.path={model}", f"data.path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}"]
+    assert dpo_main([*arguments, f"loss={loss}"]) == 2
+    assert "row 2 needs at least one prompt token" in capsys.readouterr().err
+
+
 def test_reward_losses_by_hand():
     values = torch.tensor([9.0, 1.0, 0.5, -1.0, 9.0, 2.0])  # the last masked token of each row decides
     loss, metrics = reward_loss(output_of(REFERENCE, token_values=values), two_pairs())

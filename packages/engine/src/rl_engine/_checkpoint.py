@@ -51,10 +51,13 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], manifest: Manifest, wo
     """Write a checkpoint folder; it appears complete or not at all. Collective.
 
     Raises:
-        CheckpointError: a file cannot be written; on every rank.
+        CheckpointError: a file cannot be written, or ranks give different paths or steps; on every rank.
     """
     target = Path(path).absolute()
     draft = target.with_name(f".{target.name}.draft")
+    said = world.exchange((str(target), manifest.step))
+    if (other := next((mine for mine in said if mine != said[0]), None)) is not None:
+        raise CheckpointError(f"Ranks save different checkpoints (path and step): {said[0]} and {other}.")
 
     def prepare() -> None:
         _recover(target)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from tensordict import TensorDict
-
+from rl_engine._ragged import ragged_batch
 from rl_engine.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from tensordict import TensorDict
 
 
 @dataclass(slots=True)
@@ -32,12 +33,7 @@ class Columns:
 
     def batch(self, **more: torch.Tensor) -> TensorDict:
         """The columns of an engine's batch, and `more`."""
-        columns = {
-            "prompt_token_ids": jagged(self.prompts),
-            "completion_token_ids": jagged(self.completions),
-            "loss_mask": jagged(self.masks),
-        }
-        return TensorDict(columns | more, batch_size=[len(self.prompts)])  # pyright: ignore[reportArgumentType]
+        return ragged_batch(self.prompts, self.completions, self.masks).update(more)
 
 
 class ChatTokenizer:
@@ -93,10 +89,9 @@ class ChatTokenizer:
         return self._tokenizer()(text, add_special_tokens=False)["input_ids"]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
+        tokenizer = self._tokenizer()
         try:
-            return self._tokenizer().apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
-        except DataError:
-            raise
+            return tokenizer.apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
         except Exception as error:
             raise DataError(f"The chat template of {self._model_path} cannot render a prompt: {error}") from error
 
@@ -130,8 +125,13 @@ def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mappi
     return rows
 
 
-def refuse_empty(path: str | Path, columns: Columns, rows_per_item: int = 1) -> None:
+def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int] = ()) -> None:
     """Refuse a row without a prompt token or without a completion token, and a file without a token to learn.
+
+    Args:
+        path: The file.
+        columns: Its rows.
+        numbers: Of the row of the file that each came from, where some came from one.
 
     Raises:
         DataError: names the row of the file.
@@ -140,15 +140,8 @@ def refuse_empty(path: str | Path, columns: Columns, rows_per_item: int = 1) -> 
         raise DataError(f"{path}: loss_mask is 0 on every token of every row, so that there is nothing to learn.")
     for index, (prompt, completion) in enumerate(zip(columns.prompts, columns.completions, strict=True)):
         if not prompt or not completion:
-            number = index // rows_per_item + 1
+            number = numbers[index] if numbers else index + 1
             raise DataError(f"{path}: row {number} needs at least one prompt token and one completion token.")
-
-
-def jagged(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Rows of numbers as one jagged nested tensor."""
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    values = torch.tensor([value for row in rows for value in row], dtype=dtype)
-    return torch.nested.nested_tensor_from_jagged(values, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
 
 
 def _checked(row: Any, path: Path, number: int, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:

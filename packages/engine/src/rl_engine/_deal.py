@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_engine._plan import WORTH_MOVING, deal_units
 from rl_engine._rows import PAIR
-from rl_engine.errors import BatchError, EngineError
+from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
     from rl_engine._distributed import World
@@ -163,14 +163,10 @@ def trade(world: World, parcels: Sequence[Any]) -> list[Any]:
     sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())].to(
         place
     )
-    try:
+    with world.together():
         dist.all_to_all_single(incoming, sizes)
         received = torch.empty(int(incoming.sum()), dtype=torch.uint8, device=place)
         dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist())
-    except RuntimeError as error:
-        raise EngineError(
-            f"Rank {world.rank} of {world.size} could not trade rows with the others (see their own errors): {error}"
-        ) from error
     parts = received.cpu().split(incoming.tolist())
     return [pickle.loads(part.numpy().tobytes()) if part.numel() else None for part in parts]
 

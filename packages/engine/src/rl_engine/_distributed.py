@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rl_engine.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 _Value = TypeVar("_Value")
 _MEETINGS: dict[tuple[str, ...], tuple[dist.Store, int, int, itertools.count[int]]] = {}
@@ -42,14 +46,22 @@ class World:
         if self.size == 1:
             return [value]
         answers: list[Any] = [None] * self.size
-        try:
+        with self.together():
             dist.all_gather_object(answers, value, group=self.group)
+        return answers
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """Inside, a collective of torch that a peer leaves unanswered is an `EngineError`."""
+        try:
+            yield
         except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):  # torch has no class for gloo's
+                raise
             raise EngineError(
                 f"Rank {self.rank} of {self.size} got no answer from another rank (see its own error; a peer died, "
                 f"or is not in the same call): {error}"
             ) from error
-        return answers
 
     def barrier(self) -> None:
         """Wait for every rank."""

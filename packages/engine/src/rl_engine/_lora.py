@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rl_engine._folder import publish
+from rl_engine._shards import whole
 from rl_engine.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -103,11 +103,6 @@ def write_adapter(path: str | Path, weights: dict[str, Tensor], config: Mapping[
         (draft / "adapter_config.json").write_text(json.dumps(described, indent=2, sort_keys=True))
 
     publish(path, write)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

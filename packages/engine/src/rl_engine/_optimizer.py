@@ -58,14 +58,14 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     Raises:
         NonFiniteError: the norm is NaN or infinite; gradients are as they were.
     """
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
+    trained = list(parameters)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     value = float(norm)
     refuse_non_finite(value)
     if value > max_norm:
-        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
     return value
 
 

@@ -6,7 +6,6 @@ A backend says what it cannot honour and builds the module; nothing here asks wh
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +18,22 @@ from rl_engine._context import check_lengths
 from rl_engine._deal import Copies
 from rl_engine._distributed import World, expected_size, join_world
 from rl_engine._folder import DTYPES
+from rl_engine._mode import mode
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._packed import one_token_row
 from rl_engine._routing import AUX_LOSS, ExpertLoad, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, VISUAL, RowBatch
 from rl_engine._settings import check_settings, settled
-from rl_engine._sharding import reshard, whole
-from rl_engine._shards import local_shards
-from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of
+from rl_engine._sharding import home_of, reshard
+from rl_engine._shards import local_shards, whole
+from rl_engine._step import Agreed, Tally, add_up, agree, apply_loss, columns_of, work_of
 from rl_engine._writer import CheckpointWriter
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterator
 
     from tensordict import TensorDict
 
@@ -104,7 +104,8 @@ class ShardedEngine(Engine):
         self._check_config(expected_size())
         world = join_world(timeout_s=config.timeout_s, needs_group=self._needs_group())
         try:
-            scorer = self._build(world)
+            with world.together():
+                scorer = self._build(world)
         except BaseException:
             world.leave()
             raise
@@ -114,7 +115,7 @@ class ShardedEngine(Engine):
             copy_of=tuple(rank // sp for rank in range(world.size)), speakers=tuple(range(0, world.size, sp))
         )
         self._world, self._scorer = world, scorer
-        self._home = torch.device("cpu") if config.cpu_offload else world.device
+        self._home = home_of(config, world)
         self._places = dict.fromkeys(("model", "optimizer", "grad"), self._home)
         if config.optimizer is not None:
             self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
@@ -135,44 +136,22 @@ class ShardedEngine(Engine):
 
     # Modes and places
 
-    @contextmanager
-    def _mode(self, *, train: bool) -> Generator[None]:
-        scorer, places = self._built(), dict(self._places)
-        was_training = scorer.training
-        self.to(self._home, model=True, optimizer=train, grad=train)
-        scorer.train(train)
-        try:
-            with torch.set_grad_enabled(train):
-                yield
-        finally:
-            scorer.train(was_training)
-            for part, device in places.items():
-                if self._places[part] != device:
-                    self.to(device, model=part == "model", optimizer=part == "optimizer", grad=part == "grad")
-
     def train_mode(self) -> Any:
         """Everything onto the device; back on exit."""
         self._frozen_error("be trained")
-        return self._mode(train=True)
+        return mode(self, self._built(), self._home, self._places, train=True, grad=True)
 
     def eval_mode(self) -> Any:
         """The model onto the device, dropout and gradients off; back on exit."""
-        return self._mode(train=False)
+        return mode(self, self._built(), self._home, self._places, train=False, grad=True)
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
         scorer, target = self._built(), self._resolve(device)
-        if grad and self._places["grad"] != target:
-            for parameter in scorer.parameters():
-                if parameter.grad is not None and not model:
-                    raise ConfigError(
-                        "Gradients lie where their parameters lie; move the model too, or zero them first."
-                    )
-        if model and self._places["model"] != target:
-            if not grad and any(parameter.grad is not None for parameter in scorer.parameters()):
-                raise ConfigError(
-                    "Parameters cannot move away from their gradients; move grad too, or zero them first."
-                )
+        is_elsewhere = self._places["model"] != target
+        if is_elsewhere and model != grad and any(parameter.grad is not None for parameter in scorer.parameters()):
+            raise ConfigError("Gradients lie where their parameters lie; move both, or zero them first.")
+        if is_elsewhere and model:
             reshard(scorer)
             scorer.to(target)
             self._places["model"] = self._places["grad"] = target
@@ -196,15 +175,14 @@ class ShardedEngine(Engine):
         has_backward = loss_function is not None and not forward_only
         if has_backward:
             self._frozen_error("run a backward pass (say forward_only=True)")
-        world, needs_mask = self._group(), loss_function is not None
+        world = self._group()
 
         def make(rows: TensorDict) -> RowBatch:
-            feeds_last = self._config.head == Head.REWARD
             batch = RowBatch(
                 rows,
-                needs_mask=needs_mask,
+                needs_mask=loss_function is not None,
                 device=world.device,
-                feeds_last=feeds_last,
+                feeds_last=self._config.head == Head.REWARD,
                 shares_prompts=self._built().shares_prompts,
             )
             self._check_fit(batch)
@@ -213,7 +191,7 @@ class ShardedEngine(Engine):
         assert self._copies is not None
         assert self._cost is not None
         budget = self._config.max_tokens_per_gpu * self._config.parallel.sp
-        agreed = agree(world, self._copies, data, make, budget, self._cost)
+        agreed = agree(world, self._copies, data, make, budget, self._cost, work_of(loss_function, has_backward))
         if (sight := self._built().sight) is not None:
             sight.num_passes = max(world.exchange(sight.passes_for(agreed.batch)))
             sight.place(agreed.batch)
@@ -221,7 +199,7 @@ class ShardedEngine(Engine):
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._config.matmul_precision)
         try:
-            with torch.set_grad_enabled(has_backward):
+            with world.together(), torch.set_grad_enabled(has_backward):
                 load = self._expert_load(agreed) if has_backward else None
                 for index in range(agreed.num_micro_batches):
                     self._run(agreed, index, loss_function, tally, load, has_backward)
@@ -238,7 +216,8 @@ class ShardedEngine(Engine):
         """Clip, then AdamW."""
         optimizer = self._frozen_error("step")
         assert self._config.optimizer is not None
-        norm = clip_grad_norm(self._built().parameters(), self._config.optimizer.max_grad_norm)
+        with self._group().together():
+            norm = clip_grad_norm(self._built().parameters(), self._config.optimizer.max_grad_norm)
         optimizer.step()
         return norm
 
@@ -325,7 +304,11 @@ class ShardedEngine(Engine):
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
         """Full tensors in `precision`, in the model's order; an unsharded one is a view of the live weight."""
-        return self._export(), None
+        return self._exported(), None
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        with self._group().together():
+            yield from self._export()
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         scorer = self._built()
@@ -344,7 +327,7 @@ class ShardedEngine(Engine):
     def save_model(self, path: str | Path) -> None:
         """Rank 0 writes; the others take part in gathering."""
         world = self._group()
-        weights = {name: tensor.cpu() for name, tensor in self._export() if world.rank == 0}
+        weights = {name: tensor.cpu() for name, tensor in self._exported() if world.rank == 0}
         if world.rank == 0:
             self._write_model(path, weights)
         world.barrier()

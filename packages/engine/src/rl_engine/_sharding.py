@@ -342,11 +342,6 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def sum_gradients(root: nn.Module) -> None:
     """Let FSDP add gradients up over ranks, where it would average: losses are shares of a whole batch's."""
     for module in root.modules():

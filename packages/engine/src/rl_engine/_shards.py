@@ -1,4 +1,4 @@
-"""Says which part of a tensor this rank holds, under the tensor's Hugging Face name."""
+"""The whole of a sharded tensor, or which part of it this rank holds, under its Hugging Face name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from rl_engine.types import ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shards(

@@ -14,7 +14,7 @@ from rl_engine._deal import deal_rows, return_columns, send_rows
 from rl_engine._plan import bundle, check_budget, plan_rows
 from rl_engine._routing import AUX_LOSS
 from rl_engine._scores import COLUMNS
-from rl_engine.errors import BatchError, ConfigError
+from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.types import BatchCounts, ModelOutput
 
 if TYPE_CHECKING:
@@ -78,7 +78,13 @@ class Agreed:
 
 
 def agree(
-    world: World, copies: Copies, data: TensorDict, make: Callable[[TensorDict], RowBatch], budget: int, cost: CostModel
+    world: World,
+    copies: Copies,
+    data: TensorDict,
+    make: Callable[[TensorDict], RowBatch],
+    budget: int,
+    cost: CostModel,
+    work: str,
 ) -> Agreed:
     """Check every rank's batch, deal its rows to the copies of the model, and plan micro-batches. Collective.
 
@@ -91,9 +97,11 @@ def agree(
         make: Takes rows apart and refuses what the model cannot take.
         budget: Tokens of one micro-batch.
         cost: Of a row.
+        work: What this rank means to do with its rows, in words.
 
     Raises:
         BatchError: on this rank, or naming the rank that refused.
+        EngineError: ranks mean to do different things.
     """
     own: RowBatch | None = None
     mine: tuple[tuple[float, float], tuple[Parcels, Parcels]] | BatchError
@@ -103,7 +111,11 @@ def agree(
         mine = own.counts(), _parcels(own, budget, own.costs(cost))
     except BatchError as error:
         mine = error
-    answers = world.exchange(mine)
+    said = world.exchange((work, mine))
+    for rank, (other, _) in enumerate(said):
+        if other != said[0][0]:
+            raise EngineError(f"Ranks call forward_backward_batch for {said[0][0]} (rank 0) and {other} (rank {rank}).")
+    answers = [answer for _, answer in said]
     for rank, answer in enumerate(answers):
         if isinstance(answer, BatchError):
             raise answer if rank == world.rank else BatchError(f"Rank {rank} refused its batch: {answer}")
@@ -118,6 +130,13 @@ def agree(
     if len(plan) < count:
         plan = plan_rows(tokens, units, budget, costs=costs, min_count=count)
     return Agreed(own=own, batch=batch, deal=deal, counts=counts, plan=plan, num_micro_batches=count)
+
+
+def work_of(loss_function: LossFunction | None, has_backward: bool) -> str:
+    """What a call is for, in words."""
+    if loss_function is None:
+        return "scores alone"
+    return "a loss and its gradient" if has_backward else "a loss without its gradient"
 
 
 def _parcels(own: RowBatch, budget: int, costs: Load) -> tuple[Parcels, Parcels]:

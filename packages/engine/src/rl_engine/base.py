@@ -43,7 +43,11 @@ class Engine(ABC):
     `video_grid_thw` and, where the model asks for it, `second_per_grid_ts` (ragged, a number for each video) go with
     the placeholder tokens of the row. Whatever else the loss function reads is carried along.
 
-    Order of a training step: `optimizer_zero_grad`, `forward_backward_batch`, `optimizer_step`, `lr_scheduler_step`.
+    Order of a training step: `optimizer_zero_grad`, `forward_backward_batch` once or more, whose gradients add up,
+    `optimizer_step`, `lr_scheduler_step`. An engine comes out of `initialize` ready for it; `train_mode` is needed
+    after `to` alone. Without `config.optimizer` it is frozen: whatever trains raises `ConfigError`. Before `initialize`
+    and after `close` every other call but `check` raises `EngineError`.
+
     Every collective has a deadline. Not picklable; not thread-safe.
     """
 
@@ -103,13 +107,19 @@ class Engine(ABC):
             loss_function: None computes log-probs only and implies `forward_only`.
             forward_only: No backward pass; the loss is still computed.
 
+        Returns:
+            Columns of every row in the order given, on the device of `data`, even of no rows; metrics where there is a
+            loss function.
+
         Raises:
-            BatchError: a column is missing, or a row is longer than the model's context or the token budget.
+            BatchError: a column is missing or not aligned, a row lacks a prompt or a completion, is longer than the
+                model's context or the token budget, a token id is outside the vocabulary, or half a pair is missing.
+                Gradients are as they were.
         """
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clip, step, and return the global gradient norm before clipping.
+        """Clip, step, and return the global gradient norm before clipping, 0 without gradients.
 
         Raises:
             NonFiniteError: the norm is NaN or infinite; parameters and optimizer state are unchanged.
@@ -151,7 +161,8 @@ class Engine(ABC):
     def save_checkpoint(self, path: str | Path, step: int) -> None:
         """Write model, optimizer, scheduler, RNG and `step` for any world size to load. Collective.
 
-        Atomic: the folder is complete or absent; one that was there before is replaced.
+        Atomic: the folder is complete or absent; one that was there before is replaced. What is complete has a file
+        `manifest.json`, written last.
         """
 
     @abstractmethod
@@ -159,7 +170,7 @@ class Engine(ABC):
         """Restore everything that `save_checkpoint` wrote and return its step. Collective.
 
         Raises:
-            CheckpointError: incomplete, or of another model; the engine is unchanged.
+            CheckpointError: absent, incomplete, or of another model; the engine is unchanged.
         """
 
     @abstractmethod

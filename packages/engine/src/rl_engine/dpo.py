@@ -147,6 +147,6 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
             both = (tokenizer.completion(row["chosen"]), tokenizer.completion(row["rejected"]))
         for completion in both:
             columns.add(prompt, completion)
-    refuse_empty(path, columns, rows_per_item=2)
     index = torch.arange(len(columns.prompts))
+    refuse_empty(path, columns, (index // 2 + 1).tolist())
     return Rows(columns=columns.batch(pair_id=index // 2, is_chosen=index % 2 == 0), rows_per_item=2)

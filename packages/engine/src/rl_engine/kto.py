@@ -42,7 +42,7 @@ def tokenize_labelled(path: str | Path, model_path: str | Path) -> Rows:
     Raises:
         DataError: names the row (from 1) and what is wrong with it, or all rows are alike.
     """
-    columns, tokenizer, labels = Columns(), ChatTokenizer(model_path), list[bool]()
+    columns, tokenizer, labels, numbers = Columns(), ChatTokenizer(model_path), list[bool](), list[int]()
     for number, row in enumerate(read_rows(path, _SHAPES), start=1):
         prompt = row["prompt_token_ids"] if "prompt_token_ids" in row else tokenizer.prompt(row["prompt"])
         for completion, label in _judged(row, tokenizer):
@@ -50,7 +50,8 @@ def tokenize_labelled(path: str | Path, model_path: str | Path) -> Rows:
                 raise DataError(f"{path}: row {number} has label {label!r}; wanted true or false.")
             columns.add(prompt, completion)
             labels.append(label)
-    refuse_empty(path, columns)
+            numbers.append(number)
+    refuse_empty(path, columns, numbers)
     if len(set(labels)) < 2:
         raise DataError(f"{path}: every label is {str(labels[0]).lower()}; there is nothing to tell apart.")
     return Rows(columns=columns.batch(is_desirable=torch.tensor(labels)))

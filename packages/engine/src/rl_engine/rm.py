@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_engine import _training
-from rl_engine._data import ChatTokenizer, Columns, jagged, read_rows, refuse_empty
+from rl_engine._data import ChatTokenizer, Columns, read_rows, refuse_empty
+from rl_engine._ragged import ragged
 from rl_engine._training import Rows, RunConfig, RunReport
 from rl_engine.dpo import tokenize_pairs
 from rl_engine.errors import DataError
@@ -91,4 +92,4 @@ def tokenize_steps(path: str | Path, model_path: str | Path) -> Rows:
         )
         labels.append([float(label) for label in of_step])
     refuse_empty(path, columns)
-    return Rows(columns=columns.batch(step_labels=jagged(labels, torch.float32)))
+    return Rows(columns=columns.batch(step_labels=ragged(labels, torch.float32)))

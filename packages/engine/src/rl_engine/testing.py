@@ -22,6 +22,7 @@ from rl_engine._conformance import EngineConformance
 from rl_engine._folder import replace_folder
 from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
 from rl_engine._plan import check_budget, plan_rows
+from rl_engine._ragged import ragged, ragged_batch
 from rl_engine._rows import RowBatch
 from rl_engine._scores import Wanted, score_logits
 from rl_engine._settings import check_settings, settled
@@ -33,29 +34,9 @@ from rl_engine.errors import CheckpointError, ConfigError, EngineError
 from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 __all__ = ["EngineConformance", "FakeEngine", "ragged", "ragged_batch", "write_tiny_model"]
-
-
-def ragged(rows: Sequence[Sequence[float]] | Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
-    """Rows as one jagged nested tensor."""
-    return torch.nested.nested_tensor([torch.as_tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
-
-
-def ragged_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    loss_mask: Sequence[Sequence[int]] | None = None,
-) -> TensorDict:
-    """A batch as an engine takes it; every completion token counts unless `loss_mask` says otherwise."""
-    mask = [[1] * len(row) for row in completions] if loss_mask is None else loss_mask
-    columns = {
-        "prompt_token_ids": ragged(prompts),
-        "completion_token_ids": ragged(completions),
-        "loss_mask": ragged(mask),
-    }
-    return TensorDict(columns, batch_size=[len(prompts)])  # pyright: ignore[reportArgumentType]
 
 
 class FakeEngine(Engine):
@@ -168,7 +149,7 @@ class FakeEngine(Engine):
     def save_checkpoint(self, path: str | Path, step: int) -> None:
         """One torch file and a manifest."""
         optimizer = self._optimizer.state_dict() if self._optimizer else None
-        state = {"table": self._built().detach(), "optimizer": optimizer}
+        state = {"table": self._built().detach(), "optimizer": optimizer, "rng": torch.get_rng_state()}
         self._write(path, state, {"step": step, "schedule_step": self._schedule_step})
 
     def load_checkpoint(self, path: str | Path) -> int:
@@ -186,6 +167,7 @@ class FakeEngine(Engine):
             table.copy_(state["table"])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
         fields = json.loads(manifest.read_text())
         self._schedule_step = fields["schedule_step"]
         return fields["step"]

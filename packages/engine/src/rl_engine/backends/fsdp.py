@@ -52,7 +52,7 @@ class FsdpEngine(ShardedEngine):
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
         """See `ShardedEngine`; with an adapter, merged into the model or alone, as the config says."""
-        return self._export(), self._peft if self._exports_adapter() else None
+        return self._exported(), self._peft if self._exports_adapter() else None
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         if self._peft is None:

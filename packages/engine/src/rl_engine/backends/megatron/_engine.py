@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from rl_engine import _checkpoint, _folder
 from rl_engine._distributed import expected_size, join_world
+from rl_engine._mode import mode
 from rl_engine._optimizer import learning_rate
 from rl_engine._routing import ExpertLoad, check_aux, check_replay, counts_of_column
 from rl_engine._rows import CANDIDATES, VISUAL, RowBatch
 from rl_engine._settings import check_candidates, check_settings, refuse_fsdp_only, settled
 from rl_engine._shards import local_shards
-from rl_engine._step import Agreed, add_up, agree, columns_of
+from rl_engine._step import Agreed, add_up, agree, columns_of, work_of
 from rl_engine.backends.megatron._bridge import difference, plan, probe_row, refusal
 from rl_engine.backends.megatron._config import Architecture, check_divides, read_architecture
 from rl_engine.backends.megatron._folder import SliceReader
@@ -37,7 +37,7 @@ from rl_engine.errors import BatchError, ConfigError, EngineError
 from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterator
 
     from rl_engine.backends.megatron._optimizer import ShardedAdamW
 
@@ -141,29 +141,16 @@ class MegatronEngine(Engine):
 
     # Modes and places
 
-    @contextmanager
-    def _mode(self, *, train: bool) -> Generator[None]:
-        state = self._built()
-        places, was_training = dict(state.places), state.stage.training
-        self.to(state.world.device, model=True, optimizer=train, grad=train)
-        state.stage.train(train)
-        try:
-            with torch.set_grad_enabled(train):
-                yield
-        finally:
-            state.stage.train(was_training)
-            for part, device in places.items():
-                if state.places[part] != device:
-                    self.to(device, model=part == "model", optimizer=part == "optimizer", grad=part == "grad")
-
     def train_mode(self) -> Any:
         """Everything onto the device; back on exit."""
         self._optimizer("be trained")
-        return self._mode(train=True)
+        state = self._built()
+        return mode(self, state.stage, state.world.device, state.places, train=True, grad=True)
 
     def eval_mode(self) -> Any:
         """The model onto the device, gradients off; back on exit."""
-        return self._mode(train=False)
+        state = self._built()
+        return mode(self, state.stage, state.world.device, state.places, train=False, grad=False)
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
@@ -193,7 +180,8 @@ class MegatronEngine(Engine):
             return batch
 
         budget = self._config.max_tokens_per_gpu * self._config.parallel.cp
-        agreed = agree(state.world, state.copies, data, make, budget, state.cost)
+        what = work_of(loss_function, has_backward)
+        agreed = agree(state.world, state.copies, data, make, budget, state.cost, what)
         load = self._expert_load(agreed) if has_backward else None
         work = MicroBatches(state, agreed, loss_function, load)
         self._run(work, agreed.num_micro_batches, has_backward=has_backward)
@@ -205,7 +193,9 @@ class MegatronEngine(Engine):
 
     def optimizer_step(self) -> float:
         """Reduce, clip, then AdamW."""
-        return self._optimizer("step").step()
+        optimizer = self._optimizer("step")
+        with self._built().world.together():
+            return optimizer.step()
 
     def learning_rate(self) -> float:
         """Where the schedule stands."""
@@ -219,11 +209,11 @@ class MegatronEngine(Engine):
 
     def _run(self, work: MicroBatches, count: int, *, has_backward: bool) -> None:
         """All micro-batches through the pipeline."""
-        layout, before = self._built().layout, torch.get_float32_matmul_precision()
+        state, before = self._built(), torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._config.matmul_precision)
         try:
-            with torch.set_grad_enabled(has_backward), megatron_calls():
-                run_pipeline(work, count, layout, has_backward=has_backward)
+            with state.world.together(), torch.set_grad_enabled(has_backward), megatron_calls():
+                run_pipeline(work, count, state.layout, has_backward=has_backward)
         finally:
             torch.set_float32_matmul_precision(before)
 

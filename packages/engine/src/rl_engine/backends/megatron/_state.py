@@ -85,7 +85,8 @@ class State:
         """The model under its Hugging Face names."""
         parameters = dict(self.stage.model.named_parameters())
         like = next(iter(parameters.values())).detach()
-        return export(parameters, self.entries, self.arch, self.layout, like)
+        with self.world.together():
+            yield from export(parameters, self.entries, self.arch, self.layout, like)
 
     def local_weights(self) -> dict[str, Tensor]:
         """This rank's part of the model under its Hugging Face names, cut tensors as DTensors."""
