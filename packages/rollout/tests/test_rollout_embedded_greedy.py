@@ -213,6 +213,26 @@ def shared_engine(qwen3_folder):
     return model, alone
 
 
+def test_what_a_chunk_leaves_of_a_prompt_is_computed_however_little(shared_engine):
+    model, alone = shared_engine
+    prompt = tuple(range(5, 21))  # two blocks
+    for chunk_tokens in (13, 14, 15):
+        engine = Engine(
+            model, ServerConfig(model_path="unused", options={"block_size": 8, "chunk_tokens": chunk_tokens})
+        )
+        engine.submit([greedy("r", prompt, 20, ignore_eos=True)])
+        assert run_to_end(engine)["r"].token_ids == alone(prompt)
+
+
+def test_the_youngest_gives_its_blocks_back(shared_engine):
+    model, _ = shared_engine
+    config = ServerConfig(model_path="unused", kv_cache_bytes=10 * 8 * 256, options={"block_size": 8})
+    engine = Engine(model, config)
+    engine.submit([greedy(name, (i, 6), 60, ignore_eos=True) for i, name in enumerate(("old", "young"), start=3)])
+    assert list(run_to_end(engine)) == ["old", "young"]
+    assert engine.scheduler.num_preemptions > 0
+
+
 def test_logprobs_are_those_of_a_forward_pass(qwen3_folder):
     from transformers import AutoModelForCausalLM
 

@@ -1,10 +1,12 @@
 """The embedded server in this process: the conformance suite, and what only it promises."""
 
 import asyncio
+import sys
+import threading
 
 import pytest
 
-from rl_rollout import ServerConfig, create_server
+from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, ServerLostError, create_server
 from rl_rollout.testing import Served, ServerConformance
 
 
@@ -20,3 +22,42 @@ def served(long_folder):
 @pytest.mark.contract
 class TestEmbedded(ServerConformance):
     pass
+
+
+def run_with_a_long_request(folder, end):
+    async def scenario():
+        server = create_server("embedded", ServerConfig(model_path=str(folder), num_threads=1))
+        await server.start()
+        request = GenerateRequest(
+            request_id="long", prompt_token_ids=(5,), sampling_params=SamplingParams(max_new_tokens=4000)
+        )
+        going = asyncio.create_task(server.generate(request))
+        await asyncio.sleep(0)
+        await end(server)
+        async with asyncio.timeout(60):
+            with pytest.raises(ServerLostError):
+                await going
+        for call in (server.check_health(), server.abort(), server.generate(request)):
+            with pytest.raises(ServerLostError):
+                await call
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_came_with_the_stop_is_told(long_folder):
+    run_with_a_long_request(long_folder, lambda server: server.stop())
+
+
+def test_an_engine_whose_thread_ended_is_lost_and_keeps_nobody_waiting(long_folder, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    async def end(server):
+        await server.abort(["nobody"])  # the request is in flight
+        await server.check_health()
+        server._thread.call(lambda _: sys.exit("a fault of our own"))
+        await asyncio.to_thread(server._thread._thread.join)
+        with pytest.raises(ServerLostError, match="has ended"):
+            await server.check_health()
+
+    run_with_a_long_request(long_folder, end)

@@ -1,7 +1,8 @@
-"""A server's process whose own children outlive it."""
+"""A server's process: its end, and that of its children."""
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 
@@ -22,3 +23,21 @@ def test_its_output_is_closed_when_the_last_of_its_children_has_ended():
     assert process.last_lines == ("parent", "child")
     del process
     gc.collect()
+
+
+def test_many_may_wait_for_the_same_end():
+    """As the requests of a server do that hangs: none waits for the others."""
+
+    async def scenario():
+        process = ServerProcess([sys.executable, "-c", "input()"], {}, name="it")
+        process.start()
+        start = time.monotonic()
+        ends = await asyncio.gather(*(process.has_ended(0.3) for _ in range(400)))
+        took_s = time.monotonic() - start
+        await process.end(grace_s=20)
+        return any(ends), took_s, process.returncode is not None
+
+    has_ended, took_s, is_over = asyncio.run(scenario())
+    assert not has_ended
+    assert took_s < 2
+    assert is_over

@@ -22,6 +22,7 @@ from rl_rollout import (
     ServerLostError,
     TokenOutput,
     WeightUpdateError,
+    connect_server,
     create_server,
 )
 from rl_rollout._partial import joined, rest_of
@@ -379,21 +380,86 @@ def test_before_any_update_a_latecomer_serves_at_once_and_is_paused_with_the_oth
     assert asyncio.run(scenario()) == ([False, False], 1)
 
 
-def test_a_replica_that_answers_no_health_check_is_left_out():
-    class Deaf(FakeServer):
-        async def check_health(self):
-            raise ServerLostError("no answer to /health")
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_whose_time_is_over_when_its_replica_is_lost_is_not_sent_elsewhere(is_streamed):
+    class Hanging(FakeServer):
+        async def generate(self, request):
+            await asyncio.sleep(0.05)
+            raise ServerLostError("it hung")
 
     async def scenario():
-        deaf, other = Deaf(), FakeServer()
-        router = Router([deaf, other], health_check_s=0.01)
+        other = FakeServer()
+        router = await started(Hanging(), other)
+        asked = request("r", timeout_s=0.02)
+        with pytest.raises(RequestTimeoutError, match="'r' was not done when its time was over, .* lost: it hung"):
+            await (anext(router.generate_stream(asked)) if is_streamed else router.generate(asked))
+        return router.servers == (other,), served([other])
+
+    assert asyncio.run(scenario()) == (True, [0])
+
+
+def test_a_replica_whose_joining_is_cancelled_takes_no_part_in_updates():
+    async def scenario():
+        first, late = FakeServer(), FakeServer()
+        router = await started(first)
+        await router.update_weights(FakeReceiver({}, 1), 1)
+        joining = asyncio.create_task(router.add(late))  # it waits for the next update
+        await asyncio.sleep(0.01)
+        joining.cancel()
+        await asyncio.wait([joining])
+        await router.update_weights(FakeReceiver({}, 2), 2)
+        return first.weight_version, router.servers == (first,), late._is_stopped
+
+    assert asyncio.run(scenario()) == (2, True, True)
+
+
+def test_who_waits_for_room_goes_to_a_replica_that_joins():
+    async def scenario():
+        busy, late = FakeServer(), FakeServer()
+        router = Router([busy], max_in_flight=1)
+        await router.start()
+        await busy.pause("keep")
+        tasks = [asyncio.create_task(router.generate(request(f"r{i}"))) for i in range(2)]
+        await asyncio.sleep(0.01)
+        await router.add(late)
+        async with asyncio.timeout(10):
+            output = await tasks[1]
+        await busy.resume()
+        await tasks[0]
+        return output.request_id, served([busy, late])
+
+    assert asyncio.run(scenario()) == ("r1", [1, 1])
+
+
+def test_a_replica_that_answers_no_health_check_any_more_is_left_out(monkeypatch):
+    """Its connection stays open, as that of a process that hangs does."""
+    monkeypatch.setattr("rl_rollout._client.GRACE_S", 0.0)
+
+    async def scenario():
+        is_over = asyncio.Event()
+
+        async def answer_once(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            body = b'{"model": "m", "pid": 1, "capabilities": {}}'
+            head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            await is_over.wait()
+            writer.close()
+
+        listener = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        other = FakeServer()
+        router = Router([connect_server(url, timeout_s=0.2), other], health_check_s=0.01)
         await router.start()
         while len(router.servers) == 2:  # noqa: ASYNC110  there is no event to wait for
             await asyncio.sleep(0.01)
         await router.stop()
-        return router.servers == (other,), str(router.lost[0]), deaf._is_stopped
+        is_over.set()
+        listener.close()
+        assert router.servers == (other,)
+        assert str(router.lost[0]) == f"{url}/health did not answer within 0.2 s"
 
-    assert asyncio.run(scenario()) == (True, "no answer to /health", True)
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_a_router_has_room_for_so_many_and_refuses_more():
@@ -457,3 +523,14 @@ def test_a_known_prefix_is_followed_unless_its_holder_is_busy():
 def test_bad_settings(field):
     with pytest.raises(ConfigError, match=f"{field}=-1"):
         Router([FakeServer()], **{field: -1})
+
+
+def test_the_conversation_unused_for_longest_is_forgotten_first(monkeypatch):
+    monkeypatch.setattr("rl_rollout._placement.MAX_SESSIONS", 2)
+    placement = Placement()
+    for session in ("first", "second", "first"):
+        assert placement.choose({"a": 0, "b": 1}, (1,), session) == "a"
+    assert placement.choose({"a": 1, "b": 0}, (1,), "third") == "b"
+    loads = {"a": 1, "b": 0}
+    assert placement.choose(loads, (1,), "first") == "a"
+    assert placement.choose(loads, (1,), "second") == "b"

@@ -5,12 +5,13 @@ import json
 import math
 import subprocess
 import sys
+import threading
 
 import aiohttp
 import pytest
 import torch
 
-from rl_rollout import ConfigError, ModelFolderError, ServerConfig
+from rl_rollout import ConfigError, ModelFolderError, ServerConfig, ServerLostError
 from rl_rollout._launch import READY
 from rl_rollout.cli import main
 from rl_rollout.scoring import ScoreServer
@@ -197,3 +198,21 @@ def test_a_backend_of_generation_is_none_of_scores(capsys):
 def test_a_setting_of_generation_is_none_of_scores(option, capsys):
     assert main(["model", "--task", "score", f"--{option}", "7"]) == 2
     assert "it does nothing with a reward model" in capsys.readouterr().err
+
+
+def test_what_waits_for_a_score_ends_with_the_server(folder, monkeypatch):
+    goes_on = threading.Event()
+
+    async def main():
+        server = ScoreServer(ServerConfig(model_path=str(folder), num_threads=1))
+        await server.start()
+        monkeypatch.setattr(server._model, "score", lambda rows: goes_on.wait(20))
+        waiting = [asyncio.create_task(server.score([row])) for row in ROWS]
+        await asyncio.sleep(0.05)
+        await server.stop()
+        goes_on.set()
+        async with asyncio.timeout(10):
+            ends = await asyncio.gather(*waiting, server.score(ROWS), return_exceptions=True)
+        assert [type(end) for end in ends] == [ServerLostError] * (len(ROWS) + 1)
+
+    asyncio.run(main())

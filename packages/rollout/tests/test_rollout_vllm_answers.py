@@ -23,9 +23,8 @@ from rl_rollout import (
     WeightUpdateError,
     create_server,
 )
-from rl_rollout._external import versions_of
 from rl_rollout._upstream import Upstream
-from rl_rollout._validation import check_length
+from rl_rollout._validation import check_length, versions_of
 from rl_rollout.backends.vllm import most_likely, read_experts
 
 

@@ -24,6 +24,7 @@ from rl_rollout import (
     ServerLostError,
     ServerStartError,
     WeightUpdateError,
+    connect_server,
     create_server,
 )
 from rl_rollout.testing import load_weights
@@ -41,7 +42,7 @@ def test_a_port_in_use_is_told_before_anything_starts(qwen3_folder):
         server = create_server("vllm", fake_vllm_config(qwen3_folder, port=port))
         with pytest.raises(ServerStartError, match=f"port {port} of 127.0.0.1 cannot be bound"):
             asyncio.run(server.start())
-    assert not server.process.was_started
+    assert server.process.pid == 0
 
 
 def test_a_command_that_is_none(qwen3_folder):
@@ -90,7 +91,8 @@ def children(pid):
 def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder):
     async def scenario():
         server = create_server("vllm", fake_vllm_config(qwen3_folder))
-        await server.start()
+        client = connect_server((await server.start()).url)
+        await client.check_health()
         (child,) = children(server.process.pid)
         await server.pause("keep")
         await server.resume()
@@ -102,6 +104,9 @@ def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder)
             await task
         with pytest.raises(ServerLostError):
             await server.generate(request())
+        with pytest.raises(ServerLostError, match="ended with code 137"):
+            await client.check_health()
+        await client.stop()
         await server.stop()
         return child, Path(server._folder)
 

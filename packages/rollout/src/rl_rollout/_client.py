@@ -75,8 +75,11 @@ class HttpServer(RolloutServer):
         return await self._call("GET", "/health")
 
     async def check_health(self) -> None:
-        """See `RolloutServer.check_health`."""
-        await self.health()
+        """See `RolloutServer.check_health`. One that does not answer in time is as good as gone."""
+        try:
+            await self.health()
+        except RequestTimeoutError as error:
+            raise ServerLostError(str(error)) from error
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         """See `RolloutServer.generate`."""

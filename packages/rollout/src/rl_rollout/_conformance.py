@@ -73,6 +73,30 @@ class GenerationConformance:
         assert len(output.token_ids) == 10
         assert output.finish_reason is FinishReason.LENGTH
 
+    def test_logprobs_are_of_the_distribution_that_was_sampled_from(self, served: Served) -> None:
+        """Temperature, top-k and top-p, recomputed by transformers."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(served.model_path).eval()
+        prompt = (5, 6, 7)
+        for top_k, top_p in ((0, 1.0), (20, 1.0), (0, 0.9), (20, 0.9)):
+            try:
+                output = served.generate(prompt, temperature=0.7, top_k=top_k, top_p=top_p, max_new_tokens=60)
+            except UnsupportedError:
+                continue
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *output.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            ordered, order = (logits / 0.7).sort(dim=-1, descending=True)
+            if top_k:
+                ordered[:, top_k:] = -math.inf
+            if top_p < 1:
+                probs = ordered.softmax(-1)
+                ordered[probs.cumsum(-1) - probs >= top_p] = -math.inf
+            place = order.argsort(-1).gather(-1, torch.tensor(output.token_ids)[:, None])
+            wanted = ordered.log_softmax(-1).gather(-1, place)[:, 0]
+            torch.testing.assert_close(torch.tensor(output.logprobs), wanted, atol=1e-4, rtol=0)
+
     def test_top_and_prompt_logprobs_are_those_of_the_drawn_tokens(self, served: Served) -> None:
         prompt = (5, 6, 7, 8)
         plain = served.request(prompt, temperature=0.7, seed=None)

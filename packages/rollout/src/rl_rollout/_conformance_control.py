@@ -11,8 +11,14 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from rl_rollout._served import expect, same_tokens
-from rl_rollout.errors import GenerationError, UnsupportedError, WeightUpdateError
+from rl_rollout._served import VOCAB_SIZE, expect, same_tokens
+from rl_rollout.errors import (
+    GenerationError,
+    RequestError,
+    RequestTimeoutError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from rl_rollout.types import FinishReason
 
 if TYPE_CHECKING:
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NUM_SOME = 100
+NUM_SOME = 500
 """Tokens of a request that is let finish."""
 
 
@@ -47,7 +53,10 @@ class InFlight:
         await self._served.server.generate(self._served.request((6,)))
 
     async def end(self) -> TokenOutput:
-        """Abort it; what it has."""
+        """Abort it, as nobody did before; what it has."""
+        assert not self.task.done() or not was_aborted(self.task.result()), (
+            "what was to leave a request in flight aborted it"
+        )
         await self._served.server.abort([self.request.request_id, "nobody"])
         return await self.task
 
@@ -90,6 +99,55 @@ class ControlConformance:
         rest = served.generate((5, *done), max_new_tokens=20)
         assert done + rest.token_ids == served.generate((5,), max_new_tokens=len(done) + 20).token_ids
 
+    def test_abort_without_ids_ends_everything(self, served: Served) -> None:
+        async def scenario() -> TokenOutput:
+            going = InFlight(served)
+            await going.proceed()
+            await served.server.abort()
+            return await going.task
+
+        check_beginning(served, in_time(lambda: served.run(scenario()), was_aborted))
+
+    def test_an_id_in_flight_is_refused(self, served: Served) -> None:
+        async def scenario() -> tuple[TokenOutput | BaseException, TokenOutput]:
+            going = InFlight(served)
+            await going.proceed()
+            same_id = replace(served.request(), request_id=going.request.request_id)
+            (second,) = await asyncio.gather(served.server.generate(same_id), return_exceptions=True)
+            return second, await going.end()
+
+        second, first = in_time(lambda: served.run(scenario()), lambda found: was_aborted(found[1]))
+        assert isinstance(second, RequestError), f"a second request of an id in flight got {second!r}"
+        check_beginning(served, first)
+
+    def test_a_request_that_is_late_or_left_is_over_and_its_id_free(self, served: Served) -> None:
+        late = replace(served.request((5,), max_new_tokens=served.max_model_len - 1), timeout_s=0.2)
+        expect(RequestTimeoutError, lambda: served.run(served.server.generate(late)))
+
+        async def leave() -> str:
+            going = InFlight(served)
+            await going.proceed()
+            going.task.cancel()
+            await asyncio.wait([going.task])
+            return going.request.request_id
+
+        for request_id in (late.request_id, served.run(leave())):
+            again = served.run(served.server.generate(replace(served.request(), request_id=request_id)))
+            assert same_tokens(again, served.generate())
+
+    def test_a_control_call_may_be_left(self, served: Served) -> None:
+        async def scenario() -> TokenOutput:
+            going = InFlight(served)
+            await going.proceed()
+            left = asyncio.create_task(served.server.abort(["nobody"]))
+            await asyncio.sleep(0)  # it has begun
+            left.cancel()
+            await asyncio.wait([left])
+            await going.proceed()
+            return await going.end()
+
+        check_beginning(served, in_time(lambda: served.run(scenario()), was_aborted))
+
     def test_pause_keep_freezes_and_holds(self, served: Served) -> None:
         async def scenario() -> tuple[bool, TokenOutput, TokenOutput]:
             going = InFlight(served)
@@ -108,18 +166,20 @@ class ControlConformance:
         assert same_tokens(second, served.generate((6,)))
 
     def test_pause_wait_lets_requests_in_flight_finish(self, served: Served) -> None:
-        async def scenario() -> tuple[bool, bool, TokenOutput]:
+        async def scenario() -> tuple[bool, bool, bool, TokenOutput]:
             first = asyncio.create_task(served.server.generate(served.request((5,), max_new_tokens=NUM_SOME)))
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0)
+            await served.server.generate(served.request((6,), max_new_tokens=1))
+            was_in_flight = not first.done()
             await served.server.pause("wait")
             second = asyncio.create_task(served.server.generate(served.request((6,))))
             await asyncio.sleep(0.1)
             states = first.done(), second.done()
             await served.server.resume()
             await second
-            return *states, await first
+            return was_in_flight, *states, await first
 
-        first_done, second_done, output = served.run(scenario())
+        _, first_done, second_done, output = in_time(lambda: served.run(scenario()), lambda found: found[0])
         assert (first_done, second_done) == (True, False)
         assert len(output.token_ids) == NUM_SOME
 
@@ -137,14 +197,19 @@ class ControlConformance:
     def test_new_weights_change_the_output_and_the_version(self, served: Served) -> None:
         from rl_rollout.testing import load_weights
 
+        prompt = (*range(3, VOCAB_SIZE),) * 2  # blocks of a cache that may be found again
         old_weights = load_weights(served.model_path)
-        old = served.generate(max_new_tokens=20)
+        old = served.generate(prompt, max_new_tokens=20)
         version = served.install(other_weights(old_weights))
-        new = served.generate(max_new_tokens=20)
+        new = served.generate(prompt, max_new_tokens=20)
         assert new.token_ids != old.token_ids
         assert new.weight_versions == (version,) * 20
+        if served.server.capabilities.gives_prompt_logprobs:  # computed anew: nothing of the old weights is left
+            whole = served.request((*prompt, *new.token_ids), max_new_tokens=1)
+            scores = served.run(served.server.generate(replace(whole, returns_prompt_logprobs=True))).prompt_logprobs
+            assert all(abs(a - b) < 1e-4 for a, b in zip(scores[len(prompt) - 1 :], new.logprobs, strict=True))
         served.install(old_weights)
-        assert same_tokens(served.generate(max_new_tokens=20), old)
+        assert same_tokens(served.generate(prompt, max_new_tokens=20), old)
 
     def test_a_request_in_flight_goes_on_under_new_weights(self, served: Served) -> None:
         from rl_rollout.testing import load_weights

@@ -32,7 +32,7 @@ from rl_rollout.errors import (
 from rl_rollout.types import ServerAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import aiohttp
 
@@ -171,6 +171,11 @@ class ExternalServer(RolloutServer):
         await self._endpoint.stop()
         await self.upstream.close()
         await self.process.end(grace_s=STOP_TIMEOUT_S)
+
+    async def check_health(self) -> None:
+        """See `RolloutServer.check_health`: whether what it started has ended."""
+        if self.process.returncode is not None:
+            raise ServerLostError(self.process.told_end())
 
     # ---- requests
 
@@ -391,17 +396,3 @@ class ExternalServer(RolloutServer):
 
 class TornUpdateError(RolloutError):
     """Within a backend: an update failed after the model was changed."""
-
-
-def versions_of(spans: Sequence[Mapping[str, Any]], count: int, engine_name: str) -> list[int]:
-    """One version per token, of spans `[start, end)` that cover all.
-
-    Raises:
-        WeightUpdateError: they do not: no token may have a version by guess.
-    """
-    versions = [int(span["version"]) for span in spans or () for _ in range(span["start"], span["end"])]
-    if len(versions) != count:
-        raise WeightUpdateError(
-            f"{engine_name} told the weight versions of {len(versions)} tokens, and there are {count}"
-        )
-    return versions

@@ -36,6 +36,13 @@ PROGRESS = b"+"
 MAX_BODY_BYTES = 2**28
 """Largest request body."""
 
+NOT_ALLOWED = {
+    "error": {
+        "type": "AuthorizationError",
+        "message": "this server asks for a bearer token in the Authorization header",
+    }
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +66,28 @@ def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[Tok
         lines.put_nowait(PROGRESS + _wire.line_of({"request_id": request_id, **_wire.chunk_to_json(chunk)}))
 
     return tell
+
+
+def not_bound(config: ServerConfig, error: OSError) -> ServerStartError:
+    """What to raise where a port cannot be bound."""
+    return ServerStartError(
+        f"port {config.port} of {config.host} cannot be bound ({error.strerror or error}); choose another port, or 0 "
+        "for a free one"
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    """The base URL of a bound port; where it is bound on every interface, by a name that others can reach."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_allowed(request: web.Request, api_token: str | None) -> bool:
+    """Whether a request shows the bearer token, where one is asked for; everybody may ask for `/health`."""
+    if not api_token or request.path == "/health":
+        return True
+    shown = request.headers.get("Authorization", "")
+    return hmac.compare_digest(shown.encode(), f"Bearer {api_token}".encode())
 
 
 class Endpoint:
@@ -87,15 +116,9 @@ class Endpoint:
                 asyncio.Protocol, self._config.host, self._config.port
             )
         except OSError as error:
-            raise self._not_bound(error) from error
+            raise not_bound(self._config, error) from error
         server.close()
         await server.wait_closed()
-
-    def _not_bound(self, error: OSError) -> ServerStartError:
-        return ServerStartError(
-            f"port {self._config.port} of {self._config.host} cannot be bound ({error.strerror or error}); "
-            "choose another port, or 0 for a free one"
-        )
 
     async def start(self) -> str:
         """Bind, and return the base URL.
@@ -127,12 +150,8 @@ class Endpoint:
             await site.start()
         except OSError as error:
             await self.stop()
-            raise self._not_bound(error) from error
-        port = self._runner.addresses[0][1]
-        host = self._config.host
-        if host in ("0.0.0.0", "::"):  # every interface: tell a name that others can reach
-            host = socket.gethostname()
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            raise not_bound(self._config, error) from error
+        return url_of(self._config.host, self._runner.addresses[0][1])
 
     async def stop(self) -> None:
         """Close the port and the weight-transfer sessions. Idempotent."""
@@ -146,11 +165,8 @@ class Endpoint:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Ask for the token; turn errors into JSON."""
-        if self._config.api_token and request.path != "/health":
-            shown = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(shown.encode(), f"Bearer {self._config.api_token}".encode()):
-                message = "this server asks for a bearer token in the Authorization header"
-                return web.json_response({"error": {"type": "AuthorizationError", "message": message}}, status=401)
+        if not is_allowed(request, self._config.api_token):
+            return web.json_response(NOT_ALLOWED, status=401)
         response = await self._answer(request, handler)
         resource = request.match_info.route.resource  # None of a path that is not served: callers invent those
         path = "unknown" if resource is None else resource.canonical
@@ -299,6 +315,7 @@ class Endpoint:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         del request
+        await self._server.check_health()
         status: Callable[[], dict[str, Any]] | None = getattr(self._server, "status", None)
         found = status() if status else {"status": "ok", "model": self._model_name, "pid": os.getpid()}
         return web.json_response({**found, "capabilities": dataclasses.asdict(self._server.capabilities)})

@@ -6,9 +6,11 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rl_rollout.errors import RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
+    from rl_rollout.errors import ServerLostError
     from rl_rollout.types import GenerateRequest, TokenChunk
 
 
@@ -33,6 +35,18 @@ def due(request: GenerateRequest, deadline: float | None) -> GenerateRequest:
     if deadline is None:
         return request
     return replace(request, timeout_s=max(round(deadline - asyncio.get_running_loop().time(), 3), 0.001))
+
+
+def check_due(request: GenerateRequest, deadline: float | None, loss: ServerLostError) -> None:
+    """See that there is time left to go on elsewhere after a loss.
+
+    Raises:
+        RequestTimeoutError: there is none; tells the loss.
+    """
+    if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+        raise RequestTimeoutError(
+            f"request {request.request_id!r} was not done when its time was over, and its server was lost: {loss}"
+        ) from loss
 
 
 def rest_of(request: GenerateRequest, done: TokenOutput) -> GenerateRequest | None:

@@ -22,6 +22,8 @@ NUM_LAST_LINES = 20
 NUM_FIRST_ERRORS = 3
 STOP_TIMEOUT_S = 10.0
 """How long a process may take to end by itself before it is killed, seconds."""
+EXIT_CHECK_S = 0.02
+"""How often it is looked whether a process has ended, seconds."""
 
 _IS_ERROR = re.compile(r"\b\w*(Error|Exception)\b: \S")
 
@@ -64,11 +66,6 @@ class ServerProcess:
     def first_errors(self) -> tuple[str, ...]:
         """The first lines that look like errors, of all it wrote."""
         return tuple(self._first_errors)
-
-    @property
-    def was_started(self) -> bool:
-        """Whether `start` was called."""
-        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -126,10 +123,11 @@ class ServerProcess:
         """Whether it ends within the time."""
         if self._process is None:
             return False
-        try:
-            await asyncio.to_thread(self._process.wait, timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None:  # a thread each would be scarce: every request of a lost server waits here
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(EXIT_CHECK_S)
         return True
 
     async def end(self, *, grace_s: float) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout.errors import GenerationError, RequestError, UnsupportedError
+from rl_rollout.errors import GenerationError, RequestError, UnsupportedError, WeightUpdateError
 from rl_rollout.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, TokenOutput
 
@@ -147,3 +147,17 @@ def check_sampling(request_id: str, params: SamplingParams) -> None:
     need(0 <= params.top_k < SEED_RANGE, "top_k", "0 (off) or above, in 64 bits")
     need(all(0 <= i < SEED_RANGE for i in params.stop_token_ids), "stop_token_ids", "token ids, 0 or above, in 64 bits")
     need(params.seed is None or -SEED_RANGE <= params.seed < SEED_RANGE, "seed", "None or a 64-bit integer")
+
+
+def versions_of(spans: Sequence[Mapping[str, Any]], count: int, engine_name: str) -> list[int]:
+    """One version per token, of spans `[start, end)` that cover all.
+
+    Raises:
+        WeightUpdateError: they do not: no token may have a version by guess.
+    """
+    versions = [int(span["version"]) for span in spans or () for _ in range(span["start"], span["end"])]
+    if len(versions) != count:
+        raise WeightUpdateError(
+            f"{engine_name} told the weight versions of {len(versions)} tokens, and there are {count}"
+        )
+    return versions

@@ -55,7 +55,7 @@ class RolloutServer(ABC):
 
     @abstractmethod
     async def start(self) -> ServerAddress:
-        """Load the model, bind the endpoint, and return where it answers.
+        """Load the model, bind the endpoint, and return where it answers. Idempotent.
 
         Raises:
             ServerStartError: it died or did not answer before the deadline; carries its last lines.
@@ -64,12 +64,16 @@ class RolloutServer(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Generate until stop, length or abort.
+        """Generate until stop, length or abort. A call that is cancelled or late ends its request.
 
         Raises:
-            RequestError: empty or too long prompt, or a sampling field out of range.
-            UnsupportedError: it asks for what `capabilities` excludes.
-            ServerLostError, RequestTimeoutError: see their names.
+            RequestError: empty or too long prompt, an id outside the vocabulary, a sampling field out of range, or a
+                `request_id` that is in flight already. Nothing else is affected.
+            UnsupportedError: it asks for what `capabilities` excludes, or for what cannot be honoured.
+            GenerationError: the logits are not finite; no token is made up.
+            WeightUpdateError: there are no whole weights to generate with.
+            RequestTimeoutError: not done within `timeout_s`.
+            ServerLostError: it was stopped, or has died.
         """
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -89,16 +93,19 @@ class RolloutServer(ABC):
             finish_reason=output.finish_reason,
         )
 
-    async def check_health(self) -> None:  # noqa: B027  a server in this process has nothing to look at
-        """See that it is there.
+    async def check_health(self) -> None:  # noqa: B027  a model in this process has nothing to look at
+        """See that it is there, and the process that computes.
 
         Raises:
-            ServerLostError: it is not. A server in this process always is.
+            ServerLostError: it is not. A model in this process always is.
         """
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all when None). Their `generate` calls return what they have, with reason `abort`."""
+        """End these requests (all when None). Their `generate` calls return what they have, with reason `abort`.
+
+        Ids that are not in flight have ended already.
+        """
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
@@ -123,7 +130,13 @@ class RolloutServer(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back so that a colocated engine can train: 1 frees the KV cache, 2 the weights as well."""
+        """Give memory back so that a colocated engine can train: 1 frees the KV cache, 2 the weights as well.
+
+        Requests in flight wait for `wake`, and lose nothing.
+
+        Raises:
+            UnsupportedError: `capabilities` excludes the level.
+        """
 
     @abstractmethod
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:

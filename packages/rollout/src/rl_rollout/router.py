@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._partial import deadline_of, due, empty_output, extended, joined, rest_of
+from rl_rollout._partial import check_due, deadline_of, due, empty_output, extended, joined, rest_of
 from rl_rollout._placement import Placement
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
@@ -198,6 +198,7 @@ class Router(RolloutServer):
             output = await server.generate(due(request, deadline))
         except ServerLostError as error:
             await self._leave_out(server, error)
+            check_due(request, deadline, error)
             return error.partial or empty_output(request), False
         finally:
             await self._give_back(server)
@@ -228,6 +229,7 @@ class Router(RolloutServer):
                             yield replace(chunk, finish_reason=None)
                 except ServerLostError as error:
                     await self._leave_out(server, error)
+                    check_due(request, deadline, error)
                 finally:
                     await self._give_back(server)
                 left = rest_of(request, done)

@@ -9,11 +9,9 @@ token ids, or a list of either), or `messages`, which end with the answer to sco
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +20,7 @@ import torch
 from aiohttp import web
 
 from rl_rollout import _wire
+from rl_rollout._http import NOT_ALLOWED, is_allowed, not_bound, url_of
 from rl_rollout._positions import check_positions
 from rl_rollout._registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout._text import LazyTokenizer, plain_messages
@@ -31,7 +30,7 @@ from rl_rollout.errors import (
     ModelFolderError,
     RequestError,
     RolloutError,
-    ServerStartError,
+    ServerLostError,
 )
 from rl_rollout.types import ServerAddress
 
@@ -140,14 +139,9 @@ class ScoreServer:
             await web.TCPSite(self._runner, config.host, config.port).start()
         except OSError as error:
             await self.stop()
-            raise ServerStartError(
-                f"port {config.port} of {config.host} cannot be bound ({error.strerror or error}); choose another "
-                "port, or 0 for a free one"
-            ) from error
-        host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
-        url = f"http://[{host}]" if ":" in host else f"http://{host}"
-        name = Path(config.model_path).name
-        return ServerAddress(url=f"{url}:{self._runner.addresses[0][1]}", model=name, pid=os.getpid())
+            raise not_bound(config, error) from error
+        url = url_of(config.host, self._runner.addresses[0][1])
+        return ServerAddress(url=url, model=Path(config.model_path).name, pid=os.getpid())
 
     async def stop(self) -> None:
         """Close the port and forget the model. Idempotent."""
@@ -165,9 +159,11 @@ class ScoreServer:
 
         Raises:
             RequestError: a row is empty or too long, or an id is outside of the vocabulary.
+            ServerLostError: the server was stopped.
         """
-        model = self._model
-        assert model is not None, "the server was started"
+        model, scoring = self._model, self._scoring
+        if model is None or scoring is None:
+            raise ServerLostError("the server of the reward model is not running; call start()")
         for index, row in enumerate(rows):
             if not 0 < len(row) <= model.max_model_len:
                 raise RequestError(f"sequence {index} has {len(row)} tokens; 1 to {model.max_model_len} are taken")
@@ -177,7 +173,14 @@ class ScoreServer:
         asked = [_Asked(tuple(row), loop.create_future()) for row in rows]
         for each in asked:
             self._waiting.put_nowait(each)
-        return await asyncio.gather(*(each.score for each in asked))
+        scores = asyncio.gather(*(each.score for each in asked))
+        try:
+            await asyncio.wait([scores, scoring], return_when=asyncio.FIRST_COMPLETED)
+            if not scores.done():
+                raise ServerLostError("the server of the reward model was stopped")
+            return scores.result()
+        finally:
+            scores.cancel()
 
     async def _score_waiting(self, model: RewardModel) -> None:
         while True:
@@ -258,11 +261,8 @@ class ScoreServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Ask for the token; turn errors into JSON."""
-        if self._config.api_token and request.path != "/health":
-            shown = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(shown.encode(), f"Bearer {self._config.api_token}".encode()):
-                message = "this server asks for a bearer token in the Authorization header"
-                return web.json_response({"error": {"type": "AuthorizationError", "message": message}}, status=401)
+        if not is_allowed(request, self._config.api_token):
+            return web.json_response(NOT_ALLOWED, status=401)
         try:
             return await handler(request)
         except RolloutError as error:

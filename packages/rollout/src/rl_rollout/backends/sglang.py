@@ -21,7 +21,7 @@ import aiohttp
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
-from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
+from rl_rollout._external import ExternalServer, TornUpdateError
 from rl_rollout._external_options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
@@ -33,6 +33,7 @@ from rl_rollout._external_options import (
 from rl_rollout._lora import check_plain
 from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
+from rl_rollout._validation import versions_of
 from rl_rollout.errors import ConfigError, GenerationError, RequestError, RolloutError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout._external import ExternalServer, TornUpdateError, versions_of
+from rl_rollout._external import ExternalServer, TornUpdateError
 from rl_rollout._external_options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
@@ -31,7 +31,7 @@ from rl_rollout._external_options import (
 )
 from rl_rollout._partial import empty_output
 from rl_rollout._registry import check_options
-from rl_rollout._validation import NO_LOGPROB, as_logprob
+from rl_rollout._validation import NO_LOGPROB, as_logprob, versions_of
 from rl_rollout._vllm_features import features_of
 from rl_rollout.errors import ConfigError, RolloutError, UnsupportedError
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput

@@ -54,11 +54,10 @@ class Extras:
 
     def columns(self) -> dict[str, Any]:
         """The fields of the output."""
-        experts = tuple(tuple(map(tuple, token)) for token in self.experts)
         return {
             "top_logprobs": tuple(self.top_logprobs),
             "prompt_logprobs": self.prompt_logprobs,
-            "routed_experts": experts if self.request.returns_routed_experts else (),
+            "routed_experts": tuple(tuple(map(tuple, token)) for token in self.experts),
         }
 
 

@@ -228,7 +228,13 @@ class EmbeddedServer(RolloutServer):
         if self._outbox:
             batch, self._outbox = self._outbox, []
             images, self._seen = self._seen, {}
-            self._thread.call(lambda engine: engine.submit(batch, images))
+            submitted = self._thread.call(lambda engine: engine.submit(batch, images))
+            submitted.add_done_callback(lambda done: self._refuse(batch, done.exception()))
+
+    def _refuse(self, batch: list[tuple[GenerateRequest, int]], error: BaseException | None) -> None:
+        """Tell requests that never reached the engine: it had been stopped, say."""
+        if isinstance(error, Exception):
+            self._post([(request.request_id, error) for request, _ in batch])
 
     def _forget(self, request: GenerateRequest) -> None:
         self._flush()
@@ -268,6 +274,10 @@ class EmbeddedServer(RolloutServer):
             # Neither: its caller gave up (deadline, cancelled), and there is nobody to tell.
 
     # ---- control
+
+    async def check_health(self) -> None:
+        """See `RolloutServer.check_health`."""
+        self._need_running()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutServer.abort`."""
@@ -381,6 +391,8 @@ class EmbeddedServer(RolloutServer):
         }
 
     def _need_running(self) -> None:
+        if self._address is not None and not self._is_stopped and not self._thread.is_alive:
+            raise ServerLostError(f"the engine of {self._name!r} (pid {os.getpid()}) has ended; its log tells why")
         if self._address is None or self._is_stopped:
             raise ServerLostError(f"the embedded server of {self._name!r} is not running; call start()")
 

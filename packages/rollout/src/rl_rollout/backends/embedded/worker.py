@@ -27,6 +27,13 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+def _promise() -> Future[Any]:
+    """A future that its waiter cannot cancel: what was asked for is done and told, whoever still listens."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 class EngineThread:
     """Owns an engine: nobody else touches it while the thread runs.
 
@@ -45,7 +52,7 @@ class EngineThread:
         self._is_stopping = False
         self._drained: list[Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="rl-rollout-engine", daemon=True)
-        self._ready: Future[Engine] = Future()
+        self._ready: Future[Engine] = _promise()
 
     def start(self) -> Future[Engine]:
         """Build the engine in the thread; the future holds it, or why it could not be built."""
@@ -54,7 +61,7 @@ class EngineThread:
 
     def call(self, command: Callable[[Engine], T]) -> Future[T]:
         """Run `command` between two steps, in the order of the calls."""
-        future: Future[T] = Future()
+        future: Future[T] = _promise()
         with self._wakeup:
             if self._is_stopping:
                 future.set_exception(ServerLostError("the embedded server has stopped"))
@@ -66,9 +73,14 @@ class EngineThread:
 
     def drained(self) -> Future[None]:
         """Done when nothing is in flight but what came after a pause."""
-        future: Future[None] = Future()
+        future: Future[None] = _promise()
         self.call(lambda _: self._drained.append(future))
         return future
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     def stop(self, timeout_s: float) -> bool:
         """End after the running step. Returns whether the thread ended before the deadline."""
@@ -78,7 +90,7 @@ class EngineThread:
             self._wakeup.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self.is_alive
 
     def _run(self) -> None:
         try:
@@ -87,12 +99,16 @@ class EngineThread:
             self._ready.set_exception(error)
             return
         self._ready.set_result(engine)
-        while self._obey(engine):
-            self._step(engine)
-        engine.fail(ServerLostError("the embedded server was stopped while this request was in flight"))
-        self._deliver(engine.take_events())
-        for _, future in self._commands:
-            future.set_exception(ServerLostError("the embedded server was stopped"))
+        try:
+            while self._obey(engine):
+                self._step(engine)
+        finally:  # after a fault of our own too: nobody waits for a thread that has ended
+            with self._wakeup:
+                self._is_stopping = True
+            engine.fail(ServerLostError("the embedded server was stopped while this request was in flight"))
+            self._deliver(engine.take_events())
+            for _, future in self._commands:
+                future.set_exception(ServerLostError("the embedded server was stopped"))
 
     def _obey(self, engine: Engine) -> bool:
         """Wait until there is something to do, run the commands, and say whether to go on."""
