@@ -110,9 +110,12 @@ def make_tokenizer():
         core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
         core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         core.decoder = tokenizers.decoders.Fuse()
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=core, unk_token="<unk>", eos_token=end, additional_special_tokens=specials
-        )
+        bos = {"llama": "<|bos|>", "mistral": "<s>", "deepseek": "<b>"}.get(family)
+        if bos is not None:  # added to whatever is encoded, unless told not to
+            one = [(bos, vocab[bos])]
+            core.post_processor = tokenizers.processors.TemplateProcessing(single=f"{bos} $A", special_tokens=one)
+        core.add_special_tokens(specials)  # flagged, and without a role but for the end: so are most families' own
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token=end)
         tokenizer.chat_template = template or own
         return tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from rl_agent import OutputError
 from rl_agent.loops.single_turn import SingleTurnLoop
 from rl_agent.testing import AgentLoopConformance
-from rl_rollout.errors import ServerLostError
+from rl_rollout.errors import RequestError, ServerLostError
 
 
 class Retokenising(SingleTurnLoop):
@@ -84,6 +84,24 @@ class Stubborn(SingleTurnLoop):
             return []
 
 
+class Deaf(SingleTurnLoop):
+    """Samples as it likes."""
+
+    async def run(self, sampling_params, **kwargs):
+        return await super().run({"max_new_tokens": sampling_params["max_new_tokens"]}, **kwargs)
+
+
+class Nameless(SingleTurnLoop):
+    """Gives all of its requests one id."""
+
+    async def run(self, sampling_params, **kwargs):
+        loop = SingleTurnLoop(self, self.tokenizer)
+        return await loop.run(sampling_params, **kwargs)
+
+    async def generate(self, request):
+        return await self.server.generate(replace(request, request_id="mine"))
+
+
 @pytest.mark.parametrize(
     ("loop", "test", "error"),
     [
@@ -91,6 +109,8 @@ class Stubborn(SingleTurnLoop):
         (Marking, "test_the_mask_marks_exactly_what_the_model_wrote", AssertionError),
         (Unaligned, "test_outputs_are_valid", OutputError),
         (Stateful, "test_rows_run_at_the_same_time_do_not_mix", AssertionError),
+        (Deaf, "test_every_request_has_the_given_sampling_parameters", AssertionError),
+        (Nameless, "test_rows_run_at_the_same_time_do_not_mix", RequestError),
         (Swallowing, "test_a_lost_server_is_not_swallowed", AssertionError),
         (Careless, "test_a_row_without_its_fields_is_refused", AssertionError),
         (Stubborn, "test_cancellation_ends_it", AssertionError),

@@ -26,7 +26,7 @@ def test_a_valid_trajectory_passes():
     [
         ({"prompt_token_ids": ()}, "prompt_token_ids is empty"),
         ({"completion_token_ids": ()}, "completion_token_ids is empty"),
-        ({"prompt_token_ids": (5, -6)}, r"prompt_token_ids\[1\] is -6"),
+        ({"prompt_token_ids": (5, -1)}, r"prompt_token_ids\[1\] is -1"),
         ({"loss_mask": (1, 1, 0)}, "loss_mask has 3 entries for 4 completion tokens"),
         ({"rollout_logprobs": (-0.5,) * 5}, "rollout_logprobs has 5 entries for 4"),
         ({"weight_versions": ()}, "weight_versions has 0 entries for 4"),

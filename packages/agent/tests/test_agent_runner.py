@@ -8,7 +8,7 @@ from rl_agent import AgentLoop, AgentRunner, Failure, FailureError, LoopError, O
 from rl_agent._runner import seeded, to_failure
 from rl_agent.loops.single_turn import SingleTurnLoop
 from rl_agent.testing import FakeGenerator, FakeTokenizer
-from rl_rollout.errors import RequestError, RequestTimeoutError, ServerLostError, WeightUpdateError
+from rl_rollout.errors import OverloadedError, RequestError, RequestTimeoutError, ServerLostError, WeightUpdateError
 
 PARAMS = {"max_new_tokens": 8}
 
@@ -127,6 +127,7 @@ def test_the_deadline_covers_the_retries_and_names_the_failure_before():
         (RequestTimeoutError("x"), "timeout", True),
         (TimeoutError(), "timeout", True),
         (WeightUpdateError("x"), "generation", True),
+        (OverloadedError("x"), "generation", True),
         (RequestError("x"), "generation", False),
     ],
 )

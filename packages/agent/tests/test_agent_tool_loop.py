@@ -109,6 +109,18 @@ class TestToolLoopConformance(AgentLoopConformance):
         return super().reply(request)
 
 
+def test_calls_that_a_special_token_opens_are_read(make_tokenizer):
+    """The text of a turn keeps special tokens; that for rewards does not."""
+    tokenizer = make_tokenizer("mistral")
+    turns = iter(['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]</s>', " It is 3.</s>"])
+    server = FakeGenerator(lambda _: tokenizer.encode(next(turns), add_special_tokens=False))
+    loop = ToolLoop(server, tokenizer, tools=[add], parser="mistral")
+    output = asyncio.run(loop.run({"max_new_tokens": 256}, **ROW))
+    assert output.metrics["num_tool_calls"] == 1
+    assert '[TOOL_RESULTS] {"content": "3"' in tokenizer.decode(output.completion_token_ids)
+    assert output.text == " It is 3."
+
+
 def test_calls_are_made_and_answers_appended_token_for_token():
     first, last = f"two at once {call('add', a=1, b=2)}{call('add', a=5)}", "3 and 6"
     output = run(says(first, last))

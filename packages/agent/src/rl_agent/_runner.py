@@ -13,7 +13,7 @@ from rl_agent._groups import GroupPlan, OnFailure, run_groups
 from rl_agent._validation import validate_output
 from rl_agent.errors import FailureError, OutputError, RowError
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RolloutResult
-from rl_rollout.errors import RolloutError, WeightUpdateError
+from rl_rollout.errors import OverloadedError, RolloutError, WeightUpdateError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -225,7 +225,7 @@ def to_failure(error: Exception) -> Failure:
     elif isinstance(error, RowError):
         kind, stage, is_retryable = FailureKind.ENVIRONMENT, "row", False
     else:
-        kind, is_retryable = FailureKind.GENERATION, isinstance(error, WeightUpdateError)
+        kind, is_retryable = FailureKind.GENERATION, isinstance(error, OverloadedError | WeightUpdateError)
     return Failure(kind=kind, stage=stage, message=str(error) or type(error).__name__, is_retryable=is_retryable)
 
 

@@ -59,7 +59,6 @@ class Session:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._experts: list[RoutedToken] = []
-        self._num_shown = 0
         self._generate_s = 0.0
         self._last: TokenOutput | None = None
         self.num_turns = 0
@@ -85,7 +84,6 @@ class Session:
             images=tuple(self._images),
             sampled_spans=tuple(self._sampled_spans),
         )
-        self._num_shown = len(self._images)  # what is appended after the last generation is no part of the trajectory
         start = time.perf_counter()
         output = await self._server.generate(request)
         self._generate_s += time.perf_counter() - start
@@ -143,22 +141,21 @@ class Session:
         metrics: Mapping[str, float] | None = None,
         extra_fields: Mapping[str, Any] | None = None,
     ) -> AgentLoopOutput:
-        """The trajectory up to the model's last token; its text is what the model wrote in its last turn."""
+        """The trajectory, which the model was the last to write to; its text is what it wrote in its last turn."""
         assert self._last is not None, "the model writes first"
-        end = len(self._mask) - self._mask[::-1].index(1)
         return AgentLoopOutput(
             prompt_token_ids=self._prompt_token_ids,
-            completion_token_ids=tuple(self._token_ids[:end]),
-            loss_mask=tuple(self._mask[:end]),
-            rollout_logprobs=tuple(self._logprobs[:end]),
-            weight_versions=tuple(self._versions[:end]),
+            completion_token_ids=tuple(self._token_ids),
+            loss_mask=tuple(self._mask),
+            rollout_logprobs=tuple(self._logprobs),
+            weight_versions=tuple(self._versions),
             finish_reason=self._last.finish_reason.value,
             text=self.last_text,
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             num_turns=self.num_turns,
-            routed_experts=finished(self._experts, len(self._prompt_token_ids) + end),
-            images=tuple(self._images[: self._num_shown]),
+            routed_experts=finished(self._experts, len(self._prompt_token_ids) + self.num_tokens),
+            images=tuple(self._images),
             metrics={"generate_s": self._generate_s, **(metrics or {})},
             extra_fields=dict(extra_fields or {}),
         )

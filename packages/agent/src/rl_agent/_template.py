@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_agent._chat import render_prompt
 from rl_agent._media import count_images, without_images
+from rl_agent._tokenizer import special_tokens
 from rl_agent.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -47,17 +48,17 @@ class TurnTemplate:
         self._kwargs: dict[str, Any] = dict(template_kwargs or {})
         if tools:
             self._kwargs["tools"] = list(tools)
-        self._specials = tuple(sorted(getattr(tokenizer, "all_special_tokens", ()), key=len, reverse=True))
-        self._special_ids: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        specials = special_tokens(tokenizer)
+        self._specials = tuple(sorted(specials, key=len, reverse=True))
+        self._special_ids = frozenset(specials.values())
         tail = self._encode(self._tail([_USER]))
         self.turn_end_id: int | None = next((i for i in tail if i in self._special_ids), None)
         """Closes an assistant's turn; None where the template writes no special token there."""
-        self.is_prefix_stable = self._check([_USER])
-        """Whether a later turn leaves the template's rendering of the earlier ones as it is."""
+        self._check()
         if tools:
             name = str(tools[0]["function"]["name"])
             for count in (1, 2):
-                self._check(
+                self._check_tools(
                     [{"role": "tool", "name": name, "tool_call_id": _CALL_ID, "content": f"r{i}"} for i in range(count)]
                 )
 
@@ -159,34 +160,32 @@ class TurnTemplate:
 
     # ---- checking
 
-    def _check(self, messages: list[Message]) -> bool:
-        """Hold a continuation against the template's own rendering; whether that is an extension of the prompt's."""
-        if messages[0]["role"] == "tool":
-            marked = self._tail(messages)
-            if not marked.strip():
-                raise TemplateError("the chat template renders nothing for tool answers; it does not support tools")
-            missing = next((m for m in messages if str(m["content"]) not in marked), None)
-            if missing is not None:
-                raise TemplateError(f"the chat template leaves out the tool answer {missing['content']!r}")
-            self.continuation(messages, last_token_id=self.turn_end_id or 0, is_stopped=self.turn_end_id is not None)
-            return True
+    def _check_tools(self, answers: list[Message]) -> None:
+        """See that the template shows tool answers, and can go on after them."""
+        marked = self._tail(answers)
+        if not marked.strip():
+            raise TemplateError("the chat template renders nothing for tool answers; it does not support tools")
+        missing = next((answer for answer in answers if str(answer["content"]) not in marked), None)
+        if missing is not None:
+            raise TemplateError(f"the chat template leaves out the tool answer {missing['content']!r}")
+        self.continuation(answers, last_token_id=self.turn_end_id or 0, is_stopped=self.turn_end_id is not None)
+
+    def _check(self) -> None:
+        """Hold a continuation against the template's own rendering."""
         prompt = list(self.prompt([_USER]))
-        whole = self._encode(self._render([_USER, {"role": "assistant", "content": "answer"}, *messages], is_open=True))
-        whole = whole[_overlap_start(whole, prompt) :]
-        is_stable = whole[: len(prompt)] == prompt
+        whole = self._encode(self._render([_USER, {"role": "assistant", "content": "answer"}, _USER], is_open=True))
         answer = self._encode("answer")
-        start = len(prompt) if is_stable else _find(whole, answer)
+        start = len(prompt) if whole[: len(prompt)] == prompt else _find(whole, answer)
         end = self._end_of_turn(whole, start)
         emitted = whole[start:end] if end is not None else answer
         last = emitted[-1] if end is not None else -1
-        tail = list(self.continuation(messages, last_token_id=last, is_stopped=end is not None))
+        tail = list(self.continuation([_USER], last_token_id=last, is_stopped=end is not None))
         expected = whole[start + len(emitted) :]
         if tail != expected:
             raise TemplateError(
                 f"appending to a conversation gives {self._tokenizer.decode(tail)!r} after the assistant's turn where "
                 f"the chat template renders {self._tokenizer.decode(expected)!r}; token ids would be wrong"
             )
-        return is_stable
 
     def _end_of_turn(self, ids: list[int], start: int) -> int | None:
         if self.turn_end_id is None or self.turn_end_id not in ids[start:]:
@@ -225,8 +224,3 @@ def _find(ids: list[int], part: list[int]) -> int:
     if found is None:
         raise TemplateError("the chat template does not render what the assistant wrote")
     return found
-
-
-def _overlap_start(whole: list[int], prompt: list[int]) -> int:
-    """Where a rendering starts: some tokenizers add a first token to a prompt that `encode` adds once more."""
-    return 1 if len(whole) > 1 and whole[0] == whole[1] == prompt[0] != prompt[1] else 0

@@ -45,11 +45,16 @@ class AgentLoop(ABC):
         """Run one row.
 
         Args:
-            sampling_params: Fields of `rl_rollout.types.SamplingParams`.
+            sampling_params: Fields of `rl_rollout.types.SamplingParams`, for every request.
             **kwargs: The dataset row: `prompt` (chat messages) and whatever else it carries.
 
+        Returns:
+            What `validate_output` accepts.
+
         Raises:
-            RowError: the row lacks a field that this loop needs.
+            RowError: the row lacks a field that this loop needs; raised before anything is generated.
+            FailureError: the rollout ends as the failure that it carries, for example where a generation gave no token.
+            Exception: those of the server leave as they are, and so does a cancellation.
         """
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rl_agent._validation import validate_output
 from rl_agent.errors import RowError
 from rl_agent.types import AgentLoopOutput
-from rl_rollout.errors import ServerLostError
+from rl_rollout.errors import RequestError, ServerLostError
 from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
 
 if TYPE_CHECKING:
@@ -109,9 +109,17 @@ class FakeGenerator:
         """Most that were ever in flight."""
         self.started = asyncio.Event()
         """Set when the first generation starts."""
+        self._in_flight: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
-        """Answer after the delay. The log-prob of the i-th token is -(i + 1) / 64."""
+        """Answer after the delay. The log-prob of the i-th token is -(i + 1) / 64.
+
+        Raises:
+            RequestError: the request's id is in flight already.
+        """
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+        self._in_flight.add(request.request_id)
         self.requests.append(request)
         self.started.set()
         self.num_running += 1
@@ -121,6 +129,7 @@ class FakeGenerator:
             ids = tuple(self._reply(request))
         finally:
             self.num_running -= 1
+            self._in_flight.discard(request.request_id)
         limit = request.sampling_params.max_new_tokens
         output = TokenOutput(
             request_id=request.request_id,
@@ -177,6 +186,14 @@ class AgentLoopConformance:
         outputs = self._run(server)[0]
         num_generated = sum(len(output.token_ids) for output in server.outputs)
         assert sum(sum(output.loss_mask) for output in outputs) == num_generated
+
+    def test_every_request_has_the_given_sampling_parameters(self) -> None:
+        """A turn may ask for fewer tokens."""
+        server, given = FakeGenerator(self.reply), {**self.sampling_params, "temperature": 0.5, "top_k": 7}
+        asyncio.run(_run(self.make_loop(server, FakeTokenizer()), given, self.make_row(0)))
+        for params in (request.sampling_params for request in server.requests):
+            assert (params.temperature, params.top_k) == (0.5, 7), f"the request has {params}"
+            assert params.max_new_tokens <= given["max_new_tokens"], f"the request has {params}"
 
     def test_rows_run_at_the_same_time_do_not_mix(self) -> None:
         """Thirty-two rows on one instance give what each gives alone."""

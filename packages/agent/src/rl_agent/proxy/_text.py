@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rl_agent._tokenizer import special_tokens
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -26,8 +28,7 @@ class LiveText:
 
     def __init__(self, tokenizer: Tokenizer, marks: Sequence[str] | None, *, is_thinking: bool) -> None:
         self._tokenizer = tokenizer
-        specials = (*getattr(tokenizer, "all_special_tokens", ()),)
-        self._marks = None if marks is None else (*marks, _CLOSE, *specials)
+        self._marks = None if marks is None else (*marks, _CLOSE, *special_tokens(tokenizer))
         self._knows_thinking = marks is not None and _OPEN in marks
         self._is_thinking = is_thinking
         self._ids: list[int] = []
