@@ -49,6 +49,13 @@ def test_groups_become_rows_with_their_own_ids_and_the_reward_on_the_last_token(
     assert [(t["group_id"], t["reward"], t["num_tokens"]) for t in tags] == [(7, 1.0, 2), (7, 0.0, 1), (9, 0.5, 3)]
 
 
+def test_the_weight_versions_of_a_row_are_those_of_its_oldest_and_its_newest_model_token():
+    resumed = dataclasses.replace(output([3, 4, 5, 6]), loss_mask=(1, 0, 1, 1), weight_versions=(4, -1, 2, 3))
+    columns, (tag,) = to_columns([(7, [(resumed, ONE)], None)])
+    names = ("weight_version_min", "weight_version_max")
+    assert [tag[name] for name in names] == [columns[name].item() for name in names] == [2, 4]
+
+
 def test_turn_rewards_stand_at_the_end_of_their_turns_and_add_up_to_the_reward():
     tool = dataclasses.replace(
         output([3, 4, 5, 6, 7]), loss_mask=(1, 1, 0, 1, 1), num_turns=2, turn_rewards=(0.25, 0.5)

@@ -251,6 +251,20 @@ def test_options_of_a_loss_reach_it():
     assert loss.item() == pytest.approx((-positive + negative) / 2, rel=1e-5)
 
 
+@pytest.mark.parametrize(("keys", "kl_share"), [({}, 0.2), ({"kl_in_reward": True}, 0.0)])
+def test_kl_and_entropy_enter_the_loss_with_their_weights_by_hand(keys, kl_share):
+    offsets = torch.tensor([0, 3])
+    zeros, ref = torch.zeros(3), torch.tensor([-1.5, -1.0, -9.0])
+    rows = one_row_batch(torch.tensor([1, 1, 0]), offsets, old_logprobs=zeros, advantages=zeros, ref_logprobs=ref)
+    logprobs, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.5, 0.25, 9.0])
+    counts = BatchCounts(tokens=2.0, sequences=1.0)
+    output = ModelOutput(token_logprobs=logprobs, entropy=entropy, cu_seqlens=offsets, counts=counts)
+    weights = {"kl_coef": 0.2, "kl_estimator": "k2", "entropy_coef": 0.1}
+    config = AlgorithmConfig(loss="reinforce", loss_options={}, old_logprobs="rollout", **weights, **keys)
+    loss, _ = PolicyLossFunction(config=config)(output, rows)
+    assert loss.item() == pytest.approx(kl_share * (0.5**2 / 2 + 1 / 2) / 2 - 0.1 * (0.5 + 0.25) / 2)
+
+
 def jagged(values, offsets):
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 

@@ -50,6 +50,7 @@ def test_an_unknown_key_names_the_nearest(override, nearest):
         ("rollout.temperature=0", "greater than 0"),
         ("steps", "not of the form key=value"),
         ("steps.more=1", "is a value, not a section"),
+        ("reward.parts.a={kind: rule, prompt: {x}", "reward.parts.a={kind: rule, prompt: {x}' is not valid YAML"),
     ],
 )
 def test_a_wrong_value_is_told_with_what_was_seen(override, words):

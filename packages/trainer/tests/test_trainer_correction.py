@@ -83,6 +83,11 @@ def test_the_share_of_truncated_tokens_and_the_mismatch_in_bypass_are_told():
     assert math.isclose(metrics["mismatch_k1"], mismatch_metrics(OLD, ROLLOUT, MASK, None, 4)["mismatch_k1"])
 
 
+def test_a_token_that_the_sampler_all_but_ruled_out_leaves_the_mismatch_finite():
+    found = mismatch_metrics(torch.zeros(1), torch.tensor([-200.0]), torch.ones(1), None, 1)
+    assert all(math.isfinite(value) for value in found.values())
+
+
 @pytest.mark.parametrize(
     ("level", "divergence", "low", "high", "kept"),
     [

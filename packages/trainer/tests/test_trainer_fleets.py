@@ -154,6 +154,15 @@ def test_a_mistake_in_a_worker_ends_the_run():
         workers.poll()
 
 
+def test_what_stopped_workers_failed_with_ends_the_run():
+    fleet, workers = agents(1)
+    fleet.workers[0].stop_running = lambda: None
+    workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
+    fleet.workers[0].poll = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        workers.stop_running()
+
+
 class Replica:
     def __init__(self, number):
         self.number, self.version, self.error, self.health = number, 0, None, None
@@ -200,6 +209,17 @@ def test_the_dead_are_left_out_and_the_version_is_sent_again_to_the_others():
     assert actor.sent == [(5, 3), (5, 2)]
     assert {n: replica.version for n, replica in replicas.workers.items()} == {0: 5, 2: 5}
     assert fleet.workers[0].servers == ["http://0", "http://2"]
+
+
+def test_weights_that_no_replica_was_left_to_take_are_sent_again_to_those_that_join():
+    actor = Actor()
+    replicas, fleet, weights = sync_of(actor, count=2)
+    for replica in replicas.workers.values():
+        replica.error = ServerLostError("connection lost")
+    weights.sync(5)
+    assert actor.sent == [(5, 2), (5, 2)]
+    assert {number: replica.version for number, replica in replicas.workers.items()} == {2: 5, 3: 5}
+    assert fleet.workers[0].servers == ["http://2", "http://3"]
 
 
 def test_a_replica_whose_server_is_gone_is_found_before_the_sender_waits_for_it():

@@ -85,6 +85,10 @@ def test_what_comes_too_late_is_thrown_away_counted_and_replaced():
     assert [r.step for r in records] == list(range(7))
 
 
+def test_a_run_that_may_replace_nothing_needs_to_replace_nothing():
+    assert len(run(config("batch.max_refills=0"), per_poll=1)[1]) == 7
+
+
 def test_a_run_that_cannot_fill_a_batch_says_what_failed():
     with pytest.raises(RolloutFailedError, match=r"the last failure: the tool broke"):
         run(config(), fails=range(1, 500), per_poll=4)

@@ -69,6 +69,37 @@ def checkpoint(folder, *engines, named=None):
     return folder
 
 
+class Engine:
+    def __init__(self, name, told):
+        self.name, self.told = name, told
+
+    def __getattr__(self, method):
+        return lambda *given: self.told.append((method, self.name, *given))
+
+
+def test_every_engine_and_the_rows_that_wait_are_written_and_read(tmp_path):
+    told, config = [], load_config("quickstart", [])
+    names = ("actor", "critic", "process_reward", "queue", "moving_reference")
+    beside = {name: Engine(name, told) for name in names}
+    parts = replace(FakeJob(config).parts(), **beside)
+    state = {"step": 3, "held": [], "history": {}}
+    checkpoints.save(parts, tmp_path, state)
+    engines = {"actor": "engine", "critic": "critic", "process_reward": "process_reward"}
+    written = [("save_checkpoint", name, str(tmp_path / folder), 3) for name, folder in engines.items()]
+    assert set(told) == {
+        *written, ("save_model", "actor", str(tmp_path / "model")), ("save", "moving_reference", tmp_path),
+    }  # fmt: skip
+    assert json.loads((tmp_path / checkpoints.STATE_FILE).read_text()) == state
+    for rows in ({"held": [[1, 0, 0, 1, 0]]}, {"history": {"groups": [[1, 0, 0, 1, 0]]}}):
+        checkpoints.save(parts, tmp_path, state | rows)
+        assert ("snapshot", "queue", tmp_path / "queue") in told[-6:]
+    told.clear()
+    checkpoints.load(parts, tmp_path)
+    assert told == [("load_checkpoint", name, str(tmp_path / folder)) for name, folder in engines.items()]
+    checkpoints.finish(parts)
+    assert told[3:] == [("finish", name) for name in ("critic", "process_reward", "actor")]
+
+
 def test_a_checkpoint_whose_critic_is_still_being_written_is_none(tmp_path):
     checkpoint(tmp_path / "checkpoint-1", "engine", "critic", named=["engine", "critic"])
     last = checkpoint(tmp_path / "checkpoint-2", "engine", named=["engine", "critic"])

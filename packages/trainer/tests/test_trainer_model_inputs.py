@@ -25,7 +25,7 @@ from rl_trainer.preflight import check, check_model
 from rl_trainer.rewards import Score
 from rl_trainer.runtime import create_runtime
 from rl_trainer.workers.columns import to_columns
-from rl_trainer.workers.images import IMAGES, ImageReader
+from rl_trainer.workers.images import IMAGES, ImageReader, takes_images
 
 NOTHING = Score(reward=0.0)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -206,6 +206,14 @@ def test_images_of_groups_are_kept_once_and_lengths_count_them(tmp_path):
         reader.read([dataclasses.replace(more, images=tuple(urls[1:]))])
     with pytest.raises(TrainerError, match="does not say how to prepare them"):
         to_columns([(7, [(seen, NOTHING)], None)])
+
+
+def test_a_model_takes_images_if_its_folder_says_how_to_prepare_them(tmp_path):
+    assert not takes_images(write_tiny_model(tmp_path / "dense"))
+    folder = write_tiny_vl_model(tmp_path / "vl")
+    assert takes_images(folder)
+    (folder / "preprocessor_config.json").unlink()
+    assert not takes_images(folder)
 
 
 def test_tokens_without_experts_are_told_and_never_replayed():

@@ -76,6 +76,8 @@ def test_it_moves_every_so_often_keeps_one_folder_and_is_part_of_a_checkpoint(tm
     assert kept["w"].tolist() == [0.5 * (0.5 * 2) + 0.5 * 4]
     resumed = load_config("quickstart", [*EMA, f"resume_from={tmp_path}/checkpoint-4"])
     assert start_of(resumed, start) == tmp_path / "checkpoint-4" / "reference"
+    assert start_of(load_config("quickstart", EMA), start) == start
+    assert start_of(load_config("quickstart", [EMA[0], f"resume_from={tmp_path}/checkpoint-4"]), start) == start
     shutil.rmtree(tmp_path / "checkpoint-4" / "reference")
     with pytest.raises(InputError, match="so its run had no algorithm.ref_ema"):
         start_of(resumed, start)

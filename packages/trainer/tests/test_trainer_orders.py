@@ -68,7 +68,10 @@ def test_an_order_goes_on_from_its_state_exactly(kind, data, seed, counts):
     whole = go(ORDERS[kind](seed), counts, rewards)
     first, second = ORDERS[kind](seed), ORDERS[kind](seed)
     begun = go(first, counts[:stop], rewards[:stop])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    assert begun + go(second, counts[stop:], rewards[stop:]) == whole
+    second.load_state_dict(state)  # back again
     assert begun + go(second, counts[stop:], rewards[stop:]) == whole
 
 
@@ -123,6 +126,17 @@ def test_a_curriculum_passes_over_what_taught_nothing():
     order.observe(1, [1.0, 1.0])
     order.observe(3, [1.0, 1.0])
     assert set(order.take(2)) <= {0, 1, 2, 3}  # nothing is left: it takes all the same
+
+
+def test_a_curriculum_is_made_as_it_is_configured():
+    config = load_config("quickstart", ["data.curriculum={pass_rate: [0.2, 0.8], revisit: 0}", "data.eval_size=1"])
+    rows = [row(number) for number in range(6)]
+    data = load_datasets(config.data, seed=0)
+    order = make_prompts(config, replace(data, train=rows), measure, position=0, returned=()).order
+    assert sorted(order.take(6)) == list(range(6))
+    for index, rate in enumerate((0.0, 0.2, 0.3, 0.7, 0.8, 1.0)):
+        order.observe(index, [rate])
+    assert sorted(order.take(2)) == [2, 3]
 
 
 def test_prompts_that_are_too_long_are_left_out():

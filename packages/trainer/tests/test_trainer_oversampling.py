@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 import rl_agent
+import rl_agent.errors
 from rl_agent.types import AgentLoopOutput
 from rl_tq.types import BatchMeta
 from rl_trainer.config import RewardSection, load_config
 from rl_trainer.data import PromptOrder
-from rl_trainer.errors import PlanError, RolloutFailedError
+from rl_trainer.errors import PlanError, RolloutFailedError, WorkerTimeoutError
 from rl_trainer.job import run
 from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.plan import make_plan
@@ -92,12 +93,18 @@ class Scorer:
         return Score(reward=1.0)
 
 
-def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
+def worker_of(put, loop, *, has_baseline=False):
+    """A worker without servers and queue."""
     worker = AgentWorker.__new__(AgentWorker)
-    worker._timeout_s, worker._has_baseline, worker._max_new_tokens = 60.0, False, 5
+    worker._timeout_s, worker._has_baseline, worker._max_new_tokens = 60.0, has_baseline, 5
     worker._loop, worker._streams, worker._running = LoopThread("test"), [], set()
     worker._streamed, worker._attempts, worker._scorer, worker._reward = _Ledger(), {}, Scorer(), RewardSection()
-    worker._runner = rl_agent.AgentRunner(lambda _: Loop(None, None))
+    worker._runner = rl_agent.AgentRunner(lambda _: loop(None, None))
+    worker._put = put
+    return worker
+
+
+def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     entered, gate, written = threading.Event(), threading.Event(), []
 
     def put(groups, partition):
@@ -106,7 +113,7 @@ def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
         written.extend(group for group, *_ in groups)
         return BatchMeta(partition=partition, sample_ids=tuple(str(group) for group, *_ in groups), columns=())
 
-    worker._put = put
+    worker = worker_of(put, Loop)
     jobs = [
         Job(row={"is_slow": slow, "data_source": "x"}, row_index=group, group_id=group, place=group)
         for group, slow in enumerate([False, True, True])
@@ -120,6 +127,63 @@ def test_a_worker_stops_what_is_not_complete_and_writes_what_is():
     (report,) = worker.poll()
     assert (report.complete_groups, report.failed_groups) == ((0,), ())
     assert worker.poll()[0].complete_groups == ()
+    worker._loop.close()
+
+
+def test_what_takes_too_long_in_a_worker_is_named_cancelled_and_no_error_of_its_own_is_renamed():
+    loop, cancelled = LoopThread("test"), threading.Event()
+
+    async def ask_a_server():
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def fail():
+        raise TimeoutError("the server's own")
+
+    with pytest.raises(
+        WorkerTimeoutError, match=r"ask_a_server of the test worker did not end within timeout_s=0.05 s"
+    ):
+        loop.run(ask_a_server(), 0.05)
+    assert cancelled.wait(10)
+    with pytest.raises(TimeoutError, match="the server's own"):
+        loop.run(fail(), 10)
+    loop.close()
+
+
+class Greedy(rl_agent.AgentLoop):
+    """Is worth what its row says, at temperature 0 what that says; breaks where that is None."""
+
+    async def run(self, sampling_params, *, worth, greedy, **row):
+        reward = greedy if sampling_params["temperature"] == 0 else worth
+        if reward is None:
+            raise rl_agent.errors.RowError("nothing is known of it")
+        one = {"prompt_token_ids": (1,), "completion_token_ids": (2,), "loss_mask": (1,), "rollout_logprobs": (-1.0,)}
+        return AgentLoopOutput(**one, weight_versions=(1,), finish_reason="stop", text="", reward=reward)
+
+
+class Own(Scorer):
+    async def score(self, text, row, reward):
+        return Score(reward=reward)
+
+
+def test_a_group_has_its_greedy_completion_s_reward_and_fails_with_it():
+    written = {}
+
+    def put(groups, partition):
+        written.update({group: ([score.reward for _, score in samples], base) for group, samples, base in groups})
+        return BatchMeta(partition=partition, sample_ids=tuple(str(group) for group, *_ in groups), columns=())
+
+    worker = worker_of(put, Greedy, has_baseline=True)
+    worker._scorer = Own()
+    rows = [{"worth": 1.0, "greedy": 0.25}, {"worth": 1.0, "greedy": None}, {"worth": None, "greedy": 0.5}]
+    jobs = [Job(row={**r, "data_source": "x"}, row_index=n, group_id=7 + n, place=n) for n, r in enumerate(rows)]
+    (report,) = worker.generate(jobs, {"temperature": 1.0}, "train", 2)
+    assert written == {7: ([1.0, 1.0], 0.25)}
+    assert (report.complete_groups, sorted(report.failed_groups)) == ((7,), [8, 9])
+    assert "nothing is known of it" in report.last_failure
     worker._loop.close()
 
 

@@ -20,6 +20,13 @@ def test_counts_by_hand():
     assert plan.max_sequence_tokens == 512 + 1024
 
 
+@pytest.mark.parametrize("key", ["rollout.max_model_len", "batch.max_tokens_per_gpu"])
+def test_the_longest_sequence_may_fill_what_there_is(key):
+    make_plan(load_config("quickstart", [f"{key}={16 + 5}", "reward.overlong_buffer=5"]))
+    with pytest.raises(PlanError, match=f"= 21 tokens, more than {key}=20"):
+        make_plan(load_config("quickstart", [f"{key}=20"]))
+
+
 GDPO = ["algorithm.advantage=gdpo", "reward.path=rewards.py:f"]
 SAPO = ["algorithm.loss=sapo", "algorithm.loss_options={}"]
 COV = ["algorithm.loss=kl_cov", "algorithm.loss_options={}"]

@@ -24,19 +24,19 @@ def test_the_loss_by_hand():
     columns = {
         "ref_logprobs": torch.tensor([-1.0, -9.0, -2.0, -1.0, -1.0, -1.0]),
         "rewards": torch.tensor([0.0, 0.0, 1.0, 0.0, 0.25, 0.0]),
-        "loss_mask": torch.tensor([1, 0, 1, 1, 1, 0]),
+        "loss_mask": torch.tensor([1, 0, 1, 1, 0, 0]),
     }
     jagged = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in columns.items()}
     logprobs = torch.tensor([-0.5, -1.0, -1.0, -2.0, -1.5, -3.0], requires_grad=True)
-    counts = BatchCounts(tokens=6.0, sequences=4.0)
+    counts = BatchCounts(tokens=5.0, sequences=4.0)
     output = ModelOutput(token_logprobs=logprobs, entropy=None, cu_seqlens=offsets, counts=counts)
     loss, metrics = ProcessRewardLoss(beta=2.0)(output, TensorDict(jagged, batch_size=[3]))
     loss.backward()
-    first, second = (1 / (1 + math.exp(-2.0 * ratio)) for ratio in (0.5 + 1.0, -1.0 - 0.5))
+    first, second = (1 / (1 + math.exp(-2.0 * ratio)) for ratio in (0.5 + 1.0, -1.0))
     want = -(math.log(first) + 0.25 * math.log(second) + 0.75 * math.log(1 - second)) / 4
     assert float(loss.detach()) == pytest.approx(want, rel=1e-6)
     g1, g2 = 2.0 * (first - 1) / 4, 2.0 * (second - 0.25) / 4
-    torch.testing.assert_close(logprobs.grad, torch.tensor([g1, 0.0, g1, g2, g2, 0.0]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([g1, 0.0, g1, g2, 0.0, 0.0]))
     assert float(metrics["process_accuracy"]) == 2 / 4
 
 

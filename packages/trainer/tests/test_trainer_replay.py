@@ -43,13 +43,16 @@ def replay_of(queue, **section):
     return Replay(section, batch_size=4, seed=0, queue=client, copy=queue.copy), client
 
 
-def generated(client, rewards, *, version, reused=(), partition="train"):
-    """Groups of two rows with these rewards, by id; in the queue, as generation writes them."""
+def generated(client, rewards, *, version, newest=None, reused=(), partition="train"):
+    """Groups of two rows with these rewards, by id; in the queue, as generation writes them.
+
+    Tokens of the first row are of `version`, of the second of `newest`.
+    """
     tags = [
         {"group_id": group, "reward": reward, "attempt": 0, "num_tokens": 1, "finish_reason": "stop"}
-        | {"weight_version_min": version, "weight_version_max": version}
+        | {"weight_version_min": age, "weight_version_max": age}
         for group, pair in rewards.items()
-        for reward in pair
+        for reward, age in zip(pair, (version, newest or version), strict=True)
     ]
     rewards_column = [torch.tensor([tag["reward"]]) for tag in tags]
     columns = {"rewards": rewards_column, "group_id": torch.tensor([tag["group_id"] for tag in tags])}
@@ -61,6 +64,7 @@ def generated(client, rewards, *, version, reused=(), partition="train"):
 
 def test_what_is_kept_is_what_has_signal_until_it_is_too_old(queue):
     replay, client = replay_of(queue)
+    assert replay.restore({}) == 0
     assert replay.draw(1) == []
     replay.keep(generated(client, {1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0)}, version=1), version=2)
     client.clear("train")  # as the pipeline does
@@ -76,6 +80,14 @@ def test_what_is_kept_is_what_has_signal_until_it_is_too_old(queue):
     # To weights 4 the tokens of 1 and 3 are three versions old, those of 4 are two.
     assert [group[0] for group in replay.state()["groups"]] == [4, 5]
     assert client.stats()["partitions"][PARTITION]["rows"] == 4
+
+
+def test_a_group_is_as_old_as_its_oldest_token(queue):
+    replay, client = replay_of(queue)
+    replay.keep(generated(client, {1: (0.0, 1.0)}, version=1, newest=3), version=3)
+    assert [used.oldest for used in replay.draw(3)] == [1]
+    replay.keep(generated(client, {2: (0.0, 1.0)}, version=4), version=4)
+    assert [group[0] for group in replay.state()["groups"]] == [2]
 
 
 def test_a_history_outlives_its_process_and_draws_are_the_same(queue, tmp_path):
@@ -128,6 +140,7 @@ def test_a_step_generates_what_it_does_not_replay(queue):
     assert [len(r.rows) for r in records[1:]] == [4, 2, 2, 2], "a prompt counts for the step that generated it"
     assert sorted(row for r in records for row in r.rows) == [10 * g for g in range(1, 11)]
     assert records[2].metrics["staleness_1"] == 0.5
+    assert [r.num_tokens for r in records[1:]] == [8, 4, 4, 4], "and so do its tokens, of which a row has one here"
     assert [c for c in job.calls if c.startswith("update")] == ["update 4"] * 8
 
 

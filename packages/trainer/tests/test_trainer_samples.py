@@ -77,7 +77,8 @@ def test_rl_sample_shows_the_best_of_the_last_step(tmp_path, capsys):
         (["{run}", "--samples", "2"], "is a run: --samples, --url and key=value are of a recipe"),
         (["quickstart"], "model.path is not set"),
         (["quickstart", "--step", "2"], "--step is of a run"),
-        (["quickstart", "--count", "0"], "--count=0 and --samples=None must be at least 1"),
+        (["quickstart", "--count", "0"], "--count=0 and --samples=1 must be at least 1"),
+        (["quickstart", "--samples", "0"], "--count=4 and --samples=0 must be at least 1"),
     ],
 )
 def test_rl_sample_refuses_in_a_sentence(tmp_path, capsys, argv, words):

@@ -83,6 +83,35 @@ def test_what_the_critic_did_is_not_told_as_the_policy_s():
     assert "loss" not in both  # the fake actor gives none
 
 
+def test_everything_beside_the_policy_has_its_turn():
+    """In the order in which each can read what those before it wrote."""
+    wanted = config("algorithm.advantage=prime", "critic.lr=1e-2", "batch.mini_batch_size=4", "steps=1")
+    job, told = FakeJob(wanted), []
+
+    class Beside:
+        def __getattr__(self, name):
+            def call(rows, *rest):
+                told.append((name, *rest))
+                if name in {"write", "follow"}:
+                    return None
+                if name == "update_process_reward":
+                    return UpdateReport(metrics={"loss": 9.0, "process_loss": 8.0}, grad_norm=7.0, lr=5.0)
+                return BatchMeta(partition="train", sample_ids=rows.sample_ids, columns=(name,))
+
+            return call
+
+    beside = Beside()
+    compute_advantage, job.compute_advantage = job.compute_advantage, lambda *a: told.append("adv") or compute_advantage(*a)  # fmt: skip  # noqa: E501
+    update_actor, job.update_actor = job.update_actor, lambda *a: told.append("actor") or update_actor(*a)
+    everything = {"teacher": beside, "process_reward": beside, "samples": beside, "moving_reference": beside}
+    *_, record = run_sync(replace(job.parts(), **everything), wanted, [])
+    assert told == [
+        ("teach",), ("compute_process_rewards",), "adv", ("write", 1), ("update_process_reward",), "actor", ("follow",),
+    ]  # fmt: skip
+    assert (record.metrics["process_loss"], record.metrics["process_grad_norm"]) == (8, 7)
+    assert "loss" not in record.metrics
+
+
 def test_the_weight_of_the_kl_is_told_as_it_was_used(monkeypatch):
     wanted = config("algorithm.kl_in_reward=true", "algorithm.kl_target=0.1", "steps=2")
     job, used = FakeJob(wanted), []
@@ -103,6 +132,7 @@ def test_the_schedule_of_a_policy_that_waits_for_its_critic_ends_with_the_run():
     shaped = config("algorithm.advantage=gae", "critic.warmup_steps=2", "engine.lr_schedule=cosine", "steps=6")
     assert actor_config(shaped, Path("model")).optimizer.total_steps == 4 * 2  # two mini-batches each
     assert critic_config(shaped, shaped.critic, Path("model")).optimizer.total_steps == 6 * 2
+    assert actor_config(config("engine.lr_schedule=cosine"), Path("model")).optimizer.total_steps == 2 * 2
 
 
 def test_the_first_rates_of_a_warm_up_are_told_as_they_are():

@@ -122,8 +122,9 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
         from rl_trainer import show
 
         order, count = arguments.order, arguments.count
-        if count < 1 or (arguments.samples or 1) < 1:
-            raise ConfigError(f"--count={count} and --samples={arguments.samples} must be at least 1")
+        samples = 1 if arguments.samples is None else arguments.samples
+        if min(count, samples) < 1:
+            raise ConfigError(f"--count={count} and --samples={samples} must be at least 1")
         if Path(arguments.source).is_dir():
             if arguments.samples or arguments.url or arguments.overrides:
                 raise ConfigError(f"{arguments.source} is a run: --samples, --url and key=value are of a recipe")
@@ -132,7 +133,6 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
             if arguments.step is not None:
                 raise ConfigError("--step is of a run, and a recipe was given")
             config = _config_of_a_policy(arguments.source, arguments.overrides)
-            samples = arguments.samples or 1
             found = show.fresh(config, url=arguments.url, order=order, count=count, num_samples=samples)
         show.show(Console(), found)
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -196,14 +197,30 @@ class _Probe:
         return [n + by + self._offset for n in numbers]
 
     @register(Dispatch.ONE_TO_ALL)
-    def remember(self, value: int) -> None:
-        """Set the offset on every rank."""
+    def remember(self, value: int) -> int:
+        """Set the offset on every rank; returns the rank."""
         self._offset = value
+        return self._context.rank
+
+    @register(Dispatch.ALL_TO_ALL)
+    def own(self, numbers: list[int]) -> list[int]:
+        """Each rank's own number, a hundred for every rank added."""
+        return [number + 100 * self._context.rank for number in numbers]
+
+    @register(Dispatch.DIRECT)
+    def one(self, rank: int) -> tuple[int, int]:
+        """The rank that was asked, and how many there are."""
+        return rank, self._context.world_size
 
     @register(Dispatch.GATHER)
     def ranks(self) -> list[int]:
         """Every rank."""
         return [self._context.rank]
+
+    @register(Dispatch.GATHER)
+    def processes(self) -> list[int]:
+        """Every rank's process."""
+        return [os.getpid()]
 
     @register(Dispatch.RANK_ZERO)
     def fail(self) -> None:
@@ -213,6 +230,20 @@ class _Probe:
     def close(self) -> None:
         """Leave a trace."""
         Path(self._closed).touch()
+
+
+class _Member:
+    """The worker of which `RuntimeConformance` places a fleet."""
+
+    def __init__(self, context: WorkerContext, *, offset: int) -> None:
+        del context
+        self._offset = offset
+
+    def shift(self, number: int) -> int:
+        """A number plus the offset; 0 is refused."""
+        if number == 0:
+            raise LookupError("no such number")
+        return number + self._offset
 
 
 class RuntimeConformance(ABC):
@@ -225,19 +256,62 @@ class RuntimeConformance(ABC):
     def make_runtime(self) -> Runtime:
         """A runtime that was not started."""
 
-    def test_a_group_has_the_worker_s_methods_and_closes_at_the_end(self, tmp_path: Path) -> None:
-        """Calls reach all ranks, answers come back in rank order, and `close` runs."""
-        closed = tmp_path / "closed"
-        with self.make_runtime() as runtime:
+    def _started(self) -> Runtime:
+        runtime = self.make_runtime()
+        try:
             runtime.start([ResourcePool(name="pool", num_workers=self.num_workers, num_cpus=0.5)])
+        except BaseException:
+            runtime.stop()
+            raise
+        return runtime
+
+    def test_a_group_has_the_worker_s_methods_and_closes_at_the_end(self, tmp_path: Path) -> None:
+        """Calls reach the ranks that their mode names, answers come back in rank order, and `close` runs."""
+        closed, count = tmp_path / "closed", self.num_workers
+        with self._started() as runtime:
+            assert runtime.num_machines >= 1
+            host, port = runtime.free_address("pool")
+            assert host, "the host of a free address is empty"
+            assert 0 < port < 1 << 16, f"{port} is no port"
             group = runtime.create_group(_Probe, "pool", offset=1, closed=str(closed))
-            assert group.ranks() == list(range(self.num_workers))
+            assert group.ranks() == list(range(count))
             assert group.shift([1, 2, 3, 4, 5], by=10) == [12, 13, 14, 15, 16]
-            group.remember(100)
-            assert group.shift([1, 2, 3], by=0) == [101, 102, 103]
+            assert group.remember(100) == 0, "one_to_all gives rank 0's answer"
+            assert group.shift([1, 2, 3], by=0) == [101, 102, 103], "one_to_all reaches every rank"
+            assert group.own(list(range(count))) == [101 * rank for rank in range(count)]
+            assert group.one(count - 1) == (count - 1, count)
+            other = runtime.create_group(_Probe, "pool", offset=7, closed=str(closed))
+            assert other.processes() == group.processes(), "groups on one pool share its processes"
+            assert (other.shift([1], by=0), group.shift([1], by=0)) == ([8], [101]), "each has workers of its own"
             with pytest.raises(LookupError, match="no such thing"):
                 group.fail()
             with pytest.raises(PlacementError, match=r"there is no pool 'elsewhere'; there are \['pool'\]"):
                 runtime.create_group(_Probe, "elsewhere", offset=0, closed="")
-            assert not closed.exists()
-        assert closed.exists()
+            with pytest.raises(PlacementError):
+                runtime.create_group(_Probe, "pool", mesh={"dp": count + 1}, offset=0, closed=str(closed))
+            assert not closed.exists(), "a worker was closed before the end"
+        assert closed.exists(), "no worker was closed"
+        runtime.stop()  # once more does nothing
+
+    def test_members_of_a_fleet_answer_for_themselves_and_end_with_a_run_that_fails(self, tmp_path: Path) -> None:
+        """Each member has arguments of its own; what one raises is its answer; an exception ends the workers too."""
+        closed = tmp_path / "closed"
+
+        def fail_in_between() -> None:
+            with self._started() as runtime:
+                runtime.create_group(_Probe, "pool", offset=0, closed=str(closed))
+                fleet = runtime.create_fleet(_Member, "pool", is_alone=False, offset=10)
+                assert fleet.wait() == fleet.members
+                assert len(fleet.members) == self.num_workers
+                answers = fleet.call(_Member.shift, {member: (member + 1,) for member in fleet.members})
+                assert answers == {member: member + 11 for member in fleet.members}
+                *_, last = fleet.members
+                refused = fleet.call(_Member.shift, {last: (0,)})
+                assert list(refused) == [last], "nobody else was asked"
+                assert isinstance(refused[last], LookupError), "what a member raises is its answer"
+                assert all(isinstance(line, str) for line in fleet.take_news())
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail_in_between()
+        assert closed.exists(), "an exception left the workers behind"

@@ -129,7 +129,7 @@ def rejection_mask(
         measure = per_row[rows]
     if divergence != "k1":
         return mask & (measure <= high)
-    ratio = measure.clamp(max=_LOG_MAX).exp()
+    ratio = measure.exp()
     return mask & (ratio <= high) & ((-measure).exp() >= low if level == "sequence_max" else ratio >= low)
 
 

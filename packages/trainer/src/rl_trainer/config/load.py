@@ -55,7 +55,10 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         key, separator, value = override.partition("=")
         if not separator:
             raise ConfigError(f"override {override!r} is not of the form key=value")
-        _set(tree, key.strip(), yaml.safe_load(value))
+        try:
+            _set(tree, key.strip(), yaml.safe_load(value))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
     _reject_unknown(tree, Config, "")
     try:
         return TypeAdapter(Config).validate_python(tree)

@@ -17,6 +17,7 @@ from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
 from rl_trainer.workers.images import IMAGES, takes_images
 from rl_trainer.workers.reference import ReferenceWorker
+from rl_trainer.workers.teacher import ServedTeacherWorker
 
 if TYPE_CHECKING:
     from rl_trainer.base import Runtime
@@ -53,10 +54,15 @@ def create_engine(
     )
 
 
-def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> EngineWorker:
-    """Place the teacher on the engine pool, laid out like the policy."""
+def create_teacher(config: Config, runtime: Runtime, queue_address: str) -> EngineWorker | ServedTeacherWorker | None:
+    """Place the teacher on the engine pool, laid out like the policy, or what asks a server, if there is to be one."""
     teacher = config.teacher
-    assert teacher is not None, "the caller has checked it"
+    if teacher is None:
+        return None
+    if teacher.url is not None:
+        return runtime.create_group(
+            ServedTeacherWorker, "queue", teacher=teacher, queue_address=queue_address, timeout_s=config.timeout_s
+        )
     path, num_candidates = Path(teacher.path), candidates_of(teacher)
     return create_engine(config, runtime, path, queue_address, None, is_trained=False, num_candidates=num_candidates)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_trainer.metrics import PhaseTimer, StepRecord
+from rl_trainer.metrics import PhaseTimer
 from rl_trainer.pipelines.staleness import create_policy
-from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
+from rl_trainer.pipelines.step import ages_of, begin, evaluate, is_eval_due, learn, record_of
 from rl_trainer.pipelines.stream import RolloutStream
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rl_trainer.config import Config
     from rl_trainer.data import Row
+    from rl_trainer.metrics import StepRecord
     from rl_trainer.pipelines.parts import Parts
 
 
@@ -35,11 +36,7 @@ def run_fully_async(
     timer = PhaseTimer()
     first = start_step + 1
     policy = create_policy(config)
-    with timer.phase("weight_sync"):
-        parts.weights.sync(first)
-    with timer.phase("eval"):
-        accuracy = parts.rollout_manager.evaluate(eval_rows)
-    yield StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=parts.rollout_manager.position)
+    yield begin(parts, eval_rows, start_step, timer)
 
     stream = RolloutStream(parts.agents, parts.rollout_manager, parts.queue, config, policy, first)
     stream.take_over(parts.held)
@@ -53,9 +50,6 @@ def run_fully_async(
             parts.weights.sync(step + 1)
         parts.queue.clear(generated.batch)
         stream.release(step + 1)
-        accuracy = None
-        if is_eval_due(config, step):
-            with timer.phase("eval"):
-                accuracy = parts.rollout_manager.evaluate(eval_rows)
+        accuracy = evaluate(parts, eval_rows, timer) if is_eval_due(config, step) else None
         record = record_of(step, generated, ages, updates, accuracy, timer.take())
         yield replace(record, position=parts.rollout_manager.position, pending=stream.pending, held=stream.held)

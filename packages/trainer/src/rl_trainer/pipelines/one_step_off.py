@@ -13,17 +13,18 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rl_trainer.metrics import PhaseTimer, StepRecord
+from rl_trainer.metrics import PhaseTimer
 from rl_trainer.pipelines import replay
 from rl_trainer.pipelines.held import COLUMNS, claim_held
 from rl_trainer.pipelines.rollouts import Generated
-from rl_trainer.pipelines.step import ages_of, is_eval_due, learn, record_of
+from rl_trainer.pipelines.step import ages_of, begin, evaluate, is_eval_due, learn, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rl_trainer.config import Config
     from rl_trainer.data import Row
+    from rl_trainer.metrics import StepRecord
     from rl_trainer.pipelines.parts import Parts
 
 
@@ -37,11 +38,7 @@ def run_one_step_off(
     """
     timer = PhaseTimer()
     first = start_step + 1
-    with timer.phase("weight_sync"):
-        parts.weights.sync(first)
-    with timer.phase("eval"):
-        accuracy = parts.rollout_manager.evaluate(eval_rows)
-    yield StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=parts.rollout_manager.position)
+    yield begin(parts, eval_rows, start_step, timer)
 
     def generate(step: int) -> Generated:
         if step == first and parts.held:
@@ -66,16 +63,13 @@ def run_one_step_off(
             if parts.replay is not None:  # what the next step replays has been drawn by now
                 parts.replay.keep(generated, step + 1)
             parts.queue.clear(_partition(step))
-            accuracy = None
-            if is_eval_due(config, step):
-                with timer.phase("eval"):
-                    accuracy = parts.rollout_manager.evaluate(eval_rows)
+            accuracy = evaluate(parts, eval_rows, timer) if is_eval_due(config, step) else None
             record = record_of(step, generated, ages, updates, accuracy, timer.take())
             held = upcoming.groups if step < config.steps else ()
             yield replace(record, position=upcoming.position, held=held)
             generated = upcoming
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)  # what still generates is ended with the workers
+        thread.shutdown(wait=False)  # what still generates is ended with the workers
 
 
 def _taken_over(parts: Parts, partition: str) -> Generated:

@@ -36,12 +36,12 @@ from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.reward_server import RewardServers
 from rl_trainer.workers.samples import SampleWorker
 from rl_trainer.workers.services import QueueWorker, RolloutWorker
-from rl_trainer.workers.teacher import ServedTeacherWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from rl_rollout.types import ServerAddress
     from rl_tq.base import TransferQueue
     from rl_trainer.base import Fleet, Runtime
     from rl_trainer.checkpoints import RunState
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rl_trainer.data import Datasets, Row
     from rl_trainer.workers.engine import CriticWorker, EngineWorker, ProcessRewardWorker
     from rl_trainer.workers.reference import ReferenceWorker
+    from rl_trainer.workers.teacher import ServedTeacherWorker
 
 
 R = TypeVar("R")
@@ -154,7 +155,6 @@ def place(
         InputError: no training or no held-out prompt is short enough.
     """
     job = f"{config.name}-{os.getpid()}"
-    is_own_process = config.runtime != "inline"
     runtime.start(resource_pools(config))
     for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", config.queue_storage)):
         check_reach(key, backend, runtime.num_machines)
@@ -165,47 +165,13 @@ def place(
     )
     queue_address = store.address()
     with ThreadPoolExecutor(2, thread_name_prefix="place") as threads:  # processes start side by side
-        servers = threads.submit(
-            runtime.create_fleet,
-            RolloutWorker,
-            "engine" if config.rollout.colocated else "rollout",
-            is_alone=not config.rollout.colocated,
-            backend=config.rollout.backend,
-            config=server_config(config, model_path),
-            weights_address=weights_address,
-            is_own_process=is_own_process,
-            timeout_s=config.timeout_s,
-        )
+        servers = threads.submit(create_servers, config, runtime, model_path, weights_address)
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
         rewards = create_rewards(config, runtime)
         actor = create_engine(config, runtime, model_path, queue_address, weights_address, is_trained=True)
-        reference = moving = None
-        if has_reference(config):
-            start = moving_reference.start_of(config, model_path)
-            reference = (
-                actor
-                if is_own_reference(config)
-                else create_engine(config, runtime, start, queue_address, None, is_trained=False)
-            )
-            if (ema := config.algorithm.ref_ema) is not None:
-                assert output_dir is not None, "a run whose reference moves has a folder"
-                folder = output_dir / moving_reference.FOLDER
-                moved = cast("ReferenceWorker", reference)
-                moving = MovingReference(
-                    actor, moved, ema, folder=folder, start=start, is_colocated=config.rollout.colocated
-                )
-        teacher = served = None
-        if config.teacher is not None and config.teacher.url is not None:
-            served = runtime.create_group(
-                ServedTeacherWorker,
-                "queue",
-                teacher=config.teacher,
-                queue_address=queue_address,
-                timeout_s=config.timeout_s,
-            )
-        elif config.teacher is not None:
-            teacher = create_teacher(config, runtime, queue_address)
+        reference, moving = create_reference(config, runtime, actor, model_path, queue_address, output_dir)
+        teacher = create_teacher(config, runtime, queue_address)
         critic = create_critic(config, runtime, model_path, queue_address)
         process_reward = create_process_reward(config, runtime, model_path, queue_address)
         rollout = servers.result()
@@ -218,31 +184,8 @@ def place(
     capabilities = _answers(rollout, RolloutWorker.capabilities)
     for can in capabilities:
         check_started(config, can, has_images=has_images)
-    workers = runtime.create_fleet(
-        AgentWorker,
-        "agent",
-        config=config.agent,
-        reward=config.reward,
-        max_new_tokens=config.rollout.max_new_tokens,
-        asks_experts=config.engine.router_replay,
-        has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).needs,
-        model_path=str(model_path),
-        servers=addresses,
-        queue_address=queue_address,
-        timeout_s=config.timeout_s,
-    )
-    samples = None
-    if config.tracking.keep_samples:
-        assert output_dir is not None, "a run that keeps samples has a folder"
-        samples = runtime.create_group(
-            SampleWorker,
-            "queue",
-            folder=str(output_dir / FOLDER),
-            model_path=str(model_path),
-            queue_address=queue_address,
-            timeout_s=config.timeout_s,
-        )
-    agents = AgentFleet(workers, addresses)
+    samples = create_samples(config, runtime, model_path, queue_address, output_dir)
+    agents = AgentFleet(create_agents(config, runtime, model_path, queue_address, addresses), addresses)
     if rewards is not None and not config.rollout.colocated:
         agents.use_rewards(rewards.wake())
     prompts = make_prompts(config, datasets, agents.prompt_lengths, position=state.position, returned=state.pending)
@@ -258,7 +201,7 @@ def place(
         actor=actor,
         reference=reference,
         moving_reference=moving,
-        teacher=teacher or served,
+        teacher=teacher,
         critic=critic,
         process_reward=process_reward,
         kl=kl_of(config, state),
@@ -278,6 +221,79 @@ def place(
         eval_rows=prompts.eval_rows,
         samples=samples,
         num_too_long=prompts.num_too_long,
+    )
+
+
+def create_servers(config: Config, runtime: Runtime, model_path: Path, weights_address: str) -> Fleet[RolloutWorker]:
+    """Place the rollout replicas."""
+    return runtime.create_fleet(
+        RolloutWorker,
+        "engine" if config.rollout.colocated else "rollout",
+        is_alone=not config.rollout.colocated,
+        backend=config.rollout.backend,
+        config=server_config(config, model_path),
+        weights_address=weights_address,
+        is_own_process=config.runtime != "inline",
+        timeout_s=config.timeout_s,
+    )
+
+
+def create_agents(
+    config: Config, runtime: Runtime, model_path: Path, queue_address: str, servers: Sequence[ServerAddress]
+) -> Fleet[AgentWorker]:
+    """Place the agent workers, which generate on `servers`."""
+    return runtime.create_fleet(
+        AgentWorker,
+        "agent",
+        config=config.agent,
+        reward=config.reward,
+        max_new_tokens=config.rollout.max_new_tokens,
+        asks_experts=config.engine.router_replay,
+        has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).needs,
+        model_path=str(model_path),
+        servers=servers,
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
+    )
+
+
+def create_reference(
+    config: Config,
+    runtime: Runtime,
+    actor: EngineWorker,
+    model_path: Path,
+    queue_address: str,
+    output_dir: Path | None,
+) -> tuple[EngineWorker | None, MovingReference | None]:
+    """Place the reference, if there is to be one that is not the actor, and what moves it."""
+    if not has_reference(config):
+        return None, None
+    if is_own_reference(config):
+        return actor, None
+    start, ema = moving_reference.start_of(config, model_path), config.algorithm.ref_ema
+    reference = create_engine(config, runtime, start, queue_address, None, is_trained=False)
+    if ema is None:
+        return reference, None
+    assert output_dir is not None, "a run whose reference moves has a folder"
+    folder, moved = output_dir / moving_reference.FOLDER, cast("ReferenceWorker", reference)
+    is_colocated = config.rollout.colocated
+    return reference, MovingReference(actor, moved, ema, folder=folder, start=start, is_colocated=is_colocated)
+
+
+def create_samples(
+    config: Config, runtime: Runtime, model_path: Path, queue_address: str, output_dir: Path | None
+) -> SampleWorker | None:
+    """Place what keeps samples, if they are to be kept."""
+    if not config.tracking.keep_samples:
+        return None
+    assert output_dir is not None, "a run that keeps samples has a folder"
+    return runtime.create_group(
+        SampleWorker,
+        "queue",
+        folder=str(output_dir / FOLDER),
+        model_path=str(model_path),
+        queue_address=queue_address,
+        timeout_s=config.timeout_s,
     )
 
 

@@ -103,7 +103,7 @@ class Replay:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; the rows are in the queue's snapshot."""
-        groups = [used.group.as_tuple() for _, used in sorted(self._used.items())]
+        groups = [used.group.as_tuple() for used in self._used.values()]
         return {"columns": [*self.columns], "groups": groups, "drawn": self._drawn}
 
     def restore(self, state: Mapping[str, Any]) -> int:

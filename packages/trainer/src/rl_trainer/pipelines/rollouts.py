@@ -164,7 +164,7 @@ class RolloutManager:
         self.order.give_back(rows)
         self._given_back |= set(rows)
         for job in jobs:
-            self._row_of.pop(job.group_id, None)  # a complete one has been observed
+            self._row_of.pop(job.group_id, None)  # nobody will observe it; a complete one has been
         return len(rows)
 
     def evaluate(self, rows: Sequence[Row]) -> float:

@@ -17,10 +17,25 @@ if TYPE_CHECKING:
 
     from rl_tq.types import BatchMeta
     from rl_trainer.config import Config, ReplaySection
+    from rl_trainer.data import Row
     from rl_trainer.metrics import PhaseTimer
     from rl_trainer.pipelines.parts import Parts
     from rl_trainer.pipelines.rollouts import Generated
     from rl_trainer.workers.engine import UpdateReport
+
+
+def begin(parts: Parts, eval_rows: Sequence[Row], start_step: int, timer: PhaseTimer) -> StepRecord:
+    """Give the servers the first weights, of version `start_step + 1`, and measure the policy before it learns."""
+    with timer.phase("weight_sync"):
+        parts.weights.sync(start_step + 1)
+    accuracy = evaluate(parts, eval_rows, timer)
+    return StepRecord.of_evaluation(start_step, accuracy, timer.take(), position=parts.rollout_manager.position)
+
+
+def evaluate(parts: Parts, eval_rows: Sequence[Row], timer: PhaseTimer) -> float:
+    """Mean reward on held-out rows."""
+    with timer.phase("eval"):
+        return parts.rollout_manager.evaluate(eval_rows)
 
 
 def learn(parts: Parts, config: Config, batch: BatchMeta, step: int, timer: PhaseTimer) -> list[dict[str, float]]:

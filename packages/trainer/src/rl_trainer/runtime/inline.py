@@ -91,8 +91,14 @@ class _InlineFleet(Fleet[W]):
         return (0,)
 
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
-        with span(method.__qualname__):
-            return {member: method(self._worker, *own) for member, own in arguments.items()}
+        answers: dict[int, R | Exception] = {}
+        for member, own in arguments.items():
+            with span(method.__qualname__):
+                try:
+                    answers[member] = method(self._worker, *own)
+                except Exception as error:  # noqa: BLE001 - an answer
+                    answers[member] = error
+        return answers
 
     def wait(self) -> tuple[int, ...]:
         return self.members

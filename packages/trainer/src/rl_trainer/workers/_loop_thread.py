@@ -6,6 +6,8 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rl_trainer.errors import WorkerTimeoutError
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine
     from concurrent.futures import Future
@@ -25,14 +27,18 @@ class LoopThread:
         """Run to the end and return the result.
 
         Raises:
-            TimeoutError: it took longer; it is cancelled.
+            WorkerTimeoutError: it took longer; it is cancelled.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
-        except BaseException:
+        except BaseException as error:
+            if future.done() or not isinstance(error, TimeoutError):
+                raise
+            what = f"{work.__qualname__} of the {self._thread.name} worker"
+            raise WorkerTimeoutError(f"{what} did not end within timeout_s={timeout_s:g} s; it was cancelled") from None
+        finally:
             future.cancel()
-            raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run in the background."""

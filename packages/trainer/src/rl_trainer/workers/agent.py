@@ -287,12 +287,13 @@ class AgentWorker:
                 async for group in groups:
                     group_id = jobs[group.row_index].group_id
                     greedy = None if baselines is None else (await baselines)[group_id]
-                    failures = [*group.failures, *([greedy] if isinstance(greedy, Failure) else [])]
-                    if failures:
-                        ledger.failed(group_id, failures)
+                    if isinstance(greedy, Failure):
+                        ledger.failed(group_id, [*group.failures, greedy])
+                    elif group.failures:
+                        ledger.failed(group_id, group.failures)
                     else:
                         samples = [sample for rollout in group.rollouts for sample in scored(rollout)]
-                        writer.add((group_id, samples, None if isinstance(greedy, Failure) else greedy))
+                        writer.add((group_id, samples, greedy))
         finally:  # also when it is stopped: what is complete is written
             if baselines is not None:
                 baselines.cancel()

@@ -78,8 +78,16 @@ class _EngineRank:
     """
 
     def __init__(
-        self, *, backend: str, config: EngineConfig, inputs: Sequence[str], queue_address: str, timeout_s: float
+        self,
+        context: WorkerContext,
+        *,
+        backend: str,
+        config: EngineConfig,
+        queue_address: str,
+        inputs: Sequence[str] = (),
+        timeout_s: float = 600.0,
     ) -> None:
+        del context
         self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.create_engine(backend, config)
@@ -148,21 +156,8 @@ class _EngineRank:
 class CriticWorker(_EngineRank):
     """One rank of the value function."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        backend: str,
-        config: EngineConfig,
-        clip: float,
-        queue_address: str,
-        inputs: Sequence[str] = (),
-        timeout_s: float = 600.0,
-    ) -> None:
-        del context
-        super().__init__(
-            backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
-        )
+    def __init__(self, context: WorkerContext, *, clip: float, **rest: Any) -> None:
+        super().__init__(context, **rest)
         self._loss = ValueLossFunction(clip=clip)
 
     @register(Dispatch.SPLIT)
@@ -179,21 +174,7 @@ class CriticWorker(_EngineRank):
 class ProcessRewardWorker(_EngineRank):
     """One rank of an implicit process reward model: a model whose log-ratio to the start policy is a reward."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        backend: str,
-        config: EngineConfig,
-        queue_address: str,
-        inputs: Sequence[str] = (),
-        timeout_s: float = 600.0,
-    ) -> None:
-        del context
-        super().__init__(
-            backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
-        )
-        self._loss = ProcessRewardLoss()
+    _loss = ProcessRewardLoss()
 
     @register(Dispatch.SPLIT)
     def compute_process_rewards(self, batch: BatchMeta) -> BatchMeta:
@@ -241,7 +222,7 @@ class EngineWorker(_EngineRank):
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
-            backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
+            context, backend=backend, config=config, inputs=inputs, queue_address=queue_address, timeout_s=timeout_s
         )
         self._algorithm = algorithm
         has_old = has_old_pass or algorithm.old_logprobs == "rollout"

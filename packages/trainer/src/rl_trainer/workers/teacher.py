@@ -78,6 +78,10 @@ class ServedTeacherWorker:
         columns = TensorDict({"teacher_logprobs": column}, batch_size=[len(batch)])
         return self._queue.put(columns, partition=batch.partition, sample_ids=batch.sample_ids)
 
+    @register(Dispatch.RANK_ZERO)
+    def offload(self) -> None:
+        """Nothing: the model is the server's."""
+
     async def _score_all(self, rows: Sequence[tuple[list[int], ...]]) -> list[tuple[float, ...]]:
         turns = asyncio.Semaphore(_AT_A_TIME)
 
