@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import pairwise
 from typing import Any
 
@@ -178,6 +179,30 @@ def test_backward_matches_float64(kernels: Implementation, dtype: torch.dtype, v
     assert torch.equal(out, logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("vocab", "offset"), [(1, 0), (999, 0), (4104, 0), (4104, 2), (4104, 5)])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradient_in_a_narrower_type(
+    kernels: Implementation, dtype: torch.dtype, vocab: int, offset: int, with_entropy: bool
+) -> None:
+    """The same numbers, rounded once; whole vectors or not, as addresses allow."""
+    if kernels.name == "cpu":
+        pytest.skip("on a CPU gradients have the type of their logits")
+    logits, labels = make_rows(kernels, 9, vocab, torch.float32)
+    wide = torch.zeros(9, vocab + 8, device=kernels.device)
+    wide[:, offset : offset + vocab] = logits
+    logits = wide[:, offset : offset + vocab]
+    grads = (torch.ones(9, device=kernels.device), torch.ones(9, device=kernels.device) if with_entropy else None)
+    full = torch.empty(9, vocab, device=kernels.device)
+    backward(kernels, logits, labels, grads, full)
+    room = torch.full((9, vocab + 8), 123.0, dtype=dtype, device=kernels.device)
+    narrow = room[:, 4 : 4 + vocab]
+    backward(kernels, logits, labels, grads, narrow)
+    assert torch.equal(narrow, full.to(dtype))
+    assert (room[:, :4] == 123).all()
+    assert (room[:, 4 + vocab :] == 123).all()
+
+
 def test_target_gradient_survives_confidence(kernels: Implementation) -> None:
     """Where p is almost 1, 1 - p taken in bfloat16 would be 0 or 2^-8."""
     logits = torch.zeros(1, 64, dtype=torch.bfloat16, device=kernels.device)
@@ -266,6 +291,56 @@ def test_linear_forward_and_backward(kernels: Implementation, dtype: torch.dtype
         assert relative_error(ours, theirs) < (2e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("room", "blocks"), [(1 << 30, 1), (1 << 18, 1), (30000, 3)])
+@pytest.mark.parametrize("need", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
+def test_linear_backward_in_blocks(
+    kernels: Implementation,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    room: int,
+    blocks: int,
+    need: tuple[bool, bool, bool],
+) -> None:
+    """One block, blocks of columns, and blocks of rows and columns."""
+    head = importlib.import_module(f"{kernels.module.__name__}.head")
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn(70, 64, generator=generator).to(kernels.device, dtype)
+    weight = (torch.randn(1111, 64, generator=generator) * 0.3).to(kernels.device, dtype)
+    bias = torch.randn(1111, generator=generator).to(kernels.device, dtype)
+    labels = torch.randint(0, 1111, (70,), generator=generator).to(kernels.device)
+    labels[:9] = torch.tensor([-100, 0, 127, 128, 255, 256, 1023, 1024, 1110])
+    upstream = [torch.randn(70, generator=generator).to(kernels.device) for _ in range(2)]
+    scored, entropies, _, lse = kernels.call(
+        "linear_logprobs_forward", hidden, weight, labels, bias, 0.7, 9.0, -100, True, False, None, False
+    )
+    monkeypatch.setattr(head, "CHUNK_BYTES", room)
+    if kernels.name != "cpu":
+        monkeypatch.setattr(head, "LEAST_COLUMNS", 128)
+        height, width = head._block_shape(hidden, 1111, None, False)
+        assert -(-70 // height) == blocks
+        assert (width == 1111) == (room == 1 << 30)
+    found = kernels.call(
+        "linear_logprobs_backward", hidden, weight, labels, bias, scored, lse, upstream[0], entropies, upstream[1],
+        0.7, 9.0, -100, None, False, need,
+    )  # fmt: skip
+    operands = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    wanted = reference.linear_logprobs(
+        *operands[:2], labels, bias=operands[2], temperature=0.7, softcap=9.0, entropy=True
+    )
+    assert wanted.entropy is not None
+    total = (wanted.logprobs * upstream[0]).sum() + (wanted.entropy * upstream[1]).sum()
+    for ours, theirs, is_needed in zip(found, torch.autograd.grad(total, operands), need, strict=True):
+        if not is_needed:
+            assert ours is None
+            continue
+        assert ours.dtype == dtype
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            ours.double(), theirs, rtol=step + 1e-4, atol=step * float(theirs.abs().max()) + 1e-5
+        )
+
+
 @pytest.mark.parametrize("through_head", [False, True])
 def test_a_gradient_of_the_entropy_alone(kernels: Implementation, through_head: bool) -> None:
     """Nothing asks for that of the log-probs: autograd hands over None."""
@@ -319,9 +394,18 @@ def test_linear_batch_invariance(kernels: Implementation) -> None:
             True,
         )[0]
 
-    whole = run(slice(0, 300))
+    def gradient(rows: slice) -> Tensor:
+        part = hidden[rows], weight, labels[rows], None
+        scored, _, _, lse = kernels.call("linear_logprobs_forward", *part, 1.0, None, None, False, False, None, True)
+        return kernels.call(
+            "linear_logprobs_backward", *part, scored, lse, torch.ones_like(lse), None, None, 1.0, None, None, None,
+            True, (True, False, False),
+        )[0]  # fmt: skip
+
+    whole, whole_gradient = run(slice(0, 300)), gradient(slice(0, 300))
     for rows in (slice(0, 1), slice(37, 38), slice(250, 300), slice(5, 270)):
         assert torch.equal(run(rows), whole[rows])
+        assert torch.equal(gradient(rows), whole_gradient[rows])
 
 
 def test_no_rows(kernels: Implementation) -> None:

@@ -10,14 +10,16 @@ from table import DEVICE, ROWS, VOCAB, Table
 from timing import measure
 
 from rl_csrc import _impl_cuda as ours
-from rl_csrc._impl_cuda.head import GRADIENT_ROWS
+from rl_csrc._impl_cuda.head import GRADIENT_ROWS, _block_shape, _blocks  # pyright: ignore[reportPrivateUsage]
 from rl_csrc._types import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ALONE = "the products alone, without the kernels between them"
-BEYOND = "peak beyond operands, returned gradients and (ours) the float32 accumulator; the op's own room is 0.65 GiB"
+BEYOND = (
+    "peak beyond operands, returned gradients and, of policy_loss_from_hidden, its float32 total; our room is 0.65 GiB"
+)
 
 
 def linear(table: Table) -> None:
@@ -85,10 +87,11 @@ def linear_at(table: Table, width: int) -> None:
         )  # fmt: skip
 
     gradients = hidden.nbytes + weight.nbytes
-    accumulator = 4 * weight.numel() + gradients
-    own_products(table, hidden, weight)
-    with_memory(table, metric, "rl_csrc.linear_logprobs", recompute, accumulator, 1 / 1.10)
+    recomputed_products(table, metric, hidden, weight)
+    with_memory(table, metric, "rl_csrc.linear_logprobs", recompute, gradients, 1 / 1.10)
     metric = f"policy_loss_from_hidden, 3 products {shape}"
+    own_products(table, metric, hidden, weight)
+    accumulator = 4 * weight.numel() + gradients
     table.add(metric, "its 3 torch.mm", [one + pair], role="limit")
     mask = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
     cu_seqlens = torch.arange(0, ROWS + 1, 512, device=DEVICE)
@@ -104,8 +107,36 @@ def linear_at(table: Table, width: int) -> None:
     peers_linear(table, metric, hidden, weight, labels)
 
 
-def own_products(table: Table, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """The products that the gradient ops make, in the shapes and types they make them, without what is between."""
+def recomputed_products(table: Table, metric: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """The products of `linear_logprobs`, forward and backward, in their shapes and types, without what is between."""
+    height, width = _block_shape(hidden, VOCAB, None, False)
+    assert height == ROWS
+    forward = torch.empty(ROWS // 8, VOCAB, device=DEVICE)
+    logits = torch.empty(height * width, device=DEVICE)
+    gradient = torch.empty(height * width, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)
+    total = torch.zeros(hidden.shape, device=DEVICE)
+    dweight = torch.empty_like(weight)
+
+    def backward() -> None:
+        for columns in _blocks(VOCAB, width):
+            shape = height, columns.stop - columns.start
+            size = shape[0] * shape[1]
+            part, grad = weight[columns], gradient[:size].view(shape)
+            torch.mm(hidden, part.t(), out_dtype=torch.float32, out=logits[:size].view(shape))
+            torch.addmm(total, grad, part, out_dtype=torch.float32, out=total)
+            torch.mm(grad.t(), hidden, out=dweight[columns])
+
+    def both() -> None:
+        for part in hidden.split(ROWS // 8):
+            torch.mm(part, weight.t(), out_dtype=torch.float32, out=forward)
+        backward()
+
+    table.add(metric, "its torch.mm, in its blocks", measure(both, repeats=7), note=ALONE)
+    table.add(metric, "those of the backward", measure(backward, repeats=7), note=ALONE)
+
+
+def own_products(table: Table, metric: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """The products of `policy_loss_from_hidden`, in their shapes and types, without what is between."""
     rows, held = GRADIENT_ROWS, 2 * GRADIENT_ROWS  # what the op's room holds at this vocabulary
     logits = torch.empty(rows, VOCAB, device=DEVICE)
     gradient = torch.empty(held, VOCAB, dtype=torch.bfloat16, device=DEVICE).normal_(0, 1e-3)
@@ -119,7 +150,6 @@ def own_products(table: Table, hidden: torch.Tensor, weight: torch.Tensor) -> No
             torch.mm(gradient[: part.shape[0]], weight, out=out)
             torch.addmm(total, gradient[: part.shape[0]].t(), part, out_dtype=torch.float32, out=total)
 
-    metric = f"policy_loss_from_hidden, 3 products H={hidden.shape[1]}"
     table.add(metric, "its torch.mm, in its chunks", measure(run, repeats=7), note=ALONE)
 
 
@@ -127,7 +157,7 @@ def with_memory(
     table: Table, metric: str, system: str, run: Callable[[], None], accumulator: int, share: float | None,
     role: str = "ours", repeats: int = 7,
 ) -> None:  # fmt: skip
-    """Time, and memory beyond operands, gradients returned and (ours) the float32 accumulator."""
+    """Time, and memory beyond operands, gradients returned and a float32 total."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     samples = measure(run, repeats=repeats, warmup=1)

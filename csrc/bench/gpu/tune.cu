@@ -32,7 +32,7 @@ int forward_variant(const Job& j, void* stream) {
 template <int UNROLL, int TILES>
 int backward_variant(const Job& j, void* stream) {
   const int64_t chunks = ceil_div(j.in.vocab, int64_t(kBackwardThreads) * UNROLL * TILES * 8);
-  return launch(backward_kernel<Bf16, 0, UNROLL, TILES>, chunks * j.in.rows, kBackwardThreads, stream, j.in, j.grad, unsigned(chunks));
+  return launch(backward_kernel<Bf16, Bf16, 0, UNROLL, TILES>, chunks * j.in.rows, kBackwardThreads, stream, j.in, j.grad, unsigned(chunks));
 }
 
 template <typename T, int CLUSTER, int THREADS, int N>

@@ -24,7 +24,8 @@ int rl_cuda_logprob_stats(const rl_logits* in, float* stats, void* stream);
 /* Merge `stats` [world, T, 5] in rank order. */
 int rl_cuda_stats_merge(const float* stats, int64_t world, int64_t rows, const rl_logprobs_out* out, void* stream);
 
-int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_grad* grad, void* stream);
+/* `grad_dtype` (rl_dtype) is of `grad_logits`: that of the logits, or any where they are float32; another one may not overlap them. */
+int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_grad* grad, int32_t grad_dtype, void* stream);
 /* Zero the rows [rows, vocab] whose `is_scored` [rows] is 0. */
 int rl_cuda_zero_rows(void* data, int32_t dtype, int64_t row_stride, int64_t rows, int64_t vocab, const uint8_t* is_scored,
                       void* stream);
@@ -71,8 +72,6 @@ typedef struct {
   int64_t grad_stride;           /* elements of grad_dtype */
   int32_t grad_dtype;            /* rl_dtype */
   const float* token_scale;      /* [T] aggregation weight; NULL: 1 */
-  const float* given_grad;       /* [T] gradient of the log-probs: used in place of a loss; NULL: the loss */
-  const float* given_grad_entropy; /* [T] or NULL, with given_grad */
 } rl_fused_out;
 int rl_cuda_policy_loss_from_logits(const rl_logits* in, const rl_loss_spec* spec, const rl_loss_tokens* tokens,
                                     const rl_fused_out* out, void* stream);

@@ -77,6 +77,16 @@ __device__ __forceinline__ uint4 load_plain(const void* p) { return *reinterpret
 
 __device__ __forceinline__ void store_stream(void* p, const uint4& v) { __stcs(reinterpret_cast<uint4*>(p), v); }
 
+// What a vector of T became, as D: 16 bytes, or 8 where four floats are stored as 16-bit numbers.
+template <typename T, typename D>
+__device__ __forceinline__ void store_vec(D* to, const float (&x)[Element<T>::kPerVec]) {
+  if constexpr (sizeof(T) == sizeof(D)) {
+    store_stream(to, pack_vec<D>(x));
+  } else {
+    __stcs(reinterpret_cast<uint2*>(to), make_uint2(Element<D>::pack(x), Element<D>::pack(x + 2)));
+  }
+}
+
 // The 16 bytes that start `shift` bytes into the 32 bytes (lo, hi). `shift` is the same for a whole row.
 __device__ __forceinline__ uint4 funnel(const uint4& lo, const uint4& hi, unsigned shift) {
   uint32_t w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};

@@ -194,7 +194,7 @@ extern "C" int rl_cuda_policy_loss_from_logits(const rl_logits* in, const rl_los
   if (in->rows == 0) return 0;
   if (spec->loss == RL_GSPO || spec->loss == RL_GMPO) return int(cudaErrorInvalidValue);
   if (in->dtype != RL_F32 && in->dtype != out->grad_dtype) return int(cudaErrorInvalidValue);
-  const bool with_entropy = out->entropy || out->given_grad_entropy || spec->entropy_coef != 0.f;
+  const bool with_entropy = out->entropy || spec->entropy_coef != 0.f;
   return by_dtype(in->dtype, [&](auto t) {
     using T = decltype(t);
     if (in->softcap > 0.f) return by_size<T, kDot | kSoftcap>(*in, *spec, *tokens, *out, stream);

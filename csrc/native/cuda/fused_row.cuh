@@ -23,11 +23,7 @@ struct RowWriter {
   __device__ __forceinline__ void write_as(int first, int size, const float (&x)[k]) const {
     Out* to = reinterpret_cast<Out*>(row) + first;
     if (WHOLE || (aligned && first + k <= size)) {
-      if constexpr (sizeof(T) == sizeof(Out)) {
-        store_stream(to, pack_vec<Out>(x));
-      } else {  // 4 elements of 2 bytes
-        __stcs(reinterpret_cast<uint2*>(to), make_uint2(Element<Out>::pack(x), Element<Out>::pack(x + 2)));
-      }
+      store_vec<T, Out>(to, x);
       return;
     }
     if constexpr (!WHOLE) {
@@ -52,7 +48,7 @@ struct RowWriter {
 
 // What a row's gradient reads beside its logits, fetched before the logits are waited for.
 struct RowInputs {
-  float label_x, old, advantage, ref, weight, share, given, given_entropy;
+  float label_x, old, advantage, ref, weight, share;
 };
 
 template <typename T>
@@ -60,11 +56,8 @@ __device__ __forceinline__ RowInputs row_inputs(const rl_logits& a, const rl_los
                                                 int64_t label, const T* src) {
   RowInputs r;
   r.label_x = label >= 0 && label < a.vocab ? Element<T>::to_float(src[label]) : NAN;
-  const bool given = out.given_grad != nullptr;
-  r.given = given ? out.given_grad[i] : 0.f;
-  r.given_entropy = out.given_grad_entropy ? out.given_grad_entropy[i] : 0.f;
-  r.old = given ? 0.f : tokens.old_logprobs[i];
-  r.advantage = given ? 0.f : tokens.advantages[i];
+  r.old = tokens.old_logprobs[i];
+  r.advantage = tokens.advantages[i];
   r.ref = tokens.ref_logprobs ? tokens.ref_logprobs[i] : 0.f;
   r.weight = tokens.weights ? tokens.weights[i] : 1.f;
   r.share = (out.token_scale ? out.token_scale[i] : 1.f) / denominator_of(tokens);
@@ -85,7 +78,6 @@ __device__ __forceinline__ RowGrad row_gradient(const Stats& st, const RowInputs
     if (out.logprobs) out.logprobs[i] = result.logprob;
     if (out.entropy) out.entropy[i] = result.entropy;
   }
-  if (out.given_grad) return make_grad(in.given, in.given_entropy, result.logprob, result.lse, result.entropy, scale);
   const Term term = token_term(spec, result.logprob, in.old, in.advantage, 0.f);
   const Kl kl = tokens.ref_logprobs ? kl_term(spec.kl, result.logprob - in.ref) : Kl{0.f, 0.f};
   const float g = (term.grad * in.weight + spec.kl_coef * kl.grad) * in.share;

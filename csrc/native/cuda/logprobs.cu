@@ -108,7 +108,8 @@ __device__ __forceinline__ RowGrad row_grad(const rl_logits& a, const rl_logprob
   return make_grad(up, up_entropy, g.logprobs[i], g.lse[i], g.grad_entropy ? g.entropy[i] : 0.f, scale);
 }
 
-template <typename T, int MODE, int UNROLL = kBackwardUnroll, int TILES = kBackwardTiles>
+// D: the gradient's type, T itself or, for float32 logits, any.
+template <typename T, typename D, int MODE, int UNROLL = kBackwardUnroll, int TILES = kBackwardTiles>
 __global__ void __launch_bounds__(kBackwardThreads) backward_kernel(const rl_logits a, const rl_logprobs_grad g, unsigned chunks) {
   constexpr int k = Element<T>::kPerVec;
   constexpr int kChunk = kBackwardThreads * UNROLL * TILES;  // vectors
@@ -116,23 +117,23 @@ __global__ void __launch_bounds__(kBackwardThreads) backward_kernel(const rl_log
   const int64_t chunk = blockIdx.x % chunks;
   const int64_t r = logits_row(a, i);
   const T* src = static_cast<const T*>(a.data) + r * a.row_stride;
-  T* dst = static_cast<T*>(g.grad_logits) + r * g.grad_stride;
+  D* dst = static_cast<D*>(g.grad_logits) + r * g.grad_stride;
   const Scale scale = row_scale(a, i);
   const int64_t id = a.labels[i];
   const RowGrad grad = row_grad(a, g, i, scale, is_ignored(a, id));
   const int64_t offset = id - a.vocab_start;
   const int64_t label = offset >= 0 && offset < a.vocab ? offset : -a.vocab;  // in another shard: no column's
-  const uintptr_t at = reinterpret_cast<uintptr_t>(dst);
-  const bool vectors = ((reinterpret_cast<uintptr_t>(src) ^ at) & 15) == 0;
-  // Columns before the first 16-byte boundary, whole vectors after it, columns after the last whole vector.
-  int64_t head = vectors ? int64_t((16 - (at & 15)) & 15) / int64_t(sizeof(T)) : a.vocab;
-  if (head > a.vocab) head = a.vocab;
+  // Columns before the first 16-byte boundary of the logits, whole vectors after it, columns after the last whole vector.
+  const uintptr_t at = reinterpret_cast<uintptr_t>(src);
+  int64_t head = int64_t((16 - (at & 15)) & 15) / int64_t(sizeof(T));
+  const bool aligned = (reinterpret_cast<uintptr_t>(dst + head) & (k * sizeof(D) - 1)) == 0;
+  if (!aligned || head > a.vocab) head = a.vocab;
   const int64_t num_vecs = (a.vocab - head) / k;
   auto one = [&](int64_t j) {
     if (grad.is_zero) {
-      dst[j] = Element<T>::from_float(0.f);
+      dst[j] = Element<D>::from_float(0.f);
     } else {
-      dst[j] = Element<T>::from_float(logit_grad<MODE>(Element<T>::to_float(src[j]), j == label, grad, scale));
+      dst[j] = Element<D>::from_float(logit_grad<MODE>(Element<T>::to_float(src[j]), j == label, grad, scale));
     }
   };
   const int64_t stop = min(num_vecs, (chunk + 1) * kChunk);
@@ -149,13 +150,9 @@ __global__ void __launch_bounds__(kBackwardThreads) backward_kernel(const rl_log
     for (int u = 0; u < UNROLL; ++u) {
       const int64_t n = first + u * kBackwardThreads;
       if (n >= stop) continue;
-      uint4 packed = make_uint4(0, 0, 0, 0);
-      if (!grad.is_zero) {
-        float out[k];
-        vec_grad<T, MODE>(v[u], int(head + n * k), int(label), grad, scale, out);
-        packed = pack_vec<T>(out);
-      }
-      store_stream(dst + head + n * k, packed);
+      float out[k] = {};
+      if (!grad.is_zero) vec_grad<T, MODE>(v[u], int(head + n * k), int(label), grad, scale, out);
+      store_vec<T, D>(dst + head + n * k, out);
     }
   }
   const int64_t threads = int64_t(chunks) * kBackwardThreads;
@@ -174,6 +171,16 @@ int forward(const rl_logits& a, const rl_logprobs_out& out, float* packed, void*
                                                   : forward_kernel<T, 0>;
     return launch(kernel, a.rows, kForwardThreads, stream, a, out, packed);
   });
+}
+
+template <typename T, typename D>
+int backward(const rl_logits& a, const rl_logprobs_grad& grad, void* stream) {
+  const int64_t per_block = int64_t(kBackwardThreads) * kBackwardUnroll * kBackwardTiles * Element<T>::kPerVec;
+  const int64_t chunks = ceil_div(a.vocab, per_block);
+  auto* kernel = a.softcap > 0.f      ? backward_kernel<T, D, kDot | kSoftcap>
+                 : grad.grad_entropy ? backward_kernel<T, D, kDot>
+                                     : backward_kernel<T, D, 0>;
+  return launch(kernel, chunks * a.rows, kBackwardThreads, stream, a, grad, unsigned(chunks));
 }
 
 // One block per row: rows that no label scores have no gradient.
@@ -211,17 +218,17 @@ extern "C" int rl_cuda_stats_merge(const float* stats, int64_t world, int64_t ro
   return rl::launch(rl::merge_kernel, rl::ceil_div(rows, 256), 256, stream, stats, world, rows, *out);
 }
 
-extern "C" int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_grad* grad, void* stream) {
+extern "C" int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_grad* grad, int32_t grad_dtype, void* stream) {
   using namespace rl;
   if (in->rows == 0) return 0;
+  if (in->dtype != RL_F32 && in->dtype != grad_dtype) return int(cudaErrorInvalidValue);
   return by_dtype(in->dtype, [&](auto t) {
     using T = decltype(t);
-    const int64_t per_block = int64_t(kBackwardThreads) * kBackwardUnroll * kBackwardTiles * Element<T>::kPerVec;
-    const int64_t chunks = ceil_div(in->vocab, per_block);
-    auto* kernel = in->softcap > 0.f    ? backward_kernel<T, kDot | kSoftcap>
-                   : grad->grad_entropy ? backward_kernel<T, kDot>
-                                        : backward_kernel<T, 0>;
-    return launch(kernel, chunks * in->rows, kBackwardThreads, stream, *in, *grad, unsigned(chunks));
+    if constexpr (sizeof(T) == 2) {
+      return backward<T, T>(*in, *grad, stream);
+    } else {
+      return by_dtype(grad_dtype, [&](auto d) { return backward<T, decltype(d)>(*in, *grad, stream); });
+    }
   });
 }
 #endif  // RL_CSRC_TUNE

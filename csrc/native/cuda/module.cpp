@@ -105,7 +105,7 @@ void bind_logprobs(py::module_& m) {
     });
   });
   m.def("logprobs_backward", [](const rl_logits& a, const Arg& logprobs, const Arg& lse, const Arg& entropy, const Arg& grad_logprobs,
-                                const Arg& grad_entropy, const Arg& grad_logits, int64_t grad_stride, Stream stream) {
+                                const Arg& grad_entropy, const Arg& grad_logits, int64_t grad_stride, int grad_dtype, Stream stream) {
     rl_logprobs_grad g{};
     g.logprobs = RL_AT(float, logprobs);
     g.lse = RL_AT(float, lse);
@@ -114,7 +114,7 @@ void bind_logprobs(py::module_& m) {
     g.grad_entropy = RL_AT(float, grad_entropy);
     g.grad_logits = RL_AT(void, grad_logits);
     g.grad_stride = grad_stride;
-    launch("logprobs_backward", [&] { return rl_cuda_logprobs_backward(&a, &g, as_stream(stream)); });
+    launch("logprobs_backward", [&] { return rl_cuda_logprobs_backward(&a, &g, grad_dtype, as_stream(stream)); });
   });
 }
 
@@ -140,9 +140,9 @@ void bind_loss(py::module_& m) {
   // False where a row does not fit on the chip: nothing was launched.
   m.def("policy_loss_from_logits", [](const rl_logits& a, const rl_loss_spec& s, const rl_loss_tokens& t, const Arg& logprobs,
                                       const Arg& entropy, const Arg& grad_logits, int64_t grad_stride, int grad_dtype, const Arg& token_scale,
-                                      const Arg& given_grad, const Arg& given_grad_entropy, Stream stream) {
-    const rl_fused_out out{RL_AT(float, logprobs), RL_AT(float, entropy),     RL_AT(void, grad_logits), grad_stride,
-                           grad_dtype,          RL_AT(float, token_scale), RL_AT(float, given_grad), RL_AT(float, given_grad_entropy)};
+                                      Stream stream) {
+    const rl_fused_out out{RL_AT(float, logprobs), RL_AT(float, entropy), RL_AT(void, grad_logits),
+                           grad_stride,            grad_dtype,            RL_AT(float, token_scale)};
     bool fits = true;
     launch("policy_loss_from_logits", [&] {
       const int status = rl_cuda_policy_loss_from_logits(&a, &s, &t, &out, as_stream(stream));

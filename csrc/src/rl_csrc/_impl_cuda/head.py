@@ -8,7 +8,7 @@ import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
 from rl_csrc._impl_cuda._common import new_floats, on_its_device, stream_of
-from rl_csrc._impl_cuda.policy import fused_rows, given_rows, policy_loss, token_arguments, token_scale
+from rl_csrc._impl_cuda.policy import fused_rows, policy_loss, token_arguments, token_scale
 from rl_csrc._impl_cuda.softmax import logits_arguments, logprobs_backward, logprobs_forward
 
 if TYPE_CHECKING:
@@ -21,13 +21,17 @@ CHUNK_BYTES = 670 << 20
 
 
 GRADIENT_ROWS = 512
-"""Rows of float32 logits at a time where gradients are made: every such product reads the whole weight. The rest of the
-room collects gradients in the operands' type: every product for the gradient of the weight reads and writes its whole
-float32 total. On an H200, 256 rows took as long at a width of 2048 and 6% more at 4096."""
+"""Rows of float32 logits at a time where a loss stands between them and their gradient: every such product reads the
+whole weight. The rest of the room collects gradients in the operands' type: every product for the weight's gradient
+reads and writes its whole float32 total. On an H200, 256 rows took as long at a width of 2048 and 6% more at 4096."""
 
 
 INVARIANT_ROWS = 256
 """Rows of every matrix product where the bits may not depend on the batch."""
+
+
+LEAST_COLUMNS = 1024
+"""Columns of the vocabulary, at least, in a block of logits that are computed again."""
 
 
 def _chunk_rows(vocab: int, rows: int, chunk_rows: int | None, batch_invariant: bool) -> int:
@@ -56,6 +60,28 @@ def _addmm_f32(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
+def _blocks(num: int, each: int) -> list[slice]:
+    return [slice(first, min(first + each, num)) for first in range(0, num, each)]
+
+
+def _part(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[rows]
+
+
+def _padded(hidden: Tensor, height: int) -> Tensor:
+    """With rows of zeros below: the same product, so the same kernel and order of sums, for any number of rows."""
+    return torch.cat([hidden, hidden.new_zeros(height - hidden.shape[0], hidden.shape[1])])
+
+
+def _matrix(buffer: Tensor, height: int, columns: slice) -> Tensor:
+    width = columns.stop - columns.start
+    return buffer[: height * width].view(height, width)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+
+
 class _Head:
     """The LM head in chunks of rows: one buffer of float32 logits, used again for every chunk."""
 
@@ -66,17 +92,14 @@ class _Head:
 
     def chunks(self) -> list[slice]:
         """The rows of each chunk."""
-        num = self._hidden.shape[0]
-        return [slice(first, min(first + self._chunk, num)) for first in range(0, num, self._chunk)]
+        return _blocks(self._hidden.shape[0], self._chunk)
 
     def logits(self, rows: slice) -> Tensor:
         """`[rows, V]` float32 logits, valid until the next call."""
         hidden = self._hidden[rows]
         num = hidden.shape[0]
-        if (
-            self._pad and num < self._chunk
-        ):  # the same product, so the same kernel and order of sums, for any number of rows
-            hidden = torch.cat([hidden, hidden.new_zeros(self._chunk - num, hidden.shape[1])])
+        if self._pad:
+            hidden = _padded(hidden, self._chunk)
         logits = self._buffer[: hidden.shape[0]]
         _mm_f32(hidden, self._weight_t, logits)
         if self._bias is not None:
@@ -115,8 +138,8 @@ def linear_logprobs_forward(
         _cuda.logprobs(
             arguments,
             scored[rows],
-            None if entropies is None else entropies[rows],
-            None if squares is None else squares[rows],
+            _part(entropies, rows),
+            _part(squares, rows),
             lse[rows],
             stream_of(hidden),
         )
@@ -126,6 +149,20 @@ def linear_logprobs_forward(
 def _without_ignored(hidden: Tensor, valid: Tensor) -> Tensor:
     """`hidden` with the rows of ignored labels zeroed: a NaN there must not reach the gradient of the weight."""
     return hidden.masked_fill(~valid[:, None], 0)
+
+
+def _block_shape(hidden: Tensor, vocab: int, chunk_rows: int | None, batch_invariant: bool) -> tuple[int, int]:
+    """Rows and columns of the logits whose gradient is made at a time: of all rows, where those are not too many."""
+    num, width = hidden.shape
+    room = CHUNK_BYTES * 3 // 4  # the rest is for the block's float32 gradient of hidden
+    each = 4 if hidden.dtype == torch.float32 else 4 + hidden.element_size()
+    if batch_invariant:
+        rows = INVARIANT_ROWS
+    else:
+        most = chunk_rows or min((CHUNK_BYTES - room) // (4 * max(width, 1)), room // (each * LEAST_COLUMNS))
+        rows = -(-num // max(1, -(-num // most)))  # blocks of one size
+    columns = room // (each * max(rows, 1))
+    return max(rows, 1), min(vocab, max(columns - columns % 128, LEAST_COLUMNS))
 
 
 @on_its_device
@@ -146,41 +183,61 @@ def linear_logprobs_backward(
     batch_invariant: bool,
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias; the logits are computed again, their gradient overwrites them."""
-    num = labels.shape[0]
-    if grad_logprobs is None:  # given_rows takes a gradient, or computes a loss
-        grad_logprobs = torch.zeros_like(lse)
+    """Gradients of hidden, weight and bias; the logits are computed again, block by block.
+
+    The log-sum-exp of a row is known, so that a block need not hold whole rows: it holds columns of all rows, where
+    those are not too many. The gradient of the weight is then one product, and only that of hidden a sum over blocks.
+    """
+    num, vocab = labels.shape[0], weight.shape[0]
     if ignore_index is not None:
         hidden = _without_ignored(hidden, labels != ignore_index)
-    chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant)
-    gradients = _HeadGradients(hidden, weight, need, chunk)
-    head = _Head(hidden, weight, bias, chunk, batch_invariant)
-    for rows in head.chunks():
-        logits = head.logits(rows)
-        out = gradients.room(rows, logits)
-        upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
-        row_temperature = _rows_of(temperature, rows)
-        if not given_rows(logits, labels[rows], *upstream, row_temperature, softcap, ignore_index, out):
-            row_entropy = None if entropy is None else entropy[rows]
+    height, width = _block_shape(hidden, vocab, chunk_rows, batch_invariant)
+    row_blocks, column_blocks = _blocks(num, height), _blocks(vocab, width)
+    buffer = new_floats(hidden, height * width)
+    narrow = None if hidden.dtype == torch.float32 else hidden.new_empty(height * width)
+    grad_hidden = torch.empty_like(hidden) if need[0] else None
+    grad_weight = None
+    if need[1]:
+        grad_weight = torch.empty_like(weight) if len(row_blocks) == 1 else _zeros(weight.shape, weight)
+    grad_bias = _zeros((vocab,), weight) if need[2] else None
+    for rows in row_blocks:
+        part = _padded(hidden[rows], height) if batch_invariant else hidden[rows]
+        total = None if grad_hidden is None else _zeros(part.shape, part)
+        scored = slice(0, rows.stop - rows.start)
+        for columns in column_blocks:
+            logits = _matrix(buffer, part.shape[0], columns)
+            _mm_f32(part, weight[columns].t(), logits)
+            if bias is not None:
+                logits.add_(bias[columns])
+            gradient = logits if narrow is None else _matrix(narrow, part.shape[0], columns)
             logprobs_backward(
-                logits, labels[rows], logprobs[rows], lse[rows], upstream[0], row_entropy, upstream[1],
-                row_temperature, softcap, ignore_index, None, 0, logits,
+                logits[scored], labels[rows], logprobs[rows], lse[rows], _part(grad_logprobs, rows),
+                _part(entropy, rows), _part(grad_entropy, rows), _rows_of(temperature, rows), softcap, ignore_index,
+                None, columns.start, gradient[scored],
             )  # fmt: skip
-            if out is not logits:
-                out.copy_(logits)
-        gradients.add(rows)
-    head = logits = out = None  # room for the converted gradients
-    return gradients.finish()
+            gradient[scored.stop :].zero_()
+            if total is not None:
+                _addmm_f32(total, gradient, weight[columns])
+            if grad_weight is not None and len(row_blocks) == 1:
+                torch.mm(gradient.t(), part, out=grad_weight[columns])
+            elif grad_weight is not None:
+                _addmm_f32(grad_weight[columns], gradient.t(), part)
+            if grad_bias is not None:
+                grad_bias[columns] += gradient.sum(0, dtype=torch.float32)
+        if grad_hidden is not None and total is not None:
+            grad_hidden[rows] = total[scored]
+    buffer = narrow = logits = gradient = total = None  # room for the converted gradients
+    grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+    return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(weight.dtype)
 
 
 class _HeadGradients:
     """Gradients of the LM head's operands, summed over chunks; the weight's in float32."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, need: tuple[bool, bool, bool], chunk: int) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, need: tuple[bool, bool], chunk: int) -> None:
         self._operand, self._weight = hidden, weight
         self._hidden = torch.empty_like(hidden) if need[0] else None
-        self._total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need[1] else None
-        self._bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if need[2] else None
+        self._total = _zeros(weight.shape, weight) if need[1] else None
         vocab = weight.shape[0]
         fitting = (CHUNK_BYTES - 4 * chunk * vocab) // (hidden.element_size() * vocab)
         held = max(chunk, min(fitting // chunk * chunk, -(-hidden.shape[0] // chunk) * chunk))
@@ -209,15 +266,11 @@ class _HeadGradients:
             torch.mm(gradient, self._weight, out=self._hidden[done])
         if self._total is not None:
             _addmm_f32(self._total, gradient.t(), self._operand[done])
-        if self._bias is not None:
-            self._bias += gradient.sum(0, dtype=torch.float32)
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients in the operands' types."""
         self._held = self._held_now = None
-        dtype = self._weight.dtype
-        weight = None if self._total is None else self._total.to(dtype)
-        return self._hidden, weight, None if self._bias is None else self._bias.to(dtype)
+        return self._hidden, None if self._total is None else self._total.to(self._weight.dtype)
 
 
 @on_its_device
@@ -248,34 +301,31 @@ def policy_loss_from_hidden(
     scale = token_scale(spec, mask, cu_seqlens)
     hidden = _without_ignored(hidden, mask)
     chunk = _chunk_rows(weight.shape[0], num, chunk_rows or GRADIENT_ROWS, batch_invariant=False)
-    gradients = _HeadGradients(hidden, weight, (*need, False), chunk)
+    gradients = _HeadGradients(hidden, weight, need, chunk)
     head = _Head(hidden, weight, None, chunk, pad=False)
     for rows in head.chunks():
         logits = head.logits(rows)
         out = gradients.room(rows, logits)
-
-        def part(x: Tensor | None, rows: slice = rows) -> Tensor | None:
-            return None if x is None else x[rows]
-
         tokens, _scalar = token_arguments(
-            old[rows], advantages[rows], mask[rows], part(ref), part(weights), denominator
+            old[rows], advantages[rows], mask[rows], _part(ref, rows), _part(weights, rows), denominator
         )
         row_temperature = _rows_of(temperature, rows)
         fused = fused_rows(
-            logits, labels[rows], spec, tokens, row_temperature, softcap, None, part(scale), scored[rows],
-            part(entropies), out,
+            logits, labels[rows], spec, tokens, row_temperature, softcap, None, _part(scale, rows), scored[rows],
+            _part(entropies, rows), out,
         )  # fmt: skip
         if not fused:
             _unfused_rows(
-                logits, labels[rows], old[rows], advantages[rows], mask[rows], spec, denominator, part(ref),
-                part(weights), row_temperature, softcap, part(scale), scored[rows], part(entropies), out,
+                logits, labels[rows], old[rows], advantages[rows], mask[rows], spec, denominator, _part(ref, rows),
+                _part(weights, rows), row_temperature, softcap, _part(scale, rows), scored[rows],
+                _part(entropies, rows), out,
             )  # fmt: skip
         gradients.add(rows)
     head = logits = out = None  # room for the converted gradients
     loss, metrics, _, _ = policy_loss(
         scored, old, advantages, mask, cu_seqlens, spec, denominator, entropies, ref, weights
     )
-    return (loss, metrics, scored, entropies, *gradients.finish()[:2])
+    return (loss, metrics, scored, entropies, *gradients.finish())
 
 
 def _unfused_rows(
@@ -310,7 +360,5 @@ def _unfused_rows(
         grad *= token_scale
         grad_entropy = None if grad_entropy is None else grad_entropy * token_scale
     logprobs_backward(
-        logits, labels, scored, lse, grad, entropies, grad_entropy, temperature, softcap, -100, None, 0, logits
+        logits, labels, scored, lse, grad, entropies, grad_entropy, temperature, softcap, -100, None, 0, out
     )
-    if out is not logits:
-        out.copy_(logits)

@@ -131,44 +131,6 @@ def fused_rows(
         row_stride_of(out),
         DTYPES[out.dtype],
         token_scale,
-        None,
-        None,
-        stream_of(logits),
-    )
-
-
-def given_rows(
-    logits: Tensor,
-    labels: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    out: Tensor,
-) -> bool:
-    """Gradient of the logits from that of the log-probs, in one read; False where a row does not fit on the chip."""
-    no_loss = _cuda.LossTokens(
-        old_logprobs=None,
-        advantages=None,
-        loss_mask=None,
-        ref_logprobs=None,
-        weights=None,
-        denominator=None,
-        scalar_denominator=1.0,
-    )
-    return _cuda.policy_loss_from_logits(
-        logits_arguments(logits, labels, temperature, softcap, ignore_index, None),
-        _spec(LossSpec()),
-        no_loss,
-        None,
-        None,
-        out,
-        row_stride_of(out),
-        DTYPES[out.dtype],
-        None,
-        grad_logprobs,
-        grad_entropy,
         stream_of(logits),
     )
 

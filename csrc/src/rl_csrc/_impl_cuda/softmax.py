@@ -77,7 +77,7 @@ def logprobs_backward(
     vocab_start: int,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the logits to `out` (the logits themselves, or a tensor like them)."""
+    """Write the gradient of the logits to `out`: the logits themselves, or, of float32 logits, a tensor of any type."""
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
     if row_index is not None:
         zero_unscored(out, row_index)
@@ -90,6 +90,7 @@ def logprobs_backward(
         grad_entropy,
         out,
         row_stride_of(out),
+        DTYPES[out.dtype],
         stream_of(logits),
     )
 
