@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build csrc for one GPU architecture on the machine this runs on, then do what the arguments say, in order:
-#   build | test [pytest arguments in RL_TESTS] | tune | bench [groups in RL_BENCH] | sanitize
+#   build | test [pytest arguments in RL_TESTS] | tune | overlap | bench [groups in RL_BENCH] | sanitize
 # Results go to $OUT (default: ./out). Needs nvcc, torch, pybind11, scikit-build-core, pytest. Builds outside the checkout.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -47,6 +47,8 @@ tune() {
     -shared -cudart static "$root/bench/gpu/tune.cu" -o "$work/tune.so" && "$python" "$root/bench/gpu/tune.py" "$work/tune.so" --json "$out/tune.json"
 }
 
+overlap() { "$python" "$root/bench/gpu/overlap.py" --json "$out/overlap.json"; }
+
 bench() {
   "$python" "$root/bench/gpu/kernels.py" --json "$out/bench.json" ${RL_BENCH:+--only "$RL_BENCH"} 2>&1 | tee "$out/bench.log"
 }
@@ -70,6 +72,7 @@ for step in "$@"; do
     build) build || exit 1 ;;
     test) run_tests ;;
     tune) tune ;;
+    overlap) overlap ;;
     bench) bench ;;
     sanitize) sanitize ;;
     *) echo "unknown step $step" && exit 2 ;;
