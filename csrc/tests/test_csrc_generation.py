@@ -1,6 +1,5 @@
 """Several steps of generation in one call: the bits of one step at a time, and every sequence ends where it should."""
 
-import gc
 import itertools
 import math
 import threading
@@ -178,16 +177,15 @@ def test_an_interrupt_ends_it_with_the_step_that_it_is_in(num_rows):
 def test_caches_that_are_let_go_meanwhile_live_as_long_as_the_call():
     """As where one thread generates and another one empties the lists that both have."""
     decoder = make(**SHARED, num_positions=4096)
-    sequences, interrupt = Sequences(decoder, 3, num_pages=1024), torch.zeros(1, dtype=torch.int64)
+    sequences, interrupt = Sequences(decoder, 40, num_pages=1024), torch.zeros(1, dtype=torch.int64)
     caches = [weakref.ref(cache) for cache in sequences.keys + sequences.values]
-    options = {"drawing": drawing_of(3, limit=4096), "steps": 4000, "interrupt": interrupt, "num_threads": 1}
+    options = {"drawing": drawing_of(40, limit=4096), "steps": 4000, "interrupt": interrupt, "num_threads": 1}
     thread = threading.Thread(target=sequences.generate, kwargs=options)
     thread.start()
     while sequences.keys[0][sequences.tables[0, 0], 1].isnan().any():  # position 1: the call is under way
         assert thread.is_alive()
     sequences.keys.clear()
     sequences.values.clear()
-    gc.collect()
     are_kept, is_under_way = [cache() is not None for cache in caches], thread.is_alive()
     interrupt.fill_(1)
     thread.join()
