@@ -1,4 +1,4 @@
-"""The LM head in chunks of rows: log-probs and policy losses of hidden states."""
+"""The LM head in blocks of logits: log-probs and policy losses of hidden states."""
 
 from __future__ import annotations
 
