@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+from slow_engine import slow_down
 
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, ServerLostError, create_server
 from rl_rollout.testing import Served, ServerConformance
@@ -28,9 +29,9 @@ def run_with_a_long_request(folder, end):
     async def scenario():
         server = create_server("embedded", ServerConfig(model_path=str(folder), num_threads=1))
         await server.start()
-        request = GenerateRequest(
-            request_id="long", prompt_token_ids=(5,), sampling_params=SamplingParams(max_new_tokens=4000)
-        )
+        slow_down(server, 1)
+        params = SamplingParams(max_new_tokens=4000, ignore_eos=True)
+        request = GenerateRequest(request_id="long", prompt_token_ids=(5,), sampling_params=params)
         going = asyncio.create_task(server.generate(request))
         await asyncio.sleep(0)
         await end(server)

@@ -1,13 +1,12 @@
 """The router over servers without a model."""
 
 import asyncio
-import threading
-import time
 import uuid
 from dataclasses import replace
 
 import pytest
 import torch
+from slow_engine import slow_down
 
 import rl_ckpt
 from rl_rollout import (
@@ -208,7 +207,7 @@ def test_a_replica_is_removed_and_loses_nothing(long_folder):
             for i in range(6)
         ]
         whole = await asyncio.gather(*map(router.generate, requests))
-        has_begun = slow_down(servers[0])
+        has_begun = slow_down(servers[0], 3)
         tasks = [asyncio.create_task(router.generate(each)) for each in requests]
         assert await asyncio.to_thread(has_begun.wait, 60)
         asked = spied(servers[1])
@@ -230,20 +229,6 @@ def test_a_replica_is_removed_and_loses_nothing(long_folder):
     for each in asked:
         assert len(each.prompt_token_ids) > 3
         assert len(each.prompt_token_ids) + each.sampling_params.max_new_tokens == 803
-
-
-def slow_down(server):
-    """At most 16 tokens of a request in 50 ms: 800 take seconds. Returns what is set when the first are there."""
-    engine, step, has_begun = server._engine, server._engine.step, threading.Event()
-
-    def slow_step(interrupt):
-        step(interrupt)
-        if len(engine.scheduler.running) == 3:
-            has_begun.set()
-        time.sleep(0.05)
-
-    engine.step = slow_step
-    return has_begun
 
 
 def spied(server):

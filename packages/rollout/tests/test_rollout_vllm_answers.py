@@ -114,7 +114,7 @@ def test_what_vllm_would_take_for_something_else_is_refused(qwen3_folder, params
     server = create_server("vllm", fake_vllm_config(qwen3_folder))
     request = GenerateRequest(request_id="r", prompt_token_ids=(5,), sampling_params=SamplingParams(**params))
     with pytest.raises(UnsupportedError, match=f"{next(iter(params))}={next(iter(params.values()))}"):
-        asyncio.run(server.post_generate(request, None))
+        asyncio.run(server.post_generate(request, None, "r"))
 
 
 def test_versions_are_never_guessed():

@@ -40,11 +40,13 @@ class InFlight:
 
     Args:
         served: Who generates.
+        request_id: Its id; None: one of its own.
     """
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, request_id: str | None = None) -> None:
         self._served = served
-        self.request: GenerateRequest = served.request((5,), max_new_tokens=served.max_model_len - 1)
+        request = served.request((5,), max_new_tokens=served.max_model_len - 1)
+        self.request: GenerateRequest = replace(request, request_id=request_id or request.request_id)
         self.task = asyncio.create_task(served.server.generate(self.request))
 
     async def proceed(self) -> None:
@@ -105,6 +107,17 @@ class ControlConformance:
             await going.proceed()
             await served.server.abort()
             return await going.task
+
+        check_beginning(served, in_time(lambda: served.run(scenario()), was_aborted))
+
+    def test_an_abort_is_of_no_other_id_that_begins_alike(self, served: Served) -> None:
+        async def scenario() -> TokenOutput:
+            going = InFlight(served)
+            other = InFlight(served, request_id=f"{going.request.request_id}-on")
+            await other.proceed()
+            await going.end()
+            await other.proceed()
+            return await other.end()
 
         check_beginning(served, in_time(lambda: served.run(scenario()), was_aborted))
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import uuid
 from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,9 @@ class Flight:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.upstream_id = uuid.uuid4().hex
+        """What it is called there. Its own id is free once its call has returned, which a server that has yet to see
+        that a connection is gone does not know; and SGLang takes an id for those of all that begin with it."""
         self.is_sent = False
         self.aborted = asyncio.Event()
         self.ended = asyncio.Event()
@@ -109,11 +113,13 @@ class ExternalServer(RolloutServer):
     # ---- what a subclass knows
 
     @abstractmethod
-    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
-        """Generate. The places of images are written out in the prompt."""
+    async def post_generate(
+        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+    ) -> TokenOutput:
+        """Generate, as `upstream_id`. The places of images are written out in the prompt."""
 
     @abstractmethod
-    async def post_abort(self, request_ids: Sequence[str]) -> None:
+    async def post_abort(self, upstream_ids: Sequence[str]) -> None:
         """Ask to end these requests; ids that it does not know are no error."""
 
     @abstractmethod
@@ -190,14 +196,14 @@ class ExternalServer(RolloutServer):
                 if not await self._wait_for_gate(flight):
                     return empty_output(request)
                 flight.is_sent = True
-                output = await self.post_generate(request, images)
+                output = await self.post_generate(request, images, flight.upstream_id)
                 check_finite(output)
                 check_length(output, self.max_new_tokens(request))
                 return output
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
-            # Leaving the connection has ended the request in the server.
+            # Leaving the connection ends the request in the server.
             raise RequestTimeoutError(
                 f"request {request.request_id!r} did not finish within {timeout_s} s on {self.upstream.where}"
             ) from error
@@ -256,7 +262,7 @@ class ExternalServer(RolloutServer):
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 # Repeated: an abort may overtake the request that it is meant for.
-                while ids := [f.request.request_id for f in flights if f.is_sent and not f.ended.is_set()]:
+                while ids := [f.upstream_id for f in flights if f.is_sent and not f.ended.is_set()]:
                     await self.post_abort(ids)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(CHECK_S):

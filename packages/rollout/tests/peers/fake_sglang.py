@@ -74,6 +74,7 @@ class FakeSglang:
             ),
         )
         self.receivers = {}
+        self.rids = set()
         self.is_updating = False
 
     def routes(self):
@@ -85,7 +86,7 @@ class FakeSglang:
 
         posts = {
             "/generate": self.generate,
-            "/abort_request": lambda body: self.server.abort([body["rid"]]),
+            "/abort_request": self.abort,
             "/pause_generation": self.pause,
             "/continue_generation": lambda body: self.server.resume(),
             "/begin_weight_update": self.begin,
@@ -114,10 +115,13 @@ class FakeSglang:
             num_top_logprobs=body["top_logprobs_num"],
             returns_prompt_logprobs=body["logprob_start_len"] == 0,
         )
+        self.rids.add(asked.request_id)
         try:
             output = await self.server.generate(asked)
         except GenerationError:  # the real one gives tokens all the same
             output = drawn_from_nothing(asked, self.server.status()["weight_version"])
+        finally:
+            self.rids.discard(asked.request_id)
         drawn = list(zip(output.logprobs, output.token_ids, strict=True))
         told = {
             "finish_reason": {"type": str(output.finish_reason)},
@@ -134,6 +138,11 @@ class FakeSglang:
         if output.finish_reason is FinishReason.ABORT:
             told["finish_reason"]["message"] = "Aborted by AbortReq."
         return {"output_ids": output.token_ids, "meta_info": told}
+
+    async def abort(self, body):
+        """Of all that begin with one that is known, as the real one does."""
+        if body["rid"] in self.rids:
+            await self.server.abort([rid for rid in self.rids if rid.startswith(body["rid"])])
 
     async def pause(self, body):
         assert body == {"mode": "retract"}

@@ -145,7 +145,9 @@ class SglangServer(ExternalServer):
         self._cache_room = int(told["max_total_num_tokens"]) - 2  # which it keeps to itself here too
         await self.upstream.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
-    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
+    async def post_generate(
+        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+    ) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
         if params.ignore_eos and params.stop_token_ids:
@@ -175,7 +177,7 @@ class SglangServer(ExternalServer):
         if params.seed is not None:
             sampling["sampling_seed"] = params.seed
         body: dict[str, Any] = {
-            "rid": request.request_id,
+            "rid": upstream_id,
             "input_ids": request.prompt_token_ids,
             "sampling_params": sampling,
             "return_logprob": True,
@@ -192,10 +194,10 @@ class SglangServer(ExternalServer):
             check_prompt_length(request, answer)
         return read_answer(request, answer)
 
-    async def post_abort(self, request_ids: Sequence[str]) -> None:
+    async def post_abort(self, upstream_ids: Sequence[str]) -> None:
         """See `ExternalServer`."""
-        for request_id in request_ids:
-            await self.upstream.command("/abort_request", {"rid": request_id})
+        for upstream_id in upstream_ids:
+            await self.upstream.command("/abort_request", {"rid": upstream_id})
 
     async def post_pause(self, mode: PauseMode) -> None:
         """See `ExternalServer`. Nothing is in flight here but with `keep`."""

@@ -86,19 +86,21 @@ class TensorrtLlmServer(ExternalServer):
             *self.arguments,
         ]
 
-    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
+    async def post_generate(
+        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+    ) -> TokenOutput:
         """See `ExternalServer`. There are no images."""
         del images
         check_distribution(request)
         chunks: list[TokenChunk] = []
-        reading = self._reading[request.request_id] = asyncio.ensure_future(self._read(request, chunks))
+        reading = self._reading[upstream_id] = asyncio.ensure_future(self._read(request, chunks))
         try:
             await asyncio.wait([reading])
             if not reading.cancelled():
                 reading.result()
         finally:
             reading.cancel()
-            del self._reading[request.request_id]
+            del self._reading[upstream_id]
         return put_together(request, chunks, is_aborted=reading.cancelled())
 
     async def _read(self, request: GenerateRequest, chunks: list[TokenChunk]) -> None:
@@ -129,11 +131,11 @@ class TensorrtLlmServer(ExternalServer):
             lost.partial = _joined(request, chunks)
             raise lost from error
 
-    async def post_abort(self, request_ids: Sequence[str]) -> None:
+    async def post_abort(self, upstream_ids: Sequence[str]) -> None:
         """See `ExternalServer`."""
-        for request_id in request_ids:
-            if request_id in self._reading:
-                self._reading[request_id].cancel()
+        for upstream_id in upstream_ids:
+            if upstream_id in self._reading:
+                self._reading[upstream_id].cancel()
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutServer.pause`.

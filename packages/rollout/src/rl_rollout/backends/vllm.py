@@ -174,7 +174,9 @@ class VllmServer(ExternalServer):
         await super().stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def post_generate(self, request: GenerateRequest, images: PreparedImages | None) -> TokenOutput:
+    async def post_generate(
+        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+    ) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
         if 0 < params.temperature < LEAST_TEMPERATURE or params.seed == -1:
@@ -183,7 +185,7 @@ class VllmServer(ExternalServer):
                 f"{LEAST_TEMPERATURE} for lower temperatures than that, and -1 for no seed; choose 0 or others"
             )
         body: dict[str, Any] = {
-            "request_id": request.request_id,
+            "request_id": upstream_id,
             "model": request.adapter or self.model_name,
             "token_ids": request.prompt_token_ids,
             "sampling_params": {
@@ -204,9 +206,9 @@ class VllmServer(ExternalServer):
         answer = await self.upstream.call("POST", "/inference/v1/generate", body)
         return read_answer(request, answer)
 
-    async def post_abort(self, request_ids: Sequence[str]) -> None:
+    async def post_abort(self, upstream_ids: Sequence[str]) -> None:
         """See `ExternalServer`. vLLM knows them by another name."""
-        await self.upstream.command("/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in request_ids]})
+        await self.upstream.command("/abort_requests", {"request_ids": [f"generate-tokens-{i}" for i in upstream_ids]})
 
     async def post_pause(self, mode: PauseMode) -> None:
         """See `ExternalServer`."""
