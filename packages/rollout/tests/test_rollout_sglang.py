@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rl_rollout import (
     GenerationError,
     ModelFolderError,
     RequestError,
+    RequestTimeoutError,
     ServerConfig,
     ServerStartError,
     UnsupportedError,
@@ -108,6 +110,36 @@ class TestLimitsOfTheRealOneOnCpu:
         server = create_server("sglang", real_sglang_config(qwen3_folder, "--enable-memory-saver"))
         with pytest.raises(ServerStartError, match="torch_memory_saver"):
             asyncio.run(server.start())
+
+
+def test_a_request_that_is_late_or_left_is_ended_in_the_server(long_folder):
+    async def scenario():
+        server = create_server("sglang", fake_sglang_config(long_folder))
+        asked, ended = asyncio.Queue(), asyncio.Queue()
+        post_generate, post_abort = server.post_generate, server.post_abort
+
+        async def generate(request, images, upstream_id):
+            asked.put_nowait([upstream_id])
+            return await post_generate(request, images, upstream_id)
+
+        async def abort(upstream_ids):
+            await post_abort(upstream_ids)
+            ended.put_nowait(upstream_ids)
+
+        server.post_generate, server.post_abort = generate, abort
+        await server.start()
+        long = request(max_new_tokens=4000, ignore_eos=True)
+        with pytest.raises(RequestTimeoutError):
+            await server.generate(replace(long, timeout_s=0.05))
+        assert await ended.get() == await asked.get()
+        left = asyncio.create_task(server.generate(long))
+        sent = await asked.get()
+        left.cancel()
+        await asyncio.wait([left])
+        assert await ended.get() == sent
+        await server.stop()
+
+    asyncio.run(scenario())
 
 
 def test_a_full_cache(long_folder):

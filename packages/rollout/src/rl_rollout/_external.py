@@ -87,6 +87,8 @@ class ExternalServer(RolloutServer):
         self.preparer: ImagePreparer | None = None
         """Set by a subclass whose model takes images."""
         self._flights: dict[str, Flight] = {}
+        self._left: set[asyncio.Task[None]] = set()
+        """Aborts of requests whose callers have left."""
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._update_lock = asyncio.Lock()
@@ -174,6 +176,8 @@ class ExternalServer(RolloutServer):
         if self._is_stopped:
             return
         self._is_stopped = True
+        for task in self._left:
+            task.cancel()
         await self._endpoint.stop()
         await self.upstream.close()
         await self.process.end(grace_s=STOP_TIMEOUT_S)
@@ -203,13 +207,27 @@ class ExternalServer(RolloutServer):
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
-            # Leaving the connection ends the request in the server.
+            self._leave(flight)
             raise RequestTimeoutError(
                 f"request {request.request_id!r} did not finish within {timeout_s} s on {self.upstream.where}"
             ) from error
+        except asyncio.CancelledError:
+            self._leave(flight)
+            raise
         finally:
             del self._flights[request.request_id]
             flight.ended.set()
+
+    def _leave(self, flight: Flight) -> None:
+        """End it there too: SGLang sees only after seconds that its connection is gone."""
+        if flight.is_sent:
+            task = asyncio.create_task(self._abort_left(flight.upstream_id))
+            self._left.add(task)
+            task.add_done_callback(self._left.discard)
+
+    async def _abort_left(self, upstream_id: str) -> None:
+        with contextlib.suppress(RolloutError):  # it is lost, or ends the request for want of a connection
+            await self.post_abort([upstream_id])
 
     def _check(self, request: GenerateRequest) -> None:
         self._need_running()
