@@ -21,6 +21,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rl_tq._checks import check_process
 from rl_tq._client import QueueClient
 from rl_tq._opened import OpenExtent
 from rl_tq._remote import Desk
@@ -220,7 +221,8 @@ class RayQueue(TcpQueue):
         return reply, opened
 
     def _ask(self, node: str, method: str, argument: Any) -> Any:
-        """Have a keeper's method called."""
+        """Have a keeper's method called. Ray is not asked in a forked child, which it does not survive either."""
+        check_process(self.address, self._pid)
         self._check_alive()
         if node not in self._keepers:
             self._request({"op": "keeper", "node": node}, [], self.timeout_s)
