@@ -33,13 +33,13 @@ def find_checkout(start: Path) -> Path | None:
 
 
 def find_benchmarks(root: Path) -> dict[str, Path]:
-    """Every benchmark of the checkout by name: `csrc/bench/NAME.py` and `packages/*/bench/NAME.py`, less `_helpers.py`.
+    """Every benchmark by name: `NAME.py` in `bench`, `csrc/bench` or `packages/*/bench`, less `_helpers.py`.
 
     Raises:
         ValueError: two files have the same name.
     """
     found: dict[str, Path] = {}
-    for file in sorted([*root.glob("csrc/bench/*.py"), *root.glob("packages/*/bench/*.py")]):
+    for file in sorted(file for part in ("", "csrc/", "packages/*/") for file in root.glob(f"{part}bench/*.py")):
         if file.stem in found:
             raise ValueError(f"two benchmarks are called {file.stem!r}: {found[file.stem]} and {file}; rename one")
         if not file.stem.startswith("_"):
