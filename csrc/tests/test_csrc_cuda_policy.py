@@ -44,7 +44,7 @@ def run_loss(kernels: Implementation, tokens: dict[str, Tensor], spec: LossSpec,
     return kernels.call("policy_loss", *(tokens[name] for name in order), spec, denominator, *extras)
 
 
-def float64_loss(tokens: dict[str, Tensor], spec: LossSpec, denominator: float = 321.0) -> Any:
+def float64_loss(tokens: dict[str, Tensor], spec: LossSpec, denominator: float | Tensor = 321.0) -> Any:
     exact = {name: x.double() if x.is_floating_point() else x for name, x in tokens.items()}
     logprobs, entropy = (exact[name].requires_grad_() for name in ("logprobs", "entropy"))
     found = reference.policy_loss(
@@ -87,6 +87,26 @@ def test_kl_estimators_match_float64(kernels: Implementation, kl: Any) -> None:
     spec = LossSpec(kl=kl, kl_coef=0.5)
     tokens = make_tokens(kernels, seed=1)
     for ours, theirs in zip(run_loss(kernels, tokens, spec), float64_loss(tokens, spec), strict=True):
+        assert relative_error(ours, theirs) < 2e-5
+
+
+@pytest.mark.parametrize("kl", ["k3", "k3+"])
+def test_k3_is_capped(kernels: Implementation, kl: Any) -> None:
+    spec = LossSpec(kl=kl, kl_coef=0.5)
+    tokens = make_tokens(kernels, seed=2)
+    tokens["ref"] = tokens["logprobs"] + 20 * tokens["advantages"]
+    found = run_loss(kernels, tokens, spec)
+    for ours, theirs in zip(found, float64_loss(tokens, spec), strict=True):
+        assert relative_error(ours, theirs) < 2e-5
+    assert float(found[1][1]) * 321 <= 10 * int(tokens["mask"].sum())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_sequence_has_a_denominator_of_its_own(kernels: Implementation, loss: Any) -> None:
+    spec = LossSpec(loss=loss, aggregation="seq-mean-token-mean", kl="k2", kl_coef=0.1, entropy_coef=0.01)
+    tokens = make_tokens(kernels)
+    given = torch.tensor([7.0, 1.0, 400.0, 3.0, 1000.0, 33.0], device=kernels.device)
+    for ours, theirs in zip(run_loss(kernels, tokens, spec, given), float64_loss(tokens, spec, given), strict=True):
         assert relative_error(ours, theirs) < 2e-5
 
 

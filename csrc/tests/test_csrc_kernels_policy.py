@@ -25,6 +25,7 @@ def batch(seed=0, dtype=torch.float32, cu_seqlens=CU):
     ref = lp + 0.5 * torch.randn(num, generator=g)
     adv = torch.randn(num, generator=g)
     adv[5:6] = 0
+    ref[1::7] += 4  # k3 is capped there
     entropy, weights = torch.rand(num, generator=g), 2 * torch.rand(num, generator=g)
     mask = torch.rand(num, generator=g) < 0.7
     mask[37:] = False  # a sequence that counts nowhere
@@ -32,8 +33,10 @@ def batch(seed=0, dtype=torch.float32, cu_seqlens=CU):
     return lp, old, adv, mask, torch.tensor(cu_seqlens), ref, entropy, weights
 
 
-def run(case, **options):
+def run(case, *, counts_more=False, **options):
     lp, old, adv, mask, cu, ref, entropy, weights = case
+    if counts_more:
+        options["sequence_counts"] = cu.diff()
     lp, entropy = lp.detach().clone().requires_grad_(), entropy.detach().clone().requires_grad_()
     found = rl_csrc.policy_loss(
         lp, old, adv, mask, cu, ref_logprobs=ref, entropy=entropy, weights=weights, norm_constant=11.0, **options
@@ -52,13 +55,15 @@ def doubled(case):
     aggregation=st.sampled_from(AGGREGATIONS),
     kl=st.sampled_from(KLS),
     clip_dual=st.sampled_from([None, 1.5]),
+    counts_more=st.booleans(),
     lengths=st.lists(st.integers(0, 40), max_size=6),
     level=st.sampled_from(LEVELS),
     threads=st.integers(1, 3),
     seed=st.integers(0, 50),
 )
-def test_matches_the_reference(loss, aggregation, kl, clip_dual, lengths, level, threads, seed):
+def test_matches_the_reference(loss, aggregation, kl, clip_dual, counts_more, lengths, level, threads, seed):
     options = {"loss": loss, "aggregation": aggregation, "kl": kl, "kl_coef": 0.1, "entropy_coef": 0.01}
+    options |= {"counts_more": counts_more}
     options |= {"clip_dual": clip_dual, "clip_low": 0.2, "clip_high": 0.28}
     case = batch(seed, cu_seqlens=[0, *accumulate(lengths)] if lengths else CU)
     before = torch.get_num_threads()
@@ -146,6 +151,51 @@ def test_hand_computed_aggregation(aggregation, wanted):
         -losses, -losses, one, mask, cu, loss="reinforce", aggregation=aggregation, norm_constant=8
     )
     assert found.loss.item() == pytest.approx(wanted)
+
+
+def test_a_sequence_is_divided_by_the_count_that_is_given():
+    """2 of the first sequence's 4 tokens are masked out, and the mean still goes over 4; one of none counts as 1."""
+    losses, mask = torch.tensor([1.0, 2.0, 3.0, 99.0, 10.0, 99.0]), torch.tensor([1, 0, 1, 0, 1, 0])
+    found = rl_csrc.policy_loss(
+        -losses,
+        -losses,
+        torch.ones(6),
+        mask,
+        torch.tensor([0, 4, 5, 6]),
+        loss="reinforce",
+        aggregation="seq-mean-token-mean",
+        num_sequences=3,
+        sequence_counts=torch.tensor([4, 1, 0]),
+        entropy=torch.ones(6),
+        entropy_coef=1.0,
+    )
+    assert found.metrics[:3].tolist() == pytest.approx([((1 + 3) / 4 + 10) / 3, 0.0, (2 / 4 + 1) / 3])
+    assert found.loss.item() == pytest.approx((11 - 1.5) / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("kl", "d", "value", "gradient"),
+    [
+        ("k3", -2.0, math.exp(2) - 3, 1 - math.exp(2)),
+        ("k3", -3.0, 10.0, 0.0),  # e^3 - 4 is 16.1
+        ("k3", 9.0, 8 + math.exp(-9), 1 - math.exp(-9)),
+        ("k3", 12.0, 10.0, 0.0),
+        ("k3", -100.0, 10.0, 0.0),
+        ("k3+", -3.0, 10.0, -3.0),
+        ("k1", -30.0, -30.0, 1.0),
+        ("k2", -30.0, 450.0, -30.0),
+    ],
+)
+def test_k3_is_capped_at_10(dtype, kl, d, value, gradient):
+    x = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
+    zero, one = torch.zeros(1, dtype=dtype), torch.ones(1)
+    found = rl_csrc.policy_loss(
+        x, x.detach(), zero, one, torch.tensor([0, 1]), kl=kl, kl_coef=1.0, ref_logprobs=-1 - d + zero
+    )
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(value, rel=1e-5)
+    assert x.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-7)
 
 
 def test_micro_batches_add_up_to_the_global_batch():
@@ -273,6 +323,9 @@ def test_refusals_are_sentences():
         rl_csrc.policy_loss(lp, old, adv, mask, cu, kl="k3")
     with pytest.raises(rl_csrc.ArgumentError, match="give norm_constant"):
         rl_csrc.policy_loss(lp, old, adv, mask, cu, aggregation="seq-mean-token-sum-norm")
+    options = {"aggregation": "seq-mean-token-mean", "sequence_counts": torch.ones(2)}
+    with pytest.raises(rl_csrc.ArgumentError, match=r"sequence_counts has shape \[2\]"):
+        rl_csrc.policy_loss(lp, old, adv, mask, cu, **options)
     with pytest.raises(rl_csrc.ArgumentError, match=r"advantages has shape \[3\]"):
         rl_csrc.policy_loss(lp, old, adv[:3], mask, cu)
     for dtype in (torch.float32, torch.float64):  # the kernels', and plain torch, which would broadcast it

@@ -64,6 +64,7 @@ typedef struct {
   const int64_t* cu_seqlens;   /* [sequences + 1] */
   int64_t tokens, sequences;
   double denominator;
+  const float* denominators;   /* [sequences] optional: all that each sequence's tokens are divided by */
 } rl_policy_batch;
 
 #define RL_NUM_METRICS 12

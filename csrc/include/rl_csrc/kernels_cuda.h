@@ -44,6 +44,7 @@ typedef struct {
   const float* weights;          /* NULL: 1 */
   const float* denominator;      /* device scalar; NULL: `scalar_denominator` */
   float scalar_denominator;
+  const float* denominators;     /* [B], with RL_SEQ_MEAN_TOKEN_MEAN: all that each sequence's tokens are divided by; or NULL */
 } rl_loss_tokens;
 
 typedef struct {

@@ -2,7 +2,7 @@
 
 enum : int32_t { kPpo, kGspo, kCispo, kSapo, kGmpo, kDppoTv, kDppoKl, kDro, kReinforce };
 enum : int32_t { kKlNone, kKl1, kKlAbs, kKl2, kKl3, kKl1Plus, kKl3Plus };
-constexpr float kLogRatioMax = 20.0f;
+constexpr float kLogRatioMax = 20.0f, kK3Max = 10.0f;
 
 typedef uint8_t vb __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
@@ -110,9 +110,10 @@ RL_INLINE vf kl_of(int32_t kind, vf d, vf* gradient) {
     *gradient = one_where(d > 0.0f) - one_where(d < 0.0f);
     return (vf)((vi)d & splat_int(0x7fffffff));
   }
-  const vf e = expv(clampv(-d, -kLogRatioMax, kLogRatioMax));
-  if (kind == kKl3) *gradient = 1.0f - keep((d >= -kLogRatioMax) & (d <= kLogRatioMax), e);
-  return e - 1.0f + d;
+  const vf e = expv(clampv(-d, -kLogRatioMax, kLogRatioMax)), k3 = e - 1.0f + d;
+  const vi is_capped = k3 > splat(kK3Max);
+  if (kind == kKl3) *gradient = keep(~is_capped, 1.0f - e);
+  return is_capped ? splat(kK3Max) : k3;
 }
 
 RL_INLINE vf load_optional(const float* p, int64_t i, vi mask) { return p ? keep(mask, load(p + i)) : vf{}; }

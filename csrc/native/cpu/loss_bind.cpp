@@ -16,7 +16,7 @@ rl_loss_spec loss_spec(const py::tuple& t) {
 }
 
 rl_policy_batch policy_batch(Handle scored, Handle old_logprobs, Handle advantages, Handle mask, Handle cu_seqlens, Handle ref,
-                             Handle weights, Handle entropy, double denominator) {
+                             Handle weights, Handle entropy, Handle denominator) {
   rl_policy_batch b{};
   TensorArg tokens(old_logprobs, "old_logprobs");
   tokens.shaped({-1});
@@ -29,12 +29,15 @@ rl_policy_batch policy_batch(Handle scored, Handle old_logprobs, Handle advantag
   b.entropy = elements<float>(entropy, "entropy", b.tokens);
   b.mask = elements<std::uint8_t>(mask, "loss_mask", b.tokens);
   std::tie(b.cu_seqlens, b.sequences) = offsets(cu_seqlens, "cu_seqlens", b.tokens);
-  b.denominator = denominator;
+  if (PyFloat_Check(denominator.ptr()))
+    b.denominator = PyFloat_AS_DOUBLE(denominator.ptr());
+  else
+    b.denominators = elements<float>(denominator, "denominator", b.sequences);
   return b;
 }
 
 void policy_loss(Handle scored, Handle old_logprobs, Handle advantages, Handle mask, Handle cu_seqlens, Handle ref, Handle weights,
-                 Handle entropy, double denominator, const py::tuple& options, Handle loss, Handle metrics, Handle grad_logprobs,
+                 Handle entropy, Handle denominator, const py::tuple& options, Handle loss, Handle metrics, Handle grad_logprobs,
                  Handle grad_entropy, int threads) {
   const rl_policy_batch b = policy_batch(scored, old_logprobs, advantages, mask, cu_seqlens, ref, weights, entropy, denominator);
   const rl_loss_spec spec = loss_spec(options);
@@ -47,7 +50,8 @@ void policy_loss_from_logits(Handle logits, Handle labels, Handle temperature, d
                              Handle advantages, Handle mask, Handle cu_seqlens, Handle ref, Handle weights, double denominator,
                              const py::tuple& options, Handle scored, Handle entropy, Handle out, Handle loss, Handle metrics, int threads) {
   const rl_logits in = logit_rows(logits, labels, temperature, softcap, py::int_(-100), row_index, 0);
-  const rl_policy_batch b = policy_batch(py::none(), old_logprobs, advantages, mask, cu_seqlens, ref, weights, py::none(), denominator);
+  const rl_policy_batch b =
+      policy_batch(py::none(), old_logprobs, advantages, mask, cu_seqlens, ref, weights, py::none(), py::float_(denominator));
   if (b.tokens != in.rows) raise("ArgumentError", "labels and old_logprobs differ in length.");
   const rl_loss_spec spec = loss_spec(options);
   float *lp = elements<float>(scored, "logprobs", in.rows), *ent = elements<float>(entropy, "entropy", in.rows);

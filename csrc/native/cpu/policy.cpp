@@ -35,9 +35,13 @@ double bounded_log_ratio(const rl_policy_batch& b, const rl_loss_spec& s, std::i
   return d;
 }
 
-Run sequence_run(const rl_policy_batch& b, const rl_loss_spec& s, std::int64_t begin, std::int64_t end, std::int64_t count) {
+Run sequence_run(const rl_policy_batch& b, const rl_loss_spec& s, std::int64_t sequence, std::int64_t count) {
+  const std::int64_t begin = b.cu_seqlens[sequence], end = b.cu_seqlens[sequence + 1];
   Run run;
-  run.scale = static_cast<float>(1 / b.denominator / (s.aggregation == kSeqMeanTokenMean ? std::max<std::int64_t>(count, 1) : 1));
+  if (b.denominators)
+    run.scale = 1 / b.denominators[sequence];
+  else
+    run.scale = static_cast<float>(1 / b.denominator / (s.aggregation == kSeqMeanTokenMean ? std::max<std::int64_t>(count, 1) : 1));
   if (s.loss != kGspo && s.loss != kGmpo) return run;
   double sum = 0, advantage = 0;
   for (std::int64_t i = begin; i < end; ++i) {
@@ -58,7 +62,7 @@ bool wants_count(const rl_loss_spec& s) { return s.aggregation == kSeqMeanTokenM
 void policy_sequence(const rl_policy_batch& b, const rl_loss_spec& s, std::int64_t sequence, PolicySums* sums, float* grad,
                      float* grad_entropy) {
   const std::int64_t begin = b.cu_seqlens[sequence], end = b.cu_seqlens[sequence + 1];
-  const Run run = sequence_run(b, s, begin, end, wants_count(s) ? count_masked(b, begin, end) : 0);
+  const Run run = sequence_run(b, s, sequence, wants_count(s) ? count_masked(b, begin, end) : 0);
   level().policy_tokens(&b, &s, begin, end, run.scale, run.ratio, run.extra, sums, grad);
   for (int k = 0; k < 3; ++k) sums->values[k] *= run.scale;
   sums->values[4] = sums->values[3] > 0;

@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kThreads) sequence_kernel(const rl_loss_spec s
   }
   count = block_sum(count, scratch);
   const float mean = block_sum(sum, scratch) / fmaxf(count, 1.f);
-  const float scale = ((s.aggregation == RL_SEQ_MEAN_TOKEN_MEAN) ? 1.f / fmaxf(count, 1.f) : 1.f) / denominator_of(in);
+  const float share = s.aggregation == RL_SEQ_MEAN_TOKEN_MEAN ? 1.f / fmaxf(count, 1.f) : 1.f;
+  const float scale = in.denominators ? 1.f / in.denominators[blockIdx.x] : share / denominator_of(in);
   // gmpo: every unbounded token moves the shared ratio by 1 / count, and all tokens' losses with it
   const Ratio shared = ratio_of(mean);
   const float gmpo_grad = s.loss == RL_GMPO ? block_sum(pull, scratch) * shared.grad / fmaxf(count, 1.f) * scale : 0.f;

@@ -6,7 +6,7 @@
 
 namespace rl {
 
-constexpr float kLogRatioMax = 20.f;
+constexpr float kLogRatioMax = 20.f, kK3Max = 10.f;
 
 struct Term {
   float loss, grad, ratio;
@@ -23,8 +23,6 @@ __device__ __forceinline__ Ratio ratio_of(float d) {
   const float value = expf(clamped);
   return {value, d == clamped ? value : 0.f};
 }
-
-__device__ __forceinline__ float k3_of(float d) { return ratio_of(-d).value - 1.f + d; }
 
 __device__ __forceinline__ float log1m_exp(float lp) { return logf(fmaxf(-expm1f(lp), 1e-7f)); }
 
@@ -98,14 +96,20 @@ struct Kl {
   float value, grad;
 };
 
+// Capped, without a gradient beyond the cap. NaN stays NaN.
+__device__ __forceinline__ Kl k3_of(float d) {
+  const float e = ratio_of(-d).value, k3 = e - 1.f + d;
+  return k3 > kK3Max ? Kl{kK3Max, 0.f} : Kl{k3, 1.f - e};
+}
+
 __device__ __forceinline__ Kl kl_term(int kind, float d) {
   switch (kind) {
     case RL_K1: return {d, 1.f};
     case RL_KL_ABS: return {fabsf(d), d > 0.f ? 1.f : d < 0.f ? -1.f : 0.f};
     case RL_K2: return {0.5f * d * d, d};
-    case RL_K3: return {k3_of(d), 1.f - ratio_of(-d).grad};
+    case RL_K3: return k3_of(d);
     case RL_K1_PLUS: return {d, d};
-    case RL_K3_PLUS: return {k3_of(d), d};
+    case RL_K3_PLUS: return {k3_of(d).value, d};
     default: return {0.f, 0.f};
   }
 }

@@ -76,10 +76,10 @@ rl_loss_spec make_spec(int loss, int kl, int aggregation, float clip_low, float 
 }
 
 rl_loss_tokens make_tokens(const Arg& old_logprobs, const Arg& advantages, const Arg& loss_mask, const Arg& ref_logprobs, const Arg& weights,
-                           const Arg& denominator, float scalar_denominator) {
+                           const Arg& denominator, float scalar_denominator, const Arg& denominators) {
   return {RL_AT(float, old_logprobs), RL_AT(float, advantages), RL_AT(uint8_t, loss_mask),
           RL_AT(float, ref_logprobs), RL_AT(float, weights),    RL_AT(float, denominator),
-          scalar_denominator};
+          scalar_denominator,         RL_AT(float, denominators)};
 }
 
 void bind_logprobs(py::module_& m) {
@@ -125,7 +125,8 @@ void bind_loss(py::module_& m) {
            py::arg("dro_beta"), py::arg("kl_coef"), py::arg("entropy_coef"));
   py::class_<rl_loss_tokens>(m, "LossTokens")
       .def(py::init(&make_tokens), py::kw_only(), py::arg("old_logprobs"), py::arg("advantages"), py::arg("loss_mask"),
-           py::arg("ref_logprobs"), py::arg("weights"), py::arg("denominator"), py::arg("scalar_denominator"));
+           py::arg("ref_logprobs"), py::arg("weights"), py::arg("denominator"), py::arg("scalar_denominator"),
+           py::arg("denominators"));
   m.def("policy_loss_partials", [](const rl_loss_spec& s, int64_t tokens, int64_t sequences) {
     return rl_cuda_policy_loss_partials(&s, tokens, sequences);
   });

@@ -47,6 +47,7 @@ class PolicyTokens:
     loss_mask: Tensor
     cu_seqlens: Tensor
     denominator: float | Tensor
+    """A number, `[]`, or `[B]`: all that the tokens of each sequence are divided by."""
     ref_logprobs: Tensor | None
     weights: Tensor | None
     num: int
@@ -64,6 +65,7 @@ class PolicyTokens:
         counts: Counts,
         ref_logprobs: Tensor | None,
         weights: Tensor | None,
+        sequence_counts: Tensor | None = None,
     ) -> PolicyTokens:
         num = old_logprobs.shape[0]
         named = {"advantages": advantages, "loss_mask": loss_mask, "ref_logprobs": ref_logprobs, "weights": weights}
@@ -74,6 +76,9 @@ class PolicyTokens:
         mask = loss_mask.to(torch.bool).contiguous()
         offsets = integers(cu_seqlens)
         denominator = _denominator(spec.aggregation, mask, offsets, *counts)
+        if sequence_counts is not None and spec.aggregation == "seq-mean-token-mean":
+            check_same_length("sequence_counts", sequence_counts, offsets.shape[0] - 1)
+            denominator = floats(sequence_counts, like).clamp(min=1) * denominator
         if isinstance(denominator, Tensor):
             denominator = floats(denominator, like)
         return cls(

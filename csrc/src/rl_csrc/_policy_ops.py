@@ -49,6 +49,7 @@ def policy_loss(
     num_tokens: float | Tensor | None = None,
     num_sequences: float | Tensor | None = None,
     norm_constant: float | None = None,
+    sequence_counts: Tensor | None = None,
 ) -> PolicyLoss:
     """Loss, gradient and metrics of a policy update on packed tokens, in one pass.
 
@@ -70,7 +71,8 @@ def policy_loss(
         tau_pos: sapo, temperature where the advantage is positive.
         tau_neg: sapo, temperature elsewhere.
         dro_beta: dro, weight of the squared log ratio.
-        kl: estimator of the KL to `ref_logprobs` added to the loss; `+` has the gradient of k2.
+        kl: estimator of the KL to `ref_logprobs` added to the loss; k3 is capped at 10, and has no gradient beyond;
+            `+` has the gradient of k2.
         kl_coef: its coefficient.
         ref_logprobs: `[T]`, the reference policy's.
         entropy: `[T]`, for the bonus and its metric.
@@ -81,6 +83,8 @@ def policy_loss(
         num_tokens: masked tokens of the *global* batch (number or 0-d tensor); None: those of this call.
         num_sequences: sequences of the *global* batch that have a masked token; None: those of this call.
         norm_constant: what seq-mean-token-sum-norm divides by.
+        sequence_counts: `[B]`, the tokens that seq-mean-token-mean divides each sequence by; None: those in
+            `loss_mask`. For a mask that some tokens were taken out of, while the mean goes over all.
 
     Raises:
         ArgumentError: a shape or option that the op does not take.
@@ -101,7 +105,7 @@ def policy_loss(
     )
     counts = (num_tokens, num_sequences, norm_constant)
     tokens = PolicyTokens.of(
-        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, spec, counts, ref_logprobs, weights
+        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, spec, counts, ref_logprobs, weights, sequence_counts
     )
     check_same_length("entropy", entropy, tokens.num)
     if torch.compiler.is_compiling():

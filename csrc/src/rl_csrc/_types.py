@@ -48,6 +48,7 @@ METRIC_NAMES: tuple[str, ...] = (
     "ratio_squared",
 )
 NUM_STATS = 5  # per token: max, sum e, sum e*(z - max), sum e^2, label's z (-inf: in another shard; +inf: ignored)
+K3_MAX = 10.0  # the KL estimator k3 is capped here, and has no gradient beyond it
 LOG_RATIO_MAX = 20.0  # |logprobs - old_logprobs| is clamped here before exp; beyond it the ratio has no gradient
 
 

@@ -53,7 +53,7 @@ def policy_loss(
         ref_logprobs,
         weights,
         entropy,
-        float(denominator),
+        denominator if isinstance(denominator, torch.Tensor) and denominator.dim() == 1 else float(denominator),
         spec_codes(spec),
         loss,
         metrics,

@@ -40,20 +40,22 @@ def token_arguments(
     weights: Tensor | None,
     denominator: float | Tensor,
 ) -> tuple[Any, Tensor | None]:
-    """The per-token inputs, and the device scalar they point to, which must outlive the launch call."""
-    scalar = None
+    """The per-token inputs, and the denominators on the device they point to, which must outlive the launch call."""
+    counts = None
     if isinstance(denominator, torch.Tensor):
-        scalar = denominator.to(old.device, torch.float32).reshape(1)
+        counts = denominator.to(old.device, torch.float32).contiguous()
+    has_many = counts is not None and counts.dim() == 1
     tokens = _cuda.LossTokens(
         old_logprobs=old,
         advantages=advantages,
         loss_mask=mask,
         ref_logprobs=ref,
         weights=weights,
-        denominator=scalar,
-        scalar_denominator=1.0 if scalar is not None else float(denominator),
+        denominator=None if has_many else counts,
+        scalar_denominator=1.0 if counts is not None else float(denominator),
+        denominators=counts if has_many else None,
     )
-    return tokens, scalar
+    return tokens, counts
 
 
 @on_its_device

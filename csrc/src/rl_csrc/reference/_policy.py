@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_csrc._types import LOG_RATIO_MAX, LossSpec, PolicyLoss
+from rl_csrc._types import K3_MAX, LOG_RATIO_MAX, LossSpec, PolicyLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,10 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Loss and metrics; `loss_mask` is bool, `denominator` the count that the aggregation divides by."""
+    """Loss and metrics; `loss_mask` is bool.
+
+    `denominator` is the count that the aggregation divides by, or `[B]`: all that a sequence's tokens are divided by.
+    """
     mask = loss_mask.bool()
     dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
     zero = torch.zeros((), dtype=dtype, device=logprobs.device)
@@ -69,7 +72,10 @@ def policy_loss(
     if spec.kl != "none" and ref_logprobs is not None:
         kl = _kl(spec.kl, lp - select(ref_logprobs).detach())
     entropies = zero.expand_as(lp) if entropy is None else select(entropy)
-    scale = _token_scale(spec, sequences, dtype) / denominator
+    if isinstance(denominator, Tensor) and denominator.dim() == 1:
+        scale = (1 / denominator)[sequences.of_token]
+    else:
+        scale = _token_scale(spec, sequences, dtype) / denominator
 
     def aggregate(x: Tensor) -> Tensor:
         return (select(x) * scale).sum()
@@ -189,4 +195,5 @@ def _kl(kind: str, d: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    return (-d).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp() - 1 + d
+    """exp(-d) - 1 + d, capped: one token that the reference finds impossible must not outweigh the batch."""
+    return ((-d).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp() - 1 + d).clamp(max=K3_MAX)
