@@ -40,7 +40,7 @@ class Stepwise(FakeGenerator):
                 if i == self.fails_at:
                     raise ServerLostError("the fake server went away")
                 yield chunk(token)
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             self.was_left = True
             raise
         yield TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=FinishReason.STOP)

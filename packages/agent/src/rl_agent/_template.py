@@ -8,7 +8,7 @@ stand-in conversation whose assistant turn ends in an anchor, and only what come
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_agent._chat import render_prompt
 from rl_agent._media import count_images, without_images
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _ANCHOR = "ANCHORanchorANCHOR"  # letters only: no template escapes, trims or splits it
 _USER: Message = {"role": "user", "content": "question"}
+_OWN_ROLES = frozenset({"system", "developer", "assistant"})
+"""Roles whose text is not that of a stranger."""
 _CALL_ID = "call00000"  # nine letters and digits: some templates accept no other
 
 
@@ -107,6 +109,28 @@ class TurnTemplate:
                 num_broken += text.count(special)
                 text = text.replace(special, special[0] + " " + special[1:])
         return text, num_broken
+
+    def escaped(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+        """Messages with the special tokens broken in all that tools and users say; the number of those broken.
+
+        What the system says, and what the assistant has said, is the application's own, and stays as it is.
+        """
+        num_broken = 0
+
+        def broken(value: Any) -> Any:
+            nonlocal num_broken
+            if isinstance(value, str):
+                text, count = self.escape(value)
+                num_broken += count
+                return text
+            if isinstance(value, list):
+                return [broken(each) for each in cast("list[Any]", value)]
+            if isinstance(value, dict):
+                return {name: broken(each) for name, each in cast("dict[str, Any]", value).items()}
+            return value
+
+        given = [dict(message) for message in messages]
+        return [each if each["role"] in _OWN_ROLES else broken(each) for each in given], num_broken
 
     # ---- rendering
 

@@ -109,8 +109,8 @@ def read_body(data: bytes, *, known: Container[str], neutral: Mapping[str, tuple
     """
     try:
         found = json.loads(data)
-    except ValueError as error:
-        raise RowError(f"the request is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"the request is not JSON, or nested too deeply: {error}") from error
     if not isinstance(found, dict):
         raise RowError(f"the request is a {type(found).__name__}; a JSON object is needed")
     body = {name: value for name, value in cast("dict[str, Any]", found).items() if value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_agent._experts import add_experts, finished
@@ -40,6 +40,26 @@ class Exchange:
     """The answer as text."""
     response_id: str
     """What the client knows the answer by."""
+    is_heard: bool = True
+    """False if the caller had left before the answer was sent: it is no part of any trajectory."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """A session: its exchanges, and what else happened in it."""
+
+    exchanges: list[Exchange] = field(default_factory=list[Exchange])
+    num_abandoned: int = 0
+    """Requests whose caller left before the answer: a client that timed out, and asked again perhaps."""
+    num_escaped: int = 0
+    """Special tokens that tools and users spelled out, and that were broken."""
+
+    def abandon(self, exchange: Exchange | None) -> None:
+        """Note that a caller left. Its answer, where it was kept already, belongs to no trajectory."""
+        self.num_abandoned += 1
+        for index, each in enumerate(self.exchanges):
+            if each is exchange:
+                self.exchanges[index] = replace(each, is_heard=False)
 
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
@@ -67,7 +87,8 @@ def find_parent(
     for index, each in enumerate(exchanges):
         length = len(each.conversation)
         is_prefix = length < len(conversation) and tuple(conversation[:length]) == each.conversation
-        if is_prefix and each.tools == tools and (best is None or length >= len(exchanges[best].conversation)):
+        is_its = is_prefix and each.is_heard and each.tools == tools
+        if is_its and (best is None or length >= len(exchanges[best].conversation)):
             best = index
     return best, 0 if best is None else len(exchanges[best].conversation)
 
@@ -75,7 +96,7 @@ def find_parent(
 def _named(
     exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str, previous: str
 ) -> tuple[int, int]:
-    found = next((i for i, each in enumerate(exchanges) if each.response_id == previous), None)
+    found = next((i for i, each in enumerate(exchanges) if each.is_heard and each.response_id == previous), None)
     if found is None:
         raise RowError(f"previous_response_id={previous!r} is no response of this session")
     if exchanges[found].tools != tools:
@@ -88,25 +109,29 @@ def _named(
     return found, int(has_system)
 
 
-def trajectories(exchanges: Sequence[Exchange], reward: float | None) -> list[AgentLoopOutput]:
+def trajectories(recording: Recording, reward: float | None) -> list[AgentLoopOutput]:
     """One trajectory per leaf. Where they branch, what they share is marked as the model's in the first one only."""
+    exchanges = recording.exchanges
     parents = {each.parent for each in exchanges}
+    metrics = {"num_abandoned": float(recording.num_abandoned), "num_escaped": float(recording.num_escaped)}
     trained: set[int] = set()
     made: list[AgentLoopOutput] = []
     for leaf in range(len(exchanges)):
-        if leaf in parents:
+        if leaf in parents or not exchanges[leaf].is_heard:
             continue
         path: list[int] = []
         index: int | None = leaf
         while index is not None:
             path.insert(0, index)
             index = exchanges[index].parent
-        made.append(_trajectory([exchanges[i] for i in path], [i not in trained for i in path], reward))
+        made.append(_trajectory([exchanges[i] for i in path], [i not in trained for i in path], reward, metrics))
         trained.update(path)
     return made
 
 
-def _trajectory(path: Sequence[Exchange], is_new: Sequence[bool], reward: float | None) -> AgentLoopOutput:
+def _trajectory(
+    path: Sequence[Exchange], is_new: Sequence[bool], reward: float | None, metrics: Mapping[str, float]
+) -> AgentLoopOutput:
     prompt = path[0].prompt_token_ids
     ids, mask, logprobs, versions = list[int](), list[int](), list[float](), list[int]()
     experts = list[RoutedToken]()
@@ -128,5 +153,6 @@ def _trajectory(path: Sequence[Exchange], is_new: Sequence[bool], reward: float 
         text=path[-1].text,
         reward=reward,
         num_turns=len(path),
+        metrics=dict(metrics),
         routed_experts=finished(experts, len(prompt) + len(ids)),
     )

@@ -3,18 +3,24 @@
 A framework needs no change but its base URL and its API key, which names the session. Where a request goes on with an
 earlier one of its session, its prompt is the earlier ids with the new messages appended, so what the model emitted is
 never re-tokenised; a request that goes on with none starts a trajectory of its own.
+
+A request whose client leaves (it timed out, say, and asks again) is ended at the server, counted as `num_abandoned` in
+the metrics of the session's trajectories, and is part of none of them: nobody has acted on its answer.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import json
+import logging
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import web
 
 from rl_agent._registry import load_plugin
 from rl_agent._template import TurnTemplate
@@ -22,10 +28,10 @@ from rl_agent.base import StreamingGenerator
 from rl_agent.errors import AgentError, RowError
 from rl_agent.proxy import _chat, _responses
 from rl_agent.proxy._call import Answer, new_call_id
-from rl_agent.proxy._recording import Exchange, find_parent, message_key, trajectories
+from rl_agent.proxy._recording import Exchange, Recording, find_parent, message_key, trajectories
 from rl_agent.proxy._text import LiveText, opens_thinking
 from rl_agent.types import ParsedTurn
-from rl_rollout.errors import RequestError, RolloutError
+from rl_rollout.errors import ConfigError, RequestError, RolloutError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -35,16 +41,23 @@ if TYPE_CHECKING:
     from rl_agent.proxy._call import Call, Writer
     from rl_agent.types import AgentLoopOutput, Tokenizer
 
-_FAILURES = (AgentError, RolloutError, ConnectionError, TimeoutError)
+_FAILURES = (AgentError, RolloutError, ConnectionError, TimeoutError, RecursionError)
 """What a request may fail on; the client is told."""
+
+_TURNS = 3
+"""Of the event loop, from the end of a connection at the socket to that of its handler: read, close, cancel."""
+
+_LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
     """A call that can be generated."""
 
-    exchanges: list[Exchange]
-    """Of its session."""
+    recording: Recording
+    """Its session."""
     parent: int | None
     """Which of them it goes on with."""
     conversation: tuple[Any, ...]
@@ -58,18 +71,24 @@ class _Prepared:
 class RecordingProxy:
     """Serves `/v1/chat/completions` and `/v1/responses`, whole or streamed, with tools, and records every exchange.
 
-    A session's name is the bearer token (a client's API key), or stands in the path: `/sessions/NAME/v1`. A field that
-    is not honoured is refused. A streamed answer is passed on token by token where the server is a
-    `StreamingGenerator`, up to where a call of a tool may start; the call itself comes in one piece.
+    A session's name is the bearer token (a client's API key), or stands in the path: `/sessions/NAME/v1`. With an
+    `api_token`, the API key is that token, and the session's name stands in the path or follows it: `TOKEN:NAME`, as
+    `api_key` gives it. A field that is not honoured is refused. A streamed answer is passed on token by token where the
+    server is a `StreamingGenerator`, up to where a call of a tool may start; the call itself comes in one piece.
 
     Args:
         server: What generates.
         tokenizer: Of the model that is served.
         parser: How the model writes tool calls; see `ToolLoop`.
         sampling_params: Fields of `SamplingParams`, for what requests leave open.
-        host: Interface to bind; there is no authentication, so leave it on loopback or a private network.
+        host: Interface to bind.
         port: 0 picks a free one.
         template_kwargs: Further variables of the chat template.
+        api_token: What callers must show; needed where `host` is not loopback.
+        max_body_bytes: Largest request, bytes.
+
+    Raises:
+        ConfigError: the interface is open to others and there is no token.
     """
 
     def __init__(
@@ -82,33 +101,46 @@ class RecordingProxy:
         host: str = "127.0.0.1",
         port: int = 0,
         template_kwargs: Mapping[str, Any] | None = None,
+        api_token: str | None = None,
+        max_body_bytes: int = 64 << 20,
     ) -> None:
+        if host not in _LOOPBACK_HOSTS and not api_token:
+            raise ConfigError(
+                f"host {host!r} is reachable from outside, and whoever asks writes what is trained on; set api_token, "
+                "or use 127.0.0.1"
+            )
         self._server = server
         self._tokenizer = tokenizer
         self._parse: Callable[[str], ParsedTurn] = load_plugin("parsers", parser) if isinstance(parser, str) else parser
         self._params = SamplingParams(**(sampling_params or {}))
-        self._host, self._port = host, port
+        self._host, self._port, self._api_token = host, port, api_token
+        self._max_body_bytes = max_body_bytes
         self._template_kwargs = template_kwargs
         self._templates: dict[str, TurnTemplate] = {"[]": TurnTemplate(tokenizer, template_kwargs=template_kwargs)}
-        self._sessions: dict[str, list[Exchange]] = {}
+        self._sessions: dict[str, Recording] = {}
         self._runner: web.AppRunner | None = None
         self.url = ""
         """Base URL for clients, `/v1` included; set by `start`."""
 
     async def start(self) -> str:
         """Bind the endpoint and return its base URL."""
-        app = web.Application(client_max_size=64 << 20)
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
         for prefix in ("", "/sessions/{session}"):
             app.router.add_post(prefix + "/v1/chat/completions", self._chat)
             app.router.add_post(prefix + "/v1/responses", self._respond)
             app.router.add_get(prefix + "/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, backlog=4096)
         await site.start()
         self._port = self._runner.addresses[0][1]
-        self.url = f"http://{self._host}:{self._port}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{self._port}/v1"
         return self.url
+
+    def api_key(self, session: str) -> str:
+        """What a client of this session gives as its API key."""
+        return f"{self._api_token}:{session}" if self._api_token else session
 
     async def stop(self) -> None:
         """Close the endpoint. Sessions stay until they are finished."""
@@ -122,9 +154,32 @@ class RecordingProxy:
         Tokens that trajectories share are marked as the model's in one of them only. None if nothing was generated.
         A request of the session that is still being answered then is told so, and is not recorded.
         """
-        return trajectories(self._sessions.pop(session, []), reward)
+        return trajectories(self._sessions.pop(session, Recording()), reward)
 
     # ---- the endpoint
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Ask for the token; tell what is wrong with a request as JSON."""
+        if self._api_token and not _begins_with(_key_of(request), self._api_token):
+            return _failure(401, "authentication_error", "this proxy asks for its api_token as the API key")
+        try:
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge:
+            message = f"the request is larger than max_body_bytes={self._max_body_bytes}"
+            return _failure(413, "invalid_request_error", message)
+        except web.HTTPException as error:
+            return _failure(error.status, "invalid_request_error", f"{request.method} {request.path}: {error.reason}")
+
+    def _session_of(self, request: web.Request) -> str:
+        key = _key_of(request)
+        if self._api_token:
+            key = key[len(self._api_token) :].removeprefix(":")
+        name = request.match_info.get("session") or key
+        if not name:
+            wanted = "TOKEN:NAME as API key" if self._api_token else "one as API key"
+            raise RowError(f"the request names no session; give {wanted}, or in the path: /sessions/NAME/v1")
+        return name
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         del request
@@ -144,23 +199,29 @@ class RecordingProxy:
         make_writer: Callable[[Call], Writer],
     ) -> web.StreamResponse:
         try:
-            session = _session_of(request)
+            session = self._session_of(request)
             call = _read(read, await request.read())
             prepared = self._prepare(session, call)
             writer = make_writer(call)
             if call.is_streaming:
                 return await self._stream(request, call, session, prepared, writer)
-            answer = await self._whole(session, prepared, writer)
+            return await self._whole(request, session, prepared, writer)
         except _FAILURES as error:
-            status, kind = _status(error)
-            return web.json_response({"error": {"type": kind, "message": str(error), "code": status}}, status=status)
-        return web.json_response(writer.whole(answer))
+            return _failure(*_status(error), str(error))
 
-    async def _whole(self, session: str, prepared: _Prepared, writer: Writer) -> Answer:
-        output = await self._server.generate(prepared.request)
+    async def _whole(
+        self, request: web.Request, session: str, prepared: _Prepared, writer: Writer
+    ) -> web.StreamResponse:
         text = self._live_text(prepared)
-        text.push(output.token_ids)
-        return self._record(session, prepared, output, text, writer)
+        with _Heard(request, prepared) as heard:
+            output = await self._server.generate(prepared.request)
+            text.push(output.token_ids)
+            await heard.check_caller()
+            heard.answer = self._record(session, prepared, output, text, writer)
+            response = web.json_response(writer.whole(heard.answer))
+            await response.prepare(request)
+            await response.write_eof()
+        return response
 
     async def _stream(
         self,
@@ -173,48 +234,55 @@ class RecordingProxy:
         """Server-sent events. A failure after the first of them is an event as well."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         text, chunks = self._live_text(prepared), list[TokenChunk]()
-        try:
-            async with aclosing(self._chunks(prepared.request)) as stream:
-                async for chunk in stream:
-                    if not chunks:  # nothing is said before the server has taken the request
-                        await response.prepare(request)
-                        await _send(response, writer.start())
-                    chunks.append(chunk)
-                    if events := list(writer.delta(*text.push(chunk.token_ids))):
-                        await _send(response, events)
-            output = _joined(prepared.request, chunks)
-            answer = self._record(session, prepared, output, text, writer)
-            reasoning, content = answer.turn.reasoning[len(text.reasoning) :], answer.turn.content[len(text.content) :]
-            await _send(response, [*writer.delta(reasoning, content), *writer.end(answer)])
-        except ClientConnectionResetError:
-            return response  # the client has left; the generation was ended, and what it did not see is not recorded
-        except _FAILURES as error:
-            if not response.prepared:
-                raise
-            status, kind = _status(error)
-            message = {"type": kind, "message": str(error), "code": status}
-            await _send(response, [{"type": "error", "error": message, **message}])
-        await response.write_eof(writer.last_line)
+        with _Heard(request, prepared) as heard:
+            try:
+                async with aclosing(self._chunks(prepared.request)) as stream:
+                    async for chunk in stream:
+                        if not chunks:  # nothing is said before the server has taken the request
+                            await response.prepare(request)
+                            await _send(response, writer.start())
+                        chunks.append(chunk)
+                        if events := list(writer.delta(*text.push(chunk.token_ids))):
+                            await _send(response, events)
+                output = _joined(prepared.request, chunks)
+                await heard.check_caller()
+                heard.answer = answer = self._record(session, prepared, output, text, writer)
+                thought, content = (
+                    answer.turn.reasoning[len(text.reasoning) :],
+                    answer.turn.content[len(text.content) :],
+                )
+                await _send(response, [*writer.delta(thought, content), *writer.end(answer)])
+            except ConnectionResetError:
+                raise  # the client has left
+            except _FAILURES as error:
+                if not response.prepared:
+                    raise
+                status, kind = _status(error)
+                message = {"type": kind, "message": str(error), "code": status}
+                await _send(response, [{"type": "error", "error": message, **message}])
+            await response.write_eof(writer.last_line)
         return response
 
     # ---- the model
 
     def _prepare(self, session: str, call: Call) -> _Prepared:
         """The ids to go on from: those of the exchange that the call extends, with what is new appended."""
-        messages = list(call.messages)
         tools = json.dumps(call.tools, sort_keys=True)
         if tools not in self._templates:
             self._templates[tools] = TurnTemplate(self._tokenizer, json.loads(tools), self._template_kwargs)
-        template, exchanges = self._templates[tools], self._sessions.setdefault(session, [])
-        conversation = tuple(message_key(each) for each in messages)
+        template, recording = self._templates[tools], self._sessions.setdefault(session, Recording())
+        exchanges = recording.exchanges
+        conversation = tuple(message_key(each) for each in call.messages)
         parent, num_known = find_parent(exchanges, conversation, tools, call.previous)
+        messages, num_escaped = template.escaped(call.messages[num_known:])
+        recording.num_escaped += num_escaped
         spans: tuple[tuple[int, int], ...] = ()
         if parent is None:
             prompt = template.prompt(messages)
         else:
             before = exchanges[parent]
             added = template.continuation(
-                messages[num_known:],
+                messages,
                 last_token_id=before.output.token_ids[-1],
                 is_stopped=before.output.finish_reason is FinishReason.STOP,
             )
@@ -230,7 +298,7 @@ class RecordingProxy:
             session_id=session,
             sampled_spans=spans,
         )
-        return _Prepared(exchanges=exchanges, parent=parent, conversation=conversation, tools=tools, request=request)
+        return _Prepared(recording=recording, parent=parent, conversation=conversation, tools=tools, request=request)
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """The answer as it is generated, or in one piece where the server cannot stream."""
@@ -263,7 +331,7 @@ class RecordingProxy:
         """Take the turn apart and keep it. What was shown of it already stands."""
         if not output.token_ids:
             raise ConnectionError(f"the generation ended with reason {output.finish_reason.value!r} before a token")
-        if self._sessions.get(session) is not prepared.exchanges:
+        if self._sessions.get(session) is not prepared.recording:
             raise RowError(f"session {session!r} was finished while this request was answered; it is not recorded")
         is_stopped = output.finish_reason is FinishReason.STOP
         raw = self._tokenizer.decode(output.token_ids[: -1 if is_stopped else None], skip_special_tokens=False)
@@ -284,8 +352,37 @@ class RecordingProxy:
             text=self._tokenizer.decode(output.token_ids, skip_special_tokens=True),
             response_id=writer.id,
         )
-        prepared.exchanges.append(exchange)
+        prepared.recording.exchanges.append(exchange)
         return Answer(exchange=exchange, turn=turn, call_ids=tuple(new_call_id() for _ in turn.calls))
+
+
+class _Heard:
+    """A request's caller: where it leaves before the answer, that is noted, and the answer belongs to nobody."""
+
+    def __init__(self, request: web.Request, prepared: _Prepared) -> None:
+        self._request = request
+        self._prepared = prepared
+        self.answer: Answer | None = None
+        """Set when it is recorded."""
+
+    async def check_caller(self) -> None:
+        """See that the caller is still there, by what its socket says now.
+
+        Raises:
+            ConnectionResetError: it has left.
+        """
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        if self._request.transport is None or self._request.transport.is_closing():
+            raise ConnectionResetError("the client has left")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ConnectionResetError, asyncio.CancelledError)):
+            self._prepared.recording.abandon(None if self.answer is None else self.answer.exchange)
+            _log.info("session %r: a caller left before its answer", self._prepared.request.session_id)
 
 
 def _read(read: Callable[[bytes], Call], body: bytes) -> Call:
@@ -297,15 +394,23 @@ def _read(read: Callable[[bytes], Call], body: bytes) -> Call:
         raise RowError(f"the request is not of the format of this endpoint: {type(error).__name__}: {error}") from error
 
 
-def _session_of(request: web.Request) -> str:
-    name = request.match_info.get("session") or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-    if not name:
-        raise RowError("the request names no session; give one as API key, or in the path: /sessions/NAME/v1")
-    return name
+def _key_of(request: web.Request) -> str:
+    """A client's API key."""
+    return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+
+
+def _begins_with(key: str, token: str) -> bool:
+    """Whether a key is the token, or the token, a colon, and a name; in constant time."""
+    shown, wanted = key.encode(errors="surrogateescape"), token.encode()
+    return hmac.compare_digest(shown[: len(wanted)], wanted) and shown[len(wanted) :][:1] in (b"", b":")
+
+
+def _failure(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response({"error": {"type": kind, "message": message, "code": status}}, status=status)
 
 
 def _status(error: Exception) -> tuple[int, str]:
-    if isinstance(error, (RowError, RequestError)):
+    if isinstance(error, (RowError, RequestError, RecursionError)):
         return 400, "invalid_request_error"
     return 500 if isinstance(error, AgentError) else 503, "server_error"
 
