@@ -148,7 +148,7 @@ def one_size(run, stack, label, what, size, goal, folder):
 
 def verification(run, label, weights, walls):
     """What the digests of one end take, of a sync."""
-    from rl_ckpt._digest import digests_of
+    from rl_ckpt.tensors.digest import digests_of
 
     contents = [tensor.view(-1).view(torch.uint8) for tensor in weights.values()]
     shares = []

@@ -3,7 +3,7 @@
 import torch
 from packages.ckpt.bench._child import digest
 
-from rl_ckpt._digest import LEAF_BYTES, leaves_of, pack_leaves, unpack_leaves
+from rl_ckpt.tensors.digest import LEAF_BYTES, leaves_of, pack_leaves, unpack_leaves
 from rl_csrc.bucket import pack, plan
 
 SLOT_BYTES = 8 << 20

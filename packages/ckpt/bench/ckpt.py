@@ -34,7 +34,7 @@ from packages.ckpt.bench._child import (
 import rl_ckpt
 import rl_csrc
 from rl_bench import missing
-from rl_ckpt._digest import LEAF_BYTES
+from rl_ckpt.tensors.digest import LEAF_BYTES
 
 CHANGED = 0.01
 """Part of the elements that differ, for differences."""

@@ -23,7 +23,7 @@ CHILD = """
     import asyncio, os, sys, torch, rl_ckpt
     from pathlib import Path
     from rl_ckpt import Resharding, ShardSpec
-    from rl_ckpt._tensors import as_bytes
+    from rl_ckpt.tensors.spec import as_bytes
     from rl_ckpt.testing import sample_weights
     from rl_ckpt.testing.gpu import use_fake_gpu
     from rl_ckpt.testing.versions import blank

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import rl_ckpt
 import rl_csrc
-from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, pack_leaves, unpack_leaves
-from rl_ckpt._tensors import as_bytes
+from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves, unpack_leaves
+from rl_ckpt.tensors.spec import as_bytes
 
 SIZES = [0, 1, 7, 8, 255, 4096, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 2 * LEAF_BYTES + 9]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_ckpt._plan import BucketPlan, aligned
+from rl_ckpt.tensors.buckets import BucketPlan, aligned
 
 
 def place_all(sizes, bucket_bytes):

@@ -31,8 +31,8 @@ from rl_ckpt._messages import (
     Staged,
     Stream,
 )
-from rl_ckpt._plan import Span
-from rl_ckpt._tensors import DTYPE_CODES, TensorSpec
+from rl_ckpt.tensors.buckets import Span
+from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
 from rl_ckpt._wire import Decoder, decode, encode
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))

@@ -19,6 +19,6 @@ def tree_digest(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor
     Raises:
         TensorError: an item cannot be sent, and so has no digest; or a name comes twice.
     """
-    from rl_ckpt import _digest
+    from rl_ckpt.tensors import digest as _digest
 
     return _digest.tree_digest(named_tensors)

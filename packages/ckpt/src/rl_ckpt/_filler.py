@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 import rl_csrc
-from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, pack_leaves
+from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt._messages import Bucket, Manifest
 from rl_ckpt._outbox import Run
-from rl_ckpt._plan import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
-from rl_ckpt._tensors import memory_of
+from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
+from rl_ckpt.tensors.spec import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rl_ckpt._messages import Mapped
     from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer, Peers
-    from rl_ckpt._plan import Piece
-    from rl_ckpt._source import Clock, Schema
+    from rl_ckpt.tensors.buckets import Piece
+    from rl_ckpt.tensors.source import Clock, Schema
 
 MANIFEST_CHUNK = 4096
 """Most tensors in one Manifest message."""

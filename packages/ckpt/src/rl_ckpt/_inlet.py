@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rl_ckpt._fork import close_in_children
 from rl_ckpt._messages import Session, Stream
 from rl_ckpt._outbox import set_patience
-from rl_ckpt._tensors import memory_of
+from rl_ckpt.tensors.spec import memory_of
 from rl_ckpt._wire import encode
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_ckpt import _delta, _zstd
-from rl_ckpt._digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
+from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
 from rl_ckpt._places import Place, Scratch, contents_of, end_of, is_plain_on, leaf_bytes, part_of, piece_of
-from rl_ckpt._plan import ALIGNMENT_BYTES, Codec, Span, aligned
-from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, place_of, require_memory
+from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span, aligned
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, place_of, require_memory
 from rl_ckpt.errors import DigestError, ProtocolError, TensorError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from rl_ckpt._messages import (
     Sources,
 )
 from rl_ckpt._proof import is_proof, proof_of
-from rl_ckpt._tensors import TensorSpec
+from rl_ckpt.tensors.spec import TensorSpec
 from rl_ckpt._wire import WIRE_VERSION
 from rl_ckpt.errors import AddressError, BackendError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 

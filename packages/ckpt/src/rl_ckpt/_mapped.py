@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 import rl_csrc
-from rl_ckpt._digest import digests_of
+from rl_ckpt.tensors.digest import digests_of
 from rl_ckpt._places import is_plain_on
-from rl_ckpt._tensors import TensorSpec, as_bytes, from_bytes, is_plain, spec_of
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain, spec_of
 from rl_ckpt.errors import DigestError, ProtocolError
 
 if TYPE_CHECKING:

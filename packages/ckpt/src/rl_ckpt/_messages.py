@@ -10,8 +10,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from rl_ckpt._plan import Span
-    from rl_ckpt._tensors import TensorSpec
+    from rl_ckpt.tensors.buckets import Span
+    from rl_ckpt.tensors.spec import TensorSpec
 
 NO_VERSION = 2**64 - 1
 """Stands for "none" where a version is expected."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rl_ckpt import _zstd
-from rl_ckpt._digest import LEAF_BYTES
-from rl_ckpt._plan import Codec, Span
+from rl_ckpt.tensors import delta as _zstd
+from rl_ckpt.tensors.digest import LEAF_BYTES
+from rl_ckpt.tensors.buckets import Codec, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._messages import Bucket
-    from rl_ckpt._tensors import TensorSpec
+    from rl_ckpt.tensors.spec import TensorSpec
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt._caller import Caller, reason_of
-from rl_ckpt._digest import tree_digest
+from rl_ckpt.tensors.digest import tree_digest
 from rl_ckpt._landing import Landing
 from rl_ckpt._messages import (
     NO_VERSION,
@@ -26,7 +26,7 @@ from rl_ckpt._messages import (
     Staged,
 )
 from rl_ckpt._places import Scratch, is_base, readable_codecs
-from rl_ckpt._sharing import Sharing
+from rl_ckpt.tensors.aliasing import Sharing
 from rl_ckpt._shelf import Shelf
 from rl_ckpt._stage import Stage
 from rl_ckpt._worker import Worker

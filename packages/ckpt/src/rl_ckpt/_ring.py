@@ -7,7 +7,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from rl_ckpt._tensors import buffer_tensor
+from rl_ckpt.tensors.spec import buffer_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_ckpt._digest import LEAF_BYTES
-from rl_ckpt._tensors import as_bytes, require_memory
+from rl_ckpt.tensors.digest import LEAF_BYTES
+from rl_ckpt.tensors.spec import as_bytes, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_ckpt._tensors import memory_of
+from rl_ckpt.tensors.spec import memory_of
 from rl_ckpt._transport import ListeningSend, ReceiveTransport
 from rl_ckpt.errors import AddressError, ProtocolError
 

@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_ckpt._digest import LEAF_BYTES, combine, digests_of, model_digest
+from rl_ckpt.tensors.digest import LEAF_BYTES, combine, digests_of, model_digest
 from rl_ckpt._filler import Filler
 from rl_ckpt._link import Deadline
 from rl_ckpt._messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
-from rl_ckpt._plan import Codec
-from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
+from rl_ckpt.tensors.buckets import Codec
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.types import Receipt, SyncReport
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._delta import Snapshot
+    from rl_ckpt.tensors.delta import Snapshot
     from rl_ckpt._mapped import SourceMap
     from rl_ckpt._messages import AbortReason, Staged
     from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer, Peers
-    from rl_ckpt._source import Clock, Schema, Source
+    from rl_ckpt.tensors.source import Clock, Schema, Source
 
 
 class Sync:

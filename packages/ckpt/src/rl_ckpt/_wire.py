@@ -33,8 +33,8 @@ from rl_ckpt._messages import (
     Staged,
     Stream,
 )
-from rl_ckpt._plan import Span
-from rl_ckpt._tensors import DTYPE_CODES, TensorSpec
+from rl_ckpt.tensors.buckets import Span
+from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
 from rl_ckpt.errors import ProtocolError
 from rl_csrc.frames import DTYPES
 

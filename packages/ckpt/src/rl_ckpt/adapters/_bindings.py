@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_ckpt._tensors import as_bytes
+from rl_ckpt.tensors.spec import as_bytes
 from rl_ckpt.errors import AttestationError
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ import torch
 import zmq
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rl_ckpt._plan import aligned
-from rl_ckpt._tensors import TensorSpec, as_bytes, spec_of
+from rl_ckpt.tensors.buckets import aligned
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
 from rl_ckpt.errors import PeerTimeoutError, SyncAbortedError, TensorError, UsageError
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rl_ckpt._messages import HANDLE_BYTES
-from rl_ckpt._plan import aligned
-from rl_ckpt._tensors import as_bytes, buffer_tensor
+from rl_ckpt.tensors.buckets import aligned
+from rl_ckpt.tensors.spec import as_bytes, buffer_tensor
 from rl_ckpt.backends import cuda_ipc
 from rl_ckpt.errors import BackendError
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from rl_ckpt._source import ties_of
-from rl_ckpt._tensors import as_bytes
+from rl_ckpt.tensors.source import ties_of
+from rl_ckpt.tensors.spec import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

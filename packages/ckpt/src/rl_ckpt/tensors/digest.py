@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import rl_csrc
-from rl_ckpt._tensors import DTYPE_CODES, TensorSpec, as_bytes, spec_of
+from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec, as_bytes, spec_of
 from rl_ckpt.errors import TensorError
 from rl_csrc import bucket
 

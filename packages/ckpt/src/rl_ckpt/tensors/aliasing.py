@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_ckpt._digest import combine, leaves_of
-from rl_ckpt._tensors import as_bytes, end_of, place_of
+from rl_ckpt.tensors.digest import combine, leaves_of
+from rl_ckpt.tensors.spec import as_bytes, end_of, place_of
 from rl_ckpt.errors import TensorError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._tensors import TensorSpec
+    from rl_ckpt.tensors.spec import TensorSpec
 
 
 class Sharing:

@@ -1,0 +1,1 @@
+"""Tensors as named bytes: specifications, digests, buckets, differences. No sockets, no peers."""
