@@ -12,8 +12,8 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, Resharding, ShardSpec
-from rl_ckpt._link import Link
-from rl_ckpt._messages import Session
+from rl_ckpt.protocol.channel import Link
+from rl_ckpt.protocol.messages import Session
 from rl_ckpt.testing import assert_same, failure, new_name, sample_weights
 from rl_ckpt.testing.gpu import FakeGpu, fake_gpu
 

@@ -9,7 +9,7 @@ import rl_csrc
 from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError, _delta
 from rl_ckpt.tensors.digest import combine, leaves_of
 from rl_ckpt._landing import Landing
-from rl_ckpt._messages import Bucket
+from rl_ckpt.protocol.messages import Bucket
 from rl_ckpt._places import Scratch
 from rl_ckpt.tensors.buckets import BucketPlan, Codec, Span, aligned
 from rl_ckpt._shelf import Shelf

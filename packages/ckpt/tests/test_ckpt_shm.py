@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rl_ckpt import AddressError, ProtocolError, Role, SessionConfig, connect
-from rl_ckpt._link import Link
-from rl_ckpt._messages import Session
+from rl_ckpt.protocol.channel import Link
+from rl_ckpt.protocol.messages import Session
 from rl_ckpt.testing import assert_same, failure, new_name, receive_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")

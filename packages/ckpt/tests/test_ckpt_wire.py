@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_ckpt import ProtocolError
-from rl_ckpt._messages import (
+from rl_ckpt.protocol.messages import (
     Abort,
     AbortReason,
     Begin,
@@ -33,7 +33,7 @@ from rl_ckpt._messages import (
 )
 from rl_ckpt.tensors.buckets import Span
 from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
-from rl_ckpt._wire import Decoder, decode, encode
+from rl_ckpt.protocol.messages import Decoder, decode, encode
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 span = st.builds(Span, u32, u32, u64, u64, u64, u64, u64, u64)

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt._line import Line
-from rl_ckpt._link import Deadline, wait_for
-from rl_ckpt._messages import NO_VERSION, AbortReason, Begin, Ready
+from rl_ckpt.protocol.channel import Deadline, wait_for
+from rl_ckpt.protocol.messages import NO_VERSION, AbortReason, Begin, Ready
 from rl_ckpt.errors import DigestError, PeerLostError, PeerTimeoutError, ProtocolError
 
 if TYPE_CHECKING:
-    from rl_ckpt._link import Waker
+    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt._transport import ReceiveTransport
     from rl_ckpt.types import SessionConfig
 

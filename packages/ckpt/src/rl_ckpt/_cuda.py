@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from rl_ckpt._messages import HANDLE_BYTES
+from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.errors import BackendError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 import rl_csrc
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
-from rl_ckpt._messages import Bucket, Manifest
+from rl_ckpt.protocol.messages import Bucket, Manifest
 from rl_ckpt._outbox import Run
 from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
 from rl_ckpt.tensors.spec import memory_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._messages import Mapped
+    from rl_ckpt.protocol.messages import Mapped
     from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer, Peers
     from rl_ckpt.tensors.buckets import Piece

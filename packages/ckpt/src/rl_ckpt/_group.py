@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_ckpt._fork import close_in_children
+from rl_ckpt.protocol.channel import close_in_children
 from rl_ckpt.errors import BackendError
 
 if TYPE_CHECKING:

@@ -7,18 +7,18 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rl_ckpt._fork import close_in_children
-from rl_ckpt._messages import Session, Stream
+from rl_ckpt.protocol.channel import close_in_children
+from rl_ckpt.protocol.messages import Session, Stream
 from rl_ckpt._outbox import set_patience
 from rl_ckpt.tensors.spec import memory_of
-from rl_ckpt._wire import encode
+from rl_ckpt.protocol.messages import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from rl_ckpt._messages import Bucket
+    from rl_ckpt.protocol.messages import Bucket
     from rl_ckpt._transport import ReceiveTransport, Waits
 
 

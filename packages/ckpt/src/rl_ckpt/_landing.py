@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._messages import Bucket
+    from rl_ckpt.protocol.messages import Bucket
     from rl_ckpt._places import Memory
     from rl_ckpt._shelf import Shelf
     from rl_ckpt._stage import Stage

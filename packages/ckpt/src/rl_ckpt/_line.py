@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_ckpt._inlet import Inlet
-from rl_ckpt._link import Deadline, Link, Waker, wait_for
+from rl_ckpt.protocol.channel import Deadline, Link, Waker, wait_for
 from rl_ckpt._mapped import Mirror
-from rl_ckpt._messages import (
+from rl_ckpt.protocol.messages import (
     NONCE_BYTES,
     Abort,
     AbortReason,
@@ -25,9 +25,9 @@ from rl_ckpt._messages import (
     Session,
     Sources,
 )
-from rl_ckpt._proof import is_proof, proof_of
+from rl_ckpt.protocol.channel import is_proof, proof_of
 from rl_ckpt.tensors.spec import TensorSpec
-from rl_ckpt._wire import WIRE_VERSION
+from rl_ckpt.protocol.messages import WIRE_VERSION
 from rl_ckpt.errors import AddressError, BackendError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._landing import Landing
-    from rl_ckpt._messages import Mapped, Sources
+    from rl_ckpt.protocol.messages import Mapped, Sources
 
 CHUNK_BYTES = 256 << 20
 """Tensors of so much are told of together: a receiver that iterates has a copy of as much."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rl_ckpt._fork import close_in_children
+from rl_ckpt.protocol.channel import close_in_children
 from rl_ckpt.errors import DigestError
 
 if TYPE_CHECKING:

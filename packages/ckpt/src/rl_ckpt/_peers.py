@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rl_ckpt._link import Deadline, Link, Waker, wait_for
-from rl_ckpt._messages import (
+from rl_ckpt.protocol.channel import Deadline, Link, Waker, wait_for
+from rl_ckpt.protocol.messages import (
     NO_VERSION,
     NONCE_BYTES,
     Abort,
@@ -25,8 +25,8 @@ from rl_ckpt._messages import (
     Stream,
 )
 from rl_ckpt._outbox import Outbox
-from rl_ckpt._proof import is_proof, proof_of
-from rl_ckpt._wire import WIRE_VERSION
+from rl_ckpt.protocol.channel import is_proof, proof_of
+from rl_ckpt.protocol.messages import WIRE_VERSION
 from rl_ckpt.errors import (
     CkptError,
     DigestError,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._messages import Bucket
+    from rl_ckpt.protocol.messages import Bucket
     from rl_ckpt.tensors.spec import TensorSpec
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rl_ckpt._caller import Caller, reason_of
 from rl_ckpt.tensors.digest import tree_digest
 from rl_ckpt._landing import Landing
-from rl_ckpt._messages import (
+from rl_ckpt.protocol.messages import (
     NO_VERSION,
     AbortReason,
     Begin,
@@ -29,7 +29,7 @@ from rl_ckpt._places import Scratch, is_base, readable_codecs
 from rl_ckpt.tensors.aliasing import Sharing
 from rl_ckpt._shelf import Shelf
 from rl_ckpt._stage import Stage
-from rl_ckpt._worker import Worker
+from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     DigestError,

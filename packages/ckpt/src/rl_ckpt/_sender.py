@@ -7,14 +7,14 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from rl_ckpt.tensors.delta import Snapshot
-from rl_ckpt._messages import AbortReason, Session
+from rl_ckpt.protocol.messages import AbortReason, Session
 from rl_ckpt._passage import Offer
 from rl_ckpt._peers import Peers
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.source import Registered, items_of
 from rl_ckpt.tensors.source import Clock, Schema, Source, checked_version, copy_gb_per_s
 from rl_ckpt._sync import Sync
-from rl_ckpt._worker import AsyncSource, Worker
+from rl_ckpt.protocol.worker import AsyncSource, Worker
 from rl_ckpt.tensors.delta import compressor
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (

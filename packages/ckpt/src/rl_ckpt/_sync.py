@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, digests_of, model_digest
 from rl_ckpt._filler import Filler
-from rl_ckpt._link import Deadline
-from rl_ckpt._messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
+from rl_ckpt.protocol.channel import Deadline
+from rl_ckpt.protocol.messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.tensors.delta import Snapshot
     from rl_ckpt._mapped import SourceMap
-    from rl_ckpt._messages import AbortReason, Staged
+    from rl_ckpt.protocol.messages import AbortReason, Staged
     from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer, Peers
     from rl_ckpt.tensors.source import Clock, Schema, Source

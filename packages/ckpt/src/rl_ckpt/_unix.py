@@ -11,8 +11,8 @@ import struct
 import sys
 from typing import TYPE_CHECKING
 
-from rl_ckpt._fork import close_in_children
-from rl_ckpt._link import Link
+from rl_ckpt.protocol.channel import close_in_children
+from rl_ckpt.protocol.channel import Link
 from rl_ckpt.errors import AddressError, BackendError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt._cuda import CudaDriver, Driver
 from rl_ckpt._mapped import map_source
-from rl_ckpt._messages import HANDLE_BYTES
+from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
 from rl_ckpt._transport import ListeningSend, ReceiveTransport, checked_name
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._link import Link
+    from rl_ckpt.protocol.channel import Link
     from rl_ckpt._mapped import SourceMap
-    from rl_ckpt._messages import Session
+    from rl_ckpt.protocol.messages import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_ckpt._group import Group, dial_store, require_gloo, serve_store
-from rl_ckpt._messages import Regroup
+from rl_ckpt.protocol.messages import Regroup
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
 from rl_ckpt._stream import MAX_BUCKET_BYTES, MAX_SLOTS, StreamReceive
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._link import Link
-    from rl_ckpt._messages import Session
+    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.messages import Session
     from rl_ckpt._transport import Waits
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig

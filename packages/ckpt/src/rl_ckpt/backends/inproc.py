@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from rl_ckpt._fork import close_in_children
-from rl_ckpt._link import Link
+from rl_ckpt.protocol.channel import close_in_children
+from rl_ckpt.protocol.channel import Link
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
 from rl_ckpt._transport import ReceiveTransport, SendTransport, checked_name
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._messages import Session
+    from rl_ckpt.protocol.messages import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

@@ -24,8 +24,8 @@ from rl_ckpt.types import Role
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_ckpt._link import Link
-    from rl_ckpt._messages import Session
+    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.messages import Session
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

@@ -12,8 +12,8 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_ckpt._fork import close_in_children
-from rl_ckpt._link import Link
+from rl_ckpt.protocol.channel import close_in_children
+from rl_ckpt.protocol.channel import Link
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
 from rl_ckpt._stream import StreamReceive, StreamSend, stream_count

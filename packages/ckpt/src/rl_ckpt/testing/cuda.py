@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_ckpt._messages import HANDLE_BYTES
+from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.backends import cuda_ipc
 from rl_ckpt.errors import BackendError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from rl_ckpt import connect
-from rl_ckpt._link import Link
+from rl_ckpt.protocol.channel import Link
 from rl_ckpt.errors import CkptError
 from rl_ckpt.testing.helpers import assert_same, receive_all
 from rl_ckpt.types import ReceiverState, Role
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._messages import Message
+    from rl_ckpt.protocol.messages import Message
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SyncReport
 

@@ -21,7 +21,7 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rl_ckpt._messages import HANDLE_BYTES
+from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.tensors.buckets import aligned
 from rl_ckpt.tensors.spec import as_bytes, buffer_tensor
 from rl_ckpt.backends import cuda_ipc

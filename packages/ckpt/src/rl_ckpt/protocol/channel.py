@@ -7,15 +7,20 @@ import select
 import socket
 import time
 from typing import TYPE_CHECKING
-
-from rl_ckpt._fork import close_in_children
-from rl_ckpt._wire import GREETING_BYTES, MAX_BODY_BYTES, Decoder, encode
+from rl_ckpt.protocol.channel import close_in_children
+from rl_ckpt.protocol.messages import GREETING_BYTES, MAX_BODY_BYTES, Decoder, encode
 from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
+import os
+import weakref
+from typing import TYPE_CHECKING
+import hmac
+from typing import Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_ckpt._messages import Message
+    from rl_ckpt.protocol.messages import Message
+    import socket
 
 _READ_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 4
@@ -216,3 +221,35 @@ class Link:
             return 0
         except OSError as error:
             raise PeerLostError(f"{self.peer} is not there any more: {error}") from error
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_hooks: list[bool] = []
+
+
+def close_in_children(connection: socket.socket) -> socket.socket:
+    """Close this socket in every child that is forked from now on; in this process nothing changes. Returns it."""
+    if not _hooks and hasattr(os, "register_at_fork"):
+        _hooks.append(True)
+        os.register_at_fork(after_in_child=_close_all)
+    _sockets.add(connection)
+    return connection
+
+
+def _close_all() -> None:
+    for connection in list(_sockets):
+        connection.close()
+    _sockets.clear()
+
+_PREFIX = b"rl-ckpt 4 "
+
+
+def proof_of(token: bytes, role: Literal["sender", "receiver"], receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
+    """What the end of this role sends, 32 bytes. The token itself never travels."""
+    return hmac.digest(token, _PREFIX + role.encode() + receiver_nonce + sender_nonce, "sha256")
+
+
+def is_proof(
+    mac: bytes, token: bytes, role: Literal["sender", "receiver"], receiver_nonce: bytes, sender_nonce: bytes
+) -> bool:
+    """Whether that is what the end of this role would send, compared in constant time."""
+    return hmac.compare_digest(mac, proof_of(token, role, receiver_nonce, sender_nonce))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_ckpt._link import Waker
+from rl_ckpt.protocol.channel import Waker
 from rl_ckpt.errors import PeerTimeoutError, UsageError
 
 if TYPE_CHECKING:
