@@ -13,7 +13,7 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, SyncAbortedError
-from rl_ckpt._group import Group, _surviving
+from rl_ckpt.transports.group import Group, _surviving
 from rl_ckpt.testing import failure
 from rl_ckpt.testing.ends import weights_of
 

@@ -12,7 +12,7 @@ from rl_ckpt.errors import DigestError, PeerLostError, PeerTimeoutError, Protoco
 
 if TYPE_CHECKING:
     from rl_ckpt.protocol.channel import Waker
-    from rl_ckpt._transport import ReceiveTransport
+    from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.types import SessionConfig
 
 DIAL_AGAIN_S = 0.02

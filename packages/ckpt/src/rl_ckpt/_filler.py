@@ -10,7 +10,7 @@ import torch
 import rl_csrc
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt.protocol.messages import Bucket, Manifest
-from rl_ckpt._outbox import Run
+from rl_ckpt.transports.streams import Run
 from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
 from rl_ckpt.tensors.spec import memory_of
 

@@ -8,9 +8,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from rl_ckpt._inlet import Inlet
+from rl_ckpt.transports.streams import Inlet
 from rl_ckpt.protocol.channel import Deadline, Link, Waker, wait_for
-from rl_ckpt._mapped import Mirror
+from rl_ckpt.transports.mapped_source import Mirror
 from rl_ckpt.protocol.messages import (
     NONCE_BYTES,
     Abort,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_ckpt._passage import Bell
-    from rl_ckpt._transport import ReceiveTransport
+    from rl_ckpt.transports.base import ReceiveTransport
 
 T = TypeVar("T")
 

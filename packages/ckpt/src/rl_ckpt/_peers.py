@@ -24,7 +24,7 @@ from rl_ckpt.protocol.messages import (
     Staged,
     Stream,
 )
-from rl_ckpt._outbox import Outbox
+from rl_ckpt.transports.streams import Outbox
 from rl_ckpt.protocol.channel import is_proof, proof_of
 from rl_ckpt.protocol.messages import WIRE_VERSION
 from rl_ckpt.errors import (
@@ -39,9 +39,9 @@ from rl_ckpt.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_ckpt._outbox import Run
+    from rl_ckpt.transports.streams import Run
     from rl_ckpt._passage import Bell
-    from rl_ckpt._transport import SendTransport
+    from rl_ckpt.transports.base import SendTransport
 
 _ERRORS = {
     AbortReason.DIGEST: DigestError,

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._line import Line
-    from rl_ckpt._mapped import Mirror
+    from rl_ckpt.transports.mapped_source import Mirror
     from rl_ckpt._passage import Passage
-    from rl_ckpt._transport import ReceiveTransport
+    from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.base import Hold
     from rl_ckpt.types import SessionConfig, SyncReport
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer
-    from rl_ckpt._transport import SendTransport
+    from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
 
 NUM_SLOTS = 4

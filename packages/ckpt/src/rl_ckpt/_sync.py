@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.tensors.delta import Snapshot
-    from rl_ckpt._mapped import SourceMap
+    from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.protocol.messages import AbortReason, Staged
     from rl_ckpt._passage import Passage
     from rl_ckpt._peers import Peer, Peers

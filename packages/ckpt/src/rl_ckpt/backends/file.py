@@ -24,7 +24,7 @@ from rl_ckpt.tensors.source import Registered, items_of
 from rl_ckpt.tensors.aliasing import Sharing
 from rl_ckpt.tensors.source import Clock, Source, checked_version
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
-from rl_ckpt._transport import checked_options
+from rl_ckpt.transports.base import checked_options
 from rl_ckpt.protocol.worker import AsyncSource, Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (

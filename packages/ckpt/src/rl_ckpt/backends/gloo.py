@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_ckpt._group import Group, dial_store, require_gloo, serve_store
+from rl_ckpt.transports.group import Group, dial_store, require_gloo, serve_store
 from rl_ckpt.protocol.messages import Regroup
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
-from rl_ckpt._stream import MAX_BUCKET_BYTES, MAX_SLOTS, StreamReceive
-from rl_ckpt._transport import checked_options
+from rl_ckpt.transports.streams import MAX_BUCKET_BYTES, MAX_SLOTS, StreamReceive
+from rl_ckpt.transports.base import checked_options
 from rl_ckpt.backends.tcp import Listener, TcpSend, dial, host_and_port, link_of, token_of
 from rl_ckpt.errors import ProtocolError
 from rl_ckpt.types import Role
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.protocol.channel import Link
     from rl_ckpt.protocol.messages import Session
-    from rl_ckpt._transport import Waits
+    from rl_ckpt.transports.base import Waits
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

@@ -18,7 +18,7 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._sender import Sender
-from rl_ckpt._transport import ListeningSend, ReceiveTransport, checked_options
+from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_options
 from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of
 from rl_ckpt.errors import CkptError, PeerLostError, ProtocolError
 from rl_ckpt.types import Role
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.protocol.channel import Link
     from rl_ckpt.protocol.messages import Session
-    from rl_ckpt._transport import Waits
+    from rl_ckpt.transports.base import Waits
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 

@@ -12,10 +12,10 @@ import os
 from typing import TYPE_CHECKING
 
 from rl_ckpt._receiver import Receiver
-from rl_ckpt._ring import cut, make_ring
+from rl_ckpt.transports.unix import cut, make_ring
 from rl_ckpt._sender import Sender
-from rl_ckpt._transport import ListeningSend, ReceiveTransport, checked_name
-from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
+from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
+from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux
 from rl_ckpt.errors import ProtocolError
 from rl_ckpt.types import Role
 

@@ -9,11 +9,11 @@ import os
 from typing import TYPE_CHECKING
 
 from rl_ckpt._receiver import Receiver
-from rl_ckpt._ring import make_ring
+from rl_ckpt.transports.unix import make_ring
 from rl_ckpt._sender import Sender
-from rl_ckpt._stream import StreamReceive, StreamSend, stream_count
-from rl_ckpt._transport import checked_name
-from rl_ckpt._unix import UnixListener, dial, link_of, require_linux
+from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count
+from rl_ckpt.transports.base import checked_name
+from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:

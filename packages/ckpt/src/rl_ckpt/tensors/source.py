@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._mapped import SourceMap
-    from rl_ckpt._transport import SendTransport
+    from rl_ckpt.transports.mapped_source import SourceMap
+    from rl_ckpt.transports.base import SendTransport
 
 _AT_REST = (type({}.items()), type(OrderedDict[str, torch.Tensor]().items()))
 """Items that a mapping holds; other mappings may make each when it is asked for, all in one memory."""
