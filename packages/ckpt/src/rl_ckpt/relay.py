@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from rl_ckpt._passage import Passage
 from rl_ckpt._receiver import Receiver
 from rl_ckpt._registry import connect
-from rl_ckpt._sender import Sender
+from rl_ckpt.sender.sender import Sender
 from rl_ckpt.errors import UsageError
 from rl_ckpt.types import ReceiverState
 

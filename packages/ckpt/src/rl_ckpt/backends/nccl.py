@@ -15,7 +15,7 @@ import torch
 
 from rl_ckpt.transports.group import require_nccl
 from rl_ckpt._receiver import Receiver
-from rl_ckpt._sender import Sender
+from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import checked_options
 from rl_ckpt.backends.gloo import GlooReceive, GlooSend
 from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt._receiver import Receiver
 from rl_ckpt.transports.unix import cut, make_ring
-from rl_ckpt._sender import Sender
+from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
 from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux
 from rl_ckpt.errors import ProtocolError

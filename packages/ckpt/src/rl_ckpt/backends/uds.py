@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt._receiver import Receiver
 from rl_ckpt.transports.unix import make_ring
-from rl_ckpt._sender import Sender
+from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count
 from rl_ckpt.transports.base import checked_name
 from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux

@@ -122,7 +122,7 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
                 raise KeyboardInterrupt
 
             sender = connect(pair.address, role="send", timeout_s=self.long_s, token=self.token)
-            with patch("rl_ckpt._sender.copy_gb_per_s", interrupt), suppress(KeyboardInterrupt):
+            with patch("rl_ckpt.sender.sender.copy_gb_per_s", interrupt), suppress(KeyboardInterrupt):
                 sender.send(sample_weights().items(), version=0)
             await self._works(sender, await pair.receive_end(), 0)
             await sender.close()

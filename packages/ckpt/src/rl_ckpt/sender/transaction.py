@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, digests_of, model_digest
-from rl_ckpt._filler import Filler
+from rl_ckpt.sender.packer import Filler
 from rl_ckpt.protocol.channel import Deadline
 from rl_ckpt.protocol.messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
 from rl_ckpt.tensors.buckets import Codec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.protocol.messages import AbortReason, Staged
     from rl_ckpt._passage import Passage
-    from rl_ckpt._peers import Peer, Peers
+    from rl_ckpt.sender.peers import Peer, Peers
     from rl_ckpt.tensors.source import Clock, Schema, Source
 
 

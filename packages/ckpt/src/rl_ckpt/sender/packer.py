@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.protocol.messages import Mapped
     from rl_ckpt._passage import Passage
-    from rl_ckpt._peers import Peer, Peers
+    from rl_ckpt.sender.peers import Peer, Peers
     from rl_ckpt.tensors.buckets import Piece
     from rl_ckpt.tensors.source import Clock, Schema
 

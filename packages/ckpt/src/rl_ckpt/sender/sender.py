@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 from rl_ckpt.tensors.delta import Snapshot
 from rl_ckpt.protocol.messages import AbortReason, Session
 from rl_ckpt._passage import Offer
-from rl_ckpt._peers import Peers
+from rl_ckpt.sender.peers import Peers
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.source import Registered, items_of
 from rl_ckpt.tensors.source import Clock, Schema, Source, checked_version, copy_gb_per_s
-from rl_ckpt._sync import Sync
+from rl_ckpt.sender.transaction import Sync
 from rl_ckpt.protocol.worker import AsyncSource, Worker
 from rl_ckpt.tensors.delta import compressor
 from rl_ckpt.base import CheckpointEngine
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt._passage import Passage
-    from rl_ckpt._peers import Peer
+    from rl_ckpt.sender.peers import Peer
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
 
