@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
 
 from rl_ckpt import AttestationError, ReceiverState, SyncAbortedError, TensorError, connect, tree_digest
-from rl_ckpt._places import is_plain_on
+from rl_ckpt.receiver.unpacker import is_plain_on
 from rl_ckpt.testing import assert_same, new_name, sample_weights
 
 BUCKET_BYTES = 1 << 16

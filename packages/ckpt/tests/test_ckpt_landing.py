@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 import rl_csrc
 from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError, _delta
 from rl_ckpt.tensors.digest import combine, leaves_of
-from rl_ckpt._landing import Landing
+from rl_ckpt.receiver.unpacker import Landing
 from rl_ckpt.protocol.messages import Bucket
-from rl_ckpt._places import Scratch
+from rl_ckpt.receiver.unpacker import Scratch
 from rl_ckpt.tensors.buckets import BucketPlan, Codec, Span, aligned
-from rl_ckpt._shelf import Shelf
+from rl_ckpt.receiver.slots import Shelf
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes
 
 BUCKET_BYTES = 1024

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._landing import Landing
+    from rl_ckpt.receiver.unpacker import Landing
     from rl_ckpt.tensors.spec import TensorSpec
     from rl_ckpt.types import SyncReport
 

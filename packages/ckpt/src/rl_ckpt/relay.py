@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from rl_ckpt._passage import Passage
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt._registry import connect
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.errors import UsageError

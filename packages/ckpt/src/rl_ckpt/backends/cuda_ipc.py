@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rl_ckpt.transports.cuda_driver import CudaDriver, Driver
 from rl_ckpt.transports.mapped_source import map_source
 from rl_ckpt.protocol.messages import HANDLE_BYTES
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
 from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux

@@ -16,7 +16,7 @@ import torch
 
 from rl_ckpt.transports.group import Group, dial_store, require_gloo, serve_store
 from rl_ckpt.protocol.messages import Regroup
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.streams import MAX_BUCKET_BYTES, MAX_SLOTS, StreamReceive
 from rl_ckpt.transports.base import checked_options

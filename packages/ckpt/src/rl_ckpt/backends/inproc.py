@@ -15,7 +15,7 @@ import torch
 
 from rl_ckpt.protocol.channel import close_in_children
 from rl_ckpt.protocol.channel import Link
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ReceiveTransport, SendTransport, checked_name
 from rl_ckpt.errors import AddressError, ProtocolError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_ckpt.transports.group import require_nccl
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import checked_options
 from rl_ckpt.backends.gloo import GlooReceive, GlooSend

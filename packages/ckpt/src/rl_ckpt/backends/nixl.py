@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_options
 from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of

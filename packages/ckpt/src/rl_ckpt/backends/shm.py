@@ -11,7 +11,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.transports.unix import cut, make_ring
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name

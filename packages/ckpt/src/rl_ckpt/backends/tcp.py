@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.protocol.channel import close_in_children
 from rl_ckpt.protocol.channel import Link
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count
 from rl_ckpt.transports.base import checked_options

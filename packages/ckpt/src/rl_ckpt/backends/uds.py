@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rl_ckpt._receiver import Receiver
+from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.transports.unix import make_ring
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count

@@ -15,7 +15,7 @@ import torch
 
 import rl_csrc
 from rl_ckpt.tensors.digest import digests_of
-from rl_ckpt._places import is_plain_on
+from rl_ckpt.receiver.unpacker import is_plain_on
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain, spec_of
 from rl_ckpt.errors import DigestError, ProtocolError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._landing import Landing
+    from rl_ckpt.receiver.unpacker import Landing
     from rl_ckpt.protocol.messages import Mapped, Sources
 
 CHUNK_BYTES = 256 << 20

@@ -292,7 +292,7 @@ class Inlet:
             set_patience(stream)
 
     def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
-        """Read a bucket into memory. See `rl_ckpt._landing.Memory`."""
+        """Read a bucket into memory. See `rl_ckpt.receiver.unpacker.Memory`."""
         if self._session.num_streams == 0:
             self._transport.pull(bucket.slot, self.slots[bucket.slot][: bucket.used_bytes], self._waits)
             return False
@@ -319,7 +319,7 @@ class Inlet:
         return True
 
     def refresh(self, slot: int) -> bool:
-        """Undo what this process has written to a slot. See `rl_ckpt._landing.Memory`."""
+        """Undo what this process has written to a slot. See `rl_ckpt.receiver.unpacker.Memory`."""
         return self._transport.refresh(slot)
 
     def close(self) -> None:

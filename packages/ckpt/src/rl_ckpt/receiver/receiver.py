@@ -9,9 +9,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_ckpt._caller import Caller, reason_of
+from rl_ckpt.receiver.connection import Caller, reason_of
 from rl_ckpt.tensors.digest import tree_digest
-from rl_ckpt._landing import Landing
+from rl_ckpt.receiver.unpacker import Landing
 from rl_ckpt.protocol.messages import (
     NO_VERSION,
     AbortReason,
@@ -25,10 +25,10 @@ from rl_ckpt.protocol.messages import (
     Seal,
     Staged,
 )
-from rl_ckpt._places import Scratch, is_base, readable_codecs
+from rl_ckpt.receiver.unpacker import Scratch, is_base, readable_codecs
 from rl_ckpt.tensors.aliasing import Sharing
-from rl_ckpt._shelf import Shelf
-from rl_ckpt._stage import Stage
+from rl_ckpt.receiver.slots import Shelf
+from rl_ckpt.receiver.staging import Stage
 from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._line import Line
+    from rl_ckpt.receiver.connection import Line
     from rl_ckpt.transports.mapped_source import Mirror
     from rl_ckpt._passage import Passage
     from rl_ckpt.transports.base import ReceiveTransport
