@@ -38,7 +38,7 @@ from rl_ckpt.errors import DigestError, PeerLostError, PeerTimeoutError, Protoco
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_ckpt._passage import Bell
+    from rl_ckpt.relay.pipe import Bell
     from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.transports.base import ReceiveTransport

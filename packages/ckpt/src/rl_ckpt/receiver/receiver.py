@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.receiver.connection import Line
     from rl_ckpt.transports.mapped_source import Mirror
-    from rl_ckpt._passage import Passage
+    from rl_ckpt.relay.pipe import Passage
     from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.base import Hold
     from rl_ckpt.types import SessionConfig, SyncReport

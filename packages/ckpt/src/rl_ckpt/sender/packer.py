@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.protocol.messages import Mapped
-    from rl_ckpt._passage import Passage
+    from rl_ckpt.relay.pipe import Passage
     from rl_ckpt.sender.peers import Peer, Peers
     from rl_ckpt.tensors.buckets import Piece
     from rl_ckpt.tensors.source import Clock, Schema

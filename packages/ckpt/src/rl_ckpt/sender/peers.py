@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_ckpt.transports.streams import Run
-    from rl_ckpt._passage import Bell
+    from rl_ckpt.relay.pipe import Bell
     from rl_ckpt.transports.base import SendTransport
 
 _ERRORS = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from rl_ckpt.tensors.delta import Snapshot
 from rl_ckpt.protocol.messages import AbortReason, Session
-from rl_ckpt._passage import Offer
+from rl_ckpt.relay.pipe import Offer
 from rl_ckpt.sender.peers import Peers
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.source import Registered, items_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._passage import Passage
+    from rl_ckpt.relay.pipe import Passage
     from rl_ckpt.sender.peers import Peer
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl_ckpt.tensors.delta import Snapshot
     from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.protocol.messages import AbortReason, Staged
-    from rl_ckpt._passage import Passage
+    from rl_ckpt.relay.pipe import Passage
     from rl_ckpt.sender.peers import Peer, Peers
     from rl_ckpt.tensors.source import Clock, Schema, Source
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from rl_ckpt._passage import Passage
+    from rl_ckpt.relay.pipe import Passage
     from rl_ckpt.tensors.source import Registered
     from rl_ckpt.tensors.spec import TensorSpec
     from collections.abc import Callable, Iterable

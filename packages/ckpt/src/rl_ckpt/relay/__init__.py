@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from rl_ckpt._passage import Passage
+from rl_ckpt.relay.pipe import Passage
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt._registry import connect
 from rl_ckpt.sender.sender import Sender
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt._passage import Offer
+    from rl_ckpt.relay.pipe import Offer
     from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SyncReport
 
