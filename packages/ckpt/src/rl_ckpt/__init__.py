@@ -1,7 +1,7 @@
 """Weights from a trainer to its inference servers: versioned, verified, at the speed of the hardware."""
 
 from rl_ckpt._attest import tree_digest
-from rl_ckpt._registry import connect
+from rl_ckpt.registry import connect
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AddressError,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from rl_ckpt.relay.pipe import Passage
 from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt._registry import connect
+from rl_ckpt.registry import connect
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.errors import UsageError
 from rl_ckpt.types import ReceiverState
