@@ -25,7 +25,7 @@ from rl_ckpt import (
     connect,
     tree_digest,
 )
-from rl_ckpt._folder import Folder
+from rl_ckpt.backends.file.folder import Folder
 from rl_ckpt.testing import assert_same, failure, receive_all, sample_weights
 
 pytest.importorskip("safetensors")

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
-from rl_ckpt._folder import Entry, Folder, Manifest
+from rl_ckpt.backends.file.folder import Entry, Folder, Manifest
 from rl_ckpt.protocol.channel import Deadline, wait_for
 from rl_ckpt.tensors.source import Registered, items_of
 from rl_ckpt.tensors.aliasing import Sharing
