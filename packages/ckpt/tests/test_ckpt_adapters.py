@@ -12,9 +12,9 @@ from torch import nn
 
 import rl_ckpt
 from rl_ckpt.adapters import sglang
-from rl_ckpt.adapters._bindings import Held, LoadRecorder, filled_by
-from rl_ckpt.adapters._installing import Installer
-from rl_ckpt.adapters._staging import Staging
+from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
+from rl_ckpt.adapters.installer import Installer
+from rl_ckpt.adapters.installer import Staging
 from rl_ckpt.testing import assert_same, new_name
 
 

@@ -1,4 +1,4 @@
-"""The receiving end of a session inside a vLLM worker. See `rl_ckpt.adapters._installing` for what it guarantees."""
+"""The receiving end of a session inside a vLLM worker. See `rl_ckpt.adapters.installer` for what it guarantees."""
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # vLLM is never in the environment that this is checked in.
@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 import rl_ckpt
-from rl_ckpt.adapters._bindings import Held, Layout, LoadRecorder, copies_in
-from rl_ckpt.adapters._installing import Installer
+from rl_ckpt.adapters.load_recorder import Held, Layout, LoadRecorder, copies_in
+from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.errors import TensorError, UsageError
 
 if TYPE_CHECKING:
