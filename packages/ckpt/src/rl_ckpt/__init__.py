@@ -1,7 +1,7 @@
 """Weights from a trainer to its inference servers: versioned, verified, at the speed of the hardware."""
 
-from rl_ckpt._attest import tree_digest
-from rl_ckpt.registry import connect
+from typing import TYPE_CHECKING
+
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AddressError,
@@ -17,8 +17,12 @@ from rl_ckpt.errors import (
     UsageError,
     VersionError,
 )
+from rl_ckpt.registry import connect
 from rl_ckpt.resharding import Resharding
 from rl_ckpt.types import Metadata, Receipt, ReceiverState, Role, SessionConfig, ShardSpec, SyncReport
+
+if TYPE_CHECKING:
+    from rl_ckpt.tensors.digest import tree_digest
 
 __all__ = [
     "AddressError",
@@ -45,3 +49,11 @@ __all__ = [
     "connect",
     "tree_digest",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "tree_digest":  # it needs torch, which an import of this package does not
+        from rl_ckpt.tensors.digest import tree_digest
+
+        return tree_digest
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, NoReturn
+
 import rl_ckpt
-from rl_ckpt.adapters.installer import Staging
 from rl_ckpt.errors import AttestationError, TensorError, UsageError, VersionError
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn
-    from torch import Tensor
 
 
 class Installer:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_ckpt.tensors.spec import as_bytes
 from rl_ckpt.errors import AttestationError
+from rl_ckpt.tensors.spec import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -19,8 +19,8 @@ import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
 import rl_ckpt
-from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
 from rl_ckpt.adapters.installer import Installer
+from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
 from rl_ckpt.errors import UsageError
 
 if TYPE_CHECKING:

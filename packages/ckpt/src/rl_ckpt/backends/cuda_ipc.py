@@ -14,14 +14,14 @@ import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from rl_ckpt.transports.cuda_driver import CudaDriver, Driver
-from rl_ckpt.transports.mapped_source import map_source
+from rl_ckpt.errors import BackendError, ProtocolError
 from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
+from rl_ckpt.transports.cuda_driver import CudaDriver, Driver
+from rl_ckpt.transports.mapped_source import map_source
 from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux
-from rl_ckpt.errors import BackendError, ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.channel import Link
-    from rl_ckpt.transports.mapped_source import SourceMap
-    from rl_ckpt.protocol.messages import Session
     from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.messages import Session
+    from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.types import SessionConfig
 
 _RING = struct.Struct(f"<36s{HANDLE_BYTES}sQQ")

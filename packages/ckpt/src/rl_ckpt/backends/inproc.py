@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from rl_ckpt.protocol.channel import close_in_children
-from rl_ckpt.protocol.channel import Link
+from rl_ckpt.errors import AddressError, ProtocolError
+from rl_ckpt.protocol.channel import Link, close_in_children
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ReceiveTransport, SendTransport, checked_name
-from rl_ckpt.errors import AddressError, ProtocolError
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.messages import Session
     from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.protocol.messages import Session
     from rl_ckpt.types import SessionConfig
 
 LinkFactory: TypeAlias = "Callable[[socket.socket, str, Sequence[Tensor]], Link]"

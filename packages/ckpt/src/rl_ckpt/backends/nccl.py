@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_ckpt.transports.group import require_nccl
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import checked_options
-from rl_ckpt.backends.gloo import GlooReceive, GlooSend
-from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of
+from rl_ckpt.transports.group import GlooReceive, GlooSend, require_nccl
+from rl_ckpt.transports.tcp import Listener, dial, link_of, token_of
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.protocol.channel import Link
     from rl_ckpt.protocol.messages import Session
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
+from rl_ckpt.errors import CkptError, PeerLostError, ProtocolError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_options
-from rl_ckpt.backends.tcp import Listener, dial, link_of, token_of
-from rl_ckpt.errors import CkptError, PeerLostError, ProtocolError
+from rl_ckpt.transports.tcp import Listener, dial, link_of, token_of
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.protocol.channel import Link
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.transports.base import Waits
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 
 CHUNK_BYTES = 1 << 20

@@ -11,12 +11,11 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
+from rl_ckpt.errors import ProtocolError
 from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.transports.unix import cut, make_ring
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
-from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux
-from rl_ckpt.errors import ProtocolError
+from rl_ckpt.transports.unix import UnixListener, cut, dial, link_of, make_ring, require_linux
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.protocol.channel import Link
     from rl_ckpt.protocol.messages import Session
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 
 

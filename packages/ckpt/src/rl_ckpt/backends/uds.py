@@ -9,11 +9,10 @@ import os
 from typing import TYPE_CHECKING
 
 from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.transports.unix import make_ring
 from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count
 from rl_ckpt.transports.base import checked_name
-from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux
+from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count
+from rl_ckpt.transports.unix import UnixListener, dial, link_of, make_ring, require_linux
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:

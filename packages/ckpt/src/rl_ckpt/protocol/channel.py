@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import socket
 import time
-from typing import TYPE_CHECKING
-from rl_ckpt.protocol.channel import close_in_children
-from rl_ckpt.protocol.messages import GREETING_BYTES, MAX_BODY_BYTES, Decoder, encode
-from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
-import os
 import weakref
-from typing import TYPE_CHECKING
-import hmac
-from typing import Literal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
+from rl_ckpt.protocol.messages import GREETING_BYTES, MAX_BODY_BYTES, Decoder, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_ckpt.protocol.messages import Message
-    import socket
 
 _READ_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 4
@@ -77,6 +74,35 @@ class Waker:
     def close(self) -> None:
         """Free the sockets."""
         self._reason = None
+        self._reader.close()
+        self._writer.close()
+
+
+class Bell:
+    """Ends the wait of another thread for its descriptor."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = map(close_in_children, socket.socketpair())
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """Can be read once it was rung, until it is silenced."""
+        return self._reader.fileno()
+
+    def ring(self) -> None:
+        """Whatever is to be found out must be there before."""
+        with suppress(BlockingIOError):  # it rings already
+            self._writer.send(b"!")
+
+    def silence(self) -> None:
+        """And look then."""
+        with suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Free the sockets."""
         self._reader.close()
         self._writer.close()
 
@@ -222,6 +248,7 @@ class Link:
         except OSError as error:
             raise PeerLostError(f"{self.peer} is not there any more: {error}") from error
 
+
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _hooks: list[bool] = []
 
@@ -239,6 +266,7 @@ def _close_all() -> None:
     for connection in list(_sockets):
         connection.close()
     _sockets.clear()
+
 
 _PREFIX = b"rl-ckpt 4 "
 

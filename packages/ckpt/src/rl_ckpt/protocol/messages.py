@@ -5,44 +5,16 @@ Fields have the names, units and order of the tables in WIRE.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import TYPE_CHECKING, TypeAlias
 import struct
 import zlib
-from dataclasses import fields
-from rl_ckpt.protocol.messages import (
-    HANDLE_BYTES,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    Abort,
-    AbortReason,
-    Begin,
-    Bucket,
-    Commit,
-    Committed,
-    Free,
-    Hello,
-    Manifest,
-    Mapped,
-    Message,
-    Proof,
-    Ready,
-    Regroup,
-    Seal,
-    Session,
-    Sources,
-    Staged,
-    Stream,
-)
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import TypeAlias
+
+from rl_ckpt.errors import ProtocolError
 from rl_ckpt.tensors.buckets import Span
 from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
-from rl_ckpt.errors import ProtocolError
 from rl_csrc.frames import DTYPES
-
-if TYPE_CHECKING:
-    from rl_ckpt.tensors.buckets import Span
-    from rl_ckpt.tensors.spec import TensorSpec
 
 NO_VERSION = 2**64 - 1
 """Stands for "none" where a version is expected."""

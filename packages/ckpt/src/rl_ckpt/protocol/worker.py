@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_ckpt.protocol.channel import Waker
 from rl_ckpt.errors import PeerTimeoutError, UsageError
+from rl_ckpt.protocol.channel import Waker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable

@@ -5,42 +5,45 @@ from __future__ import annotations
 import os
 import secrets
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
-from rl_ckpt.transports.streams import Inlet
-from rl_ckpt.protocol.channel import Deadline, Link, Waker, wait_for
-from rl_ckpt.transports.mapped_source import Mirror
+
+from rl_ckpt.errors import (
+    AddressError,
+    BackendError,
+    DigestError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    SyncAbortedError,
+)
+from rl_ckpt.protocol.channel import Deadline, Link, Waker, is_proof, proof_of, wait_for
 from rl_ckpt.protocol.messages import (
+    NO_VERSION,
     NONCE_BYTES,
+    WIRE_VERSION,
     Abort,
     AbortReason,
+    Begin,
     Commit,
     Hello,
     HelloRole,
     Manifest,
     Message,
     Proof,
+    Ready,
     Regroup,
     Session,
     Sources,
 )
-from rl_ckpt.protocol.channel import is_proof, proof_of
+from rl_ckpt.receiver.mapped import Mirror
 from rl_ckpt.tensors.spec import TensorSpec
-from rl_ckpt.protocol.messages import WIRE_VERSION
-from rl_ckpt.errors import AddressError, BackendError, PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
-from dataclasses import replace
-from typing import TYPE_CHECKING
-from rl_ckpt.receiver.connection import Line
-from rl_ckpt.protocol.channel import Deadline, wait_for
-from rl_ckpt.protocol.messages import NO_VERSION, AbortReason, Begin, Ready
-from rl_ckpt.errors import DigestError, PeerLostError, PeerTimeoutError, ProtocolError
+from rl_ckpt.transports.streams import Inlet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_ckpt.relay.pipe import Bell
-    from rl_ckpt.transports.base import ReceiveTransport
-    from rl_ckpt.protocol.channel import Waker
+    from rl_ckpt.protocol.channel import Bell
     from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.types import SessionConfig
 
@@ -241,6 +244,7 @@ class Line:
             told = sources.segments
             segments = self._mapped(lambda: self.transport.map_segments(told, self.link))
             self.mirror = Mirror(sources, segments, self.specs, self.peer)
+
 
 DIAL_AGAIN_S = 0.02
 _REASONS: dict[type[BaseException], AbortReason] = {

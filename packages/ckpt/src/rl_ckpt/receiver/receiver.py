@@ -7,11 +7,16 @@ import os
 import time
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from rl_ckpt.receiver.connection import Caller, reason_of
-from rl_ckpt.tensors.digest import tree_digest
-from rl_ckpt.receiver.unpacker import Landing
+from rl_ckpt.base import CheckpointEngine
+from rl_ckpt.errors import (
+    DigestError,
+    ProtocolError,
+    SyncAbortedError,
+    TensorError,
+    UsageError,
+)
 from rl_ckpt.protocol.messages import (
     NO_VERSION,
     AbortReason,
@@ -25,19 +30,13 @@ from rl_ckpt.protocol.messages import (
     Seal,
     Staged,
 )
-from rl_ckpt.receiver.unpacker import Scratch, is_base, readable_codecs
-from rl_ckpt.tensors.aliasing import Sharing
+from rl_ckpt.protocol.worker import Worker
+from rl_ckpt.receiver.connection import Caller, reason_of
 from rl_ckpt.receiver.slots import Shelf
 from rl_ckpt.receiver.staging import Stage
-from rl_ckpt.protocol.worker import Worker
-from rl_ckpt.base import CheckpointEngine
-from rl_ckpt.errors import (
-    DigestError,
-    ProtocolError,
-    SyncAbortedError,
-    TensorError,
-    UsageError,
-)
+from rl_ckpt.receiver.unpacker import Landing, Scratch, is_base, readable_codecs
+from rl_ckpt.tensors.aliasing import Sharing
+from rl_ckpt.tensors.digest import tree_digest
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
@@ -45,12 +44,33 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.receiver.connection import Line
-    from rl_ckpt.transports.mapped_source import Mirror
-    from rl_ckpt.relay.pipe import Passage
-    from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.base import Hold
+    from rl_ckpt.protocol.channel import Bell
+    from rl_ckpt.receiver.connection import Line
+    from rl_ckpt.receiver.mapped import Mirror
+    from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.types import SessionConfig, SyncReport
+
+
+class Passage(Protocol):
+    """Who is told of all that has landed: a relay, which passes it on."""
+
+    @property
+    def outcome(self) -> Bell:
+        """Rung when its own receivers have voted, or not."""
+        ...
+
+    def landed(self) -> None:
+        """More may have landed; raises what ended the sync below."""
+        ...
+
+    def end(self) -> None:
+        """All has landed."""
+        ...
+
+    def require_votes(self, digest: int) -> None:
+        """Raise if its receivers have not voted for this digest."""
+        ...
 
 
 class Receiver(CheckpointEngine):

@@ -8,37 +8,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-import torch
-from rl_ckpt import _delta, _zstd
-from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
-from rl_ckpt.receiver.unpacker import Place, Scratch, contents_of, end_of, is_plain_on, leaf_bytes, part_of, piece_of
-from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span, aligned
-from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, place_of, require_memory
-from rl_ckpt.errors import DigestError, ProtocolError, TensorError
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
 import torch
-from rl_ckpt.tensors import delta as _zstd
-from rl_ckpt.tensors.digest import LEAF_BYTES
-from rl_ckpt.tensors.buckets import Codec, Span
+
+from rl_ckpt.errors import DigestError, ProtocolError, TensorError
+from rl_ckpt.tensors import delta
+from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span, aligned
+from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain_on, place_of, require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from rl_ckpt.protocol.messages import Bucket
-    from rl_ckpt.receiver.unpacker import Memory
-    from rl_ckpt.receiver.slots import Shelf
-    from rl_ckpt.receiver.staging import Stage
-    from rl_ckpt.types import ReceiverState
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from rl_ckpt.protocol.messages import Bucket
-    from rl_ckpt.tensors.spec import TensorSpec
+    from rl_ckpt.receiver.slots import Shelf
+    from rl_ckpt.receiver.staging import Stage
+    from rl_ckpt.types import ReceiverState
 
 
 @dataclass(slots=True, eq=False)
@@ -337,8 +325,8 @@ class Landing:
         leaf = as_bytes(target)[span.start : end_of(span, spec)]
         self.is_touched = True
         if span.codec == Codec.DELTA_ZSTD:
-            content = _zstd.decompress(content, leaf.numel(), spec.name)
-        return _delta.apply(content, leaf, spec)
+            content = delta.decompress(content, leaf.numel(), spec.name)
+        return delta.apply(content, leaf, spec)
 
 
 def _bring(places: Sequence[Place], slot: Tensor, *, is_fetched: bool) -> list[list[int]]:
@@ -363,8 +351,6 @@ def _differing(places: Sequence[Place], found: Sequence[list[int]]) -> int | Non
     """The first piece whose digest is not what was sent."""
     digests = enumerate(zip(places, found, strict=True))
     return next((i for i, (place, leaves) in digests if combine(leaves) != place.span.digest), None)
-
-CPU = torch.device("cpu")
 
 
 class Memory(Protocol):
@@ -428,23 +414,13 @@ def end_of(span: Span, spec: TensorSpec) -> int:
 
 def readable_codecs() -> int:
     """A bit for every `Codec` that this end can read."""
-    is_unreadable = {Codec.DELTA_ZSTD} if not _zstd.is_installed() else set[Codec]()
+    is_unreadable = {Codec.DELTA_ZSTD} if not delta.is_installed() else set[Codec]()
     return sum(1 << codec for codec in Codec if codec not in is_unreadable)
 
 
 def is_base(targets: Mapping[str, Tensor]) -> bool:
     """Whether differences can be applied to all of these."""
     return all(is_plain_on(target) for target in targets.values())
-
-
-def is_plain_on(target: Tensor, device: torch.device = CPU) -> bool:
-    """Whether a tensor's memory can be written as bytes, from that device."""
-    return (
-        target.device == device
-        and target.layout == torch.strided
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
 
 
 def piece_of(slot: Tensor, span: Span) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from rl_ckpt.relay.pipe import Passage
+from rl_ckpt.errors import UsageError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.registry import connect
+from rl_ckpt.relay.pipe import Passage
 from rl_ckpt.sender.sender import Sender
-from rl_ckpt.errors import UsageError
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.relay.pipe import Offer
     from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.sender.sender import Offer
     from rl_ckpt.types import SyncReport
 
 

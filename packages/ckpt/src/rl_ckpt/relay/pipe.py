@@ -5,65 +5,21 @@ One thread receives and tells, another sends and asks. Neither waits for the oth
 
 from __future__ import annotations
 
-import socket
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rl_ckpt.protocol.channel import close_in_children
 from rl_ckpt.errors import DigestError
+from rl_ckpt.protocol.channel import Bell
 
 if TYPE_CHECKING:
     from asyncio import Future
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from rl_ckpt.receiver.unpacker import Landing
+    from rl_ckpt.sender.sender import Offer
     from rl_ckpt.tensors.spec import TensorSpec
-    from rl_ckpt.types import SyncReport
-
-
-class Bell:
-    """Ends the wait of another thread for its descriptor."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = map(close_in_children, socket.socketpair())
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        """Can be read once it was rung, until it is silenced."""
-        return self._reader.fileno()
-
-    def ring(self) -> None:
-        """Whatever is to be found out must be there before."""
-        with suppress(BlockingIOError):  # it rings already
-            self._writer.send(b"!")
-
-    def silence(self) -> None:
-        """And look then."""
-        with suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-
-    def close(self) -> None:
-        """Free the sockets."""
-        self._reader.close()
-        self._writer.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A version that all receivers of a session have voted for. Exactly one of the two must be called."""
-
-    digest: int
-    """Tree digest of what was sent."""
-    commit: Callable[[], SyncReport]
-    """Puts it in force."""
-    abort: Callable[[str], None]
-    """Calls it off, and says why."""
 
 
 class Passage:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 import rl_csrc
-from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt.protocol.messages import Bucket, Manifest
-from rl_ckpt.transports.streams import Run
 from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
+from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt.tensors.spec import memory_of
+from rl_ckpt.transports.streams import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
+    from rl_ckpt.protocol.channel import Bell
     from rl_ckpt.protocol.messages import Mapped
-    from rl_ckpt.relay.pipe import Passage
     from rl_ckpt.sender.peers import Peer, Peers
     from rl_ckpt.tensors.buckets import Piece
     from rl_ckpt.tensors.source import Clock, Schema
+    from rl_ckpt.tensors.spec import TensorSpec
 
 MANIFEST_CHUNK = 4096
 """Most tensors in one Manifest message."""
@@ -35,6 +36,31 @@ _FILLING = memoryview(bytes(ALIGNMENT_BYTES))
 _NOTHING = rl_csrc.digest(b"")
 EAGER_BYTES = 256 << 10
 """From this size on, a bucket of differences is sent to receivers that have nothing to do."""
+
+
+class Passage(Protocol):
+    """Weights that are still arriving, as a relay passes them on."""
+
+    @property
+    def news(self) -> Bell:
+        """Rung when more has arrived."""
+        ...
+
+    def has_next(self) -> bool:
+        """Whether it is known which tensor is the next, or that there is none."""
+        ...
+
+    def take(self) -> tuple[TensorSpec, Tensor] | None:
+        """The next tensor, of which some bytes are in place, or None after the last."""
+        ...
+
+    def tied_to(self, name: str) -> Sequence[str]:
+        """The other names of a tensor, once it is whole."""
+        ...
+
+    def num_landed(self, spec: TensorSpec) -> int:
+        """How many bytes of a tensor are in place, from its beginning."""
+        ...
 
 
 class Filler:

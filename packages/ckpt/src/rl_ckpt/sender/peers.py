@@ -7,10 +7,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rl_ckpt.protocol.channel import Deadline, Link, Waker, wait_for
+from rl_ckpt.errors import (
+    CkptError,
+    DigestError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    SyncAbortedError,
+)
+from rl_ckpt.protocol.channel import Deadline, Link, Waker, is_proof, proof_of, wait_for
 from rl_ckpt.protocol.messages import (
     NO_VERSION,
     NONCE_BYTES,
+    WIRE_VERSION,
     Abort,
     AbortReason,
     Committed,
@@ -25,23 +34,13 @@ from rl_ckpt.protocol.messages import (
     Stream,
 )
 from rl_ckpt.transports.streams import Outbox
-from rl_ckpt.protocol.channel import is_proof, proof_of
-from rl_ckpt.protocol.messages import WIRE_VERSION
-from rl_ckpt.errors import (
-    CkptError,
-    DigestError,
-    PeerLostError,
-    PeerTimeoutError,
-    ProtocolError,
-    SyncAbortedError,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_ckpt.transports.streams import Run
-    from rl_ckpt.relay.pipe import Bell
+    from rl_ckpt.protocol.channel import Bell
     from rl_ckpt.transports.base import SendTransport
+    from rl_ckpt.transports.streams import Run
 
 _ERRORS = {
     AbortReason.DIGEST: DigestError,

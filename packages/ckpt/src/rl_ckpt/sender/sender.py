@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from rl_ckpt.tensors.delta import Snapshot
-from rl_ckpt.protocol.messages import AbortReason, Session
-from rl_ckpt.relay.pipe import Offer
-from rl_ckpt.sender.peers import Peers
-from rl_ckpt.tensors.buckets import Codec
-from rl_ckpt.tensors.source import Registered, items_of
-from rl_ckpt.tensors.source import Clock, Schema, Source, checked_version, copy_gb_per_s
-from rl_ckpt.sender.transaction import Sync
-from rl_ckpt.protocol.worker import AsyncSource, Worker
-from rl_ckpt.tensors.delta import compressor
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AttestationError,
@@ -26,6 +17,13 @@ from rl_ckpt.errors import (
     SyncAbortedError,
     UsageError,
 )
+from rl_ckpt.protocol.messages import AbortReason, Session
+from rl_ckpt.protocol.worker import AsyncSource, Worker
+from rl_ckpt.sender.peers import Peers
+from rl_ckpt.sender.transaction import Sync
+from rl_ckpt.tensors.buckets import Codec
+from rl_ckpt.tensors.delta import Snapshot, compressor
+from rl_ckpt.tensors.source import Clock, Registered, Schema, Source, checked_version, copy_gb_per_s, items_of
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.relay.pipe import Passage
+    from rl_ckpt.sender.packer import Passage
     from rl_ckpt.sender.peers import Peer
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
@@ -47,6 +45,18 @@ _REASONS: dict[type[BaseException], AbortReason] = {
     PeerTimeoutError: AbortReason.TIMEOUT,
     PeerLostError: AbortReason.PEER_LOST,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that all receivers of a session have voted for. Exactly one of the two must be called."""
+
+    digest: int
+    """Tree digest of what was sent."""
+    commit: Callable[[], SyncReport]
+    """Puts it in force."""
+    abort: Callable[[str], None]
+    """Calls it off, and says why."""
 
 
 class Sender(CheckpointEngine):
@@ -203,7 +213,7 @@ class Sender(CheckpointEngine):
             source.close()
         return self._commit(sync)
 
-    def _attempt(self, source: Source, version: int, clock: Clock) -> Sync:
+    def _attempt(self, source: Source, version: int, clock: Clock, passage: Passage | None = None) -> Sync:
         """One sync as far as the votes."""
         last = -1 if self._version is None else self._version
         version = checked_version(version, last, MAX_VERSION)
@@ -211,7 +221,7 @@ class Sender(CheckpointEngine):
         with clock("wire_s"):
             participants = peers.wait_for_ready(self._num_peers)
         self._require_codecs(participants)
-        return self._stage(peers, participants, source, version, clock, self._snapshot)
+        return self._stage(peers, participants, source, version, clock, self._snapshot, passage)
 
     async def offer(self, passage: Passage, version: int, *, num_peers: int) -> Offer:
         """Send what lands at a relay as far as the votes, and leave the decision to the caller.
@@ -221,13 +231,13 @@ class Sender(CheckpointEngine):
         """
         self._require(num_peers)
         clock = Clock()
-        source = Source((), clock, passage=passage)
+        source = Source((), clock)
 
         offered: list[Sync] = []
 
         def attempt() -> None:
             try:
-                offered.append(self._attempt(source, version, clock))
+                offered.append(self._attempt(source, version, clock, passage))
             except Exception as error:
                 raise SyncAbortedError(f"version {version} was not taken over {self.address}: {error}") from error
 
@@ -303,6 +313,7 @@ class Sender(CheckpointEngine):
         version: int,
         clock: Clock,
         snapshot: Snapshot | None,
+        passage: Passage | None = None,
     ) -> Sync:
         """One sync with these receivers, as far as their votes."""
         for peer in participants:
@@ -317,6 +328,7 @@ class Sender(CheckpointEngine):
             snapshot=snapshot,
             clock=clock,
             limit_gb_per_s=self._limit_gb_per_s,
+            passage=passage,
         )
         try:
             try:
@@ -325,7 +337,7 @@ class Sender(CheckpointEngine):
             except DigestError:
                 source.require_unchanged()  # what is read where it is differs if it was written to,
                 if source.registered is not None:
-                    source.registered.forget_map()  # or if it was freed and is other memory at the same address
+                    source.registered.mapped = None  # or if it was freed and is other memory at the same address
                 raise
         except BaseException as error:
             sync.abort(_REASONS.get(type(error), AbortReason.FAILED), str(error) or repr(error))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from rl_ckpt.tensors.digest import LEAF_BYTES, combine, digests_of, model_digest
-from rl_ckpt.sender.packer import Filler
+from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.protocol.channel import Deadline
 from rl_ckpt.protocol.messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
+from rl_ckpt.sender.packer import Filler
 from rl_ckpt.tensors.buckets import Codec
+from rl_ckpt.tensors.digest import LEAF_BYTES, combine, digests_of, model_digest
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
-from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.types import Receipt, SyncReport
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.tensors.delta import Snapshot
-    from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.protocol.messages import AbortReason, Staged
-    from rl_ckpt.relay.pipe import Passage
+    from rl_ckpt.sender.packer import Passage
     from rl_ckpt.sender.peers import Peer, Peers
+    from rl_ckpt.tensors.delta import Snapshot
     from rl_ckpt.tensors.source import Clock, Schema, Source
+    from rl_ckpt.transports.mapped_source import SourceMap
 
 
 class Sync:
@@ -47,6 +47,7 @@ class Sync:
         snapshot: Snapshot | None,
         clock: Clock,
         limit_gb_per_s: float | None,
+        passage: Passage | None = None,
     ) -> None:
         self._limit_gb_per_s = limit_gb_per_s
         self._began = 0.0
@@ -57,14 +58,15 @@ class Sync:
         self._schema = schema
         self._snapshot = snapshot
         self._clock = clock
-        self._filler = Filler(peers, participants, slots, schema, clock, source.passage)
+        self._filler = Filler(peers, participants, slots, schema, clock, passage)
+        self._passage = passage
         self._digests: dict[TensorSpec, int] = {}
         self._names: set[str] = set()
         self._num_bytes = 0
         self._num_deltas = 0
         self.digest = 0
         self._base: int | None = None
-        self._is_stable = source.registered is not None or source.passage is not None
+        self._is_stable = source.registered is not None or passage is not None
 
     def stream(self) -> None:
         """Send every tensor of the source, bucket by bucket."""
@@ -76,7 +78,7 @@ class Sync:
             self._peers.send(peer, Begin(self.version, NO_VERSION if base is None else base))
         source_map = self._map(source)
         items = source if source_map is None else self._tell(source_map)
-        for name, tensor in items if source.passage is None else self._pass_on(source.passage):
+        for name, tensor in items if self._passage is None else self._pass_on(self._passage):
             if name not in source.tied:  # it went with another
                 self._pack(spec_of(name, tensor), tensor)
                 source.require_unchanged([name, *source.ties.get(name, ())])
@@ -178,7 +180,9 @@ class Sync:
         if registered is None or self._snapshot is not None:
             return None
         with self._clock("export_s"):
-            found = registered.map_with(self._peers.transport)
+            if registered.mapped is None:
+                registered.mapped = self._peers.transport.map_source(registered.items())
+            found = cast("SourceMap | None", registered.mapped)
         if found is not None and found.places:
             indices = tuple((self._schema.index(spec), segment, offset) for spec, segment, offset in found.places)
             for peer in self._participants:
@@ -231,7 +235,7 @@ class Sync:
 
         if self._snapshot is None:
             stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # and not a copy made here
-            is_tied = self._source.passage is not None or spec.name in self._source.ties
+            is_tied = self._passage is not None or spec.name in self._source.ties
             found = self._filler.place(index, 0, Codec.RAW, raw, stays=stays, ties=tie if is_tied else tuple)
             digest = combine(found)
         else:
@@ -253,7 +257,7 @@ class Sync:
 
     def _tied_to(self, name: str) -> Sequence[str]:
         """The other names of a tensor that is there."""
-        passage = self._source.passage
+        passage = self._passage
         return self._source.ties.get(name, ()) if passage is None else passage.tied_to(name)
 
     def _tell_differences(

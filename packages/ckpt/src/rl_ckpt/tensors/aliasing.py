@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rl_ckpt.errors import TensorError
 from rl_ckpt.tensors.digest import combine, leaves_of
 from rl_ckpt.tensors.spec import as_bytes, end_of, place_of
-from rl_ckpt.errors import TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -16,9 +16,9 @@ class Codec(IntEnum):
     RAW = 0
     """They are its elements."""
     DELTA = 1
-    """They say which elements of a leaf differ from the base version, and what they are now; see `_delta`."""
+    """They say which elements of a leaf differ from the base version, and what they are now."""
     DELTA_ZSTD = 2
-    """The same, compressed; see `_zstd`."""
+    """The same, compressed by Zstandard."""
     TIED = 3
     """There are none: the tensor has the elements of the one before it, to which its manifest says it is tied."""
 

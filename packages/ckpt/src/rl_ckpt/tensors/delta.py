@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-import torch
-from rl_ckpt.tensors.digest import LEAF_BYTES
-from rl_ckpt.tensors.buckets import Codec
-from rl_ckpt.tensors.spec import TensorSpec, from_bytes, memory_of
-from rl_ckpt.errors import ProtocolError
-from rl_csrc import delta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
 import torch
-from rl_ckpt.tensors.spec import buffer_tensor, memory_of
+
 from rl_ckpt.errors import BackendError, ProtocolError
+from rl_ckpt.tensors.buckets import Codec
+from rl_ckpt.tensors.digest import LEAF_BYTES
+from rl_ckpt.tensors.spec import TensorSpec, buffer_tensor, from_bytes, memory_of
+from rl_csrc import delta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 
     from torch import Tensor
-    from collections.abc import Callable
 
-    from torch import Tensor
 
 _HEAD = struct.Struct("<QQ")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -206,6 +202,7 @@ def apply(content: Tensor, target: Tensor, spec: TensorSpec) -> int:
         return delta.apply_digest(target.view(word), found)
     except ValueError as error:
         raise ProtocolError(f"{spec.name!r} came as a difference that does not fit it: {error}") from error
+
 
 LEVEL = 1
 """The fastest: what is left to find in gaps and low bits is found by entropy coding alone."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import rl_csrc
-from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec, as_bytes, spec_of
 from rl_ckpt.errors import TensorError
+from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec, as_bytes, spec_of
 from rl_csrc import bucket
 
 if TYPE_CHECKING:
@@ -77,7 +77,14 @@ def model_digest(tensors: Iterable[tuple[TensorSpec, int]]) -> int:
 
 
 def tree_digest(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
-    """See `rl_ckpt.tree_digest`."""
+    """64-bit digest of named tensors: what a `Receipt`, a `SyncReport` and `CheckpointEngine.digest` hold of them.
+
+    It depends on names, dtypes, shapes and bits, and not on the order of the tensors, their strides, their device, or
+    how they were sent. WIRE.md defines it. It detects damage and mistakes, not malice: there is no secret in it.
+
+    Raises:
+        TensorError: an item cannot be sent, and so has no digest; or a name comes twice.
+    """
     items = cast("Mapping[str, Tensor]", named_tensors).items() if isinstance(named_tensors, Mapping) else named_tensors
     found = [(spec_of(name, tensor), combine(leaves_of(as_bytes(tensor)))) for name, tensor in items]
     names = [spec.name for spec, _ in found]

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Mapping
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from rl_ckpt.tensors.spec import place_of
-from rl_ckpt.errors import TensorError, VersionError
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
-from rl_ckpt.tensors.spec import TensorSpec, spec_of
-from rl_ckpt.errors import TensorError, UsageError
+
+from rl_ckpt.errors import TensorError, UsageError, VersionError
+from rl_ckpt.tensors.spec import TensorSpec, place_of, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from rl_ckpt.relay.pipe import Passage
-    from rl_ckpt.tensors.source import Registered
-    from rl_ckpt.tensors.spec import TensorSpec
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
-
-    from rl_ckpt.transports.mapped_source import SourceMap
-    from rl_ckpt.transports.base import SendTransport
 
 _AT_REST = (type({}.items()), type(OrderedDict[str, torch.Tensor]().items()))
 """Items that a mapping holds; other mappings may make each when it is asked for, all in one memory."""
@@ -112,7 +101,6 @@ class Source:
         weights: Of the call.
         clock: Counts the waits for them.
         registered: Where they come from, if that is a registered source.
-        passage: Where they come from instead, if that is a relay.
     """
 
     def __init__(
@@ -120,10 +108,8 @@ class Source:
         weights: Iterable[tuple[str, Tensor]],
         clock: Clock,
         registered: Registered | None = None,
-        passage: Passage | None = None,
     ) -> None:
         self.registered = registered
-        self.passage = passage
         is_there = registered is not None or isinstance(weights, ItemsView)
         there = list(weights) if is_there else []
         is_at_rest = registered is not None or type(weights) in _AT_REST
@@ -242,6 +228,7 @@ class Schema:
             self.specs.append(spec if tied_to is None else replace(spec, tied_to=tied_to))
         return index
 
+
 _AGAIN = "; call register_source again after whatever replaces storages (an offload, .data = ..., resize_)"
 _Place: TypeAlias = tuple[TensorSpec, int, tuple[int, ...]]
 """What a tensor is, its address, and its strides."""
@@ -259,8 +246,9 @@ class Registered:
 
     def __init__(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._named = named_tensors.items if isinstance(named_tensors, Mapping) else named_tensors
+        self.mapped: object = None
+        """What a transport has made of it, kept from sync to sync."""
         self._places: dict[str, _Place] = {}
-        self._map: SourceMap | None = None
         for name, tensor in self._named():
             if name in self._places:
                 raise TensorError(f"{name!r} is registered twice; names must differ")
@@ -287,16 +275,6 @@ class Registered:
                     f"storage is another{_AGAIN}"
                 )
         return items
-
-    def map_with(self, transport: SendTransport) -> SourceMap | None:
-        """What of it the receivers of a session can read where it is; found out once. None: nothing."""
-        if self._map is None:
-            self._map = transport.map_source(self.items())
-        return self._map
-
-    def forget_map(self) -> None:
-        """Find out anew at the next sync what receivers can read where it is."""
-        self._map = None
 
 
 def _place_of(name: str, tensor: Tensor) -> _Place:

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from rl_ckpt.errors import TensorError
 from rl_csrc.frames import DTYPES
 
+CPU = torch.device("cpu")
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
 """The code of a dtype on the wire. Codes are never reused; WIRE.md lists them."""
 
@@ -108,6 +109,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor's memory is its elements in row-major order, without gaps."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def is_plain_on(target: torch.Tensor, device: torch.device = CPU) -> bool:
+    """Whether a tensor's memory can be written as bytes, from that device."""
+    return (
+        target.device == device
+        and target.layout == torch.strided
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
 
 
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:

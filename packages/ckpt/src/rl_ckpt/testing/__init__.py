@@ -5,8 +5,6 @@ class TestMine(CheckpointEngineSuite, VersionSuite, ProcessSuite, KillSuite):
     def new_address(self) -> str:
         return f"mine://{new_name()}"
 ```
-
-`rl_ckpt.testing.servers` has the suite for adapters inside real inference servers.
 """
 
 import sys
@@ -21,7 +19,6 @@ from rl_ckpt.testing.ends import EndProcess
 from rl_ckpt.testing.faults import Fault, Injector, inject
 from rl_ckpt.testing.helpers import assert_same, failure, new_name, new_port, receive_all, sample_weights, until
 from rl_ckpt.testing.kills import KillSuite
-from rl_ckpt.testing.nodes import NodeProcess
 from rl_ckpt.testing.processes import ProcessSuite
 from rl_ckpt.testing.suite import CheckpointEngineSuite
 from rl_ckpt.testing.versions import VersionSuite
@@ -33,7 +30,6 @@ __all__ = [
     "Fault",
     "Injector",
     "KillSuite",
-    "NodeProcess",
     "ProcessSuite",
     "VersionSuite",
     "assert_same",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.backends import cuda_ipc
 from rl_ckpt.errors import BackendError
+from rl_ckpt.protocol.messages import HANDLE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from rl_ckpt import connect
-from rl_ckpt.protocol.channel import Link
 from rl_ckpt.errors import CkptError
+from rl_ckpt.protocol.channel import Link
 from rl_ckpt.testing.helpers import assert_same, receive_all
 from rl_ckpt.types import ReceiverState, Role
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.messages import Message
     from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.protocol.messages import Message
     from rl_ckpt.types import SyncReport
 
 BUCKET_BYTES = 1024
@@ -56,7 +56,7 @@ class ChildProcess:
 
     def __init__(self, main: Callable[..., None], *arguments: object) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rl_ckpt.testing.nodes"])
+        context.set_forkserver_preload(["rl_ckpt.testing.ends"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=main, args=(theirs, *arguments), daemon=True)
         self._process.start()

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from rl_ckpt.backends.inproc import set_link_factory
 from rl_ckpt.protocol.channel import Link
 from rl_ckpt.protocol.messages import Bucket, Message
-from rl_ckpt.backends.inproc import set_link_factory
 
 if TYPE_CHECKING:
     import socket

@@ -21,11 +21,11 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rl_ckpt.backends import cuda_ipc
+from rl_ckpt.errors import BackendError
 from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.tensors.buckets import aligned
 from rl_ckpt.tensors.spec import as_bytes, buffer_tensor
-from rl_ckpt.backends import cuda_ipc
-from rl_ckpt.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

@@ -13,8 +13,7 @@ import pytest
 
 from rl_ckpt import connect
 from rl_ckpt.errors import UsageError
-from rl_ckpt.testing._pair import Pair, Suite
-from rl_ckpt.testing.helpers import assert_same, failure, receive_all, refusal, sample_weights
+from rl_ckpt.testing.helpers import Pair, Suite, assert_same, failure, receive_all, refusal, sample_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

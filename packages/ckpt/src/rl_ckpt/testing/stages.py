@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_ckpt.errors import AttestationError, SyncAbortedError, TensorError
-from rl_ckpt.testing._pair import Pair, Suite
-from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights, until
+from rl_ckpt.testing.helpers import Pair, Suite, assert_same, failure, receive_all, sample_weights, until
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
-    from rl_ckpt.testing._pair import Pair
+    from rl_ckpt.testing.helpers import Pair
     from rl_ckpt.types import SyncReport
 
 

@@ -11,8 +11,7 @@ import torch
 
 from rl_ckpt import tree_digest
 from rl_ckpt.errors import DigestError, SyncAbortedError, TensorError
-from rl_ckpt.testing._pair import Pair, Suite
-from rl_ckpt.testing.helpers import assert_same, failure, receive_all
+from rl_ckpt.testing.helpers import Pair, Suite, assert_same, failure, receive_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

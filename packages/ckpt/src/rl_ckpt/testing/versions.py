@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
-    from rl_ckpt.testing._pair import Pair
+    from rl_ckpt.testing.helpers import Pair
     from rl_ckpt.types import SyncReport
 
 LEAF_ELEMENTS = (4 << 20) // 4

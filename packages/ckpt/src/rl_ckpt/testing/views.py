@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_ckpt.errors import UsageError
-from rl_ckpt.testing._pair import Pair, Suite
-from rl_ckpt.testing.helpers import assert_same, receive_all, refusal, sample_weights
+from rl_ckpt.testing.helpers import Pair, Suite, assert_same, receive_all, refusal, sample_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

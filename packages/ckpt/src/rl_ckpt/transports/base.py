@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.protocol.channel import Link
-    from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.protocol.messages import Regroup, Session
+    from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.types import SessionConfig
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.errors import BackendError
+from rl_ckpt.protocol.messages import HANDLE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-import torch
-from rl_ckpt.tensors.spec import memory_of
-from rl_ckpt.transports.base import ListeningSend, ReceiveTransport
-from rl_ckpt.errors import AddressError, ProtocolError
 import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-import socket
-from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
+
+import torch
+
+from rl_ckpt.errors import AddressError, ProtocolError
 from rl_ckpt.protocol.channel import close_in_children
-from rl_ckpt.protocol.messages import Session, Stream
-from rl_ckpt.transports.streams import set_patience
+from rl_ckpt.protocol.messages import Session, Stream, encode
 from rl_ckpt.tensors.spec import memory_of
-from rl_ckpt.protocol.messages import encode
+from rl_ckpt.transports.base import ListeningSend, ReceiveTransport
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from rl_ckpt.protocol.channel import Link
-    from rl_ckpt.protocol.messages import Session
-    from rl_ckpt.transports.base import Listener
-    from rl_ckpt.types import SessionConfig
-    from collections.abc import Callable, Sequence
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
     from rl_ckpt.protocol.messages import Bucket
-    from rl_ckpt.transports.base import ReceiveTransport, Waits
+    from rl_ckpt.transports.base import Listener, Waits
+    from rl_ckpt.types import SessionConfig
 
 MAX_BUCKET_BYTES = 1 << 30
 """A receiver allocates a bucket before it knows the sender well."""
@@ -136,6 +123,7 @@ class StreamReceive(ReceiveTransport):
         if [slot.numel() for slot in self._slots] != [session.bucket_bytes] * num_slots:
             self._slots = [torch.empty(session.bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
         return self._slots
+
 
 BUFFER_BYTES = 4 << 20
 """Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""

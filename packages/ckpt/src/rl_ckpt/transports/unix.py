@@ -5,23 +5,22 @@ Such a name vanishes with the process that holds it, so that not even SIGKILL le
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import socket
 import struct
 import sys
 from typing import TYPE_CHECKING
-from rl_ckpt.protocol.channel import close_in_children
-from rl_ckpt.protocol.channel import Link
+
 from rl_ckpt.errors import AddressError, BackendError
-import fcntl
-import mmap
-import os
-from typing import TYPE_CHECKING
+from rl_ckpt.protocol.channel import Link, close_in_children
 from rl_ckpt.tensors.spec import buffer_tensor
 
 if TYPE_CHECKING:
-    from rl_ckpt.types import SessionConfig
     from torch import Tensor
+
+    from rl_ckpt.types import SessionConfig
 
 BACKLOG = 128
 _CREDENTIALS = struct.Struct("iII")

@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 import rl_ckpt
-from rl_ckpt.adapters.load_recorder import Held, Layout, LoadRecorder, copies_in
 from rl_ckpt.adapters.installer import Installer
+from rl_ckpt.adapters.load_recorder import Held, Layout, LoadRecorder, copies_in
 from rl_ckpt.errors import TensorError, UsageError
 
 if TYPE_CHECKING:

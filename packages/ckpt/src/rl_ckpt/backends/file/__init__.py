@@ -17,15 +17,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
 from rl_ckpt.backends.file.folder import Entry, Folder, Manifest
-from rl_ckpt.protocol.channel import Deadline, wait_for
-from rl_ckpt.tensors.source import Registered, items_of
-from rl_ckpt.tensors.aliasing import Sharing
-from rl_ckpt.tensors.source import Clock, Source, checked_version
-from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
-from rl_ckpt.transports.base import checked_options
-from rl_ckpt.protocol.worker import AsyncSource, Worker
 from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AddressError,
@@ -36,6 +28,13 @@ from rl_ckpt.errors import (
     TensorError,
     UsageError,
 )
+from rl_ckpt.protocol.channel import Deadline, wait_for
+from rl_ckpt.protocol.worker import AsyncSource, Worker
+from rl_ckpt.tensors.aliasing import Sharing
+from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
+from rl_ckpt.tensors.source import Clock, Registered, Source, checked_version, items_of
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
+from rl_ckpt.transports.base import checked_options
 from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from torch import nn
 
 import rl_ckpt
 from rl_ckpt.adapters import sglang
+from rl_ckpt.adapters.installer import Installer, Staging
 from rl_ckpt.adapters.load_recorder import Held, LoadRecorder, filled_by
-from rl_ckpt.adapters.installer import Installer
-from rl_ckpt.adapters.installer import Staging
 from rl_ckpt.testing import assert_same, new_name
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_servers import PROMPT, ServedModel, ServedSuite, logprobs_of, session, tiny_model
 from safetensors.torch import save_file
 
 import rl_ckpt
 from rl_ckpt.testing import new_name
-from rl_ckpt.testing.servers import PROMPT, ServedModel, ServedSuite, logprobs_of, session, tiny_model
 
 ENVIRONMENT = os.environ.get("RL_CKPT_VLLM")
 START_S = 600
@@ -32,7 +32,7 @@ pytestmark = [
 
 def update_of_readme():
     """The function that the README gives to trainers."""
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "def update(" in block]
     example = {}
     exec(code, example)

@@ -13,9 +13,9 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, SyncAbortedError
-from rl_ckpt.transports.group import Group, _surviving
 from rl_ckpt.testing import failure
 from rl_ckpt.testing.ends import weights_of
+from rl_ckpt.transports.group import Group, _surviving
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each end")
 

@@ -5,10 +5,11 @@ import itertools
 from contextlib import AsyncExitStack
 
 import pytest
+from ckpt_nodes import NodeProcess
 
 from rl_ckpt import CkptError, DigestError, ReceiverState, Role, SyncAbortedError, UsageError, connect
 from rl_ckpt.relay import Holder, Relay
-from rl_ckpt.testing import NodeProcess, assert_same, failure, new_name, new_port, receive_all, until
+from rl_ckpt.testing import assert_same, failure, new_name, new_port, receive_all, until
 from rl_ckpt.testing.ends import BUCKET_BYTES, TIMEOUT_S, EndProcess, weights_of
 
 TOKEN = "known to all"

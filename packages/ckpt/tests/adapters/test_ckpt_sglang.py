@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ckpt_servers import PROMPT, ServedModel, ServedSuite, session, tiny_model
 
 import rl_ckpt
 from rl_ckpt.adapters.sglang import LOADER, session_request
 from rl_ckpt.testing import new_name
-from rl_ckpt.testing.servers import PROMPT, ServedModel, ServedSuite, session, tiny_model
 
 ENVIRONMENT = os.environ.get("RL_CKPT_SGLANG")
 START_S = 600

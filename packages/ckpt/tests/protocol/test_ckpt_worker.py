@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rl_ckpt import PeerLostError, SyncAbortedError, connect
-from rl_ckpt.protocol.messages import Begin, Bucket, Commit, Free, Hello, Manifest, Ready, Seal, Staged
-from rl_ckpt.protocol.messages import Decoder
+from rl_ckpt.protocol.messages import Begin, Bucket, Commit, Decoder, Free, Hello, Manifest, Ready, Seal, Staged
 from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.testing import assert_same, new_name
 

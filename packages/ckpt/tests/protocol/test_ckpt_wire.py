@@ -18,6 +18,7 @@ from rl_ckpt.protocol.messages import (
     Bucket,
     Commit,
     Committed,
+    Decoder,
     Free,
     Hello,
     Manifest,
@@ -30,10 +31,11 @@ from rl_ckpt.protocol.messages import (
     Sources,
     Staged,
     Stream,
+    decode,
+    encode,
 )
 from rl_ckpt.tensors.buckets import Span
 from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
-from rl_ckpt.protocol.messages import Decoder, decode, encode
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 span = st.builds(Span, u32, u32, u64, u64, u64, u64, u64, u64)
@@ -96,7 +98,7 @@ def test_a_tensor_is_tied_to_one_before_it_or_refused():
 
 
 def test_the_dtype_codes_are_those_of_the_specification():
-    table = Path(__file__).parents[1].joinpath("WIRE.md").read_text()
+    table = Path(__file__).parents[2].joinpath("WIRE.md").read_text()
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ") and "`torch." in line]
     assert {name.strip(" `"): int(code) for code, name in rows} == {str(d): c for d, c in DTYPE_CODES.items()}
 

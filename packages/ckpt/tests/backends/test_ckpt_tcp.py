@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from rl_ckpt import AddressError, PeerLostError, PeerTimeoutError, ReceiverState, SyncAbortedError, connect
-from rl_ckpt.protocol.messages import Begin, Hello, Proof, Stream
-from rl_ckpt.protocol.messages import WIRE_VERSION, encode
 from rl_ckpt.backends import tcp
+from rl_ckpt.protocol.messages import WIRE_VERSION, Begin, Hello, Proof, Stream, encode
 from rl_ckpt.testing import assert_same, failure, receive_all, sample_weights, until
 
 TOKEN = "known to both"

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_csrc
-from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError, _delta
-from rl_ckpt.tensors.digest import combine, leaves_of
-from rl_ckpt.receiver.unpacker import Landing
+from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
 from rl_ckpt.protocol.messages import Bucket
-from rl_ckpt.receiver.unpacker import Scratch
-from rl_ckpt.tensors.buckets import BucketPlan, Codec, Span, aligned
 from rl_ckpt.receiver.slots import Shelf
+from rl_ckpt.receiver.unpacker import Landing, Scratch
+from rl_ckpt.tensors import delta
+from rl_ckpt.tensors.buckets import BucketPlan, Codec, Span, aligned
+from rl_ckpt.tensors.digest import combine, leaves_of
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes
 
 BUCKET_BYTES = 1024
@@ -123,7 +123,7 @@ def test_a_tensor_that_was_not_declared_is_refused():
 def test_a_difference_is_applied_to_plain_memory_only(is_strided):
     """A copy of a strided target would get it, with the digest that is due."""
     spec, base = SPECS[0], torch.randn(10, 3)
-    snapshot = _delta.Snapshot()
+    snapshot = delta.Snapshot()
     snapshot.note(spec, leaves_of(snapshot.replace(spec, as_bytes(base))))
     fresh = base.clone()
     fresh[0, 0] += 1
@@ -204,7 +204,7 @@ def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
     if is_plausible:  # an honest one with some bytes overwritten
         fresh = base.clone()
         fresh[::7] += 1
-        snapshot = _delta.Snapshot()
+        snapshot = delta.Snapshot()
         snapshot.note(spec, leaves_of(snapshot.replace(spec, as_bytes(base))))
         ((part,),) = snapshot.advance(spec, as_bytes(fresh))
         raw = bytearray(part.content.tolist())
@@ -214,6 +214,6 @@ def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
     memory = torch.frombuffer(bytearray(content + bytes(8)), dtype=torch.uint8)[: len(content)]
     target = base.clone()
     try:
-        _delta.apply(memory, target.view(torch.uint8), spec)
+        delta.apply(memory, target.view(torch.uint8), spec)
     except ProtocolError:
         assert torch.equal(target, base)

@@ -10,9 +10,9 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, DigestError, ReceiverState, SyncAbortedError
-from rl_ckpt.transports.cuda_driver import CudaDriver
 from rl_ckpt.protocol.channel import Link
 from rl_ckpt.testing import CheckpointEngineSuite, VersionSuite, assert_same, failure, fake_cuda, new_name, receive_all
+from rl_ckpt.transports.cuda_driver import CudaDriver
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 pytestmark = on_linux

@@ -1,0 +1,99 @@
+"""The receiver's side of a registered source that is read where it is: the sender's memory, mapped, and copied from.
+
+What the sender says of it is in `rl_ckpt.transports.mapped_source`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import rl_csrc
+from rl_ckpt.errors import DigestError, ProtocolError
+from rl_ckpt.tensors.digest import digests_of
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain_on
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from rl_ckpt.protocol.messages import Mapped, Sources
+    from rl_ckpt.receiver.unpacker import Landing
+
+
+@dataclass(slots=True)
+class _Route:
+    """From where to where the tensors of one message go, kept as long as the targets stay where they are."""
+
+    addresses: list[int]
+    """Of the targets that are written as they are; 0 for those that have staging memory in front of them."""
+    pieces: list[Tensor]
+    contents: list[Tensor]
+
+
+class Mirror:
+    """The receiver's side: the sender's memory, mapped, and what lies in it."""
+
+    def __init__(self, sources: Sources, segments: Sequence[Tensor], specs: Sequence[TensorSpec], sender: str) -> None:
+        self._sender = sender
+        self._places: list[tuple[TensorSpec, Tensor]] = []
+        self._routes: dict[int, _Route] = {}
+        for tensor, segment, offset in sources.places:
+            if tensor >= len(specs) or segment >= len(segments):
+                raise ProtocolError(f"{sender} placed tensor {tensor} in segment {segment}; it has told of neither")
+            spec, memory = specs[tensor], segments[segment]
+            if offset % spec.dtype.itemsize or offset + spec.num_bytes > memory.numel():
+                raise ProtocolError(f"{sender} placed {spec} at {offset} of a segment of {memory.numel()} bytes")
+            self._places.append((spec, memory[offset : offset + spec.num_bytes]))
+
+    def land(self, landing: Landing, message: Mapped) -> list[tuple[str, Tensor]]:
+        """Copy what is ready to where it belongs, or for a consumer that iterates to memory of its own; verify it.
+
+        Raises:
+            ProtocolError, DigestError, TensorError: see their names.
+        """
+        places = self._places[message.first : message.first + len(message.digests)]
+        if len(places) != len(message.digests) or not places:
+            raise ProtocolError(
+                f"{self._sender} told of {len(message.digests)} mapped tensors, of {len(places)} it has"
+            )
+        specs = [spec for spec, _ in places]
+        targets = landing.begin_mapped(message.sequence, specs)
+        route = self._route(message.first, places, targets)
+        rl_csrc.bucket_copy(route.pieces, route.contents)
+        for spec, found, sent in zip(specs, digests_of(route.contents), message.digests, strict=True):
+            if found != sent:
+                raise DigestError(
+                    f"{spec.name!r} of version {landing.version} landed with digest {found:#018x}; {self._sender} has "
+                    f"{sent:#018x}. It is not handed out"
+                )
+            landing.digests[spec] = found
+        items: list[tuple[str, Tensor]] = []
+        for index, spec in enumerate(specs):
+            if targets is None:
+                items.append((spec.name, from_bytes(route.contents[index], spec)))
+            elif not route.addresses[index]:
+                targets[index].detach().copy_(from_bytes(route.contents[index], spec))
+        return items
+
+    def _route(
+        self, first: int, places: Sequence[tuple[TensorSpec, Tensor]], targets: Sequence[Tensor] | None
+    ) -> _Route:
+        pieces = [piece for _, piece in places]
+        if targets is None:
+            return _Route([], pieces, [torch.empty_like(piece) for piece in pieces])
+        addresses = [
+            target.data_ptr() if is_plain_on(target, piece.device) else 0
+            for target, piece in zip(targets, pieces, strict=True)
+        ]
+        known = self._routes.get(first)
+        if known is None or known.addresses != addresses:
+            contents = [
+                as_bytes(target) if address else torch.empty_like(piece)
+                for target, piece, address in zip(targets, pieces, addresses, strict=True)
+            ]
+            known = self._routes[first] = _Route(addresses, pieces, contents)
+        return known

@@ -1,0 +1,1 @@
+"""Data planes: how the payload of a sync gets from a sender to its receivers."""

@@ -1,0 +1,163 @@
+"""Connections over TCP: a port to listen on, dialling it, and the token that both ends must know."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rl_ckpt.errors import AddressError
+from rl_ckpt.protocol.channel import Link, close_in_children
+from rl_ckpt.transports.streams import StreamSend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_ckpt.types import SessionConfig
+
+BACKLOG = 128
+TOKEN_VARIABLE = "RL_CKPT_TOKEN"  # the name of the variable
+DIAL_S = 1.0
+"""Longest wait for the answer to one attempt to connect, seconds."""
+_PLACE = re.compile(r"\[?(?P<host>[^\[\]]+?)\]?:(?P<port>[0-9]{1,5})")
+
+
+def token_of(config: SessionConfig) -> bytes:
+    """The secret of a session that is reached over TCP, after a look at its place.
+
+    Raises:
+        AddressError: there is none, or the URL has no host and port.
+    """
+    host_and_port(config)
+    token = config.token if config.token is not None else os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise AddressError(
+            f"{config.address} needs a token, or anybody who reaches the port could send or take weights: pass "
+            f"token=... to connect, or set {TOKEN_VARIABLE}, at both ends"
+        )
+    return token.encode()
+
+
+def host_and_port(config: SessionConfig) -> tuple[str, int]:
+    """What stands behind the scheme.
+
+    Raises:
+        AddressError: it is something else.
+    """
+    found = _PLACE.fullmatch(config.name)
+    if found is None or int(found["port"]) > 65535:  # the last port
+        raise AddressError(
+            f"the place in {config.address!r} is {config.name!r}; write {config.address.partition(':')[0]}://host:port"
+        )
+    return found["host"], int(found["port"])
+
+
+def _resolve(config: SessionConfig) -> tuple[socket.AddressFamily, tuple[object, ...]]:
+    host, port = host_and_port(config)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise AddressError(f"the host in {config.address!r} cannot be found: {error}") from error
+    return family, address
+
+
+def _place_of(address: tuple[object, ...]) -> str:
+    return f"[{address[0]}]:{address[1]}" if ":" in str(address[0]) else f"{address[0]}:{address[1]}"
+
+
+def _tune(connection: socket.socket, timeout_s: float) -> socket.socket:
+    """Small messages go at once; a machine that is gone is noticed although nothing is being said."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
+    return connection
+
+
+class Listener:
+    """Holds a port."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        family, address = _resolve(config)
+        self._config = config
+        self._timeout_s = config.timeout_s
+        self._socket = close_in_children(socket.socket(family, socket.SOCK_STREAM))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(address)
+            self._socket.listen(BACKLOG)  # of two that bind, the second fails here
+        except OSError as error:
+            self._socket.close()
+            raise AddressError(
+                f"{config.address} cannot be listened on ({error}): it is taken by another sender, or not an address "
+                "of this machine"
+            ) from error
+        self._socket.setblocking(False)
+
+    @property
+    def place(self) -> str:
+        """`host:port`, with the port that it has."""
+        host, _ = host_and_port(self._config)
+        return _place_of((host, int(self._socket.getsockname()[1])))
+
+    def listen(self) -> None:
+        """It does already."""
+
+    def fileno(self) -> int:
+        """Becomes readable when somebody dials."""
+        return self._socket.fileno()
+
+    def accept(self) -> Link | None:
+        """The next that dialled, whoever it is: it has to prove itself."""
+        try:
+            connection, address = self._socket.accept()
+        except OSError:  # nobody, or somebody who has left again
+            return None
+        place = _place_of(address)
+        return Link(_tune(connection, self._timeout_s), f"receiver at {place}", place=place)
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+
+class TcpSend(StreamSend):
+    """Knows its port when it is open."""
+
+    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Take the port, a free one for port 0."""
+        slots = super().open(num_slots, bucket_bytes)
+        if isinstance(self._listener, Listener):
+            name = self._listener.place
+            self._config = replace(
+                self._config, name=name, address=f"{self._config.address.partition(':')[0]}://{name}"
+            )
+            self.address = self._config.address
+        return slots
+
+
+def dial(config: SessionConfig) -> socket.socket | None:
+    """Connect to the sender; None while nobody answers."""
+    family, address = _resolve(config)
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.settimeout(min(DIAL_S, config.timeout_s))
+    try:
+        connection.connect(address)
+        is_answered = connection.getsockname() != connection.getpeername()  # a free local port may dial itself
+    except OSError:  # refused, unreachable, late, gone again: it may come yet; the deadline of the caller says if not
+        is_answered = False
+    if not is_answered:
+        connection.close()
+        return None
+    return _tune(connection, config.timeout_s)
+
+
+def link_of(connection: socket.socket) -> Link:
+    """The link of a connection that `dial` made."""
+    try:
+        place = _place_of(connection.getpeername())
+    except OSError:  # it is gone again, as whoever reads will hear
+        return Link(connection, "sender")
+    return Link(connection, f"sender at {place}", place=place)
