@@ -49,6 +49,19 @@ def test_plan_covers_every_byte_once(sizes, room):
     assert set(order) == set(range(len(sizes)))
 
 
+def test_a_plan_of_what_comes_by_hand():
+    plan = bucket.BucketPlan(1024)
+    assert plan.place(100) == [(0, 0, 0, 100)]
+    assert plan.place(0) == [(0, 0, 256, 0)]
+    assert plan.place(2000) == [(1, 0, 0, 1024), (2, 1024, 0, 976)]
+    assert plan.place(0) == [(2, 0, 1024, 0)]
+    plan.close()
+    plan.close()
+    assert plan.place(10) == [(3, 0, 0, 10)]
+    assert (plan.bucket, plan.offset) == (3, 256)
+    assert [bucket.aligned(n) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
+
+
 def awkward():
     base = torch.randn(300, 70)
     return [

@@ -1,6 +1,6 @@
 """Fused RL kernels, zero-copy tensor frames and transfer buffers, shared by the packages of rl-stack."""
 
-from rl_csrc import arena, bucket, decoder, delta, frames, paged, pipeline, reference, ring, rows, sampling
+from rl_csrc import arena, bucket, decoder, delta, frames, ipc, paged, pipeline, reference, ring, rows, sampling
 from rl_csrc._build import BuildInfo, build_info
 from rl_csrc._copy_ops import bucket_copy, cp_slice, pack, roll_labels, unpack
 from rl_csrc._digest import digest, digest_finish, digest_many, digest_sum
@@ -53,6 +53,7 @@ __all__ = [
     "digest_sum",
     "frames",
     "group_norm",
+    "ipc",
     "linear_logprobs",
     "logprob_stats",
     "logprobs",

@@ -8,7 +8,7 @@ its bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -46,42 +46,85 @@ class Bucket:
     """Bytes used, a multiple of the alignment."""
 
 
-def plan(sizes: Iterable[int], *, bucket_nbytes: int, alignment: int = ALIGNMENT) -> list[Bucket]:
-    """Lay tensors of the given sizes (bytes) into buckets of at most ``bucket_nbytes``, in order.
+class Placement(NamedTuple):
+    """Where a plan puts a run of bytes of the content that it was asked for."""
 
-    A tensor that does not fit into what is left of a bucket starts the next one; one larger than a bucket fills
-    buckets of its own, and its last piece shares one with what follows.
+    bucket: int
+    """Number of the bucket, from 0."""
+    offset: int
+    """Where the run starts in the content, bytes."""
+    bucket_offset: int
+    """Where it starts in the bucket, bytes; a multiple of the alignment."""
+    num_bytes: int
+    """Its length; 0 for content without bytes."""
+
+
+@dataclass(slots=True)
+class BucketPlan:
+    """Lays contents into buckets of one size, in order, as they come: for sources whose sizes are not known before.
+
+    What fits a bucket is never split: where the rest of the current bucket is too short, it opens the next. What is
+    larger starts a bucket and runs over as many as it needs; its followers go on to fill the last of them.
+    """
+
+    bucket_bytes: int
+    """Size of every bucket, bytes; a multiple of the alignment."""
+    alignment: int = ALIGNMENT
+    """Bytes. A power of two from 8 on."""
+    bucket: int = 0
+    """Number of the bucket being filled."""
+    offset: int = 0
+    """First free byte in it, aligned."""
+
+    def place(self, num_bytes: int) -> list[Placement]:
+        """Where the next content of that size goes, in order."""
+        if num_bytes > self.bucket_bytes - self.offset:
+            self.close()
+        placed: list[Placement] = []
+        start = 0
+        while True:
+            if self.offset == self.bucket_bytes and start < num_bytes:
+                self.close()
+            length = min(num_bytes - start, self.bucket_bytes - self.offset)
+            placed.append(Placement(self.bucket, start, self.offset, length))
+            self.offset += aligned(length, self.alignment)
+            start += length
+            if start == num_bytes:
+                return placed
+
+    def close(self) -> None:
+        """Put nothing more into a bucket that holds something already."""
+        if self.offset > 0:
+            self.bucket += 1
+            self.offset = 0
+
+
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """The smallest multiple of the alignment that is not below `num_bytes`."""
+    return -(-num_bytes // alignment) * alignment
+
+
+def plan(sizes: Iterable[int], *, bucket_nbytes: int, alignment: int = ALIGNMENT) -> list[Bucket]:
+    """Lay tensors of the given sizes (bytes) into buckets of at most ``bucket_nbytes``, in order, as `BucketPlan` does.
+
+    Raises:
+        ArgumentError: the alignment is no power of two from 8 on, or a bucket is smaller than it.
     """
     if alignment < 8 or alignment & (alignment - 1) or bucket_nbytes < alignment:
         raise ArgumentError(
             f"alignment={alignment}, bucket_nbytes={bucket_nbytes}: the alignment is a power of two from 8 on, "
             "and a bucket holds at least one such unit"
         )
-    room = bucket_nbytes - bucket_nbytes % alignment
-    buckets: list[Bucket] = []
-    pieces: list[Piece] = []
-    used = 0
-
-    def close() -> None:
-        nonlocal used
-        if pieces:
-            buckets.append(Bucket(pieces=tuple(pieces), nbytes=used))
-        pieces.clear()
-        used = 0
-
+    placing = BucketPlan(bucket_nbytes - bucket_nbytes % alignment, alignment)
+    pieces: dict[int, list[Piece]] = {}
     for tensor, size in enumerate(sizes):
-        offset = 0
-        while True:
-            if size - offset > room - used and pieces:
-                close()
-            part = min(size - offset, room)
-            pieces.append(Piece(tensor=tensor, tensor_offset=offset, bucket_offset=used, nbytes=part))
-            used += part + -part % alignment
-            offset += part
-            if offset >= size:
-                break
-    close()
-    return buckets
+        for bucket, offset, start, nbytes in placing.place(size):
+            piece = Piece(tensor=tensor, tensor_offset=offset, bucket_offset=start, nbytes=nbytes)
+            pieces.setdefault(bucket, []).append(piece)
+    ends = ((found, found[-1]) for found in pieces.values())
+    return [
+        Bucket(pieces=tuple(found), nbytes=last.bucket_offset + aligned(last.nbytes, alignment)) for found, last in ends
+    ]
 
 
 def pack(

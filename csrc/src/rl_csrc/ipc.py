@@ -1,0 +1,376 @@
+"""Inter-process communication on one Linux host: UNIX sockets, peer credentials, descriptor passing, sealed memory.
+
+Nothing here has a name in the file system: a socket's name and a memfd vanish with the last process that holds them,
+so that not even SIGKILL leaves anything behind. Formats of messages are the callers' business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from rl_csrc.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_MAX_NAME_BYTES = 107
+"""sizeof(sun_path) - 1: the first byte of an abstract name is 0 (unix(7))."""
+_CREDENTIALS = struct.Struct("iII")
+"""struct ucred of SO_PEERCRED."""
+_FD_BYTES = 4
+# As plain integers: the arithmetic of enumerations takes longer than the call.
+_RECEIVE_FLAGS = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_SEALS = 0x1 | 0x2 | 0x4
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: a mapping can never run past the end of the memory."""
+_MADV_POPULATE_WRITE = 23
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+# Sockets in the abstract namespace
+
+
+class Credentials(NamedTuple):
+    """Who is at the other end of a UNIX socket, by the kernel's word: as of `connect`, or of `listen` (unix(7))."""
+
+    pid: int
+    uid: int
+    """Effective user id."""
+    gid: int
+
+    @property
+    def is_same_user(self) -> bool:
+        """Whether it is a process of this process's user."""
+        return self.uid == os.geteuid()
+
+
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """Process, user and group of the other end of a connected UNIX socket (SO_PEERCRED)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Credentials(*_CREDENTIALS.unpack(raw))
+
+
+def bind(name: str) -> socket.socket:
+    """Take an abstract name; return a non-blocking stream socket, closed in children, that does not listen yet.
+
+    Until its `listen` is called, who connects is refused: whoever gets through finds all of it ready.
+
+    Raises:
+        OSError: another process holds the name (`EADDRINUSE`).
+        ArgumentError: the name has more than 107 bytes.
+    """
+    listener = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    try:
+        listener.bind(_abstract(name))
+    except BaseException:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def accept(listener: socket.socket) -> tuple[socket.socket, Credentials] | None:
+    """The next connection, non-blocking and closed in children, and who made it; None while there is none.
+
+    Anybody in the network namespace can connect: look at `is_same_user` before anything is read.
+
+    Raises:
+        OSError: this process has no descriptor left (`EMFILE`), or the system (`ENFILE`).
+    """
+    try:
+        connection, _ = listener.accept()
+    except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+        return None
+    connection.setblocking(False)
+    return close_in_children(connection), peer_credentials(connection)
+
+
+def connect(name: str, *, timeout_s: float | None = None) -> tuple[socket.socket, Credentials]:
+    """Connect to an abstract name; return the socket, closed in children, and who listens.
+
+    Without `timeout_s` nothing is waited for, and the socket is non-blocking. With it the socket blocks, and neither
+    connecting nor any later send waits longer.
+
+    Raises:
+        ConnectionRefusedError: nobody listens.
+        BlockingIOError: too many wait to be accepted.
+        PermissionError: who listens is another user's process.
+        ArgumentError: the name has more than 107 bytes.
+    """
+    connection = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    try:
+        if timeout_s is None:
+            connection.setblocking(False)
+        else:
+            limit_sends(connection, timeout_s)
+        connection.connect(_abstract(name))
+        peer = peer_credentials(connection)
+        if not peer.is_same_user:
+            raise PermissionError(
+                errno.EACCES,
+                f"process {peer.pid} of user {peer.uid} listens at {name!r}, and this process is user {os.geteuid()}'s",
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection, peer
+
+
+def limit_sends(connection: socket.socket, timeout_s: float) -> None:
+    """Have no blocking send, nor a UNIX `connect`, wait longer than this (SO_SNDTIMEO): a millisecond at least."""
+    timeout_s = max(timeout_s, 1e-3)  # to the kernel 0 is for ever
+    packed = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+
+
+def receive_into(connection: socket.socket, buffer: memoryview, *, max_fds: int = 1) -> tuple[int, list[int], bool]:
+    """Read once: bytes read (0: the other end closed), descriptors that came (SCM_RIGHTS), whether some were lost.
+
+    The descriptors are the caller's, and closed on exec. The kernel drops those beyond `max_fds`, and those for which
+    this process has no room. `socket.send_fds` is the other end.
+
+    Raises:
+        BlockingIOError, OSError: as `recvmsg` does.
+    """
+    size, ancillary, flags, _ = connection.recvmsg_into(
+        [buffer], socket.CMSG_SPACE(max_fds * _FD_BYTES), _RECEIVE_FLAGS
+    )
+    fds: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            count = len(data) // _FD_BYTES
+            fds += struct.unpack(f"{count}i", data[: count * _FD_BYTES])
+    return size, fds, bool(flags & _TRUNCATED)
+
+
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_HOOKS: list[bool] = []
+
+
+def close_in_children(connection: socket.socket) -> socket.socket:
+    """Close this socket in every child forked from now on; in this process nothing changes. Returns it.
+
+    A copy that lives on in a child would hide this process's death from its peers.
+    """
+    if not _HOOKS:
+        _HOOKS.append(True)
+        os.register_at_fork(after_in_child=_close_all)
+    _SOCKETS.add(connection)
+    return connection
+
+
+def _close_all() -> None:
+    for connection in list(_SOCKETS):
+        connection.close()
+    _SOCKETS.clear()
+
+
+def _abstract(name: str) -> str:
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise ArgumentError(
+            f"the socket name {name!r} has {len(name.encode())} bytes; at most {_MAX_NAME_BYTES} are possible"
+        )
+    return f"\0{name}"
+
+
+class Waker:
+    """Ends another thread's `poll`: readable from `wake` to `clear`. Closed in children. Any thread may wake."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = map(close_in_children, socket.socketpair())
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to poll for reading."""
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        """Make it readable. What the other thread is to find must be there before."""
+        with contextlib.suppress(BlockingIOError):  # so full that it is readable
+            self._writer.send(b"!")
+
+    def clear(self) -> None:
+        """Take every `wake` so far as seen. Look for what it was about after this, not before."""
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Free the descriptors. Idempotent."""
+        self._reader.close()
+        self._writer.close()
+
+
+# Memory that processes share by its descriptor
+
+_BEFORE_UNMAP: dict[int, Callable[[], object] | None] = {}
+"""Address of each mapping, and what is to be done before it ends."""
+
+
+class SharedMemory:
+    """Shared memory of a fixed size: a sealed memfd, or a file. Mappings outlive this object and its descriptor.
+
+    Args:
+        fd: Owned from now on, and closed when the last user lets go of this object. It is not looked at: `attach` does.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.nbytes = os.fstat(fd).st_size
+        self._close = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, nbytes: int, *, name: str = "rl-csrc") -> SharedMemory:
+        """Make a memfd of `nbytes` zeros, none touched yet, sealed against any other size. `name` is for /proc.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        memory = cls._sized(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return memory
+
+    @classmethod
+    def create_file(cls, path: Path, nbytes: int) -> SharedMemory:
+        """Make a file, which must not be there, of `nbytes` zeros, for this user alone. A file has no seals."""
+        return cls._sized(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), nbytes)
+
+    @classmethod
+    def attach(cls, fd: int, *, nbytes: int) -> SharedMemory:
+        """Take a descriptor that another process sent, after a look at it: memory that shrinks kills who reads it.
+
+        Raises:
+            ArgumentError: it is no memory of `nbytes` sealed against shrinking; it was closed.
+        """
+        memory = cls(fd)
+        try:
+            is_sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+        except OSError:  # no memfd
+            is_sealed = False
+        if is_sealed and memory.nbytes == nbytes > 0:
+            return memory
+        found = f"{'sealed' if is_sealed else 'unsealed'} memory of {memory.nbytes} bytes"
+        memory.close()
+        raise ArgumentError(f"the descriptor is {found}; expected sealed memory of {nbytes}")
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Memory (or disk) that it takes: what was written of it, in whole pages."""
+        return 512 * os.fstat(self.fd).st_blocks
+
+    def map(self, *, is_shared: bool = True, when_gone: Callable[[], None] | None = None) -> torch.Tensor:
+        """All of it as uint8 [nbytes], until the last tensor over it is gone.
+
+        Shared: writes reach every process. Else they are this mapping's own (copy on write), and nobody sees them.
+        `when_gone` is called, in whatever thread, once the mapping has ended.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        kind = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+        return torch.frombuffer(self._map(mmap.PROT_READ | mmap.PROT_WRITE, kind, when_gone), dtype=torch.uint8)
+
+    def words(self, *, is_writable: bool = False) -> memoryview:
+        """All of it as unsigned 64-bit integers, shared: for counts and generation numbers, of which each is one store.
+
+        Without `is_writable` a store is an error of Python (and would be one of the processor).
+
+        Raises:
+            ArgumentError: the size is no multiple of 8.
+            OSError: the system refuses.
+        """
+        if self.nbytes % 8:
+            raise ArgumentError(f"{self.nbytes} bytes are no whole number of 64-bit words; make the memory larger")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        words = memoryview(self._map(protection, mmap.MAP_SHARED, None)).cast("B").cast("Q")
+        return words if is_writable else words.toreadonly()
+
+    def close(self) -> None:
+        """Close the descriptor now. Idempotent."""
+        self._close()
+
+    @classmethod
+    def _sized(cls, fd: int, nbytes: int) -> SharedMemory:
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(fd)
+
+    def _map(self, protection: int, kind: int, when_gone: Callable[[], None] | None) -> Any:
+        # The mmap of Python (before 3.13) keeps a descriptor per mapping, of which a process has few.
+        address = _LIBC.mmap(None, self.nbytes, protection, kind, self.fd, 0)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, f"mapping {self.nbytes} bytes of shared memory failed: {os.strerror(number)}")
+        _BEFORE_UNMAP[address] = None
+        mapping = (ctypes.c_uint8 * self.nbytes).from_address(address)
+        weakref.finalize(mapping, _unmap, address, self.nbytes, when_gone).atexit = False
+        return mapping
+
+
+def before_unmap(address: int, work: Callable[[], object] | None) -> bool:
+    """Have something done before the mapping that starts at an address ends; whether there is such a mapping."""
+    if address not in _BEFORE_UNMAP:
+        return False
+    _BEFORE_UNMAP[address] = work
+    return True
+
+
+def _unmap(address: int, nbytes: int, when_gone: Callable[[], None] | None) -> None:
+    work = _BEFORE_UNMAP.pop(address)
+    if work is not None:
+        work()
+    _LIBC.munmap(address, nbytes)
+    if when_gone is not None:
+        when_gone()
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have the kernel back mapped memory with pages now, many at a time (MADV_POPULATE_WRITE, Linux 5.14).
+
+    A page that a full file system cannot give is a SIGBUS when it is first written. Before Linux 5.14 nothing happens.
+
+    Raises:
+        OSError: there is no room for all of it (`ENOSPC`).
+    """
+    first = address - address % mmap.PAGESIZE
+    if nbytes <= 0 or _LIBC.madvise(first, address + nbytes - first, _MADV_POPULATE_WRITE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number != errno.EINVAL:
+        raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes of memory more: {os.strerror(number)}")
+
+
+def discard_writes(memory: torch.Tensor) -> None:
+    """Drop what was written to whole pages of a mapping that is not shared: it shows again what the others see.
+
+    Raises:
+        ArgumentError: the tensor does not start and end at a page.
+    """
+    if memory.data_ptr() % mmap.PAGESIZE or memory.nbytes % mmap.PAGESIZE:
+        raise ArgumentError(f"{memory.nbytes} bytes at {memory.data_ptr():#x} are no whole pages of {mmap.PAGESIZE}")
+    if _LIBC.madvise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTNEED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"discarding {memory.nbytes} bytes failed: {os.strerror(number)}")
