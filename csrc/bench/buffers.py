@@ -1,4 +1,4 @@
-"""Frames, digest, buckets, delta and rings beside safetensors, checksums and plain torch, memcpy and a plain read.
+"""Frames, digest, buckets, delta and shared memory beside safetensors, checksums and plain torch, memcpy and a read.
 
 One thread, except where two processes are measured. Frames are timed on three sizes of tensors, because their time must
 not depend on the bytes.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import pickle
+import select
 import socket
 import zlib
+from multiprocessing import shared_memory
 from typing import TYPE_CHECKING
 
 import torch
 
 import rl_csrc
 from rl_bench import Run, missing
-from rl_csrc import _cpu, bucket, delta, frames
-from rl_csrc.arena import Arena
-from rl_csrc.ring import RingReader, RingWriter
+from rl_csrc import _cpu, bucket, delta, frames, ipc
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -41,8 +41,8 @@ def main(run: Run) -> None:
     _copies(run, data, out)
     del out
     _delta(run, data)
-    _ring(run)
-    _arena(run)
+    _notices(run)
+    _shared_memory(run)
 
 
 def _frames(run: Run, size: int) -> None:
@@ -173,14 +173,12 @@ def _delta(run: Run, data: torch.Tensor) -> None:
     )
 
 
-def _echo(there: int, connection: socket.socket) -> None:
-    back = RingWriter(num_slots=2, slot_nbytes=4096)
-    back.share(connection)
-    with RingReader(there) as reader:
-        while reader.next(timeout_s=60).tag:
-            reader.release()
-            back.acquire(timeout_s=60)
-            back.publish(8)
+def _echo(connection: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    buffer = memoryview(bytearray(64))
+    while poll.poll(60_000) and ipc.receive_into(connection, buffer)[0]:
+        connection.send(b"12345678")
 
 
 def _echo_pipe(connection: Connection) -> None:
@@ -188,24 +186,22 @@ def _echo_pipe(connection: Connection) -> None:
         connection.send_bytes(b"12345678")
 
 
-def _ring(run: Run) -> None:
+def _notices(run: Run) -> None:
     context = multiprocessing.get_context("fork")
-    there = RingWriter(num_slots=2, slot_nbytes=4096)
     near, far = socket.socketpair()
     ours, theirs = context.Pipe()
-    processes = [
-        context.Process(target=_echo, args=(there.fd, far)),
-        context.Process(target=_echo_pipe, args=(theirs,)),
-    ]
+    processes = [context.Process(target=_echo, args=(far,)), context.Process(target=_echo_pipe, args=(theirs,))]
     for process in processes:
         process.start()
-    reader = RingReader.receive(near, timeout_s=60)
+    far.close()
+    poll = select.poll()
+    poll.register(near, select.POLLIN)
+    buffer = memoryview(bytearray(64))
 
     def round_trip() -> None:
-        there.acquire(timeout_s=60)
-        there.publish(8, tag=1)
-        reader.next(timeout_s=60)
-        reader.release()
+        near.send(b"12345678")
+        poll.poll(60_000)
+        ipc.receive_into(near, buffer)
 
     def pipe_trip() -> None:
         ours.send_bytes(b"12345678")
@@ -213,24 +209,38 @@ def _ring(run: Run) -> None:
 
     run.compare(
         "round trip between two processes",
-        {"ring": round_trip},
+        {"ipc: UNIX socket": round_trip},
         peers={"multiprocessing.Pipe": pipe_trip},
         unit="us",
         inner=200,
     )
-    there.acquire(timeout_s=60)
-    there.publish(0, tag=0)
+    near.close()
     ours.send_bytes(b"")
     for process in processes:
         process.join(60)
 
 
-def _arena(run: Run) -> None:
-    arena = Arena(1 << 26)
+def _shared_memory(run: Run) -> None:
+    def make() -> None:
+        memory = shared_memory.SharedMemory(create=True, size=1 << 20)
+        memory.close()
+        memory.unlink()
 
-    def cycle() -> None:
-        ref = arena.alloc(100_000)
-        arena.view(ref)
-        arena.free(ref)
+    run.compare(
+        "shared memory of 1 MiB: make, map, let go",
+        {"ipc: sealed memfd": lambda: ipc.SharedMemory.create(1 << 20).map()},
+        peers={"multiprocessing.shared_memory": make},
+        unit="us",
+        inner=50,
+    )
+    size = 64 << 20
 
-    run.compare("arena: allocate, view, free 100 kB", {"rl_csrc": cycle}, unit="us", inner=200)
+    def populated() -> None:
+        ipc.populate(ipc.SharedMemory.create(size).map().data_ptr(), size)
+
+    run.compare(
+        "shared memory of 64 MiB: make and have every page there",
+        {"ipc.populate": populated},
+        peers={"written with zeros": lambda: ipc.SharedMemory.create(size).map().zero_()},
+        unit="ms",
+    )

@@ -4,7 +4,6 @@
 namespace rl {
 void bind_digest(pybind11::module_& m);
 void bind_frames(pybind11::module_& m);
-void bind_shared(pybind11::module_& m);
 void bind_delta(pybind11::module_& m);
 void bind_rows(pybind11::module_& m);
 void bind_pages(pybind11::module_& m);

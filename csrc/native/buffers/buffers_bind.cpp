@@ -9,7 +9,6 @@ void bind_buffers(pybind11::module_& m) {
   m.def("set_isa", [](int level) { return static_cast<int>(set_isa(level)); }, "Lower it (or -1: the machine's best); returns the level in force.");
   bind_digest(m);
   bind_frames(m);
-  bind_shared(m);
   bind_delta(m);
   bind_rows(m);
   bind_pages(m);

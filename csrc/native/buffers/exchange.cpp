@@ -146,9 +146,4 @@ py::object make_tensor(void* data, std::uint8_t dtype, const std::int64_t* shape
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(out));
 }
 
-py::object make_byte_tensor(void* data, std::size_t nbytes, std::shared_ptr<void> owner, bool readonly) {
-  const auto length = static_cast<std::int64_t>(nbytes);
-  return make_tensor(data, 2, &length, 1, std::move(owner), readonly);
-}
-
 }  // namespace rl

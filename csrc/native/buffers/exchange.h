@@ -74,6 +74,5 @@ std::shared_ptr<Memory> borrow(pybind11::handle object, bool writable);
 // A new torch tensor over `data`, which lives as long as `owner`. dtype is a code of FRAMES.md.
 pybind11::object make_tensor(void* data, std::uint8_t dtype, const std::int64_t* shape, unsigned ndim,
                              std::shared_ptr<void> owner, bool readonly);
-pybind11::object make_byte_tensor(void* data, std::size_t nbytes, std::shared_ptr<void> owner, bool readonly);
 
 }  // namespace rl

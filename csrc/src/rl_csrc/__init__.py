@@ -1,6 +1,6 @@
 """Fused RL kernels, zero-copy tensor frames and transfer buffers, shared by the packages of rl-stack."""
 
-from rl_csrc import arena, bucket, decoder, delta, frames, ipc, paged, pipeline, reference, ring, rows, sampling
+from rl_csrc import bucket, decoder, delta, frames, ipc, paged, reference, rows, sampling
 from rl_csrc._build import BuildInfo, build_info
 from rl_csrc._copy_ops import bucket_copy, cp_slice, pack, roll_labels, unpack
 from rl_csrc._digest import digest, digest_finish, digest_many, digest_sum
@@ -9,24 +9,19 @@ from rl_csrc._policy_ops import policy_loss, policy_loss_from_hidden, policy_los
 from rl_csrc._softmax_ops import linear_logprobs, logprob_stats, logprobs, parallel_logprobs, stats_merge
 from rl_csrc._types import METRIC_NAMES, LogProbs, Moments, Packed, PolicyLoss, PolicyLossFromLogits, Scan
 from rl_csrc.errors import (
-    ArenaFullError,
     ArgumentError,
-    ClosedError,
     DeadlineError,
     DeltaError,
     FrameError,
     LabelError,
     PeerDiedError,
     RlCsrcError,
-    StaleBlockError,
 )
 
 __all__ = [
     "METRIC_NAMES",
-    "ArenaFullError",
     "ArgumentError",
     "BuildInfo",
-    "ClosedError",
     "DeadlineError",
     "DeltaError",
     "FrameError",
@@ -39,8 +34,6 @@ __all__ = [
     "PolicyLossFromLogits",
     "RlCsrcError",
     "Scan",
-    "StaleBlockError",
-    "arena",
     "bucket",
     "bucket_copy",
     "build_info",
@@ -61,12 +54,10 @@ __all__ = [
     "pack",
     "paged",
     "parallel_logprobs",
-    "pipeline",
     "policy_loss",
     "policy_loss_from_hidden",
     "policy_loss_from_logits",
     "reference",
-    "ring",
     "roll_labels",
     "rows",
     "sampling",

@@ -6,10 +6,7 @@ RlCsrcError
 ├── FrameError        (ValueError)       bytes that are not a whole frame, or values that a frame cannot hold
 ├── DeltaError        (ValueError)       a delta that does not fit the tensor it is applied to
 ├── DeadlineError     (TimeoutError)     a peer did not answer in time; it may still be alive
-├── PeerDiedError     (ConnectionError)  a peer's process ended, or it closed the connection in the middle of something
-├── ClosedError       (EOFError)         the writer closed the ring and everything in it was read
-├── ArenaFullError    (MemoryError)      no free extent of that size is left in the arena
-└── StaleBlockError   (LookupError)      the block was freed, and perhaps used again, since the reference was made
+└── PeerDiedError     (ConnectionError)  a peer's process ended, or it closed the connection in the middle of something
 """
 
 from __future__ import annotations
@@ -41,15 +38,3 @@ class DeadlineError(RlCsrcError, TimeoutError):
 
 class PeerDiedError(RlCsrcError, ConnectionError):
     """A peer's process ended, or it closed the connection in the middle of something. The message names it."""
-
-
-class ClosedError(RlCsrcError, EOFError):
-    """The writer closed the ring and everything in it was read."""
-
-
-class ArenaFullError(RlCsrcError, MemoryError):
-    """No free extent of that size is left in the arena. The message says what is live and what is still pinned."""
-
-
-class StaleBlockError(RlCsrcError, LookupError):
-    """The block was freed, and perhaps used again, since the reference was made."""
