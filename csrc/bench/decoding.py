@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_csrc import _cpu, paged, sampling
-from rl_csrc.decoder import Decoder, DecoderLayer, Drawing, pack_linear
+from rl_csrc.inference.decoder import Decoder, DecoderLayer, Drawing, pack_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 import rl_csrc
-from rl_csrc import _cpu, _impl_cpu
+from rl_csrc import _cpu, cpu
 
 if TYPE_CHECKING:
     from rl_bench import Run
@@ -78,14 +78,14 @@ def _forward(run: Run, logits: torch.Tensor, labels: torch.Tensor) -> None:
 def _backward(run: Run, logits: torch.Tensor, labels: torch.Tensor) -> None:
     scratch, grad = logits.clone(), torch.randn(labels.shape[0])
     spare = torch.empty_like(logits)
-    scored, entropy, _, lse = _impl_cpu.logprobs_forward(logits, labels, 1.0, None, -100, None, True, False)
+    scored, entropy, _, lse = cpu.logprobs_forward(logits, labels, 1.0, None, -100, None, True, False)
     scoring = (1.0, None, -100, None, 0)
 
     def refill() -> None:
         scratch.copy_(logits)
 
     def backward() -> None:
-        _impl_cpu.logprobs_backward(scratch, labels, scored, lse, grad, None, None, *scoring, scratch)
+        cpu.logprobs_backward(scratch, labels, scored, lse, grad, None, None, *scoring, scratch)
 
     def one_pass() -> None:
         outs = (scored, entropy, None, grad, None, scratch)

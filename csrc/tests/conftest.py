@@ -103,7 +103,7 @@ class _OnlyStream:
 @pytest.fixture
 def emulated(emulated_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """The emulated kernels, whose tensors are torch's CPU tensors. New tensors hold NaN where nothing was written."""
-    from rl_csrc._impl_cuda import _common, head
+    from rl_csrc.cuda import launch, linear_logprobs
 
     for name, value in (
         ("current_stream", _OnlyStream()),
@@ -111,22 +111,22 @@ def emulated(emulated_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> It
         ("is_current_stream_capturing", False),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(_common, "_counters", {})
-    monkeypatch.setattr(_common, "_taken", {})
+    monkeypatch.setattr(launch, "_counters", {})
+    monkeypatch.setattr(launch, "_taken", {})
     # torch has products with another type of result on CUDA alone
-    monkeypatch.setattr(head, "_mm_f32", lambda a, b, out: torch.mm(a.float(), b.float(), out=out))
-    monkeypatch.setattr(head, "_addmm_f32", lambda total, a, b: total.addmm_(a.float(), b.float()))
+    monkeypatch.setattr(linear_logprobs, "_mm_f32", lambda a, b, out: torch.mm(a.float(), b.float(), out=out))
+    monkeypatch.setattr(linear_logprobs, "_addmm_f32", lambda total, a, b: total.addmm_(a.float(), b.float()))
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield Emulated(
             name="emulated",
             device=torch.device("cpu"),
-            module=importlib.import_module("rl_csrc._impl_cuda"),
+            module=importlib.import_module("rl_csrc.cuda"),
             library=ctypes.CDLL(emulated_module.__file__),
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(not zeros.any() for zeros in _common._counters.values()), "a kernel left its counter changed"
+    assert all(not zeros.any() for zeros in launch._counters.values()), "a kernel left its counter changed"
 
 
 @pytest.fixture(scope="session")

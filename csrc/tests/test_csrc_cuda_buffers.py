@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_csrc import _digest, reference
-from rl_csrc._types import LossSpec
+from rl_csrc import reference
+from rl_csrc.buffers import digest as digests
 from rl_csrc.testing import Implementation, cu_seqlens
+from rl_csrc.types import LossSpec
 
 LENGTHS = [3, 0, 17, 400, 1]
 
@@ -99,7 +100,7 @@ def test_digest_is_the_reference(kernels: Implementation, size: int, shift: int)
     data = torch.randint(0, 256, (size + shift,), generator=generator, dtype=torch.uint8)[shift:]
     on_device = torch.empty(size + shift, dtype=torch.uint8, device=kernels.device)[shift:].copy_(data)
     for offset in (0, 80):
-        assert kernels.call("digest_sum", on_device, offset) == _digest.reference_sum(data, offset)
+        assert kernels.call("digest_sum", on_device, offset) == digests.reference_sum(data, offset)
 
 
 def test_digests_of_many_pieces(kernels: Implementation) -> None:
@@ -108,7 +109,7 @@ def test_digests_of_many_pieces(kernels: Implementation) -> None:
     data = torch.randint(0, 256, (sum(sizes),), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     on_device = data.to(kernels.device)
     sums = kernels.call("digest_many", on_device.split(sizes))
-    assert sums == [_digest.reference_sum(piece) for piece in data.split(sizes)]
+    assert sums == [digests.reference_sum(piece) for piece in data.split(sizes)]
 
 
 def delta_in_plain_python(fresh: torch.Tensor, base: torch.Tensor) -> tuple[list[list[int]], list[int]]:

@@ -47,7 +47,7 @@ def check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         theirs = run(make())
         if request.param == "emulated":
             request.getfixturevalue("emulated")
-            monkeypatch.setitem(_dispatch._KERNEL_MODULES, "cpu", "rl_csrc._impl_cuda")
+            monkeypatch.setitem(_dispatch._KERNEL_MODULES, "cpu", "rl_csrc.cuda")
             forget_kernels()
         ours = run({name: x.to("cpu" if request.param == "emulated" else "cuda") for name, x in make().items()})
         for found, wanted in zip(ours, theirs, strict=True):

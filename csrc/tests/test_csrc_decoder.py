@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_csrc import ArgumentError, _cpu
-from rl_csrc.decoder import Decoder, DecoderLayer, pack_linear
+from rl_csrc.inference.decoder import Decoder, DecoderLayer, pack_linear
 from rl_csrc.testing import random_decoder as make
 
 LEVELS = list(range(min(_cpu.set_kernel_level(-1), 2) + 1))

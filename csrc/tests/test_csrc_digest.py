@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_csrc import ArgumentError, _cpu, _digest, digest, digest_finish, digest_many, digest_sum
+from rl_csrc import ArgumentError, _cpu, digest, digest_finish, digest_many, digest_sum
+from rl_csrc.buffers import digest as digests
 
 MASK = (1 << 64) - 1
 LEVELS = (0, 1, 2)
@@ -52,7 +53,7 @@ def test_equals_the_definition(data):
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_equals_plain_torch_at_any_alignment(nbytes, shift):
     raw = torch.randint(0, 256, (nbytes + shift,), dtype=torch.uint8)[shift:]
-    assert digest_sum(raw, offset=64) == _digest.reference_sum(raw, 64)
+    assert digest_sum(raw, offset=64) == digests.reference_sum(raw, 64)
 
 
 @given(st.binary(max_size=400), st.lists(st.integers(0, 50), max_size=4))

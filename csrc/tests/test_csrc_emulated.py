@@ -67,8 +67,8 @@ def test_launches_go_on_after_a_fault(emulated: Any) -> None:
 
 def test_a_device_without_clusters_takes_three_launches(emulated: Any) -> None:
     """Compute capability 8 has no place for a long row; the other path gives the same loss, gradient and log-probs."""
-    from rl_csrc import _impl_cuda
-    from rl_csrc._types import LossSpec
+    from rl_csrc import cuda
+    from rl_csrc.types import LossSpec
 
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(6, 40_001, generator=generator), torch.randint(0, 40_001, (6,), generator=generator)
@@ -77,7 +77,7 @@ def test_a_device_without_clusters_takes_three_launches(emulated: Any) -> None:
     for capability in (8, 9):
         emulated.configure("descending", compute_capability=capability)
         out = torch.empty_like(logits)
-        loss, _, logprobs, _ = _impl_cuda.policy_loss_from_logits(
+        loss, _, logprobs, _ = cuda.policy_loss_from_logits(
             logits, labels, *tokens, mask, cu_seqlens([6]), LossSpec(), 6.0, None, None, 1.0, None, None, False, out
         )
         found.append((loss, logprobs, out))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_csrc import DeadlineError, FrameError, PeerDiedError, digest, frames
-from rl_csrc.frames import Ragged
+from rl_csrc.buffers.frames import Ragged
 
 
 def raw(tensor):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_csrc import FrameError, digest, frames
-from rl_csrc.frames import Ragged
+from rl_csrc.buffers.frames import Ragged
 
 MAPPING = {
     "w": torch.arange(12, dtype=torch.int16).reshape(3, 4),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_csrc import ArgumentError, _cpu, sampling
-from rl_csrc.decoder import Drawing
+from rl_csrc.inference.decoder import Drawing
 from rl_csrc.testing import random_decoder as make
 
 LEVELS = list(range(min(_cpu.set_kernel_level(-1), 2) + 1))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import rl_csrc
 from rl_csrc import reference
-from rl_csrc._types import GROUP_MODES, MASK_MODES, SCAN_KINDS
+from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS
 
 
 def offsets(lengths):

@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 import rl_csrc
-from rl_csrc import _cpu, _impl_cpu
+from rl_csrc import _cpu, cpu
 
 OPS = torch.ops.rl_csrc
 CU = torch.tensor([0, 3, 3, 8])
@@ -177,8 +177,8 @@ def test_every_output_is_written(monkeypatch):
     x = torch.randn(9, 21)
     grad = poisoned((9, 21), dtype=torch.float32)
     rows, labels = torch.tensor([0, 3, 8]), torch.tensor([1, -100, 2])
-    found = _impl_cpu.logprobs_forward(x, labels, 1.0, None, -100, rows, True, True)
-    _impl_cpu.logprobs_backward(
+    found = cpu.logprobs_forward(x, labels, 1.0, None, -100, rows, True, True)
+    cpu.logprobs_backward(
         x, labels, found[0], found[3], torch.ones(3), found[1], torch.ones(3), 1.0, None, -100, rows, 0, grad
     )
     scan = rl_csrc.scan_reverse(torch.randn(8), None, CU, loss_mask=torch.zeros(8))

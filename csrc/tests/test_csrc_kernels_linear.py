@@ -5,7 +5,7 @@ import torch
 
 import rl_csrc
 from rl_csrc import _cpu, reference
-from rl_csrc._impl_cpu import head
+from rl_csrc.cpu import head
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
 

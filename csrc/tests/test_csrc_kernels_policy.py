@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import rl_csrc
 from rl_csrc import _cpu
-from rl_csrc._impl_cpu import head
-from rl_csrc._types import AGGREGATIONS, KLS, LOSSES, TOKEN_LOCAL_LOSSES
+from rl_csrc.cpu import head
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, TOKEN_LOCAL_LOSSES
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
 NUM_TOKENS, CU = 53, [0, 1, 1, 18, 37, 53]

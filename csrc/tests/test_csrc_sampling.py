@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_csrc import ArgumentError, _cpu, sampling
-from rl_csrc.sampling import mix, streams_of, uniform
+from rl_csrc.inference.sampling import mix, streams_of, uniform
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])

@@ -17,8 +17,8 @@ from table import DEVICE, ROWS, VOCAB
 from timing import measure
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc import _impl_cuda as ours
-from rl_csrc._impl_cuda.softmax import logits_arguments
+from rl_csrc import cuda as ours
+from rl_csrc.cuda.logprobs import logits_arguments
 
 HOW = (None, 1.0, None, -100, True, False, None, False)
 

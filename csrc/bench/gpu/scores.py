@@ -8,8 +8,8 @@ import torch
 from table import DEVICE, ROWS, VOCAB, Table
 from timing import measure
 
-from rl_csrc import _impl_cuda as ours
-from rl_csrc._types import LossSpec
+from rl_csrc import cuda as ours
+from rl_csrc.types import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

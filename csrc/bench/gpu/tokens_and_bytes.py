@@ -9,8 +9,8 @@ from table import DEVICE, Table
 from timing import measure, measure_graph
 
 from rl_csrc import _cuda
-from rl_csrc import _impl_cuda as ours
-from rl_csrc._types import LossSpec
+from rl_csrc import cuda as ours
+from rl_csrc.types import LossSpec
 
 
 def losses(table: Table) -> None:

@@ -9,8 +9,8 @@ import torch
 from rl_csrc import reference
 from rl_csrc._arguments import booleans, check_same_length, integers, optional_integers, wants_grad
 from rl_csrc._dispatch import copier, kernel
-from rl_csrc._types import Packed
 from rl_csrc.errors import ArgumentError
+from rl_csrc.types import Packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

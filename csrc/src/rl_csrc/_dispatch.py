@@ -14,7 +14,7 @@ from rl_csrc import _impl_reference
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_KERNEL_MODULES = {"cpu": "rl_csrc._impl_cpu", "cuda": "rl_csrc._impl_cuda"}
+_KERNEL_MODULES = {"cpu": "rl_csrc.cpu", "cuda": "rl_csrc.cuda"}
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 

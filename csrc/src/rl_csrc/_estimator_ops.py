@@ -19,8 +19,8 @@ from rl_csrc._arguments import (
 )
 from rl_csrc._dispatch import kernel
 from rl_csrc._library import split
-from rl_csrc._types import GROUP_MODES, MASK_MODES, SCAN_KINDS, GroupMode, MaskMode, Moments, Scan, ScanKind
 from rl_csrc.errors import ArgumentError
+from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS, GroupMode, MaskMode, Moments, Scan, ScanKind
 
 
 def scan_reverse(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_csrc import reference
-from rl_csrc._types import LossSpec, Moments
+from rl_csrc.types import LossSpec, Moments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rl_csrc import _library
 from rl_csrc._arguments import check_one_of, check_same_length, floats, integers, optional_floats, per_token
-from rl_csrc._types import AGGREGATIONS, KLS, LOSSES, TOKEN_LOCAL_LOSSES, Aggregation, Kl, Loss, LossSpec
 from rl_csrc.errors import ArgumentError
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, TOKEN_LOCAL_LOSSES, Aggregation, Kl, Loss, LossSpec
 
 Counts = tuple["float | Tensor | None", "float | Tensor | None", "float | None"]
 

@@ -9,11 +9,11 @@ import torch
 from rl_csrc import _library
 from rl_csrc._arguments import check_rows, check_same_length, floats, optional_floats, optional_integers, wants_grad
 from rl_csrc._dispatch import kernel
-from rl_csrc._memory import in_huge_pages
 from rl_csrc._policy_arguments import PolicyTokens, checked_spec, fused_arguments
 from rl_csrc._softmax_ops import check_linear
-from rl_csrc._types import PolicyLoss, PolicyLossFromLogits
+from rl_csrc.cpu.memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
+from rl_csrc.types import PolicyLoss, PolicyLossFromLogits
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_csrc._policy_arguments import PolicyOptions
-    from rl_csrc._types import Aggregation, Kl, Loss, LossSpec
+    from rl_csrc.types import Aggregation, Kl, Loss, LossSpec
 
 
 def policy_loss(

@@ -9,9 +9,9 @@ import torch
 from rl_csrc import _library
 from rl_csrc._arguments import check_rows, integers, optional_integers, per_token, wants_grad
 from rl_csrc._dispatch import kernel
-from rl_csrc._memory import in_huge_pages
-from rl_csrc._types import NUM_STATS, LogProbs
+from rl_csrc.cpu.memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
+from rl_csrc.types import NUM_STATS, LogProbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_csrc.decoder import Decoder, PackedLinear
+    from rl_csrc.inference.decoder import Decoder, PackedLinear
 
 
 class MissingImplementationError(ImportError):
@@ -31,7 +31,7 @@ class Implementation:
     device: torch.device
     """Where its tensors live."""
     module: ModuleType
-    """`rl_csrc._impl_cpu` or `rl_csrc._impl_cuda`."""
+    """`rl_csrc.cpu` or `rl_csrc.cuda`."""
 
     def call(self, function: str, *args: Any, **kwargs: Any) -> Any:
         """Call one of its functions; raises `MissingImplementationError` where it has none of that name."""
@@ -47,9 +47,9 @@ def implementation(name: str) -> Implementation:
         raise MissingImplementationError("rl-csrc was built without RL_CSRC_CUDA=ON.")
     if name == "cuda" and not torch.cuda.is_available():
         raise MissingImplementationError("torch sees no CUDA device here.")
-    if importlib.util.find_spec(f"rl_csrc._impl_{name}") is None:
+    if importlib.util.find_spec(f"rl_csrc.{name}") is None:
         raise MissingImplementationError(f"this build has no kernels for {name}.")
-    module = importlib.import_module(f"rl_csrc._impl_{name}")
+    module = importlib.import_module(f"rl_csrc.{name}")
     return Implementation(name=name, device=torch.device(name), module=module)
 
 
@@ -87,7 +87,7 @@ def random_decoder(
     has_head_norms: bool = True,
 ) -> Decoder:
     """A small decoder of random weights, one layer for each of `windows`; the same numbers in every dtype."""
-    from rl_csrc.decoder import Decoder, DecoderLayer, pack_linear
+    from rl_csrc.inference.decoder import Decoder, DecoderLayer, pack_linear
 
     generator = torch.Generator().manual_seed(hidden * head_size)
 

@@ -4,7 +4,7 @@ import torch
 from packages.ckpt.bench._child import digest
 
 from rl_ckpt.tensors.digest import LEAF_BYTES, leaves_of, pack_leaves, unpack_leaves
-from rl_csrc.bucket import pack, plan
+from rl_csrc.buffers.bucket import pack, plan
 
 SLOT_BYTES = 8 << 20
 NUM_SLOTS = 4

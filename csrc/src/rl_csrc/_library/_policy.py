@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rl_csrc._dispatch import kernel
 from rl_csrc._library._schema import filled, float_type, number, op, split
-from rl_csrc._memory import in_huge_pages
-from rl_csrc._types import METRIC_NAMES, LossSpec
+from rl_csrc.cpu.memory import in_huge_pages
+from rl_csrc.types import METRIC_NAMES, LossSpec
 
 _FUSED = "Tensor? temperature, float scalar_temperature, float? softcap"
 _POLICY = (

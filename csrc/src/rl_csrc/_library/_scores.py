@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rl_csrc._dispatch import kernel
 from rl_csrc._library._schema import filled, float_type, number, op, split
-from rl_csrc._memory import in_huge_pages
-from rl_csrc._types import NUM_STATS, LogProbs
+from rl_csrc.cpu.memory import in_huge_pages
+from rl_csrc.types import NUM_STATS, LogProbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,10 +4,8 @@ Runs on any device, in float32 or (where the input is float64) float64, and is d
 Arguments are taken as checked: the public ops in `rl_csrc` check them first.
 """
 
-from rl_csrc.reference._copies import bucket_copy, cp_slice, pack, roll_labels, unpack
-from rl_csrc.reference._estimators import group_norm, masked_moments, scan_reverse, whiten
-from rl_csrc.reference._policy import policy_loss
-from rl_csrc.reference._softmax import (
+from rl_csrc.reference.advantages import group_norm, masked_moments, scan_reverse, whiten
+from rl_csrc.reference.logprobs import (
     check_labels,
     compute_dtype,
     linear_logprobs,
@@ -16,6 +14,8 @@ from rl_csrc.reference._softmax import (
     logprobs_backward,
     stats_merge,
 )
+from rl_csrc.reference.policy_loss import policy_loss
+from rl_csrc.reference.ragged import bucket_copy, cp_slice, pack, roll_labels, unpack
 
 __all__ = [
     "bucket_copy",

@@ -13,7 +13,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from rl_csrc.rows import ends, row_offsets
+from rl_csrc.buffers.rows import ends, row_offsets
 from rl_tq._schema import ColumnKind, ColumnSchema, schema_of
 from rl_tq.errors import SchemaError
 from rl_tq.types import PerGroup

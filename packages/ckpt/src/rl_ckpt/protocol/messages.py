@@ -14,7 +14,7 @@ from typing import TypeAlias
 from rl_ckpt.errors import ProtocolError
 from rl_ckpt.tensors.buckets import Span
 from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
-from rl_csrc.frames import DTYPES
+from rl_csrc.buffers.frames import DTYPES
 
 NO_VERSION = 2**64 - 1
 """Stands for "none" where a version is expected."""

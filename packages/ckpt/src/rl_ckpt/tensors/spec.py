@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
 from rl_ckpt.errors import TensorError
-from rl_csrc.frames import DTYPES
+from rl_csrc.buffers.frames import DTYPES
 
 CPU = torch.device("cpu")
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from rl_csrc.frames import DTYPES
+from rl_csrc.buffers.frames import DTYPES
 from rl_tq.errors import MissingDataError, SchemaError
 from rl_tq.testing._served import Served, rows_of, turns_of
 from rl_tq.types import BatchMeta, Buffer, PerGroup

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_csrc.decoder import Decoder, DecoderLayer, PackedLinear, has_kernel, pack_linear
+from rl_csrc.inference.decoder import Decoder, DecoderLayer, PackedLinear, has_kernel, pack_linear
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.cache import KVCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_csrc.decoder import Drawing
+    from rl_csrc.inference.decoder import Drawing
     from rl_rollout.backends.embedded.attention import AttentionSettings, ProbeBatch
     from rl_rollout.backends.embedded.cache import LayerShape
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_csrc.decoder import Drawing
+from rl_csrc.inference.decoder import Drawing
 
 if TYPE_CHECKING:
     import numpy as np

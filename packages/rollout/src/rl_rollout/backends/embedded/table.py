@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_csrc.sampling import streams_of
+from rl_csrc.inference.sampling import streams_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_csrc._impl_cpu._common import native
-from rl_csrc._memory import in_huge_pages
+from rl_csrc.cpu.memory import in_huge_pages, native
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

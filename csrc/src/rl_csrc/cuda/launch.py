@@ -54,6 +54,7 @@ def on_its_device(run: Callable[P, R]) -> Callable[P, R]:
 
 
 def stream_of(x: Tensor) -> int:
+    """Handle of torch's current stream on the tensor's device."""
     return torch.cuda.current_stream(x.device).cuda_stream
 
 
@@ -90,8 +91,10 @@ def _entry(stream: torch.cuda.Stream, capturing: bool) -> int | None:
 
 
 def new_floats(like: Tensor, *shape: int) -> Tensor:
+    """Float32 of any content, where `like` is."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def row_stride_of(x: Tensor) -> int:
+    """Elements from one row of a matrix to the next."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]

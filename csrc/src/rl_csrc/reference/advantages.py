@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_csrc._types import GroupMode, MaskMode, Moments, Scan, ScanKind
+from rl_csrc.types import GroupMode, MaskMode, Moments, Scan, ScanKind
 
 
 def _padding_index(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_csrc._impl_cpu._common import native, new_floats, with_adjacent_columns
-from rl_csrc._types import NUM_STATS
+from rl_csrc.cpu.memory import native, new_floats, with_adjacent_columns
+from rl_csrc.types import NUM_STATS
 
 
 def logprobs_forward(

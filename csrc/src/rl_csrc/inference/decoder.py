@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import embedding as look_up
 from torch.nn.functional import linear, silu
 
-from rl_csrc import _cpu, paged, sampling
-from rl_csrc._memory import in_huge_pages
+from rl_csrc import _cpu
+from rl_csrc.cpu.memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
+from rl_csrc.inference import paged, sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from rl_csrc import _cpu
-from rl_csrc._digest import digest
+from rl_csrc.buffers.digest import digest
 from rl_csrc.errors import ArgumentError, DeltaError
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5
     item = _item_nbytes(fresh, "fresh")
     _item_nbytes(base, "base")
     if fresh.device.type != "cpu":
-        from rl_csrc import _impl_cuda  # loads the CUDA module: only when a tensor lives there
+        from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
 
-        arrays = _impl_cuda.delta_encode(fresh.detach(), base.detach(), max_fraction)
+        arrays = cuda.delta_encode(fresh.detach(), base.detach(), max_fraction)
         return None if arrays is None else Delta(table=arrays[0], gaps=arrays[1], values=arrays[2])
     num_chunks = -(-fresh.numel() // CHUNK_ELEMENTS)
     room = int(fresh.nbytes * max_fraction) // item * item
@@ -174,9 +174,9 @@ def apply(target: torch.Tensor, delta: Delta) -> int:
     if target.device.type == "cpu":
         _cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values, False)
     else:
-        from rl_csrc import _impl_cuda
+        from rl_csrc import cuda
 
-        if not _impl_cuda.delta_apply(target.detach(), delta.table, delta.gaps, delta.values):
+        if not cuda.delta_apply(target.detach(), delta.table, delta.gaps, delta.values):
             raise DeltaError("the parts of the delta do not belong together or to this tensor; it was not touched")
     torch.autograd.graph.increment_version(target)
     return delta.num_changed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import counter_on, on_its_device, stream_of
+from rl_csrc.cuda.launch import counter_on, on_its_device, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -50,10 +50,10 @@ def digest_many(pieces: Sequence[torch.Tensor]) -> list[int]:
     ):
         raise ArgumentError("the pieces of digest_many must be contiguous, uint8, and on one device")
     try:
-        from rl_csrc import _impl_cuda  # loads the CUDA module: only when a tensor lives there
+        from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
     except ImportError:
         return [digest(piece) for piece in pieces]
-    sums = _impl_cuda.digest_many(pieces)
+    sums = cuda.digest_many(pieces)
     return [digest_finish(total, piece.numel()) for total, piece in zip(sums, pieces, strict=True)]
 
 
@@ -90,10 +90,10 @@ def _plain(data: Data) -> Data:
 def _device_sum(tensor: torch.Tensor, offset: int) -> int:
     raw = tensor.reshape(-1).view(torch.uint8)
     try:
-        from rl_csrc import _impl_cuda  # loads the CUDA module: only when a tensor lives there
+        from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
     except ImportError:
         return reference_sum(raw, offset)
-    native = cast("Any", getattr(_impl_cuda, "digest_sum", None))
+    native = cast("Any", getattr(cuda, "digest_sum", None))
     return reference_sum(raw, offset) if native is None else int(native(raw, offset)) & MASK
 
 

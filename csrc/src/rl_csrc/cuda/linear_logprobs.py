@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import new_floats, on_its_device, stream_of
-from rl_csrc._impl_cuda.policy import fused_rows, policy_loss, token_arguments, token_scale
-from rl_csrc._impl_cuda.softmax import logits_arguments, logprobs_backward, logprobs_forward
+from rl_csrc.cuda.launch import new_floats, on_its_device, stream_of
+from rl_csrc.cuda.logprobs import logits_arguments, logprobs_backward, logprobs_forward
+from rl_csrc.cuda.policy_loss import fused_rows, policy_loss, token_arguments, token_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_csrc._types import LossSpec
+    from rl_csrc.types import LossSpec
 
 CHUNK_BYTES = 670 << 20
 """Room for the logits and gradients that the LM-head ops hold at once."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import counter_on, on_its_device, stream_of
-from rl_csrc._types import GROUP_MODES, MASK_MODES, SCAN_KINDS
+from rl_csrc.cuda.launch import counter_on, on_its_device, stream_of
+from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor

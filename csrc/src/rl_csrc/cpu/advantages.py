@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_csrc._impl_cpu._common import native
-from rl_csrc._types import GROUP_MODES, MASK_MODES, SCAN_KINDS
+from rl_csrc.cpu.memory import native
+from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS
 
 
 def scan_reverse(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from rl_csrc._types import Packed
+from rl_csrc.types import Packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,20 +1,20 @@
 """The ops on CUDA: checked tensors in, new tensors out, launched on torch's current stream.
 
-Every function has the signature of its namesake in `_impl_cpu`. torch allocates all memory, nothing waits for the
+Every function has the signature of its namesake in `rl_csrc.cpu`. torch allocates all memory, nothing waits for the
 device, and every call may be captured in a CUDA graph, but for those that say otherwise. Legend: `T` tokens, `R` logit
 rows, `V` vocabulary, `H` hidden, `B` sequences.
 """
 
-from rl_csrc._impl_cuda.copies import bucket_copy, cp_slice, pack, roll_labels, unpack
-from rl_csrc._impl_cuda.estimators import group_norm, masked_moments, scan_reverse, whiten
-from rl_csrc._impl_cuda.head import (
+from rl_csrc.cuda.advantages import group_norm, masked_moments, scan_reverse, whiten
+from rl_csrc.cuda.digest_delta import delta_apply, delta_encode, digest_many, digest_sum, digest_sum_async
+from rl_csrc.cuda.linear_logprobs import (
     linear_logprobs_backward,
     linear_logprobs_forward,
     policy_loss_from_hidden,
 )
-from rl_csrc._impl_cuda.policy import policy_loss, policy_loss_from_logits
-from rl_csrc._impl_cuda.softmax import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
-from rl_csrc._impl_cuda.words import delta_apply, delta_encode, digest_many, digest_sum, digest_sum_async
+from rl_csrc.cuda.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
+from rl_csrc.cuda.policy_loss import policy_loss, policy_loss_from_logits
+from rl_csrc.cuda.ragged import bucket_copy, cp_slice, pack, roll_labels, unpack
 
 __all__ = [
     "bucket_copy",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import DTYPES, new_floats, on_its_device, row_stride_of, stream_of
-from rl_csrc._types import NUM_STATS
+from rl_csrc.cuda.launch import DTYPES, new_floats, on_its_device, row_stride_of, stream_of
+from rl_csrc.types import NUM_STATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,7 @@ def logits_arguments(
     row_index: Tensor | None,
     vocab_start: int = 0,
 ) -> Any:
+    """The native struct `rl_logits`."""
     per_row = isinstance(temperature, torch.Tensor)
     return _cuda.Logits(
         data=logits,
@@ -96,6 +97,7 @@ def logprobs_backward(
 
 
 def zero_unscored(out: Tensor, row_index: Tensor) -> None:
+    """Zero the rows that no label scores."""
     is_scored = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
     is_scored[row_index] = True
     _cuda.zero_rows(out, DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored, stream_of(out))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_csrc._types import K3_MAX, LOG_RATIO_MAX, LossSpec, PolicyLoss
+from rl_csrc.types import K3_MAX, LOG_RATIO_MAX, LossSpec, PolicyLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc._impl_cuda._common import DTYPES, counter_on, new_floats, on_its_device, row_stride_of, stream_of
-from rl_csrc._impl_cuda.softmax import logits_arguments, logprobs_backward, logprobs_forward, zero_unscored
-from rl_csrc._types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, LossSpec
+from rl_csrc.cuda.launch import DTYPES, counter_on, new_floats, on_its_device, row_stride_of, stream_of
+from rl_csrc.cuda.logprobs import logits_arguments, logprobs_backward, logprobs_forward, zero_unscored
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, LossSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

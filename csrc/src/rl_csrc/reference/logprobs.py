@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_csrc._types import LogProbs
 from rl_csrc.errors import LabelError
+from rl_csrc.types import LogProbs
 
 _NEG_INF = float("-inf")
 
