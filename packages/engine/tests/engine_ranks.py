@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from rl_engine import (
     OptimizerConfig,
     ParallelConfig,
     Precision,
+    ShardSpec,
     create_engine,
 )
 from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
@@ -221,7 +222,9 @@ def assembled(engine, world):
     """The weights put together from every rank's shards; what no shard covers is NaN."""
     mine = [(spec, tensor.clone()) for spec, tensor in engine.get_local_shards()]
     found = {}
-    for spec, tensor in (shard for shards in world.exchange(mine) for shard in shards):
+    plain = [(asdict(spec), tensor) for spec, tensor in mine]
+    for fields, tensor in (shard for shards in world.exchange(plain) for shard in shards):
+        spec = ShardSpec(**fields)
         full = found.setdefault(spec.name, torch.full(spec.shape, torch.nan, dtype=tensor.dtype))
         assert tuple(tensor.shape) == spec.sizes
         full[tuple(slice(at, at + size) for at, size in zip(spec.offsets, spec.sizes, strict=True))] = tensor

@@ -17,7 +17,7 @@ def traces(folder):
     """What the killed save left."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     return {
-        "shards": any(name.startswith(".checkpoint.draft/__1_") for name in names),
+        "shards": any(name.startswith(".checkpoint.draft/shard-00001") for name in names),
         "manifest": ".checkpoint.draft/manifest.json" in names,
         "renames": ".checkpoint.previous/manifest.json" in names and "checkpoint" not in names,
     }

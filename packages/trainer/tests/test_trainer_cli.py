@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from rl_engine import write_manifest
 from rl_trainer import _memory, cli
 
 
@@ -142,7 +143,7 @@ def test_an_option_that_the_agent_loop_has_not(capsys):
 @pytest.mark.parametrize(
     ("lost", "told"),
     [
-        ("safetensors", "engine.backend=fsdp needs safetensors: pip install 'rl-engine[fsdp]'"),  # of the extra
+        ("tqdm", "engine.backend=fsdp needs tqdm: pip install 'rl-engine[fsdp]'"),  # of the extra
         (
             "msgspec",  # of the package itself
             "rollout.backend=embedded needs msgspec: pip install 'rl-rollout[embedded]'",
@@ -178,8 +179,9 @@ def test_resume_of_nothing(capsys):
     ],
 )
 def test_resume_from_what_this_run_cannot_go_on_from(capsys, tmp_path, state, words):
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    write_manifest(tmp_path / "trainer_state.json", state, {})
     (tmp_path / "engine").mkdir()
+    write_manifest(tmp_path / "engine" / "manifest.json", {}, {})
     error = refused(capsys, "quickstart", f"resume_from={tmp_path}", "data.options.num_rows=2000", "data.eval_size=16")
     assert words in error
 

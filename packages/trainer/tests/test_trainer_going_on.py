@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 import rl_engine._checkpoint
+from rl_engine import read_manifest, write_manifest
 from rl_engine.errors import CheckpointError
 from rl_trainer import checkpoints
 from rl_trainer.algorithms.kl import AdaptiveKl
@@ -64,8 +65,9 @@ def checkpoint(folder, *engines, named=None):
     folder.mkdir()
     for name in engines:
         (folder / name).mkdir()
+        write_manifest(folder / name / "manifest.json", {}, {})
     state = {"step": 1, "seed": 0, "num_rows": 9} | ({} if named is None else {"engines": named})
-    (folder / checkpoints.STATE_FILE).write_text(json.dumps(state))
+    write_manifest(folder / checkpoints.STATE_FILE, state, {})
     return folder
 
 
@@ -89,7 +91,7 @@ def test_every_engine_and_the_rows_that_wait_are_written_and_read(tmp_path):
     assert set(told) == {
         *written, ("save_model", "actor", str(tmp_path / "model")), ("save", "moving_reference", tmp_path),
     }  # fmt: skip
-    assert json.loads((tmp_path / checkpoints.STATE_FILE).read_text()) == state
+    assert read_manifest(tmp_path / checkpoints.STATE_FILE) == state | {"files": {}}
     for rows in ({"held": [[1, 0, 0, 1, 0]]}, {"history": {"groups": [[1, 0, 0, 1, 0]]}}):
         checkpoints.save(parts, tmp_path, state | rows)
         assert ("snapshot", "queue", tmp_path / "queue") in told[-6:]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import rl_tq
+from rl_engine import write_manifest
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree, load_config
@@ -96,6 +97,7 @@ class Job(FakeJob):
     def save_checkpoint(self, path, step):
         self.at(("before the engine's checkpoint", step))
         Path(path).mkdir(parents=True, exist_ok=True)
+        write_manifest(Path(path) / "manifest.json", {}, {})
         self.at(("before the state file", step))
 
     def save_model(self, path):
@@ -105,6 +107,8 @@ class Job(FakeJob):
 def one_process(settings, tmp_path, kill_at=None, seed=0):
     """A process's life: the records it wrote."""
     settings = resumed(settings)
+    if settings.resume_from is None:
+        checkpoints.forget_after(tmp_path, -1)
     state = RunState(seed=0, num_rows=BATCH * STEPS)
     if settings.resume_from is not None:
         state = RunState.read(Path(settings.resume_from)).for_run(settings)

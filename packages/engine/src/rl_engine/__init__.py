@@ -6,6 +6,8 @@ verbs; `check` says beforehand what would be refused. Loss functions live in `rl
 `rl_engine.testing`.
 """
 
+from rl_engine._lock import hold_lock
+from rl_engine._manifest import digest_files, find_damage, read_manifest, write_manifest
 from rl_engine._registry import check, create_engine
 from rl_engine.base import Engine, LossFunction
 from rl_engine.errors import (
@@ -15,6 +17,7 @@ from rl_engine.errors import (
     ConfigError,
     DataError,
     EngineError,
+    FolderInUseError,
     ModelFolderError,
     NonFiniteError,
 )
@@ -47,6 +50,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "EngineOutput",
+    "FolderInUseError",
     "Head",
     "LoraConfig",
     "LoraExport",
@@ -65,4 +69,9 @@ __all__ = [
     "TrainingWorker",
     "check",
     "create_engine",
+    "digest_files",
+    "find_damage",
+    "hold_lock",
+    "read_manifest",
+    "write_manifest",
 ]

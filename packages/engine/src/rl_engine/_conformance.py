@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_engine._manifest import find_damage
 from rl_engine._ragged import ragged_batch
 from rl_engine.errors import BatchError, CheckpointError, ConfigError, EngineError, NonFiniteError
 from rl_engine.losses import DpoLoss, row_mean, row_sum, sft_loss, token_mean, token_values
@@ -291,6 +292,27 @@ class EngineConformance(ABC):
         torch.testing.assert_close(_weights(engine), before, rtol=0, atol=0)
         engine.close()
 
+    def test_a_damaged_checkpoint_is_refused(self, tmp_path: Path) -> None:
+        """A bit that flipped in any file, and a file that is gone, are told with the file's name; nothing changes."""
+        engine = self._built(tmp_path)
+        before = _weights(engine)
+        folder = tmp_path / "checkpoint"
+        engine.save_checkpoint(folder, 1)
+        assert find_damage(folder / "manifest.json") == []
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            written = file.read_bytes()
+            flipped = bytearray(written)
+            flipped[len(flipped) // 2] ^= 4
+            for content in (bytes(flipped), written[:-1], None):
+                file.unlink() if content is None else file.write_bytes(content)
+                (line,) = find_damage(folder / "manifest.json")
+                assert file.name in line
+                _expect(CheckpointError, partial(engine.load_checkpoint, folder), file.name)
+            file.write_bytes(written)
+        assert engine.load_checkpoint(folder) == 1
+        torch.testing.assert_close(_weights(engine), before, rtol=0, atol=0)
+        engine.close()
+
     def test_shards_are_the_weights(self, tmp_path: Path) -> None:
         """On one rank each is whole."""
         engine = self._built(tmp_path)
@@ -389,7 +411,7 @@ def _nan_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, 
     return token_mean(output.logprobs * float("nan"), mask, output), {}
 
 
-def _expect(error: type[Exception], call: Any) -> None:
+def _expect(error: type[Exception], call: Any, naming: str = "") -> None:
     try:
         call()
     except error as raised:
@@ -397,3 +419,4 @@ def _expect(error: type[Exception], call: Any) -> None:
     else:
         raise AssertionError(f"Expected {error.__name__}, and nothing was raised.")
     assert message, f"{error.__name__} came without a sentence"
+    assert naming in message, f"{error.__name__} does not name {naming}: {message}"

@@ -6,7 +6,6 @@ copy; rows also move where that makes the copies' work more even.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,8 +16,10 @@ import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from rl_engine._distributed import message_device
 from rl_engine._plan import WORTH_MOVING, deal_units
 from rl_engine._rows import PAIR
+from rl_engine._serial import decode, encode
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
@@ -149,15 +150,15 @@ def return_columns(deal: Deal, computed: TensorDict | None, own: RowBatch, world
 
 
 def trade(world: World, parcels: Sequence[Any]) -> list[Any]:
-    """Send `parcels[r]` (picklable) to rank r; what each rank sent here. Collective.
+    """Send `parcels[r]` (plain values and tensors, see `_serial`) to rank r; what each rank sent here. Collective.
 
     Raises:
         EngineError: a peer did not answer before the deadline, or went away.
     """
     if world.size == 1:
         return list(parcels)
-    place = torch.device("cpu") if "cpu" in dist.get_backend_config() else world.device
-    packed = [b"" if parcel is None else pickle.dumps(parcel) for parcel in parcels]
+    place = message_device()
+    packed = [b"" if parcel is None else encode(parcel) for parcel in parcels]
     sizes = torch.tensor([len(parcel) for parcel in packed], device=place)
     incoming = torch.empty_like(sizes)
     sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())].to(
@@ -168,7 +169,7 @@ def trade(world: World, parcels: Sequence[Any]) -> list[Any]:
         received = torch.empty(int(incoming.sum()), dtype=torch.uint8, device=place)
         dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist())
     parts = received.cpu().split(incoming.tolist())
-    return [pickle.loads(part.numpy().tobytes()) if part.numel() else None for part in parts]
+    return [decode(part.numpy().tobytes()) if part.numel() else None for part in parts]
 
 
 def _to_plain(column: Any) -> Any:

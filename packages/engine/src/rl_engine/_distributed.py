@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rl_engine._serial import decode, encode
 from rl_engine.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -38,17 +39,15 @@ class World:
     """Another process group of the same ranks; None: the default one."""
 
     def exchange(self, value: _Value) -> list[_Value]:
-        """Every rank's `value` (picklable), in rank order.
+        """Every rank's `value` (plain values and tensors, see `_serial`), in rank order.
 
         Raises:
             EngineError: a peer did not answer before the deadline, or went away.
         """
         if self.size == 1:
             return [value]
-        answers: list[Any] = [None] * self.size
         with self.together():
-            dist.all_gather_object(answers, value, group=self.group)
-        return answers
+            return gather_values(value, self.group)
 
     @contextmanager
     def together(self) -> Generator[None]:
@@ -71,6 +70,28 @@ class World:
         """Take the process group down if the engine made it."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def gather_values(value: _Value, group: Any = None) -> list[_Value]:
+    """Every rank's `value` (see `_serial`), in rank order. Collective."""
+    device = message_device(group)
+    own = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
+    lengths = _all_gather(torch.tensor(own.numel(), device=device), group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+    rows = _all_gather(padded, group)
+    return [decode(row[: int(length)].cpu().numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
+def message_device(group: Any = None) -> torch.device:
+    """Where `group` takes small messages: the CPU if it has a backend there, else this rank's accelerator."""
+    return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else _device()
 
 
 def expected_size() -> int:

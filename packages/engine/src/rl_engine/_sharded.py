@@ -354,7 +354,7 @@ class ShardedEngine(Engine):
         world, tensors = self._group(), self._state()
         assert self._writer is not None
         self._writer.wait()
-        manifest = _checkpoint.read_manifest(path)
+        manifest = _checkpoint.read_step(path)
         _checkpoint.check_tensors(path, manifest, tensors)
         rng = _checkpoint.known_rng(manifest, world)
         _checkpoint.load(path, {**tensors, **rng}, world)

@@ -6,7 +6,7 @@ at a time, so that none of them ever holds more than its shards and one whole pa
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from rl_engine import _folder, _lora
 from rl_engine._folder import DTYPES, parameter_dtype, trains_narrow
 from rl_engine._model import HuggingFaceScorer, PolicyScorer, ValueScorer, find_linear_head
 from rl_engine._routing import check_aux
-from rl_engine._scores import Wanted
+from rl_engine._scores import LinearHead, Wanted
 from rl_engine._settings import check_candidates, shares_prompts
 from rl_engine._ulysses import SequenceGroup, check_heads
 from rl_engine.errors import ConfigError, EngineError, ModelFolderError
@@ -73,7 +73,9 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     model = load_on_rank_0(config, world)
     scorer, peft = _scorer_of(model, config)
     if isinstance(scorer, PolicyScorer):
-        scorer.head = world.exchange(find_linear_head(model) if world.rank == 0 else None)[0]
+        found = find_linear_head(model) if world.rank == 0 else None
+        told = world.exchange(None if found is None else asdict(found))[0]
+        scorer.head = None if told is None else LinearHead(**told)
     source: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
     if config.torch_compile:
         compile_layers(scorer, world.device)
@@ -125,17 +127,17 @@ def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTraine
     """
     dtype = parameter_dtype(config)
     model: transformers.PreTrainedModel | None = None
-    problem: ModelFolderError | None = None
+    problem: str | None = None
     if world.rank == 0:
         try:
             model = _folder.load_model(
                 config.model_path, init=config.init, dtype=dtype, seed=config.seed, head=config.head
             )
         except ModelFolderError as error:
-            problem = error
+            problem = str(error)
     problem = world.exchange(problem)[0]
     if problem is not None:
-        raise problem
+        raise ModelFolderError(problem)
     return _folder.empty_model(config.model_path, dtype=dtype, head=config.head) if model is None else model
 
 

@@ -104,22 +104,25 @@ def agree(
         EngineError: ranks mean to do different things.
     """
     own: RowBatch | None = None
-    mine: tuple[tuple[float, float], tuple[Parcels, Parcels]] | BatchError
+    mine: tuple[tuple[float, float], tuple[Parcels, Parcels]] | str
+    refused: BatchError | None = None
     try:
         own = make(data)
         check_budget(own.tokens(), own.units(), budget)
         mine = own.counts(), _parcels(own, budget, own.costs(cost))
     except BatchError as error:
-        mine = error
+        mine, refused = str(error), error
     said = world.exchange((work, mine))
     for rank, (other, _) in enumerate(said):
         if other != said[0][0]:
             raise EngineError(f"Ranks call forward_backward_batch for {said[0][0]} (rank 0) and {other} (rank {rank}).")
     answers = [answer for _, answer in said]
     for rank, answer in enumerate(answers):
-        if isinstance(answer, BatchError):
-            raise answer if rank == world.rank else BatchError(f"Rank {rank} refused its batch: {answer}")
-    good = [answer for answer in answers if not isinstance(answer, BatchError)]
+        if isinstance(answer, str):
+            if refused is not None and rank == world.rank:
+                raise refused
+            raise BatchError(f"Rank {rank} refused its batch: {answer}")
+    good = [answer for answer in answers if not isinstance(answer, str)]
     assert own is not None
     counts = BatchCounts(tokens=sum(tokens for (tokens, _), _ in good), sequences=sum(rows for (_, rows), _ in good))
     deal = deal_rows(copies, [parcels for _, parcels in good])

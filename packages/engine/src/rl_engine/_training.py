@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rl_engine._distributed import expected_size
+from rl_engine._distributed import expected_size, gather_values
 from rl_engine._folder import previous_folder
 from rl_engine._progress import Progress
 from rl_engine._registry import check as check_engine
@@ -323,9 +323,7 @@ def score_all(
         columns = worker.forward(source.select(mine)).columns
         if mine:
             found |= dict(zip(mine, zip(*(columns.get(name).unbind() for name in names), strict=True), strict=True))
-    shares: list[dict[int, tuple[Tensor, ...]]] = [found] * size
-    if size > 1:
-        dist.all_gather_object(shares, found)
+    shares = gather_values(found) if size > 1 else [found]
     whole = {row: values for share in shares for row, values in share.items()}
     return {
         name: torch.nested.nested_tensor_from_jagged(

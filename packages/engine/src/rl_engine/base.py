@@ -162,7 +162,7 @@ class Engine(ABC):
         """Write model, optimizer, scheduler, RNG and `step` for any world size to load. Collective.
 
         Atomic: the folder is complete or absent; one that was there before is replaced. What is complete has a file
-        `manifest.json`, written last.
+        `manifest.json`, written last, as `rl_engine.write_manifest` writes it: it has a digest of every other file.
         """
 
     @abstractmethod
@@ -170,7 +170,8 @@ class Engine(ABC):
         """Restore everything that `save_checkpoint` wrote and return its step. Collective.
 
         Raises:
-            CheckpointError: absent, incomplete, or of another model; the engine is unchanged.
+            CheckpointError: absent, incomplete, damaged (the file is named), or of another model; the engine is
+                unchanged.
         """
 
     @abstractmethod

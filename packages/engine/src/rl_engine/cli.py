@@ -8,27 +8,31 @@ import logging
 import os
 import sys
 import typing
+from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+from rl_engine._lock import hold_lock
 from rl_engine.errors import (
     BackendError,
     BatchError,
     CheckpointError,
     ConfigError,
     DataError,
+    FolderInUseError,
     ModelFolderError,
 )
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from rl_engine._training import RunConfig, RunReport
 
 _Config = TypeVar("_Config", bound="RunConfig")
 _NEEDED = "model.path=DIR data.path=FILE.jsonl output_dir=DIR"
-_BAD_INPUT = (BackendError, BatchError, CheckpointError, ConfigError, DataError, ModelFolderError)
+_BAD_INPUT = (BackendError, BatchError, CheckpointError, ConfigError, DataError, FolderInUseError, ModelFolderError)
 
 
 def sft_main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +74,8 @@ def _main(
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         config = parse_config(config_class, given, program=program)
-        outcome = train(config)
+        with _held(config):
+            outcome = train(config)
     except _BAD_INPUT as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
@@ -78,6 +83,18 @@ def _main(
     if os.environ.get("RANK", "0") == "0":
         print(f"{outcome.steps} steps, {outcome.wall_s:.1f} s{loss}; model in {config.output_dir}")
     return 0
+
+
+@contextmanager
+def _held(config: RunConfig) -> Generator[None]:
+    """Rank 0 holds the output folder; it is replaced as a whole, so the lock lies beside it."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    output = Path(config.output_dir).absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock(output.with_name(f"{output.name}.lock"), f"output_dir={config.output_dir}"):
+        yield
 
 
 def parse_config(config_class: type[_Config], arguments: Sequence[str], *, program: str = "rl-sft") -> _Config:

@@ -7,7 +7,8 @@ EngineError
 ├── BatchError (ValueError)               a batch lacks a column, or a row does not fit the model or token budget
 ├── DataError (ValueError)                a training file is missing, or one of its rows cannot be used
 ├── NonFiniteError (ArithmeticError)      a loss or gradient norm is NaN or infinite; the step was not taken
-└── CheckpointError (ValueError)          a checkpoint is incomplete, or belongs to another model
+├── CheckpointError (ValueError)          a checkpoint is incomplete, damaged, or belongs to another model
+└── FolderInUseError (RuntimeError)       another process writes to the folder; says which
 """
 
 from __future__ import annotations
@@ -43,3 +44,7 @@ class NonFiniteError(EngineError, ArithmeticError):
 
 class CheckpointError(EngineError, ValueError):
     """A checkpoint cannot be loaded as it is."""
+
+
+class FolderInUseError(EngineError, RuntimeError):
+    """Another process writes to the folder."""

@@ -9,18 +9,18 @@ A backend passes when a subclass of `EngineConformance` that builds it is green:
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rl_engine import _checkpoint
 from rl_engine._conformance import EngineConformance
-from rl_engine._folder import replace_folder
-from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
+from rl_engine._distributed import World
+from rl_engine._folder import publish
+from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
 from rl_engine._plan import check_budget, plan_rows
 from rl_engine._ragged import ragged, ragged_batch
 from rl_engine._rows import RowBatch
@@ -30,13 +30,16 @@ from rl_engine._shards import local_shards
 from rl_engine._step import Tally, apply_loss
 from rl_engine._tiny import write_tiny_model
 from rl_engine.base import Engine, LossFunction
-from rl_engine.errors import CheckpointError, ConfigError, EngineError
+from rl_engine.errors import ConfigError, EngineError
 from rl_engine.types import BatchCounts, EngineConfig, EngineOutput, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 __all__ = ["EngineConformance", "FakeEngine", "ragged", "ragged_batch", "write_tiny_model"]
+
+_ALONE = World(rank=0, size=1, device=torch.device("cpu"), owns_group=False)
 
 
 class FakeEngine(Engine):
@@ -125,13 +128,8 @@ class FakeEngine(Engine):
 
     def lr_scheduler_step(self) -> float:
         """Move the schedule on by one."""
-        optimizer = self._trained()
-        assert self._config.optimizer is not None
         self._schedule_step += 1
-        rate = learning_rate(self._config.optimizer, self._schedule_step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+        return self._apply_schedule()
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
         """The table."""
@@ -147,46 +145,52 @@ class FakeEngine(Engine):
             raise ConfigError(f"FakeEngine lives on the CPU; it cannot move to {device}.")
 
     def save_checkpoint(self, path: str | Path, step: int) -> None:
-        """One torch file and a manifest."""
-        optimizer = self._optimizer.state_dict() if self._optimizer else None
-        state = {"table": self._built().detach(), "optimizer": optimizer, "rng": torch.get_rng_state()}
-        self._write(path, state, {"step": step, "schedule_step": self._schedule_step})
+        """The table and the optimizer's state, as the real engines write theirs."""
+        manifest = _checkpoint.Manifest(
+            step=step,
+            schedule_step=self._schedule_step,
+            world_size=1,
+            tensors={name: list(tensor.shape) for name, tensor in self._state().items()},
+        )
+        _checkpoint.save(path, self._state() | {"rng.0": torch.get_rng_state()}, manifest, _ALONE)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Read what `save_checkpoint` wrote."""
-        manifest = Path(path) / "manifest.json"
-        if not manifest.is_file():
-            raise CheckpointError(f"{path} holds no complete checkpoint.")
-        state: dict[str, Any] = torch.load(Path(path) / "state.pt", weights_only=True)
-        table = self._built()
-        if state["table"].shape != table.shape:
-            raise CheckpointError(
-                f"{path} is a table of {list(state['table'].shape)}, this one is {list(table.shape)}."
-            )
-        with torch.no_grad():
-            table.copy_(state["table"])
+        manifest = _checkpoint.read_step(path)
+        state = self._state()
+        _checkpoint.check_tensors(path, manifest, state)
+        rng = _checkpoint.known_rng(manifest, _ALONE)
+        _checkpoint.load(path, {**state, **rng}, _ALONE)
+        _checkpoint.take_rng(rng, manifest, _ALONE, self._config.seed)
+        self._schedule_step = manifest.schedule_step
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        fields = json.loads(manifest.read_text())
-        self._schedule_step = fields["schedule_step"]
-        return fields["step"]
+            self._apply_schedule()
+        return manifest.step
 
     def save_model(self, path: str | Path) -> None:
-        """One torch file."""
-        self._write(path, {"table": self._built().detach()}, {})
+        """One safetensors file."""
+        from safetensors.torch import save_file
+
+        publish(path, lambda draft: save_file({"bigram.weight": self._built().detach()}, draft / "model.safetensors"))
 
     def close(self) -> None:
         """Drop the table."""
         self._table = self._optimizer = None
 
-    def _write(self, path: str | Path, state: dict[str, Any], manifest: dict[str, int]) -> None:
-        target = Path(path).absolute()
-        draft = target.with_name(f".{target.name}.draft")
-        draft.mkdir(parents=True)
-        torch.save(state, draft / "state.pt")
-        (draft / "manifest.json").write_text(json.dumps(manifest))
-        replace_folder(draft, target)
+    def _apply_schedule(self) -> float:
+        optimizer = self._trained()
+        assert self._config.optimizer is not None
+        rate = learning_rate(self._config.optimizer, self._schedule_step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {"model.bigram.weight": self._built().detach()}
+        if self._optimizer is not None:
+            named = [("bigram.weight", self._built())]
+            state |= {f"optim.{name}": value for name, value in optimizer_tensors(self._optimizer, named).items()}
+        return state
 
     def _built(self) -> torch.nn.Parameter:
         if self._table is None:

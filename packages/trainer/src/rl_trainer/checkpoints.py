@@ -3,16 +3,22 @@
 A folder `checkpoint-N` has the engine's state, the critic's, the rows of the queue that wait to be learned from, an
 ordinary model folder, and a state file, which is written last: a folder without it, or whose engine is not there whole,
 is no checkpoint. Killed at any moment, a run goes on from the newest one that is.
+
+The state file is a manifest (`rl_engine.write_manifest`): it has a digest of itself and of every file that is not an
+engine's, and each engine's folder has a manifest of its own. A checkpoint of which a file is not as it was written is
+damaged: nothing goes on from it.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_engine import digest_files, find_damage, read_manifest, write_manifest
+from rl_engine.errors import CheckpointError
 from rl_trainer import samples
 from rl_trainer.config import as_tree
 from rl_trainer.errors import InputError
@@ -28,6 +34,10 @@ if TYPE_CHECKING:
 STATE_FILE = "trainer_state.json"
 _OF_THE_PROCESS = ("output_dir", "resume_from")
 """Keys by which a run that goes on differs always."""
+_ENGINE_MANIFEST = "manifest.json"
+"""In each engine's folder, see `rl_engine.base.Engine.save_checkpoint`."""
+_FOLDERS = ("queue", "model", "reference")
+"""What a checkpoint has beside engines."""
 LOGS = ("metrics.jsonl", "prompts.jsonl")
 """Files of a run with one line per step."""
 
@@ -72,7 +82,11 @@ class RunState:
             raise InputError(
                 f"{folder} is not a complete checkpoint folder: it has no {STATE_FILE}, or no engine; give one that has"
             )
-        values: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        try:
+            values = read_manifest(folder / STATE_FILE)
+        except CheckpointError as error:
+            raise InputError(f"{error} Give an earlier checkpoint, or let --resume find one.") from error
+        del values["files"]
         values["pending"] = tuple(values.get("pending", ()))
         values["held"] = tuple(tuple(group) for group in values.get("held", ()))
         values["engines"] = tuple(values.get("engines", ("engine",)))
@@ -115,18 +129,97 @@ class RunState:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether everything has been written."""
+    """Whether everything has been written; not whether it still is as it was written."""
     file = folder / STATE_FILE
     if not file.is_file():
         return False
-    engines: list[str] = json.loads(file.read_text()).get("engines", ["engine"])
-    return all((folder / name).is_dir() for name in engines)
+    return all((folder / name).is_dir() for name in _engines_of(folder))
+
+
+def _engines_of(folder: Path) -> list[str]:
+    """Folders of what learns, by the state file; none where that is damaged."""
+    try:
+        return read_manifest(folder / STATE_FILE).get("engines", ["engine"])
+    except CheckpointError:
+        return []
 
 
 def newest(output_dir: Path) -> Path | None:
     """The complete checkpoint of a run with the most steps; None if there is none."""
-    folders = [folder for folder in output_dir.glob("checkpoint-*") if is_complete(folder)]
-    return max(folders, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
+    return next(iter(complete(output_dir)), None)
+
+
+def complete(output_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, those with the most steps first."""
+    folders = (folder for folder in output_dir.glob("checkpoint-*") if _step_of_folder(folder) >= 0)
+    return sorted((folder for folder in folders if is_complete(folder)), key=_step_of_folder, reverse=True)
+
+
+def damage(folder: Path) -> list[str]:
+    """A line for every file of a complete checkpoint that is not as it was written; reads all of them."""
+    lines = find_damage(folder / STATE_FILE)
+    return lines + [line for name in _engines_of(folder) for line in find_damage(folder / name / _ENGINE_MANIFEST)]
+
+
+def inspect(folder: Path) -> list[tuple[Path, list[str]]]:
+    """Checkpoints and the damage of each: of a run's `output_dir`, of a checkpoint's folder, or of an engine's.
+
+    Raises:
+        InputError: there is no checkpoint.
+    """
+    if (folder / STATE_FILE).is_file():
+        return [(folder, damage(folder))]
+    if (folder / _ENGINE_MANIFEST).is_file():
+        return [(folder, find_damage(folder / _ENGINE_MANIFEST))]
+    found = [(checkpoint, damage(checkpoint)) for checkpoint in reversed(complete(folder))]
+    if not found:
+        raise InputError(f"{folder} holds no complete checkpoint; give the output_dir of a run that has saved one")
+    return found
+
+
+def unfinished(output_dir: Path) -> list[Path]:
+    """Folders of checkpoints that were not written to their end."""
+    folders = (folder for folder in output_dir.glob("checkpoint-*") if _step_of_folder(folder) >= 0)
+    return sorted(folder for folder in folders if not is_complete(folder))
+
+
+def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The newest complete checkpoint without damage, and the damage of those that are newer.
+
+    Raises:
+        InputError: there are complete checkpoints, and all of them are damaged.
+    """
+    found: dict[Path, list[str]] = {}
+    for folder in complete(output_dir):
+        lines = damage(folder)
+        if not lines:
+            return folder, found
+        found[folder] = lines
+    if found:
+        told = "; ".join(lines[0] for lines in found.values())
+        raise InputError(
+            f"every checkpoint in {output_dir} is damaged: {told}. Bring back one that is whole, or take them away to "
+            "start anew"
+        )
+    return None, found
+
+
+def set_aside(output_dir: Path, start: Path | None) -> list[Path]:
+    """Rename complete checkpoints of later steps than `start`, which are damaged: a later run must not find them."""
+    step = -1 if start is None else _step_of_folder(start)
+    moved: list[Path] = []
+    for folder in complete(output_dir):
+        if _step_of_folder(folder) > step:
+            target = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(folder.rename(target))
+    return moved
+
+
+def _step_of_folder(folder: Path) -> int:
+    """The N of `checkpoint-N`; -1 for any other folder."""
+    digits = folder.name.removeprefix("checkpoint-")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
@@ -141,12 +234,9 @@ def save(parts: Parts, folder: Path, state: Mapping[str, Any]) -> None:
         engine.save_checkpoint(str(folder / name), state["step"])
     if parts.moving_reference is not None:
         parts.moving_reference.save(folder)
-    unfinished = folder / f"{STATE_FILE}.unfinished"
-    with unfinished.open("w") as file:
-        file.write(json.dumps(state) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(folder / STATE_FILE)
+    files = (path for name in _FOLDERS for path in (folder / name).rglob("*") if path.is_file())
+    names = sorted(path.relative_to(folder).as_posix() for path in files)
+    write_manifest(folder / STATE_FILE, state, digest_files(folder, names))
 
 
 def finish(parts: Parts) -> None:

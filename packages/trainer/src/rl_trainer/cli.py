@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rl-train", description="Reinforcement-learning post-training of a language model."
     )
-    parser.add_argument("recipe", help=f"a shipped recipe ({recipes}), or a YAML file")
+    parser.add_argument("recipe", nargs="?", help=f"a shipped recipe ({recipes}), or a YAML file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="configuration overrides, e.g. seed=3 batch.group_size=16"
     )
@@ -39,22 +39,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the configuration and stop")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and start nothing")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir, if any")
+    parser.add_argument(
+        "--verify",
+        metavar="OUTPUT_DIR",
+        help="compare every file of a run's checkpoints (or of one checkpoint) with its digest, and start nothing",
+    )
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.verify is None and arguments.recipe is None:
+        parser.error("give a recipe, or --verify OUTPUT_DIR")
     overrides = [*arguments.overrides, *([f"runtime={arguments.runtime}"] if arguments.runtime else [])]
     overrides += ["tracking.profile=true"] if arguments.profile else []
     keep_freed_memory()
     try:
+        if arguments.verify is not None:
+            return _verify(Path(arguments.verify))
         config = load_config(arguments.recipe, overrides)
         if arguments.print_config:
             print(yaml.safe_dump(as_tree(config), sort_keys=False))
             return 0
         from rl_trainer.job import plan, resumed, run
 
-        config = resumed(config) if arguments.resume else config
         if arguments.dry_run:
-            plan(config)
+            plan(resumed(config) if arguments.resume else config, is_known_whole=arguments.resume)
             return 0
-        return 130 if run(config)["interrupted"] else 0
+        return 130 if run(config, resume=arguments.resume)["interrupted"] else 0
     except InputError as error:
         print(f"rl-train: {error}", file=sys.stderr)
         return 2
@@ -66,10 +74,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _verify(folder: Path) -> int:
+    """Print a line per damaged file, and one per checkpoint; returns 1 if there is damage, else 0.
+
+    Raises:
+        InputError: there is no checkpoint.
+    """
+    from rl_trainer import checkpoints
+
+    found = checkpoints.inspect(folder)
+    for place, lines in found:
+        print("\n".join(lines) if lines else f"{place} is whole")
+    for place in checkpoints.unfinished(folder):
+        print(f"{place} was not finished: no run goes on from it")
+    return 1 if any(lines for _, lines in found) else 0
+
+
 def main_eval(argv: Sequence[str] | None = None) -> int:
     """Measure a policy on a recipe's held-out rows; exit codes as those of `main`."""
     parser = argparse.ArgumentParser(prog="rl-eval", description="Accuracy, pass@k and maj@k of a policy.")
-    parser.add_argument("recipe", help="a shipped recipe, or a YAML file: its data, prompts and rollout settings")
+    parser.add_argument(
+        "recipe", nargs="?", help="a shipped recipe, or a YAML file: its data, prompts and rollout settings"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides; model.path is the policy")
     parser.add_argument("--samples", type=int, default=1, help="completions per row (1: at rollout.eval_temperature)")
     parser.add_argument("--k", default="1", help="pass@k to report, separated by commas")

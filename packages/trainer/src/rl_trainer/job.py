@@ -14,12 +14,14 @@ import yaml
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 from rich.console import Console
 
+from rl_engine import hold_lock
+from rl_engine.errors import FolderInUseError
 from rl_trainer import checkpoints, preflight, report
 from rl_trainer.capabilities import check_backends
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, PlacementError
+from rl_trainer.errors import ConfigError, InputError, PlacementError
 from rl_trainer.plan import make_plan
 from rl_trainer.profiling import profiled
 from rl_trainer.runtime import create_runtime
@@ -35,9 +37,16 @@ if TYPE_CHECKING:
     from rl_trainer.metrics import StepRecord
     from rl_trainer.pipelines.parts import Parts
 
+_LOCK_FILE = "run.lock"
 
-def plan(config: Config, console: Console | None = None) -> Datasets:
+
+def plan(config: Config, console: Console | None = None, *, is_known_whole: bool = False) -> Datasets:
     """Check everything that can be known before a process starts, show what would run, and return its data.
+
+    Args:
+        config: Of the run.
+        console: Shows the plan.
+        is_known_whole: `resumed` has compared the checkpoint's files with their digests.
 
     Raises:
         InputError: something cannot work.
@@ -48,50 +57,90 @@ def plan(config: Config, console: Console | None = None) -> Datasets:
     check_gpus(config)
     datasets = load_datasets(config.data, seed=config.seed)
     preflight.check(config, [*datasets.train, *datasets.eval])
-    preflight.check_resume(config, len(datasets.train))  # none of a stream
+    preflight.check_resume(config, len(datasets.train), is_known_whole=is_known_whole)  # no rows of a stream
     backends = check_backends(config)
     report.show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends])
     return datasets
 
 
-def resumed(config: Config) -> Config:
+def resumed(config: Config, console: Console | None = None) -> Config:
     """The configuration with which a run that was killed or stopped goes on, in its own `output_dir`.
 
-    From its newest complete checkpoint, or from the start if it had none: the same command may be given every time.
+    From its newest whole checkpoint, or from the start if it had none: the same command may be given every time. One
+    that is damaged is told, and passed over.
 
     Raises:
         ConfigError: `output_dir` is not set, so there is nothing to look for.
+        InputError: it has checkpoints, and all of them are damaged.
     """
     if config.output_dir is None:
         raise ConfigError("--resume goes on with the run in output_dir, which is not set; set it, or resume_from")
     folder = Path(config.output_dir)
-    checkpoint = checkpoints.newest(folder)
+    checkpoint, damaged = checkpoints.newest_whole(folder)
+    for newer, lines in damaged.items():
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        found = f"{newer.name} is damaged: {lines[0]}{more}; going on from {checkpoint and checkpoint.name}"
+        (console or Console()).print(found, highlight=False, soft_wrap=True)
     if checkpoint is None:
-        checkpoints.forget_after(folder, -1)
         return config
     model = replace(config.model, path=config.model.path or str(folder / "model"))
     return replace(config, resume_from=str(checkpoint), model=model)
 
 
-def run(config: Config, console: Console | None = None) -> dict[str, Any]:
+def run(config: Config, console: Console | None = None, *, resume: bool = False) -> dict[str, Any]:
     """Run a job and return its summary.
 
+    Args:
+        config: Of the run.
+        console: Shows its plan and its steps.
+        resume: Go on with the run in `output_dir`, see `resumed`.
+
     Raises:
-        InputError: something cannot work; nothing was started or written.
+        InputError: something cannot work, or another run holds `output_dir`; nothing was started or written.
         TrainerError: the run failed; every worker was ended.
     """
     console = console or Console()
-    datasets = plan(config, console)
-    output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    output_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if config.output_dir is not None and Path(config.output_dir).is_dir():
+            stack.enter_context(_held(Path(config.output_dir)))
+        config = resumed(config, console) if resume else config
+        datasets = plan(config, console, is_known_whole=resume)
+        output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        if not output_dir.is_dir():
+            output_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_held(output_dir))
+        return _run(config, datasets, output_dir, console, resume=resume)
+
+
+@contextmanager
+def _held(output_dir: Path) -> Generator[None]:
+    """One run at a time.
+
+    Raises:
+        InputError: another one lives.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold_lock(output_dir / _LOCK_FILE, f"output_dir={output_dir}"))
+        except FolderInUseError as error:
+            raise InputError(str(error)) from error
+        yield
+
+
+def _run(config: Config, datasets: Datasets, output_dir: Path, console: Console, *, resume: bool) -> dict[str, Any]:
+    start = None if config.resume_from is None else Path(config.resume_from)
+    if resume and start is None:  # killed before its first checkpoint
+        checkpoints.forget_after(output_dir, -1)
+    if start is not None and start.resolve().parent == output_dir.resolve():
+        for folder in checkpoints.set_aside(output_dir, start):
+            console.print(f"the damaged checkpoint is {folder} now", highlight=False, soft_wrap=True)
     values = as_tree(config)
     (output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    start_step = 0 if config.resume_from is None else RunState.read(Path(config.resume_from)).step
     about = RunInfo(
         name=config.name,
         output_dir=output_dir,
         num_steps=config.steps,
-        start_step=start_step,
+        start_step=0 if start is None else RunState.read(start).step,
         config=values,
         console=console,
     )

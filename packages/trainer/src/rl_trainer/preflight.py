@@ -69,19 +69,21 @@ def check_output_dir(config: Config, output_dir: Path) -> None:
         InputError: says which is there.
     """
     start = None if config.resume_from is None else Path(config.resume_from)
-    is_own = start is not None and start.resolve().parent == output_dir.resolve()
-    if not is_own and (output_dir / "summary.json").exists():
+    own = start if start is not None and start.resolve().parent == output_dir.resolve() else None
+    if own is None and (output_dir / "summary.json").exists():
         raise InputError(
             f"output_dir={config.output_dir} already holds a finished run; choose another, so that nothing is "
             "overwritten"
         )
     newest = checkpoints.newest(output_dir)
-    if not is_own and (newest is not None or checkpoints.has_lines(output_dir)):
+    if own is not None and newest is not None and newest.resolve() != own.resolve():
+        newest, _ = checkpoints.newest_whole(output_dir)  # a damaged one is set aside by the run
+    if own is None and (newest is not None or checkpoints.has_lines(output_dir)):
         raise InputError(
             f"output_dir={config.output_dir} already holds a run that did not end; go on with it (--resume), choose "
             "another, or take it away: its steps would be counted among this one's"
         )
-    if is_own and newest is not None and newest.resolve() != start.resolve():
+    if own is not None and newest is not None and newest.resolve() != own.resolve():
         raise InputError(
             f"resume_from={config.resume_from} is not the newest checkpoint in output_dir, which is {newest.name}; "
             "choose another output_dir, or take the newer ones away: a later --resume would go on from them"
@@ -132,15 +134,24 @@ def _check_rewards(config: Config, rows: list[Row]) -> None:
             resolve_reward(source)
 
 
-def check_resume(config: Config, num_rows: int) -> None:
-    """Check that the checkpoint to resume from is complete, has steps left, and was made of the same prompts.
+def check_resume(config: Config, num_rows: int, *, is_known_whole: bool = False) -> None:
+    """Check that the checkpoint to resume from is whole, has steps left, and was made of the same prompts.
+
+    Args:
+        config: Of the run.
+        num_rows: Of its data.
+        is_known_whole: Its files have been compared with their digests a moment ago.
 
     Raises:
         InputError: it is not, or the order of prompts would be another one.
     """
     if config.resume_from is None:
         return
-    state = RunState.read(Path(config.resume_from))
+    folder = Path(config.resume_from)
+    if not is_known_whole and checkpoints.is_complete(folder) and (damage := checkpoints.damage(folder)):
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        raise InputError(f"{damage[0]}{more}; give an earlier checkpoint, or let --resume find one")
+    state = RunState.read(folder)
     if state.step >= config.steps:
         raise InputError(
             f"resume_from={config.resume_from} is at step {state.step} already, and steps={config.steps}; raise steps"

@@ -281,7 +281,7 @@ class MegatronEngine(Engine):
         """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
         state = self._built()
         state.writer.wait()
-        manifest = _checkpoint.read_manifest(path)
+        manifest = _checkpoint.read_step(path)
         _checkpoint.check_tensors(path, manifest, state.described())
         tensors = state.checkpoint_tensors()
         rng = _checkpoint.known_rng(manifest, state.world)

@@ -1,0 +1,121 @@
+"""Run locks: one process at a time writes to a folder.
+
+The lock is `flock` on a file, which the kernel gives back when its holder ends, however it ends. The file also says who
+holds it: host, boot, process and its start. That is what a refusal names, and what decides where the file system has no
+`flock` or keeps it on each host alone, as some network file systems do.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_engine.errors import FolderInUseError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_MAX_BYTES = 4096
+
+
+@contextmanager
+def hold_lock(file: str | Path, what: str) -> Generator[None]:
+    """Hold the lock `file` inside. A lock of a process of this host that is gone is taken over.
+
+    Args:
+        file: Is made if it is not there, and stays, empty.
+        what: What is held, for the sentence of a refusal, such as `output_dir=out`.
+
+    Raises:
+        FolderInUseError: another process holds it, or one of another host did and never gave it back.
+        OSError: the file cannot be written.
+    """
+    path = Path(file)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderInUseError(_refusal(path, what, _read(descriptor))) from None
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+        holder = _read(descriptor)
+        if holder is not None and _may_live(holder):
+            raise FolderInUseError(_refusal(path, what, holder))
+        _write(descriptor, json.dumps(_this_process()))
+        try:
+            yield
+        finally:
+            _write(descriptor, "")
+    finally:
+        os.close(descriptor)
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _may_live(holder: dict[str, Any]) -> bool:
+    """Whether the process is there, as far as this host can tell."""
+    if holder.get("host") != socket.gethostname():
+        return True
+    is_same_boot = holder.get("boot") == _boot()
+    return is_same_boot and holder.get("pid") != os.getpid() and _started(holder.get("pid")) == holder.get("started")
+
+
+def _refusal(path: Path, what: str, holder: dict[str, Any] | None) -> str:
+    if holder is None:
+        return f"{what} is in use by another process, which holds {path}; wait for it, or end it."
+    who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+    if holder.get("host") == socket.gethostname():
+        return f"{what} is in use by {who}; wait for it, end it, or choose another folder."
+    return (
+        f"{what} is in use by {who}. If that process is gone (this host, {socket.gethostname()}, cannot tell), "
+        f"delete {path} and try again."
+    )
+
+
+def _read(descriptor: int) -> dict[str, Any] | None:
+    """Who holds it, as written; None where nobody does, or the record was cut short."""
+    try:
+        found = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(descriptor: int, text: str) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode(), 0)
+    os.fsync(descriptor)
+
+
+def _boot() -> str:
+    """A name of this start of the machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _started(pid: Any) -> int | None:
+    """When a process of this host began, in clock ticks after the boot; None: there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
