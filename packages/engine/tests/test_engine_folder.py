@@ -139,6 +139,18 @@ def test_rows_that_would_turn_their_neighbours_by_other_frequencies_are_refused(
         engine.forward_backward_batch(ragged_batch([*prompts, [5] * 40], [*answers, [2] * 25]), None)
 
 
+def test_code_of_a_model_folder_is_never_run(tmp_path):
+    """A model type that transformers does not know and the folder brings: refused, not asked for, not imported."""
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": own}))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    with pytest.raises(ModelFolderError, match="transformers cannot read"):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, folder):
     other = load(write_tiny_model(tmp_path / "other", num_hidden_layers=1))
     other.save_checkpoint(tmp_path / "checkpoint", 1)

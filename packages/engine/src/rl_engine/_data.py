@@ -215,7 +215,7 @@ def _tokenizer(model_path: str | Path) -> Any:
     if not any(file for pattern in _VOCABULARIES for file in Path(model_path).glob(pattern)):
         raise DataError(lack)  # transformers would make an empty one
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(lack) from error
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:

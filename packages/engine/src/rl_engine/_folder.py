@@ -79,7 +79,7 @@ def load_model(
         folder,
         lambda: factory.from_pretrained(
             folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False, use_safetensors=True,
         ),
     )  # fmt: skip
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
@@ -180,7 +180,7 @@ def read_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}") from error
     if (quantised := getattr(config, "quantization_config", None)) is not None:

@@ -1,0 +1,129 @@
+"""What reads files and sockets runs no code from them: a new use of what could is a failure until a reason stands here.
+
+Looked for in everything that ships: unpickling and its kin, `eval` and `exec`, object collectives of torch (pickles
+between ranks), torch's checkpoint metadata (a pickle), unsafe YAML, code of model folders. docs/threat-model.md says
+what each kind of file may do.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [*ROOT.glob("packages/*/src"), ROOT / "csrc/src", ROOT / "bench/src"]
+MODULES = {
+    "cloudpickle", "copyreg", "dill", "joblib", "marshal", "multiprocessing", "pickle", "pickletools", "runpy",
+    "shelve", "torch.distributed.checkpoint",
+}  # fmt: skip
+CALLS = {
+    "all_gather_object", "broadcast_object_list", "exec_module", "gather_object", "load_module", "recv_object_list",
+    "recv_pyobj", "scatter_object_list", "send_pyobj", "send_object_list", "unsafe_load",
+    "unsafe_load_all", "full_load",
+}  # fmt: skip
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+QUALIFIED = {"torch.load", "yaml.load", "yaml.load_all"}
+FLAGS = {"allow_pickle", "trust_remote_code"}
+
+ALLOWED = {
+    # what a user gives as code, and asks for by name
+    ("rl_agent/sandbox_worker/__main__.py", "compile"): "runs code: that is what the sandbox's process is for",
+    ("rl_agent/sandbox_worker/__main__.py", "eval"): "see above",
+    ("rl_agent/sandbox_worker/__main__.py", "exec"): "see above",
+    ("rl_trainer/data/datasets.py", "exec_module"): "data.format=FILE.py:NAME, a plug-in",
+    ("rl_trainer/rewards/functions.py", "exec_module"): "reward.path=FILE.py:NAME, a plug-in",
+    # pickles that are written for a protocol of others, and never read
+    ("rl_ckpt/adapters/checkpoint_engine.py", "send_pyobj"): "the protocol wants pickles: written, never read",
+    ("rl_ckpt/adapters/sglang.py", "pickle"): "SGLang's server takes tensors as pickles: written, never read",
+    ("rl_rollout/backends/sglang.py", "pickle"): "SGLang's server takes tensors as pickles: written, never read",
+}
+
+
+BEING_REPLACED = {
+    ("rl_tq/compat/transfer_queue/_rpc.py", "multiprocessing"),
+    ("rl_tq/compat/transfer_queue/_rpc.py", "multiprocessing.connection"),
+    ("rl_tq/compat/transfer_queue/_rpc.py", "pickle"),
+    ("rl_tq/compat/transfer_queue/_values.py", "pickle"),
+    ("rl_tq/compat/transfer_queue/client.py", "pickle"),
+    ("rl_tq/compat/transfer_queue/client.py", "torch.load"),
+    ("rl_trainer/rewards/pool.py", "pickle"),
+    ("rl_trainer/rewards/worker.py", "pickle"),
+}
+"""Known defects: take the line away with the use."""
+
+
+def uses(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """What a module does of all this, and in which line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if is_watched(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            yield from ((name, node.lineno) for name in names[:1] if is_watched(name))
+            yield from ((name, node.lineno) for name in names[1:] if name in MODULES | QUALIFIED)
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name in CALLS)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            last = name.rpartition(".")[2]
+            if name in BUILTINS | QUALIFIED or last in CALLS or name.startswith("torch.distributed.checkpoint."):
+                yield (name if name in BUILTINS | QUALIFIED else last), node.lineno
+            for keyword in node.keywords:
+                is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in FLAGS and not is_off:
+                    yield keyword.arg, node.lineno
+
+
+def is_watched(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in MODULES)
+
+
+def found() -> dict[tuple[str, str], list[int]]:
+    places: dict[tuple[str, str], list[int]] = {}
+    for source in SOURCES:
+        for file in sorted(source.rglob("*.py")):
+            if "testing" in file.relative_to(source).parts[1:]:  # talks to the processes that it forks
+                continue
+            for what, line in uses(ast.parse(file.read_text())):
+                places.setdefault((file.relative_to(source).as_posix(), what), []).append(line)
+    return places
+
+
+def test_nothing_that_could_run_code_from_data_is_used_without_a_reason():
+    known = ALLOWED.keys() | BEING_REPLACED
+    new = {f"{file}:{lines[0]}: {what}" for (file, what), lines in found().items() if (file, what) not in known}
+    assert not new, "read data with JSON, msgspec or safetensors, or give a reason in ALLOWED"
+
+
+def test_every_reason_is_still_needed():
+    assert ALLOWED.keys() - found().keys() == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "from multiprocessing.connection import Client",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "import torch.distributed as dist\ndist.all_gather_object([], 1)",
+        "from torch.distributed import broadcast_object_list",
+        "from torch.distributed.checkpoint.filesystem import FileSystemReader",
+        "import yaml\nyaml.load('x', Loader=yaml.Loader)",
+        "eval('1')",
+        "exec(text)",
+        "np.load(file, allow_pickle=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=flag)",
+    ],
+)
+def test_it_would_be_found(code):
+    assert list(uses(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code", ["model.eval()", "yaml.safe_load('x')", "np.load(f, allow_pickle=False)", "json.load(f)"]
+)
+def test_what_is_fine_is_not(code):
+    assert not list(uses(ast.parse(code)))
