@@ -53,15 +53,20 @@ class Call:
     """How it reaches the ranks."""
     axis: str | None = None
     """The axis of the group's mesh that it is split and collected over; None: all ranks."""
+    is_urgent: bool = False
+    """Whether it runs beside the call that is in flight, on another thread, and not after it."""
 
 
-def register(dispatch_mode: Dispatch, *, axis: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def register(
+    dispatch_mode: Dispatch, *, axis: str | None = None, is_urgent: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a worker's method as callable on its group.
 
     Args:
         dispatch_mode: How a call reaches the ranks.
         axis: For `split`, `split_reduced` and `gather`: an axis of the group's mesh, such as "dp". Arguments are cut
             over it; ranks that differ on other axes alone get the same part, and the first of them answers.
+        is_urgent: It ends a call that is in flight: it runs beside that, on another thread, and not after it.
 
     Raises:
         TypeError: an axis with another mode.
@@ -70,7 +75,7 @@ def register(dispatch_mode: Dispatch, *, axis: str | None = None) -> Callable[[C
         raise TypeError(f"axis={axis!r} goes with {', '.join(_ALONG_AXIS)}, not with {dispatch_mode}; leave it out")
 
     def mark(method: Callable[P, R]) -> Callable[P, R]:
-        setattr(method, DISPATCH_ATTRIBUTE, Call(mode=dispatch_mode, axis=axis))
+        setattr(method, DISPATCH_ATTRIBUTE, Call(mode=dispatch_mode, axis=axis, is_urgent=is_urgent))
         return method
 
     return mark
@@ -126,6 +131,7 @@ class Fleet(ABC, Generic[W]):
 
         Raises:
             WorkerTimeoutError: a member did not answer before the deadline.
+            WorkerDiedError: a worker of a group died meanwhile, on whose answer the members may wait.
         """
 
     @abstractmethod
@@ -201,6 +207,14 @@ class Runtime(ABC):
         `is_alone` says that the pool is the fleet's. In one that it shares with groups, nobody is replaced and nobody
         joins: a process that dies takes all of its workers along, and the run ends.
         """
+
+    def death(self, within_s: float) -> Exception | None:
+        """The death of a worker that no fleet replaces, if there is one within the time: it may be why others fail.
+
+        None where workers are not processes.
+        """
+        del within_s
+        return None
 
     @abstractmethod
     def stop(self) -> None:

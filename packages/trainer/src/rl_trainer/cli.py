@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from rl_rollout.errors import RolloutError
 from rl_trainer._memory import keep_freed_memory
 from rl_trainer.config import RECIPES, as_tree, load_config
-from rl_trainer.errors import ConfigError, InputError, TrainerError
-from rl_trainer.preflight import check_model
+from rl_trainer.errors import ConfigError, InputError, sentence_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"rl-train: {error}", file=sys.stderr)
         return 2
-    except TrainerError as error:
-        print(f"rl-train: {error}", file=sys.stderr)
+    except Exception as error:
+        if (told := sentence_of(error)) is None:
+            raise
+        print(f"rl-train: {told}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("rl-train: interrupted", file=sys.stderr)
@@ -126,8 +126,10 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
     except (InputError, ValueError) as error:
         print(f"rl-eval: {error}", file=sys.stderr)
         return 2
-    except (TrainerError, RolloutError) as error:
-        print(f"rl-eval: {error}", file=sys.stderr)
+    except Exception as error:
+        if (told := sentence_of(error)) is None:
+            raise
+        print(f"rl-eval: {told}", file=sys.stderr)
         return 1
 
 
@@ -165,12 +167,16 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
     except (InputError, ValueError) as error:
         print(f"rl-sample: {error}", file=sys.stderr)
         return 2
-    except (TrainerError, RolloutError) as error:
-        print(f"rl-sample: {error}", file=sys.stderr)
+    except Exception as error:
+        if (told := sentence_of(error)) is None:
+            raise
+        print(f"rl-sample: {told}", file=sys.stderr)
         return 1
 
 
 def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
+    from rl_trainer.preflight import check_model
+
     config = load_config(recipe, overrides)
     if config.model.path is None:
         raise ConfigError("model.path is not set: give the folder of the policy")

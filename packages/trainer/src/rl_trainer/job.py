@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ from rl_trainer.capabilities import check_backends
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, InputError, PlacementError
+from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError
 from rl_trainer.plan import make_plan
 from rl_trainer.profiling import profiled
 from rl_trainer.runtime import create_runtime
@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
     from types import FrameType
 
-    from rl_trainer.base import Fleet
+    from rl_trainer.base import Fleet, Runtime
     from rl_trainer.config import Config
     from rl_trainer.data.datasets import Datasets
     from rl_trainer.metrics import StepRecord
     from rl_trainer.pipelines.parts import Parts
 
 _LOCK_FILE = "run.lock"
+
+_DEATH_WAIT_S = 2.0
+"""How long an error waits for the news of a death that may be its cause: a peer's socket tells it before Ray does."""
 
 
 def plan(config: Config, console: Console | None = None, *, is_known_whole: bool = False) -> Datasets:
@@ -87,13 +90,23 @@ def resumed(config: Config, console: Console | None = None) -> Config:
     return replace(config, resume_from=str(checkpoint), model=model)
 
 
+def finished(config: Config) -> str | None:
+    """A sentence if the run that `config` goes on with has taken all of its steps; None if there are some left."""
+    if config.resume_from is None:
+        return None
+    step = RunState.read(Path(config.resume_from)).step
+    if step < config.steps:
+        return None
+    return f"the run is finished: {config.resume_from} is of step {step} of steps={config.steps}; raise steps to go on"
+
+
 def run(config: Config, console: Console | None = None, *, resume: bool = False) -> dict[str, Any]:
     """Run a job and return its summary.
 
     Args:
         config: Of the run.
         console: Shows its plan and its steps.
-        resume: Go on with the run in `output_dir`, see `resumed`.
+        resume: Go on with the run in `output_dir`, see `resumed`; one that is finished is told, and nothing started.
 
     Raises:
         InputError: something cannot work, or another run holds `output_dir`; nothing was started or written.
@@ -104,6 +117,9 @@ def run(config: Config, console: Console | None = None, *, resume: bool = False)
         if config.output_dir is not None and Path(config.output_dir).is_dir():
             stack.enter_context(_held(Path(config.output_dir)))
         config = resumed(config, console) if resume else config
+        if resume and (told := finished(config)) is not None:
+            console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
+            return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
         datasets = plan(config, console, is_known_whole=resume)
         output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         if not output_dir.is_dir():
@@ -171,9 +187,90 @@ def _num_prompts(datasets: Datasets) -> str:
     return "streamed" if datasets.stream is not None else f"{len(datasets.train):,}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What every attempt of a run has in common."""
+
+    output_dir: Path
+    model_path: Path
+    console: Console
+    trackers: TrackerGroup
+    progress: report.Report
+    stop: threading.Event
+    """Set when the run was asked to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    checkpoint: Path | None
+    """The newest."""
+    start_s: float
+    """Until every worker was there."""
+    num_too_long: int
+    """Rows that were left out."""
+
+
 def _train(
     config: Config, datasets: Datasets, output_dir: Path, console: Console, trackers: TrackerGroup
 ) -> dict[str, Any]:
+    start = time.perf_counter()
+    model_path = _model(config, datasets, output_dir, console)
+    warmup_s = time.perf_counter() - start
+    run = _Run(
+        output_dir=output_dir,
+        model_path=model_path,
+        console=console,
+        trackers=trackers,
+        progress=report.Report(output_dir),
+        stop=threading.Event(),
+    )
+    num_restarts = 0
+    while True:
+        try:
+            outcome = _attempt(config, datasets, run)
+            break
+        except WorkerDiedError as error:
+            if num_restarts == config.max_restarts or run.stop.is_set() or not run.progress.has_begun:
+                raise  # what dies before anything was measured has a reason that another start does not mend
+            num_restarts += 1
+            config, datasets = _again(config, run)
+            since = "the start" if config.resume_from is None else Path(config.resume_from).name
+            told = f"restart {num_restarts} of max_restarts={config.max_restarts}, from {since}, because {error}"
+            console.print(told, highlight=False, markup=False, soft_wrap=True)
+    extra = {
+        "warmup_s": warmup_s,
+        "start_s": outcome.start_s,
+        "total_s": time.perf_counter() - start,
+        "interrupted": run.stop.is_set(),
+        "restarts": num_restarts,
+        "rows_too_long": outcome.num_too_long,
+        "checkpoint": str(outcome.checkpoint),
+        "output_dir": str(output_dir),
+    }
+    summary = run.progress.finish(extra)
+    trackers.finish(summary)
+    return summary
+
+
+def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
+    """What the next attempt begins with: the newest checkpoint of this run, else what the run itself began with."""
+    config = replace(config, model=replace(config.model, path=str(run.model_path)))
+    newest, _ = checkpoints.newest_whole(run.output_dir)
+    if newest is not None:
+        config = replace(config, resume_from=str(newest))
+        checkpoints.set_aside(run.output_dir, newest)
+    step = -1 if config.resume_from is None else RunState.read(Path(config.resume_from)).step
+    checkpoints.forget_after(run.output_dir, step)
+    run.progress.forget_after(step)
+    return config, load_datasets(config.data, seed=config.seed)
+
+
+def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
+    """Place the parts and drive the pipeline to its end; whatever happens, no worker is left.
+
+    Raises:
+        WorkerDiedError: a worker died that the run cannot do without, whatever that made others fail with.
+    """
     from rl_trainer.pipelines.fully_async import run_fully_async
     from rl_trainer.pipelines.one_step_off import run_one_step_off
     from rl_trainer.pipelines.parts import place
@@ -181,19 +278,19 @@ def _train(
 
     pipelines = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
     run_pipeline = pipelines[config.pipeline]
-
-    start = time.perf_counter()
-    model_path = _model(config, datasets, output_dir, console)
-    warmup_s = time.perf_counter() - start
+    start, console, output_dir = time.perf_counter(), run.console, run.output_dir
     state = RunState(seed=config.seed, num_rows=len(datasets.train))
     if config.resume_from is not None:
         state = RunState.read(Path(config.resume_from)).for_run(config)
         checkpoints.forget_after(output_dir, state.step)
     with ExitStack() as stack:
-        runtime = stack.enter_context(create_runtime(config.runtime, timeout_s=config.timeout_s))
+        runtime = create_runtime(config.runtime, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
+        stack.enter_context(runtime)
+        deaths = stack.enter_context(_blamed_on_a_death(runtime))
         with console.status("starting the workers"):
-            parts = place(config, runtime, model_path, datasets, state, output_dir=output_dir)
+            parts = place(config, runtime, run.model_path, datasets, state, output_dir=output_dir)
         stack.callback(parts.queue.close)
+        deaths.append(parts.weights.death)
         if parts.num_too_long:
             console.print(
                 f"left out {parts.num_too_long} rows whose prompts are longer than data.max_prompt_tokens="
@@ -201,34 +298,45 @@ def _train(
             )
         if config.resume_from is not None:
             checkpoints.load(parts, Path(config.resume_from))
-        start_s = time.perf_counter() - start - warmup_s
-        progress = report.Report(output_dir)
-        with _stop_when_asked(console) as stop:
+        start_s = time.perf_counter() - start
+        with _stop_when_asked(console, run.stop):
             records = run_pipeline(parts, config, parts.eval_rows, start_step=state.step)
 
             def add(record: StepRecord) -> None:
-                progress.add(record)
-                trackers.log(record)
+                run.progress.add(record)
+                run.trackers.log(record)
                 fleets = {"agent": parts.agents.fleet, "rollout": parts.weights.servers}
                 wanted = resize_as_asked(fleets, output_dir)
                 for line in (*wanted, *(news for fleet in fleets.values() for news in fleet.take_news())):
                     console.print(line, highlight=False, soft_wrap=True)
 
-            checkpoint = follow(records, parts, config, state, output_dir, add=add, should_stop=stop.is_set)
+            checkpoint = follow(records, parts, config, state, output_dir, add=add, should_stop=run.stop.is_set)
             if config.engine.async_checkpoints:
                 checkpoints.finish(parts)
-        extra = {
-            "warmup_s": warmup_s,
-            "start_s": start_s,
-            "total_s": time.perf_counter() - start,
-            "interrupted": stop.is_set(),
-            "rows_too_long": parts.num_too_long + parts.rollout_manager.num_too_long,
-            "checkpoint": str(checkpoint),
-            "output_dir": str(output_dir),
-        }
-        summary = progress.finish(extra)
-        trackers.finish(summary)
-        return summary
+        return _Outcome(
+            checkpoint=checkpoint,
+            start_s=start_s,
+            num_too_long=parts.num_too_long + parts.rollout_manager.num_too_long,
+        )
+
+
+@contextmanager
+def _blamed_on_a_death(runtime: Runtime) -> Generator[list[Callable[[], Exception | None]]]:
+    """What fails in the body because a worker died fails with that death: its peers may be heard of before.
+
+    The body may append other ways to look for a death.
+    """
+    others: list[Callable[[], Exception | None]] = []
+    try:
+        yield others
+    except (InputError, WorkerDiedError):
+        raise
+    except Exception as error:
+        found = [runtime.death(_DEATH_WAIT_S), *(look() for look in others)]
+        death = next((death for death in found if death is not None), None)
+        if death is None:
+            raise
+        raise death from error
 
 
 def follow(
@@ -279,12 +387,11 @@ def resize_as_asked(fleets: Mapping[str, Fleet[Any]], output_dir: Path) -> list[
 
 
 @contextmanager
-def _stop_when_asked(console: Console) -> Generator[threading.Event]:
-    """Set on the first Ctrl-C or SIGTERM, so that the step in progress ends and a checkpoint holds whole steps only.
+def _stop_when_asked(console: Console, asked: threading.Event) -> Generator[None]:
+    """Set `asked` on the first Ctrl-C or SIGTERM: the step in progress ends, so that checkpoints hold whole steps only.
 
     A second one raises KeyboardInterrupt where it strikes, and nothing is saved.
     """
-    asked = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if asked.is_set():
@@ -294,7 +401,7 @@ def _stop_when_asked(console: Console) -> Generator[threading.Event]:
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

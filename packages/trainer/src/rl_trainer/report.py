@@ -25,13 +25,20 @@ class Report:
         self._dir = output_dir
         self._records: list[StepRecord] = []
         self._start = time.perf_counter()
+        self.has_begun = False
+        """Whether anything was ever measured."""
 
     def add(self, record: StepRecord) -> None:
         """Take one step's record."""
         self._records.append(record)
+        self.has_begun = True
         if record.rows:
             with (self._dir / "prompts.jsonl").open("a") as file:
                 file.write(json.dumps({"step": record.step, "rows": record.rows}) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Later steps will be taken again."""
+        self._records = [record for record in self._records if record.step <= step]
 
     def summary(self) -> dict[str, Any]:
         """The run in numbers."""

@@ -122,6 +122,9 @@ def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None
                 last.append(line.rstrip())
                 on_line(last[-1])
             code = process.wait()
+        except BaseException:  # an interrupt, which the process has not heard of
+            process.kill()
+            raise
         finally:
             watchdog.cancel()
     if code != 0:

@@ -67,6 +67,10 @@ class Config:
     """A `checkpoint-N` folder of an earlier run with the same configuration; training goes on after its step."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of any single call to a worker, seconds."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 30.0
+    """How long a process may be stopped, or its interpreter stuck, before it is ended, and replaced or restarted."""
+    max_restarts: NonNegative = 3
+    """How often a run whose engine or queue died goes on by itself from its last checkpoint, or from its start."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

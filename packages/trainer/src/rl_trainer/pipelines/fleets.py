@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,7 @@ R = TypeVar("R")
 
 _SYNC_ATTEMPTS = 4
 """Of one version, each without the replicas that died during the last."""
+_GONE_CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,12 @@ class WeightSync:
             self._agents.use_rewards(self._rewards.wake())
         return report
 
+    def death(self) -> WorkerDiedError | None:
+        """What ends generation: none of the replicas that the agents generate on is there any more."""
+        if not self.in_use or set(self.in_use) & set(self.servers.members):
+            return None
+        return WorkerDiedError(f"no replica is left that has the weights; {' '.join(self.servers.take_news())}")
+
     def _on_all(self, method: Callable[..., None], *arguments: Any) -> None:
         for answer in self.servers.call(method, dict.fromkeys(self.servers.wait(), arguments)).values():
             if isinstance(answer, Exception):
@@ -242,6 +249,10 @@ class WeightSync:
         with ThreadPoolExecutor(2, thread_name_prefix="weight-sync") as threads:
             sent = threads.submit(self._actor.send_weights, version, len(members))
             update = threads.submit(self.servers.call, RolloutWorker.update_weights, dict.fromkeys(members, (version,)))
+            while not sent.done():
+                wait([sent], timeout=_GONE_CHECK_S)
+                if not sent.done() and set(members) - set(self.servers.members):
+                    self._actor.call_off()  # a replica that is gone never joins, and the others wait for the sender
             error = sent.exception()
             installed = update.result()
         failed = [answer for answer in installed.values() if isinstance(answer, Exception)]

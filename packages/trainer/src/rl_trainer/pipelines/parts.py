@@ -164,8 +164,9 @@ def place(
         QueueWorker, "queue", storage=config.queue_storage, name=f"{job}-queue", snapshot=snapshot
     )
     queue_address = store.address()
-    with ThreadPoolExecutor(2, thread_name_prefix="place") as threads:  # processes start side by side
-        servers = threads.submit(create_servers, config, runtime, model_path, weights_address)
+    threads = ThreadPoolExecutor(1, thread_name_prefix="place")
+    servers = threads.submit(create_servers, config, runtime, model_path, weights_address)
+    try:  # processes start side by side
         if config.rollout.colocated:  # one after the other: neither counts on memory that the other will take
             put_to_sleep(servers.result())
         rewards = create_rewards(config, runtime)
@@ -175,6 +176,8 @@ def place(
         critic = create_critic(config, runtime, model_path, queue_address)
         process_reward = create_process_reward(config, runtime, model_path, queue_address)
         rollout = servers.result()
+    finally:
+        threads.shutdown(wait=False)  # where one side fails, the other's start is ended with the workers
     if config.rollout.colocated:
         for engine in (reference, teacher, critic, process_reward):
             if engine is not None and engine is not actor:
@@ -235,6 +238,7 @@ def create_servers(config: Config, runtime: Runtime, model_path: Path, weights_a
         weights_address=weights_address,
         is_own_process=config.runtime != "inline",
         timeout_s=config.timeout_s,
+        heartbeat_s=config.heartbeat_s,
     )
 
 

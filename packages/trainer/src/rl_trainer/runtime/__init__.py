@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 from typing import TYPE_CHECKING, Literal
 
 from rl_trainer.secrets import make_tokens
@@ -11,8 +13,14 @@ if TYPE_CHECKING:
     from rl_trainer.base import Runtime
 
 
-def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0) -> Runtime:
-    """A runtime by name, and the secrets that its workers have. Ray is imported only when it is asked for."""
+def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0, heartbeat_s: float = 30.0) -> Runtime:
+    """A runtime by name, and the secrets that its workers have. Ray is imported only when it is asked for.
+
+    Args:
+        name: Which one.
+        timeout_s: Deadline of a call to a worker, seconds.
+        heartbeat_s: How long a worker process may give no sign of life, seconds; nothing where workers are objects.
+    """
     make_tokens()
     if name == "inline":
         from rl_trainer.runtime.inline import InlineRuntime
@@ -22,6 +30,24 @@ def create_runtime(name: Literal["ray", "inline"], *, timeout_s: float = 600.0) 
     # whole environment again, for minutes. Workers have the environment that Ray was started in. Ray reads the
     # variable when it is imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    if "RAY_ADDRESS" not in os.environ:
+        _close_to_strangers()
     from rl_trainer.runtime.ray import RayRuntime
 
-    return RayRuntime(timeout_s=timeout_s)
+    return RayRuntime(timeout_s=timeout_s, heartbeat_s=heartbeat_s)
+
+
+def _close_to_strangers() -> None:
+    """Have the Ray that is about to be started here listen on the loopback interface, and ask for a token of this run.
+
+    Whoever may submit work to Ray runs code as its user. All of this is read when Ray is imported; by a process that
+    has imported it before, the mode of authentication is left to Ray, which takes the token and asks for it too.
+    """
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "ray" in sys.modules:
+        os.environ.pop("RAY_AUTH_MODE", None)
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"
+    # Ray's switch for a node that is no part of a cluster, on Linux too: its address is 127.0.0.1, and its servers
+    # bind to that alone. `ray.init(_node_ip_address="127.0.0.1")` would be replaced by the machine's own address.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

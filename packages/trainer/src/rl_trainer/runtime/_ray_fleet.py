@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rl_trainer.base import Fleet
 from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError, WorkerTimeoutError
-from rl_trainer.runtime._ray_host import last_lines
+from rl_trainer.runtime._ray_host import reason_of, told_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -75,24 +75,28 @@ class RayFleet(Fleet[W]):
                 else:
                     sent[host.actor.call.remote(self._name, name, own, {})] = member
         deadline = time.monotonic() + self._runtime.timeout_s
+        watched = self._runtime.watched()
         pending = list(sent)
         while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(_POLL_S, self._runtime.timeout_s))
-            for reference in done:
-                answers[sent[reference]] = self._answer(reference, sent[reference], name)
-            if pending and time.monotonic() > deadline:
-                late = [self._hosts[sent[r]] for r in pending if sent[r] in self._hosts]
+            left_s = max(deadline - time.monotonic(), 0)
+            done, _ = ray.wait([*pending, *watched], num_returns=1, timeout=left_s)
+            if not done:
+                late = [self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts]
                 raise WorkerTimeoutError(
                     f"members {[sent[r] for r in pending]} of {self._name} did not finish {name} within "
-                    f"{self._runtime.timeout_s:.0f} s; {'; '.join(last_lines(host.where) for host in late)}"
+                    f"{self._runtime.timeout_s:.0f} s; {told_of(late)}"
                 )
+            if done[0] in watched:
+                raise self._runtime.death_of(watched[done[0]], name)
+            pending.remove(done[0])
+            answers[sent[done[0]]] = self._answer(done[0], sent[done[0]], name)
         return answers
 
     def _answer(self, reference: Any, member: int, what: str) -> Any:
         try:
             return ray.get(reference)
         except RayTaskError as error:
-            return error.as_instanceof_cause()
+            return reason_of(error)
         except RayActorError:
             return self._bury(member, f"during {what}")
 
@@ -101,7 +105,7 @@ class RayFleet(Fleet[W]):
             host = self._hosts.pop(member, None)
             if host is None:
                 return WorkerDiedError(f"member {member} of {self._name} died {when}")
-            error = WorkerDiedError(f"member {member} of {self._name} died {when}; {last_lines(host.where)}")
+            error = self._runtime.death_named(host, f"member {member} of {self._name}", when)
             self._replace(host, error)
             return error
 
@@ -154,8 +158,7 @@ class RayFleet(Fleet[W]):
             host = self._hosts.pop(member, None)
             if host is not None:
                 ray.kill(host.actor)
-                reason = error.cause if isinstance(error, RayTaskError) else error  # whose text is a traceback
-                self._replace(host, WorkerDiedError(f"member {member} of {self._name} is given up: {reason}"))
+                self._replace(host, WorkerDiedError(f"member {member} of {self._name} is given up: {error}"))
 
     def resize(self, num_members: int) -> None:
         """See `Fleet.resize`."""

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError, RayTaskError
 
 from rl_trainer.base import WorkerContext
 from rl_trainer.profiling import span
 from rl_trainer.runtime._network import free_address
+from rl_trainer.runtime.heartbeat import description_of, on_machine_of
+from rl_trainer.runtime.processes import enable_stack_dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _NUM_LINES = 20
 _TAIL_BYTES = 16 * 2**10
-_TAIL_TIMEOUT_S = 15.0
 CALLS_AT_A_TIME = 16
+HEARTBEAT = "heartbeat"
+"""The concurrency group of `Host.beat`: a thread that no other call can take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,8 @@ class Whereabouts:
     """Of the process."""
     logs: tuple[str, ...]
     """Files of its standard output and error, on that machine."""
+    dumps: str
+    """File that it writes its stacks to, when it is asked by a signal."""
 
 
 class Host:
@@ -55,13 +61,23 @@ class Host:
             os.chdir(folder)
         self.workers: dict[str, Any] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
+        self.in_flight: dict[int, tuple[str, float]] = {}
+        self.numbers = itertools.count()
         self.is_over = threading.Event()
+        self.dumps = enable_stack_dumps()
 
     def whereabouts(self) -> Whereabouts:
         """Where this process is."""
         files = {Path(f"/proc/self/fd/{fd}").readlink() for fd in (1, 2)}
         logs = tuple(sorted(str(file) for file in files if file.is_file()))
-        return Whereabouts(node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(), logs=logs)
+        node_id = ray.get_runtime_context().get_node_id()
+        return Whereabouts(node_id=node_id, pid=os.getpid(), logs=logs, dumps=self.dumps)
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def beat(self) -> str:
+        """Answer while the interpreter runs: the calls that are in flight, and for how long."""
+        now = time.monotonic()
+        return ", ".join(f"{what} for {now - since:.0f} s" for what, since in list(self.in_flight.values()))
 
     def watch(self) -> None:
         """Return when this process is closed; who waits for it hears of its death at once."""
@@ -91,7 +107,16 @@ class Host:
 
     def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a worker."""
-        return self.threads[name].submit(_traced, getattr(self.workers[name], method), args, kwargs).result()
+        number = next(self.numbers)
+        self.in_flight[number] = f"{name}.{method}", time.monotonic()
+        try:
+            return self.threads[name].submit(_traced, getattr(self.workers[name], method), args, kwargs).result()
+        finally:
+            del self.in_flight[number]
+
+    def call_beside(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a worker on a thread of Ray's, while its own is in another call."""
+        return getattr(self.workers[name], method)(*args, **kwargs)
 
     def close(self) -> None:
         """Close the workers, last created first."""
@@ -108,20 +133,28 @@ def _traced(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return method(*args, **kwargs)
 
 
+def reason_of(error: RayTaskError) -> Exception:
+    """What a call raised, as its process raised it; Ray's own form of it, whose text is a traceback, is its cause."""
+    if not isinstance(error.cause, Exception):
+        return error
+    error.cause.__cause__ = error
+    return error.cause
+
+
 def last_lines(where: Whereabouts | None) -> str:
     """What a process wrote last, also of one that is dead, on whatever machine: a sentence, then the lines."""
     if where is None:
         return "it had written nothing yet"
-    if where.node_id == ray.get_runtime_context().get_node_id():
-        text = _tail(where.logs)
-    else:
-        there = NodeAffinitySchedulingStrategy(where.node_id, soft=False)
-        try:
-            read = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=there).remote(where.logs)
-            text = ray.get(read, timeout=_TAIL_TIMEOUT_S)
-        except RayError as error:
-            return f"its last lines cannot be read ({error}); they are in {', '.join(where.logs)} on its machine"
+    try:
+        text = on_machine_of(where, _tail, where.logs)
+    except RayError as error:
+        return f"its last lines cannot be read ({error}); they are in {', '.join(where.logs)} on its machine"
     return f"the last lines of process {where.pid}:\n{text}" if text else f"process {where.pid} wrote nothing"
+
+
+def told_of(late: Sequence[Whereabouts | None]) -> str:
+    """What processes that did not answer in time are at, and what they wrote last."""
+    return "; ".join(f"{description_of(where)}\n{last_lines(where)}" for where in late)
 
 
 def _tail(paths: tuple[str, ...]) -> str:

@@ -32,6 +32,7 @@ class InlineRuntime(Runtime):
         self._pools: set[str] = set()
         self._workers: list[Any] = []
         self._one_at_a_time = threading.Lock()
+        self._is_over = False
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
         """Take the pools; nothing is reserved."""
@@ -66,6 +67,8 @@ class InlineRuntime(Runtime):
         with self._one_at_a_time:  # constructors import lazily, and two threads inside one import fail
             instance = worker(WorkerContext(rank=0, world_size=1), **kwargs)
         self._workers.append(instance)
+        if self._is_over:  # a run failed while this one still started beside it
+            self.stop()
         return cast("W", _InlineGroup(instance, grid))
 
     def create_fleet(self, worker: Callable[..., W], pool: str, *, is_alone: bool = True, **kwargs: Any) -> Fleet[W]:
@@ -76,6 +79,7 @@ class InlineRuntime(Runtime):
 
     def stop(self) -> None:
         """Close every worker, last created first."""
+        self._is_over = True
         while self._workers:
             close = getattr(self._workers.pop(), "close", None)
             if close is not None:

@@ -19,11 +19,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_trainer.base import Call, Fleet, ResourcePool, Runtime
 from rl_trainer.dispatch import Mesh, calls_of, join, spread
-from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
+from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerHungError, WorkerTimeoutError
 from rl_trainer.profiling import environment
 from rl_trainer.runtime._mesh import checked_mesh
 from rl_trainer.runtime._ray_fleet import RayFleet
-from rl_trainer.runtime._ray_host import CALLS_AT_A_TIME, Host, Whereabouts, last_lines
+from rl_trainer.runtime._ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, Whereabouts, last_lines, reason_of, told_of
+from rl_trainer.runtime.heartbeat import Heartbeat
 from rl_trainer.secrets import make_tokens
 
 if TYPE_CHECKING:
@@ -68,11 +69,13 @@ class RayRuntime(Runtime):
     Every host process is watched: whichever call is under way when one of a group dies ends at once, and says so.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, heartbeat_s: float = 30.0) -> None:
         self.timeout_s = timeout_s
+        self._heartbeat = Heartbeat(heartbeat_s)
         self._pools: dict[str, ResourcePool] = {}
         self._placements: list[PlacementGroup] = []
         self._hosts: dict[str, list[PlacedHost]] = {}
+        self._actors: list[Any] = []
         self._fleets: dict[str, RayFleet[Any]] = {}
         self._numbers = itertools.count(1)
         self._has_started_ray = False
@@ -148,14 +151,19 @@ class RayRuntime(Runtime):
             "max_concurrency": CALLS_AT_A_TIME + 1,
             "scheduling_strategy": strategy,
         }
-        make: Any = ray.remote(Host)
+        as_actor: Any = ray.remote
+        kind = type(pool.name, (Host,), {})  # by whose name `ps` shows it: ray::engine
+        make = as_actor(concurrency_groups={HEARTBEAT: 1})(kind)
         ends = {"folder": str(Path.cwd()), "is_alone": self._has_started_ray}
         actor = make.options(**options).remote(rank, pool.num_workers, **ends)
+        self._actors.append(actor)
         return PlacedHost(pool=pool, rank=rank, group=group, bundle=bundle, actor=actor, watch=actor.watch.remote())
 
     def _located(self, host: PlacedHost) -> PlacedHost:
         (where,) = self.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
-        return replace(host, where=where)
+        located = replace(host, where=where)
+        self._heartbeat.watch(located)
+        return located
 
     def create_group(
         self, worker: Callable[..., W], pool: str, *, mesh: Mapping[str, int] | None = None, **kwargs: Any
@@ -199,6 +207,7 @@ class RayRuntime(Runtime):
 
     def end_host(self, host: PlacedHost) -> None:
         """Close a process's workers, then end it."""
+        self._heartbeat.forget(host)
         ray.wait([host.actor.close.remote()], timeout=_CLOSE_TIMEOUT_S)
         ray.kill(host.actor)
 
@@ -214,30 +223,51 @@ class RayRuntime(Runtime):
         """
         limit = timeout_s or self.timeout_s
         deadline = time.monotonic() + limit
-        watched = {host.watch: host for members in self._hosts.values() for host in members}
+        watched = self.watched()
         pending = list(references)
         while pending:
             done, _ = ray.wait([*pending, *watched], num_returns=1, timeout=max(deadline - time.monotonic(), 0))
             if not done:
                 late = [host for r, host in zip(references, hosts, strict=True) if r in set(pending)]
-                told = "; ".join(last_lines(host.where) for host in late)
                 raise WorkerTimeoutError(
                     f"rank {[host.rank for host in late]} of pool {late[0].pool.name!r} did not finish {what} within "
-                    f"{limit:.0f} s; {told}"
+                    f"{limit:.0f} s; {told_of([host.where for host in late])}"
                 )
             if done[0] in watched:
-                raise _death(watched[done[0]], what)
+                raise self.death_of(watched[done[0]], what)
             pending.remove(done[0])
             try:
                 ray.get(done)
             except RayTaskError as error:
-                raise error.as_instanceof_cause() from None
+                raise reason_of(error) from error
             except RayActorError as error:
-                raise _death(hosts[references.index(done[0])], what) from error
+                raise self.death_of(hosts[references.index(done[0])], what) from error
         return ray.get(references)
+
+    def watched(self) -> dict[Any, PlacedHost]:
+        """By what is there when they end, the processes of groups: without any one of them the job cannot go on."""
+        return {host.watch: host for hosts in self._hosts.values() for host in hosts}
+
+    def death_of(self, host: PlacedHost, what: str) -> WorkerDiedError:
+        """The error of whoever waited for `what` while a group's process died."""
+        return self.death_named(host, f"a worker of pool {host.pool.name!r}, rank {host.rank},", f"during {what}")
+
+    def death_named(self, host: PlacedHost, name: str, when: str) -> WorkerDiedError:
+        """The death of a process, in a sentence with what it wrote last; of one that hung, with how it was found."""
+        finding, wrote = self._heartbeat.finding(host), last_lines(host.where)
+        if finding is not None:
+            return WorkerHungError(f"{name} hung {when}: it {finding}; {wrote}")
+        return WorkerDiedError(f"{name} died {when}; {wrote}")
+
+    def death(self, within_s: float) -> Exception | None:
+        """See `Runtime.death`."""
+        watched = self.watched()
+        over, _ = ray.wait([*watched], num_returns=1, timeout=within_s) if watched else ([], [])
+        return self.death_of(watched[over[0]], "the run") if over else None
 
     def stop(self) -> None:
         """Close every worker, end the hosts, and shut down the Ray that was started here."""
+        self._heartbeat.stop()
         for fleet in self._fleets.values():
             fleet.close()
         everyone = {pool: fleet.hosts for pool, fleet in self._fleets.items()} | self._hosts
@@ -253,6 +283,9 @@ class RayRuntime(Runtime):
                     print(f"pool {name!r} did not close cleanly: {error}")  # noqa: T201 - the last word before the processes end
             for host in hosts if late else []:
                 ray.kill(host.actor)
+        for actor in self._actors:  # those too that were still starting: who waits for them hears of it
+            ray.kill(actor)
+        self._actors.clear()
         for group in self._placements:
             remove_placement_group(group)
         self._hosts, self._fleets, self._placements, self._pools = {}, {}, [], {}
@@ -299,12 +332,6 @@ def _require_room(pools: Sequence[ResourcePool]) -> None:
         )
 
 
-def _death(host: PlacedHost, what: str) -> WorkerDiedError:
-    return WorkerDiedError(
-        f"a worker of pool {host.pool.name!r}, rank {host.rank}, died during {what}; {last_lines(host.where)}"
-    )
-
-
 class _RayGroup:
     """The group's side of a worker class: every registered method, with the class's own signature."""
 
@@ -330,5 +357,6 @@ class _RayGroup:
             for host, own in zip(hosts, spread(call, mesh, args, kwargs), strict=True):
                 if own is not None:
                     called.append(host)
-                    references.append(host.actor.call.remote(name, method, *own))
+                    actor_call = host.actor.call_beside if call.is_urgent else host.actor.call
+                    references.append(actor_call.remote(name, method, *own))
         return join(call, mesh, runtime.get(references, called, f"{name}.{method}"))

@@ -44,6 +44,10 @@ class LoopThread:
         """Run in the background."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task of the loop, from any thread; who runs it hears of it once it has ended."""
+        self._loop.call_soon_threadsafe(task.cancel)
+
     def close(self) -> None:
         """Stop the loop. Idempotent."""
         if self._loop.is_closed():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from tensordict import TensorDict
 import rl_ckpt
 import rl_engine
 import rl_tq
+from rl_ckpt.errors import SyncAbortedError
 from rl_trainer.algorithms import (
     AdvantageInput,
     PolicyLossFunction,
@@ -33,8 +36,11 @@ from rl_trainer.profiling import span
 from rl_trainer.workers._loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
+    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SyncReport
     from rl_engine.base import LossFunction
     from rl_engine.types import EngineConfig
@@ -233,6 +239,7 @@ class EngineWorker(_EngineRank):
         )
         self._loop = LoopThread("weights")
         self._sender = None
+        self._waiting: asyncio.Task[Any] | None = None
         if weights_address is not None and context.rank == 0:
             self._sender = rl_ckpt.connect(weights_address, role="send", timeout_s=timeout_s)
             self._loop.run(self._sender.prepare(), timeout_s)
@@ -335,14 +342,41 @@ class EngineWorker(_EngineRank):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, num_receivers: int) -> SyncReport | None:
-        """Stream the weights to every server, once they all have joined. All ranks gather; rank 0 sends and reports."""
+        """Stream the weights to every server, once they all have joined. All ranks gather; rank 0 sends and reports.
+
+        Raises:
+            SyncAbortedError: it failed on either side, or was called off.
+        """
         named_tensors, _ = self._engine.get_per_tensor_param()
         if self._sender is not None:
-            sending = self._sender.send_weights(named_tensors, version=version, num_peers=num_receivers)
-            return self._loop.run(sending, self._timeout_s)
+            try:
+                return self._loop.run(self._send(self._sender, named_tensors, version, num_receivers), self._timeout_s)
+            except CancelledError:
+                for _ in self._engine.get_per_tensor_param()[0]:  # the other ranks gather meanwhile
+                    pass
+                raise SyncAbortedError(f"the sync of version {version} was called off: a receiver is gone") from None
         for _ in named_tensors:  # the gather is collective
             pass
         return None
+
+    async def _send(
+        self, sender: CheckpointEngine, named_tensors: Iterable[tuple[str, Tensor]], version: int, num_receivers: int
+    ) -> SyncReport:
+        def begun() -> Iterator[tuple[str, Tensor]]:
+            self._waiting = None
+            yield from named_tensors
+
+        self._waiting = asyncio.current_task()
+        try:
+            return await sender.send_weights(begun(), version=version, num_peers=num_receivers)
+        finally:
+            self._waiting = None
+
+    @register(Dispatch.RANK_ZERO, is_urgent=True)
+    def call_off(self) -> None:
+        """End a `send_weights` that waits for receivers. One that has begun to send notices by itself who is gone."""
+        if self._waiting is not None:
+            self._loop.cancel(self._waiting)
 
     def close(self) -> None:
         """Leave every session and free the model."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import rl_rollout
 from rl_rollout.errors import ServerLostError
 from rl_trainer.addresses import address_of
 from rl_trainer.base import Dispatch, WorkerContext, register
+from rl_trainer.runtime.processes import describe
 from rl_trainer.secrets import server_token
 from rl_trainer.workers._loop_thread import LoopThread
 
@@ -62,9 +65,10 @@ class RolloutWorker:
         weights_address: str,
         is_own_process: bool,
         timeout_s: float,
+        heartbeat_s: float = 30.0,
     ) -> None:
         make = rl_rollout.launch_server if is_own_process else rl_rollout.create_server
-        self._timeout_s = timeout_s
+        self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
         self._loop = LoopThread("rollout")
         self._server = make(backend, replace(config, host=context.host, api_token=server_token()))
         self._address = self._loop.run(self._server.start(), timeout_s)
@@ -75,10 +79,26 @@ class RolloutWorker:
         while True:
             await asyncio.sleep(_HEALTH_CHECK_S)
             try:
-                await self._server.check_health()
-            except ServerLostError as error:
-                print(f"the rollout server is gone: {error}", file=sys.stderr, flush=True)  # noqa: T201 - its last lines
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._server.check_health()
+            except (ServerLostError, TimeoutError) as error:
+                told = str(error) if isinstance(error, ServerLostError) else self._end_hung_server()
+                print(f"the rollout server is gone: {told}", file=sys.stderr, flush=True)  # noqa: T201 - its last lines
                 os._exit(1)
+
+    def _end_hung_server(self) -> str:
+        """End a server that is stopped or stuck, with all that it started: it does not notice that this process ends.
+
+        Returns:
+            How it was found.
+        """
+        pid = self._address.pid
+        told = describe(pid, None)
+        with suppress(ProcessLookupError):
+            group = os.getpgid(pid)
+            if group != os.getpgid(0):
+                os.killpg(group, signal.SIGKILL)
+        return f"{self._address.url} gave no sign of life for heartbeat_s={self._heartbeat_s:g} s; {told}"
 
     def address(self) -> ServerAddress:
         """Where the replica answers."""

@@ -1,0 +1,133 @@
+"""Heartbeats of worker processes: one that is stopped, or whose interpreter is stuck, is found, described and ended.
+
+Every process answers a small call on a thread of its own for as long as its interpreter runs. A long call does not
+stop that thread; SIGSTOP, or native code that never gives the interpreter lock back, does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rl_trainer.runtime.processes import DUMP_WAIT_S, describe, end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_trainer.runtime._ray_host import Whereabouts
+    from rl_trainer.runtime.ray import PlacedHost
+
+_REMOTE_TIMEOUT_S = 15.0
+
+
+def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on the machine of a process: here, or in a Ray task.
+
+    Raises:
+        RayError: that machine did not answer within 15 s.
+    """
+    if where.node_id == ray.get_runtime_context().get_node_id():
+        return function(*arguments)
+    there = NodeAffinitySchedulingStrategy(where.node_id, soft=False)
+    task = ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(*arguments)
+    return ray.get(task, timeout=_REMOTE_TIMEOUT_S)
+
+
+def description_of(where: Whereabouts | None) -> str:
+    """`describe`, of a process on whatever machine."""
+    if where is None:
+        return "it had not started"
+    try:
+        return on_machine_of(where, describe, where.pid, where.dumps)
+    except RayError as error:
+        return f"process {where.pid} cannot be looked at ({error})"
+
+
+class Heartbeat:
+    """Asks every watched process for a sign of life, in a thread; one that gives none for `heartbeat_s` is ended.
+
+    Its end is then heard of by whoever waits for it, as every death is; `finding` says why.
+
+    Args:
+        heartbeat_s: How long a process may be silent, seconds.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._interval_s = min(heartbeat_s / 6, 5.0)
+        self._lock = threading.Lock()
+        self._hosts: dict[Any, PlacedHost] = {}
+        self._findings: dict[Any, str] = {}
+        self._in_flight: dict[Any, str] = {}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def watch(self, host: PlacedHost) -> None:
+        """Watch a process that has answered once, until it is forgotten or dies."""
+        with self._lock:
+            self._hosts[host.watch] = host
+            if not self._thread.is_alive():
+                self._thread.start()
+
+    def forget(self, host: PlacedHost) -> None:
+        """It is about to be ended."""
+        with self._lock:
+            self._hosts.pop(host.watch, None)
+
+    def finding(self, host: PlacedHost) -> str | None:
+        """What was found of a process that was ended because it hung; None of any other."""
+        return self._findings.get(host.watch)
+
+    def stop(self) -> None:
+        """Watch nobody any more."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(_REMOTE_TIMEOUT_S + DUMP_WAIT_S + self._interval_s)
+
+    def _run(self) -> None:
+        asked: dict[Any, tuple[Any, float]] = {}
+        last = time.monotonic()
+        while not self._is_over.wait(self._interval_s):
+            now = time.monotonic()
+            if now - last > self._heartbeat_s / 2:  # this process was stopped itself: what it asked counts from now
+                asked = {watch: (beat, now) for watch, (beat, _) in asked.items()}
+            last = now
+            with self._lock:
+                hosts = dict(self._hosts)
+            asked = {watch: beat for watch, beat in asked.items() if watch in hosts}
+            try:
+                for watch in hosts.keys() - asked.keys():
+                    asked[watch] = (hosts[watch].actor.beat.remote(), now)
+                self._collect(hosts, asked)
+            except (RayError, RuntimeError):  # Ray itself has ended
+                return
+            for watch in [watch for watch, (_, since) in asked.items() if now - since > self._heartbeat_s]:
+                del asked[watch]
+                self._end(hosts[watch])
+
+    def _collect(self, hosts: dict[Any, PlacedHost], asked: dict[Any, tuple[Any, float]]) -> None:
+        of = {beat: watch for watch, (beat, _) in asked.items()}
+        done, _ = ray.wait([*of], num_returns=len(of), timeout=0) if of else ([], [])
+        for beat in done:
+            del asked[of[beat]]
+            try:
+                self._in_flight[of[beat]] = ray.get(beat)
+            except RayError:
+                self.forget(hosts[of[beat]])
+
+    def _end(self, host: PlacedHost) -> None:
+        where = host.where
+        assert where is not None, "it has answered"
+        self.forget(host)
+        busy = self._in_flight.get(host.watch) or "no call"
+        silent = f"gave no sign of life for heartbeat_s={self._heartbeat_s:g} s and was ended ({busy} in flight before)"
+        self._findings[host.watch] = f"{silent}; {description_of(where)}"
+        try:
+            on_machine_of(where, end, where.pid)
+        except RayError:
+            ray.kill(host.actor)

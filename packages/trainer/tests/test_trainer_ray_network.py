@@ -1,0 +1,104 @@
+"""Ray as a run starts it: nothing listens beyond loopback, and nobody without the run's token may submit work."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+RUN = """
+import json, os, sys
+from rl_trainer.base import ResourcePool
+from rl_trainer.runtime import create_runtime
+with create_runtime("ray") as runtime:
+    runtime.start([ResourcePool(name="one", num_workers=1, num_cpus=0.1)])
+    import ray
+    told = {"address": ray.get_runtime_context().gcs_address, "token": os.environ["RAY_AUTH_TOKEN"]}
+    print(json.dumps(told), flush=True)
+    sys.stdin.read()
+"""
+STRANGER = """
+import sys, ray
+ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
+print("ran", ray.get(ray.remote(lambda: 40 + 2).options(num_cpus=0).remote()))
+"""
+CLOSED = """
+import sys
+from ray.job_submission import JobSubmissionClient
+print("submitted", JobSubmissionClient(sys.argv[1]).submit_job(entrypoint="true"))
+"""
+
+
+@pytest.fixture(scope="module")
+def started():
+    """A run's Ray: its address, its token, and its process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean()
+    )
+    yield json.loads(process.stdout.readline()) | {"pid": process.pid}
+    process.communicate("", timeout=120)
+
+
+def clean(**variables):
+    """The environment of a user who has set nothing for Ray, or these variables alone, and has no token file."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return kept | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "HOME": "/nonexistent"} | variables
+
+
+def run(script, *arguments, **variables):
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=clean(**variables), capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_a_stranger_can_neither_join_nor_submit(started):
+    host = started["address"].rpartition(":")[0]
+    assert host == "127.0.0.1"
+    for variables in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}):
+        refused = run(STRANGER, started["address"], **variables)
+        assert refused.returncode != 0, f"with {variables} a stranger joined: {refused.stdout}"
+        assert "ran" not in refused.stdout
+    job = run(CLOSED, f"http://{started['address']}")
+    assert job.returncode != 0
+    assert "submitted" not in job.stdout
+    with_token = run(STRANGER, started["address"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=started["token"])
+    assert "ran 42" in with_token.stdout, f"the token is not what the others lacked: {with_token.stderr[-2000:]}"
+
+
+def test_nothing_listens_beyond_loopback(started):
+    ours = descendants(started["pid"])
+    listening = [(pid, address) for pid in ours for address in listeners(pid)]
+    assert len(listening) >= 4, "Ray's own servers are not among them: the test shows nothing"
+    assert [found for found in listening if not found[1].startswith(("127.", "::1", "::ffff:127."))] == []
+
+
+def descendants(pid):
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def listeners(pid):
+    """Addresses that a process listens at, of IPv4 and IPv6."""
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):
+            links.append(str(fd.readlink()))
+    sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                words = fields[1].partition(":")[0]
+                raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+                yield socket.inet_ntop(family, raw)
