@@ -1,9 +1,12 @@
 """Code written for TransferQueue 0.1.11, after an import swap."""
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import os
+import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +22,9 @@ import yaml
 from tensordict import NonTensorStack, TensorDict
 
 import rl_tq.compat.transfer_queue as tq
-from rl_tq import SchemaError
+from rl_tq import SchemaError, _handshake, _stream
+from rl_tq._codec import encode
+from rl_tq.compat.transfer_queue import _codec
 from rl_tq.compat.transfer_queue.utils.logging_utils import get_logger
 
 SWAP = """
@@ -154,6 +159,105 @@ def test_any_object_comes_back(start):
     assert back[0] == objects[0]
     assert back[1].tolist() == [0, 1, 2]
     assert back[2:] == objects[2:]
+
+
+class Mine:
+    """A class of the caller's."""
+
+
+def test_an_object_of_a_class_of_ones_own_is_refused_whole(start):
+    client = start()
+    with pytest.raises(SchemaError, match=r"field 'o' cannot be stored: a .*Mine cannot be carried, as reading it"):
+        client.put(TensorDict({"o": NonTensorStack((1, 2), Mine())}, batch_size=[2]), partition_id="p")
+    with pytest.raises(TypeError, match="Mine cannot be carried"):
+        client.get_meta(["x"], 1, "p", task_name="t", sampling_config={"mine": Mine()})
+    assert client._queue.stats()["rows"] == 0
+
+
+VALUES = [
+    None, True, 1, -(1 << 70), 1.5, float("inf"), "ä", b"\0\xff", [1, [2]], (1, (2, [])), {"a": {1: (2,)}}, {1: 2},
+    {1, 2}, frozenset({(1, 2)}), 1 + 2j, torch.float32, torch.Size([2, 3]), np.float32(1.5), np.int64(-3), (),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_plain_values_are_carried_as_they_are(value):
+    got = _codec.decode(_codec.encode({"of": [value]}))["of"][0]
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64])
+def test_tensors_and_arrays_are_carried_as_they_are(dtype):
+    for tensor in (torch.ones(2, 3).to(dtype), torch.ones(3, 2).to(dtype).T, torch.zeros(0, 4).to(dtype)):
+        got = _codec.decode(_codec.encode(tensor))
+        assert (got.dtype, got.shape) == (dtype, tensor.shape)
+        assert got.to(torch.complex128).equal(tensor.to(torch.complex128))
+    array = np.arange(6, dtype=">i2").reshape(2, 3)[:, ::2]
+    got = _codec.decode(_codec.encode(array))
+    assert got.dtype == array.dtype
+    assert got.tolist() == array.tolist()
+    with pytest.raises(TypeError, match="numpy.ndarray cannot be carried"):
+        _codec.encode(np.array([Mine()], dtype=object))
+
+
+class Evil:
+    """What a pickle can do to whoever reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_that_a_peer_sends_is_run(start, tmp_path: Path):
+    """With the key and without: a pickle, a method that is not the controller's, other bytes."""
+    start()
+    trap = tmp_path / "trap"
+    info = tq.interface._session.local._server.info
+    bad = pickle.dumps(("list_partitions", (Evil(trap),), {}))
+    with socket.create_connection((info.host, info.port), timeout=20.0) as stranger:
+        stranger.sendall(bad + bytes(100))
+        assert stranger.recv(40, socket.MSG_WAITALL)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    with socket.create_connection((info.host, info.port), timeout=20.0) as known:
+        _handshake.introduce(known, "x", 20.0, info.key.encode())
+        for call in (bad, b"", b"\xc1", b"\x91" * 50_000, _codec.encode(("__init__", (), {})), _codec.encode(["x"])):
+            _stream.send(known, encode({"call": call}))
+            assert "error" in _stream.receive(known)[0]
+        known.sendall(bad)
+        with contextlib.suppress(ConnectionResetError):
+            assert known.recv(1) == b""
+    assert tq.kv_list() == {}
+    assert not trap.exists()
+
+
+def test_nothing_in_a_checkpoint_is_run(start, tmp_path: Path):
+    client = start()
+    trap = tmp_path / "trap"
+    tq.kv_batch_put(["a", "b"], "p", samples(2))
+    tq.save_checkpoint(tmp_path / "saved")
+    for name in ("controller_state.records", "values.records"):
+        path = tmp_path / "saved" / name
+        whole = path.read_bytes()
+        for bad in (pickle.dumps(Evil(trap)), b"", whole[:-3], whole[:8] + b"\xff" * 8 + whole[16:], whole[:20]):
+            path.write_bytes(bad)
+            with pytest.raises(ValueError, match="no file of this version|damaged|no value|unpack"):
+                tq.load_checkpoint(tmp_path / "saved")
+        path.write_bytes(whole)
+    assert not trap.exists()
+    tq.load_checkpoint(tmp_path / "saved")
+    assert lists(tq.kv_batch_get(["a"], "p")["x"]) == [[0, 1, 2]]
+    assert client.get_partition_list() == ["p"]
+
+
+def test_nothing_of_the_layer_reads_pickles():
+    for path in Path(tq.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        for word in ("import pickle", "cloudpickle", "torch.load", "torch.save", "multiprocessing.connection"):
+            assert word not in text, f"{path.name} has {word!r}"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

@@ -109,6 +109,10 @@ def _is_finite(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and isfinite(value))
 
 
+MAX_TAG_DEPTH = 101
+"""Whoever reads a tag must not run out of stack, however deep in calls it is."""
+_PLAIN = {str, int, float, bool, type(None)}
+
 _READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     "group_id": (lambda value: not isinstance(value, list | dict), "a string, number or null"),
     "weight_version_min": (lambda value: value is None or isinstance(value, int), "an integer"),
@@ -119,7 +123,17 @@ _READ: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Tags that the server itself reads: what they may be, and that in words."""
 
 
+def _is_too_deep(value: Any, depth: int = 0) -> bool:
+    if depth > MAX_TAG_DEPTH:
+        return True
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(_is_too_deep(item, depth + 1) for item in items)
+
+
 def _check_tags(tags: Sequence[Mapping[str, Any]]) -> None:
+    for tag in tags:
+        if not {*map(type, tag.values())} <= _PLAIN and _is_too_deep(tag):
+            raise SchemaError(f"a tag is nested more than {MAX_TAG_DEPTH} deep: make it flat, or a column")
     for name, (is_good, wanted) in _READ.items():
         values = [tag[name] for tag in tags if name in tag]
         if {*map(type, values)} <= {int}:  # as most are

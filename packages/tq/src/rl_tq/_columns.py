@@ -247,19 +247,25 @@ def _encode(name: str, row: int, value: Any) -> bytes:
         raise SchemaError(f"row {row} of column {name!r} cannot be kept as JSON: {error}") from error
 
 
-def check_json(value: Any, *, is_message: bool = False) -> None:
+MAX_DEPTH = 100
+"""Of JSON: who reads it must not run out of stack, however deep in calls it is."""
+
+
+def check_json(value: Any, *, is_message: bool = False, depth: int = 0) -> None:
     """Raise TypeError for what is no JSON, or what JSON would change in silence: keys that are not strings.
 
     `is_message`: it travels as part of a message, whose integers have 64 bits.
     """
+    if depth > MAX_DEPTH:
+        raise TypeError(f"it is nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
         for key, item in cast("dict[Any, Any]", value).items():
             if not isinstance(key, str):
                 raise TypeError(f"the key {key!r} is a {type(key).__name__}; keys must be strings")
-            check_json(item, is_message=is_message)
+            check_json(item, is_message=is_message, depth=depth + 1)
     elif isinstance(value, list | tuple):
         for item in cast("Sequence[Any]", value):
-            check_json(item, is_message=is_message)
+            check_json(item, is_message=is_message, depth=depth + 1)
     elif value is not None and not isinstance(value, str | int | float):
         raise TypeError(f"{value!r} is a {type(value).__name__}")
     elif is_message and isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_tq.errors import StaleReferenceError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _MIN_COUNT = 4
-_MAX_COUNT = 1 << 28
+FREE_COUNT = 1 << 18
+"""A message may name so many numbers without bringing them; more only as far as there are rows of such numbers."""
 
 
 def shorten(numbers: Sequence[int]) -> Any:
@@ -25,15 +28,22 @@ def shorten(numbers: Sequence[int]) -> Any:
     return numbers
 
 
-def lengthen(value: Any) -> list[int]:
+def lengthen(value: Any, num_known: Callable[[], int] | None = None) -> list[int]:
     """The inverse of `shorten`.
+
+    `num_known`: how many numbers can be meant at most. None: whoever wrote them is trusted.
 
     Raises:
         ValueError: it is nothing that `shorten` gives.
+        StaleReferenceError: it names more numbers than there can be.
     """
     if not isinstance(value, dict):
         return value
     first, step, count = value["of"]
-    if step not in (0, 1) or not 0 <= count <= _MAX_COUNT:
+    if type(first) is not int or type(count) is not int or step not in (0, 1) or count < 0:
         raise ValueError(f"{value} is no list of numbers")
+    if count > FREE_COUNT and num_known is not None and count > (known := num_known()):
+        raise StaleReferenceError(
+            f"{count} rows are named, and this queue holds {known}: others were cleared since this reference was made"
+        )
     return list(range(first, first + count)) if step else [first] * count

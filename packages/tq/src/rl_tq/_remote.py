@@ -16,11 +16,12 @@ import torch
 from rl_tq._client import QueueClient
 from rl_tq._codec import encode
 from rl_tq._columns import INDEX
-from rl_tq._extent import as_bytes, read_extent
+from rl_tq._extent import as_bytes
 from rl_tq._gather import Bounds, Collected, assemble, bounds_of, collect
+from rl_tq._opened import OpenExtent
 from rl_tq._schema import ColumnKind, ColumnSchema, read_schema
 from rl_tq._service import Message, error_reply, raise_error
-from rl_tq.errors import SchemaError, TransferQueueError
+from rl_tq.errors import QueueFullError, SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ Payload: TypeAlias = "list[torch.Tensor]"
 Send: TypeAlias = "Callable[[Message, Payload], None]"
 """Sends a message to a client, from any thread and without waiting."""
 
+_FREE_ROWS = 1 << 16
+"""A put may bring so many rows whatever its size. A row costs the server 100 bytes, with values or without."""
 ALIGNMENT = 64
 """Columns of a payload start at multiples of this many bytes."""
 
@@ -44,10 +47,14 @@ ALIGNMENT = 64
 class Desk:
     """Where a server answers one client; `send` is called from any thread, and must not wait for the client."""
 
-    def __init__(self, hub: Hub, label: str, send: Send) -> None:
+    def __init__(self, hub: Hub, label: str, send: Send, *, max_waiting_bytes: int) -> None:
+        """`max_waiting_bytes`: of values of this client's puts that wait for room, at once."""
         self._hub = hub
         self._label = label
         self._send = send
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes: dict[int, int] = {}
+        """Of puts that wait for room, by request."""
         self._pending: dict[int, Reply] = {}
         self.has_left = False
         """It said good-bye: it did not die."""
@@ -59,11 +66,13 @@ class Desk:
         """Handle one message of the client.
 
         Raises:
-            KeyError: it is none.
+            ValueError: it is none.
         """
-        number: int = message["id"]
+        number, op = message.get("id"), message.get("op")
+        if type(number) is not int or type(op) is not str:
+            raise ValueError(f"a message is numbered and named, and this one is {number!r} and {op!r}")
         try:
-            match message["op"]:
+            match op:
                 case "bye":
                     self.has_left = True
                 case "withdraw":
@@ -82,11 +91,26 @@ class Desk:
                 case "snapshot":
                     self._expect(number, self._hub.snapshot(Path(message["path"]), self))
                 case "put":
-                    self._expect(number, self._hub.publish(message, self.extent_of(message, payload), self))
+                    self._put(number, message, payload)
                 case _:
                     self._expect(number, self._hub.call(message, self))
-        except TransferQueueError as error:
+        except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
             self._send({**error_reply(error), "id": number}, [])
+
+    def _put(self, number: int, message: Message, payload: torch.Tensor | None) -> None:
+        waiting, nbytes = sum(self._waiting_bytes.values()), 0 if payload is None else len(payload)
+        if waiting + nbytes > self._max_waiting_bytes:
+            raise QueueFullError(
+                f"puts of this client with {waiting} bytes wait for room already, and {nbytes} more would be over the "
+                f"{self._max_waiting_bytes} bytes that the server keeps for one: wait for those first, or serve with a "
+                "larger max_put_bytes"
+            )
+        self._waiting_bytes[number] = nbytes
+        try:
+            self._expect(number, self._hub.publish(message, self.extent_of(message, payload), self))
+        except BaseException:
+            self._waiting_bytes.pop(number, None)
+            raise
 
     def leave(self) -> None:
         """The client is gone."""
@@ -102,6 +126,7 @@ class Desk:
     def _expect(self, number: int, future: Reply) -> None:
         def answer(message: Message) -> None:
             self._pending.pop(number, None)
+            self._waiting_bytes.pop(number, None)
             self._send({**message, "id": number}, [])
 
         self._pending[number] = future
@@ -150,10 +175,19 @@ def checked_extent(message: Message, payload: torch.Tensor | None) -> torch.Tens
     """
     if payload is None:
         raise SchemaError("a put came without its values")
+    extent = OpenExtent(memory=payload, is_private=False)
     try:
-        columns = {name for name in read_extent(payload) if INDEX not in name}
+        columns = {name for name in extent.views if INDEX not in name}
     except ValueError as error:
         raise SchemaError(f"a put's values cannot be read: {error}") from error
+    num_rows, nbytes = message["num_rows"], message["nbytes"]
+    found = {extent.num_rows(name) for name in columns}
+    if found != {num_rows} or nbytes != len(payload):
+        raise SchemaError(
+            f"a put announces {num_rows} rows in {nbytes} bytes, and brings {sorted(found)} in {len(payload)} bytes"
+        )
+    if num_rows > max(_FREE_ROWS, nbytes):
+        raise SchemaError(f"a put brings {num_rows} rows in {nbytes} bytes: rows without values come in smaller puts")
     announced = read_schema(message["schema"])
     if columns != announced.keys():
         raise SchemaError(f"a put announces the columns {sorted(announced)} and brings {sorted(columns)}")

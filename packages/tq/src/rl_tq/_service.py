@@ -133,15 +133,15 @@ class Service:
             shared=get("shared", ()),
         )
         if "rows" in request:
-            put.rows, put.generation = lengthen(request["rows"]), request["generation"]
-            put.task, put.leases = request["task"], lengthen(request["leases"])
+            put.rows, put.generation = self._lengthen(request["rows"]), request["generation"]
+            put.task, put.leases = request["task"], self._lengthen(request["leases"])
         answer = self.store.put(put)
         if isinstance(answer, Spill):
             return {"spill": answer.directory}
         return None if answer is None else self._reply(answer)
 
     def _locate(self, request: Message, _: Caller) -> Message:
-        located = self.store.locate(columns=request["columns"], **_rows_of(request))
+        located = self.store.locate(columns=request["columns"], **self._rows_of(request))
         columns = {name: [schema.to_json(), which] for name, (schema, which) in located.columns.items()}
         return {"columns": columns, "runs": located.runs, "extents": sorted(located.extents)}
 
@@ -160,7 +160,7 @@ class Service:
         if request["is_whole"]:
             self.store.clear_partition(request["partition"])
         else:
-            self.store.clear_rows(**_rows_of(request))
+            self.store.clear_rows(**self._rows_of(request))
         return {}
 
     # Claims
@@ -170,7 +170,7 @@ class Service:
         return None if answer is None else self._reply(answer)
 
     def _claim_rows(self, request: Message, caller: Caller) -> Message:
-        batch = self.store.claim_rows(self._claim(request, caller), lengthen(request["rows"]))
+        batch = self.store.claim_rows(self._claim(request, caller), self._lengthen(request["rows"]))
         return {"is_conflict": True} if batch is None else self._reply(batch)
 
     def _claim(self, request: Message, caller: Caller) -> Claim:
@@ -191,15 +191,15 @@ class Service:
         )
 
     def _ack(self, request: Message, _: Caller) -> Message:
-        self.store.ack(**_leased(request), step=request["step"])
+        self.store.ack(**self._leased(request), step=request["step"])
         return {}
 
     def _nack(self, request: Message, _: Caller) -> Message:
-        self.store.nack(**_leased(request), reason=request["reason"])
+        self.store.nack(**self._leased(request), reason=request["reason"])
         return {}
 
     def _extend(self, request: Message, _: Caller) -> Message:
-        self.store.extend(**_leased(request), lease_s=request["lease_s"])
+        self.store.extend(**self._leased(request), lease_s=request["lease_s"])
         return {}
 
     def _restore(self, request: Message, _: Caller) -> Message:
@@ -248,6 +248,21 @@ class Service:
     def _stats(self, _: Message, __: Caller) -> Message:
         return self.store.stats()
 
+    def _rows_of(self, request: Message) -> Message:
+        return {
+            "partition": request["partition"],
+            "generation": request["generation"],
+            "rows": self._lengthen(request["rows"]),
+            "sample_ids": request["sample_ids"],
+        }
+
+    def _leased(self, request: Message) -> Message:
+        return {**self._rows_of(request), "task": request["task"], "leases": self._lengthen(request["leases"])}
+
+    def _lengthen(self, value: Any) -> list[int]:
+        """Numbers that a client names: no more than there are rows, whatever it says."""
+        return lengthen(value, self.store.count_rows)
+
     def _reply(self, outcome: Outcome) -> Message:
         if not isinstance(outcome, Batch):
             return asdict(outcome) if isinstance(outcome, Credit) else error_reply(outcome)
@@ -277,19 +292,6 @@ class Service:
             if pieces is None
             else to_wire(self.store.state.partitions[batch.partition], pieces, batch.columns, where)
         )
-
-
-def _rows_of(request: Message) -> Message:
-    return {
-        "partition": request["partition"],
-        "generation": request["generation"],
-        "rows": lengthen(request["rows"]),
-        "sample_ids": request["sample_ids"],
-    }
-
-
-def _leased(request: Message) -> Message:
-    return {**_rows_of(request), "task": request["task"], "leases": lengthen(request["leases"])}
 
 
 def error_reply(error: Exception) -> Message:

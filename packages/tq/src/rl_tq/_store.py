@@ -286,6 +286,10 @@ class MetadataStore:
             return _explain.claim(self.state, request)
         return self._admissions.explain(request)
 
+    def count_rows(self) -> int:
+        """Rows of all partitions."""
+        return sum(len(home.rows) for home in self.state.partitions.values())
+
     def stats(self) -> dict[str, Any]:
         """Rows, bytes, columns, consumption and waiters per partition."""
         waiting = self._waiting.counts()
@@ -296,7 +300,7 @@ class MetadataStore:
         return {
             "partitions": partitions,
             "waiters_elsewhere": dict(waiting),
-            "rows": sum(len(home.rows) for home in self.state.partitions.values()),
+            "rows": self.count_rows(),
             "bytes": sum(home.nbytes for home in self.state.partitions.values()),
             "spilled_bytes": sum(home.spilled_nbytes for home in self.state.partitions.values()),
             "extents": len(self.state.extents),

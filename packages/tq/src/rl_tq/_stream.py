@@ -7,6 +7,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from rl_tq._codec import decode, encode
+from rl_tq._limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from rl_tq._warm import new_memory
 from rl_tq._wire import limit_sends
 
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"RLTQ"
-_MAX_TEXT_BYTES = 1 << 30
-_MAX_PAYLOAD_BYTES = 1 << 40
+_CHUNK_BYTES = 1 << 16
 _DEAD_S = 30
 """A peer whose host does not answer for so long counts as dead."""
 
@@ -37,9 +37,23 @@ def prepare(connection: socket.socket, timeout_s: float) -> None:
     limit_sends(connection, timeout_s)
 
 
-def send(connection: socket.socket, message: dict[str, Any], payload: Sequence[torch.Tensor] = ()) -> None:
-    """Send one message; the payload is uint8 tensors, one after the other."""
+def encode_request(message: dict[str, Any]) -> bytes:
+    """A request as bytes.
+
+    Raises:
+        ValueError: no server takes it, as it is too long.
+    """
     text = encode(message)
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise ValueError(
+            f"this {message.get('op')!r} has {len(text)} bytes of names, tags and row numbers, and a server takes "
+            f"{MAX_MESSAGE_BYTES}: use fewer rows at once"
+        )
+    return text
+
+
+def send(connection: socket.socket, text: bytes, payload: Sequence[torch.Tensor] = ()) -> None:
+    """Send one encoded message; the payload is uint8 tensors, one after the other."""
     nbytes = sum(len(part) for part in payload)
     head = _HEADER.pack(_MAGIC, len(text), nbytes) + text
     if not nbytes:
@@ -51,21 +65,29 @@ def send(connection: socket.socket, message: dict[str, Any], payload: Sequence[t
 
 
 def receive(
-    connection: socket.socket, place: Callable[[dict[str, Any], int], torch.Tensor | None] | None = None
+    connection: socket.socket,
+    place: Callable[[dict[str, Any], int], torch.Tensor | None] | None = None,
+    *,
+    max_text_bytes: int = MAX_REPLY_BYTES,
+    max_payload_bytes: int = 1 << 40,
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Receive one message and its payload, uint8 [n], into what `place(message, n)` gives, or into new memory.
 
+    What a header announces is not believed: the text's memory grows with what has arrived, and the payload's is
+    backed by the kernel page by page, as it is written.
+
     Raises:
-        ConnectionError: the other side closed, or speaks another language.
+        ConnectionError: the other side closed, speaks another language, or announces more than the limits.
     """
     head = bytearray(_HEADER.size)
     _fill(connection, memoryview(head))
     magic, text_bytes, payload_bytes = _HEADER.unpack(head)
-    if magic != _MAGIC or text_bytes > _MAX_TEXT_BYTES or payload_bytes > _MAX_PAYLOAD_BYTES:
-        raise ConnectionAbortedError(f"the other side sent {bytes(head)!r}, which begins no message of rl-tq")
-    text = bytearray(text_bytes)
-    _fill(connection, memoryview(text))
-    message = decode(text)
+    if magic != _MAGIC or text_bytes > max_text_bytes or payload_bytes > max_payload_bytes:
+        raise ConnectionAbortedError(
+            f"the other side sent {bytes(head)!r}, which begins no message of rl-tq of at most {max_text_bytes} bytes "
+            f"and a payload of at most {max_payload_bytes}"
+        )
+    message = decode(_receive_text(connection, text_bytes))
     if not payload_bytes:
         return message, None
     payload = place(message, payload_bytes) if place is not None else None
@@ -73,6 +95,19 @@ def receive(
         payload = new_memory(payload_bytes)
     _fill(connection, payload.numpy().data)
     return message, payload
+
+
+def _receive_text(connection: socket.socket, nbytes: int) -> bytearray:
+    """So many bytes, in memory of at most twice what has arrived."""
+    text = bytearray(min(nbytes, _CHUNK_BYTES))
+    start = 0
+    while True:
+        with memoryview(text) as view:
+            _fill(connection, view[start:])
+        start = len(text)
+        if start == nbytes:
+            return text
+        text.extend(bytes(min(nbytes - start, start)))
 
 
 def _fill(connection: socket.socket, target: memoryview) -> None:

@@ -272,7 +272,8 @@ class TransferQueue(ABC):
 class Storage(Protocol):
     """What an entry point of the group `rl_tq.storage` names: a module or object with these two functions.
 
-    The entry point's name is the scheme of the addresses that it serves.
+    The entry point's name is the scheme of the addresses that it serves. Further keyword parameters of the two (str)
+    are options: what stands behind `?` in an address, and `token`.
     """
 
     def serve(self, name: str, *, timeout_s: float, snapshot: Path | None = None) -> TransferQueue:

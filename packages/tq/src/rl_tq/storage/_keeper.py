@@ -14,7 +14,7 @@ NAMESPACE = "rl-tq"
 """Of the actors of every queue."""
 
 
-Where: TypeAlias = tuple[str, int, bytes, str]
+Where: TypeAlias = tuple[str, int, str, str]
 """Host, port and token of a queue's server, and its node."""
 
 

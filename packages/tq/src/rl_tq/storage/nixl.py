@@ -112,8 +112,8 @@ class _Agent:
 class _NixlDesk(Desk):
     """Tells where values lie, and fetches what is put."""
 
-    def __init__(self, agent: _Agent, hub: Hub, label: str, send: Send, limit_s: float) -> None:
-        super().__init__(hub, label, send)
+    def __init__(self, agent: _Agent, hub: Hub, label: str, send: Send, limit_s: float, max_waiting_bytes: int) -> None:
+        super().__init__(hub, label, send, max_waiting_bytes=max_waiting_bytes)
         self._agent = agent
         self._limit_s = limit_s
         self._held: dict[int, tuple[Opened, list[torch.Tensor]]] = {}
@@ -135,8 +135,10 @@ class _NixlDesk(Desk):
     def extent_of(self, message: Message, payload: torch.Tensor | None) -> torch.Tensor:
         """See `Desk`."""
         address, nbytes = message["from"]
-        if nbytes != message["nbytes"] or nbytes < 1:
-            raise TransferQueueError(f"a put of {message['nbytes']} bytes shows {nbytes} of them")
+        if nbytes != message["nbytes"] or not 1 <= nbytes <= self._max_waiting_bytes:
+            raise TransferQueueError(
+                f"a put of {message['nbytes']} bytes shows {nbytes} of them: it may have {self._max_waiting_bytes}"
+            )
         memory = torch.empty(nbytes, dtype=torch.uint8)
         self._agent.read(self._agent.meet(message["memory"]), [(address, nbytes)], memory, [0], self._limit_s)
         return checked_extent(message, memory)
@@ -170,13 +172,13 @@ class _NixlDesk(Desk):
 class _NixlGateway(Gateway):
     scheme = "nixl"
 
-    def __init__(self, host: str, port: int, timeout_s: float, snapshot: Path | None) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float, snapshot: Path | None, token: str | None) -> None:
         self._agent = _Agent("server")
         self._limit_s = timeout_s
-        super().__init__(host, port, timeout_s, snapshot=snapshot)
+        super().__init__(host, port, timeout_s, token=token, snapshot=snapshot)
 
     def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
-        return _NixlDesk(self._agent, hub, label, send, self._limit_s)
+        return _NixlDesk(self._agent, hub, label, send, self._limit_s, self.limits.payload_bytes)
 
 
 class NixlQueue(TcpQueue):
@@ -185,8 +187,8 @@ class NixlQueue(TcpQueue):
     scheme = "nixl"
     is_lending = False
 
-    def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
-        super().__init__(host, port, timeout_s=timeout_s)
+    def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
+        super().__init__(host, port, timeout_s=timeout_s, token=token)
         self._agent = _Agent("client")
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
@@ -221,12 +223,15 @@ class NixlQueue(TcpQueue):
             return  # then it keeps nothing; the values are here, or an error is on its way
 
 
-def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> ServedQueue:
-    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
-    gateway = _NixlGateway(*split_place(name or "127.0.0.1:0", "nixl"), timeout_s, snapshot)
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None) -> ServedQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`.
+
+    Option: `token`.
+    """
+    gateway = _NixlGateway(*split_place(name or "127.0.0.1:0", "nixl"), timeout_s, snapshot, token)
     return ServedQueue(gateway, timeout_s=timeout_s)
 
 
-def connect(name: str, *, timeout_s: float) -> NixlQueue:
-    """See `rl_tq.connect`."""
-    return NixlQueue(*split_place(name, "nixl"), timeout_s=timeout_s)
+def connect(name: str, *, timeout_s: float, token: str | None = None) -> NixlQueue:
+    """See `rl_tq.connect`. Option: `token`."""
+    return NixlQueue(*split_place(name, "nixl"), timeout_s=timeout_s, token=token)

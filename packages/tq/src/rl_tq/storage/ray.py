@@ -109,8 +109,8 @@ class _Keepers:
 class _RayDesk(Desk):
     """Knows where values lie, and never sees them."""
 
-    def __init__(self, keepers: _Keepers, hub: Hub, label: str, send: Send) -> None:
-        super().__init__(hub, label, send)
+    def __init__(self, keepers: _Keepers, hub: Hub, label: str, send: Send, max_waiting_bytes: int) -> None:
+        super().__init__(hub, label, send, max_waiting_bytes=max_waiting_bytes)
         self._keepers = keepers
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
@@ -142,12 +142,12 @@ class _RayGateway(Gateway):
 
     def __init__(self, queue: str, timeout_s: float, snapshot: Path | None) -> None:
         self._keepers: _Keepers | None = None
-        secret = secrets.token_hex().encode()
-        super().__init__(ray.util.get_node_ip_address(), 0, timeout_s, secret)
+        token = secrets.token_hex()
+        super().__init__(ray.util.get_node_ip_address(), 0, timeout_s, token=token)
         self.hub.address = f"ray://{queue}"
         try:
             node = ray.get_runtime_context().get_node_id()
-            self._keepers = _Keepers(queue, (self.host, self.port, secret, node))
+            self._keepers = _Keepers(queue, (self.host, self.port, token, node))
             if snapshot is not None:
                 self.hub.restore(snapshot, self._keepers.keep)
         except BaseException:
@@ -162,7 +162,7 @@ class _RayGateway(Gateway):
 
     def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
         assert self._keepers is not None
-        return _RayDesk(self._keepers, hub, label, send)
+        return _RayDesk(self._keepers, hub, label, send, self.limits.payload_bytes)
 
 
 class RayQueue(TcpQueue):
@@ -178,10 +178,10 @@ class RayQueue(TcpQueue):
         address = f"ray://{queue}"
         try:
             first = self._keepers[""] = ray.get_actor(actor_name(queue, ""), namespace=NAMESPACE)
-            host, port, secret, serving = ray.get(first.where.remote(), timeout=timeout_s)
+            host, port, token, serving = ray.get(first.where.remote(), timeout=timeout_s)
         except (ValueError, RayError) as error:
             raise ServerLostError(f"nobody serves {address} in this cluster of Ray: {error}") from error
-        super().__init__(host, port, timeout_s=timeout_s, secret=secret)
+        super().__init__(host, port, timeout_s=timeout_s, token=token)
         self.address = address
         node = ray.get_runtime_context().get_node_id()
         self._node = "" if node == serving else node

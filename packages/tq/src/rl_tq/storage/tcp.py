@@ -1,8 +1,9 @@
 """`tcp://HOST:PORT`: a queue for the processes of several hosts. The values lie in the serving process's memory.
 
 A put sends its extent once; a get receives the rows and columns it names, in one message, straight into the memory that
-it returns. Beyond the loopback interface both ends must have the same token in `RL_TQ_TOKEN`, which they prove when
-they connect. Nothing is encrypted: serve inside a network whose wires you trust.
+it returns. Both ends must have the same token, which they prove when they connect: `token=`, or the variable
+`RL_TQ_TOKEN`, which a server on the loopback interface sets for the processes that it starts. Nothing is encrypted:
+serve inside a network whose wires you trust.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from typing import TYPE_CHECKING
 
 from rl_tq import _handshake, _stream
 from rl_tq._checks import check_process
+from rl_tq._codec import encode
 from rl_tq._hub import Hub
+from rl_tq._limits import MAX_MESSAGE_BYTES, Limits
+from rl_tq._listener import Listener
 from rl_tq._neighbours import Neighbours, key_of
 from rl_tq._parking import Slot, Turnstile
 from rl_tq._remote import Desk, Payload, RemoteQueue, Send, assembled, landing_place
@@ -29,7 +33,6 @@ from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -43,18 +46,15 @@ _TICK_S = 0.1
 class _Remote:
     """One client, as the server has it: a thread that reads and handles, and one that sends."""
 
-    def __init__(
-        self,
-        desk: Callable[[Hub, str, Send], Desk],
-        hub: Hub,
-        connection: socket.socket,
-        peer: str,
-        secret: bytes | None,
-    ) -> None:
+    def __init__(self, gateway: Gateway, connection: socket.socket, label: str) -> None:
+        self.is_authenticated = False
         self._connection = connection
-        self._secret = secret
+        self._secret = gateway.secret
+        self._limits = gateway.limits
         self._outgoing: SimpleQueue[tuple[Message, Payload] | None] = SimpleQueue()
-        self._desk = desk(hub, peer, lambda message, payload: self._outgoing.put((message, payload)))
+        self._unsent_bytes = 0
+        self._sent = threading.Condition()
+        self._desk = gateway.make_desk(gateway.hub, label, self._send)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
@@ -64,34 +64,56 @@ class _Remote:
         """Whether the connection is not all wound up yet."""
         return self._threads[1].is_alive()
 
-    def close(self) -> None:
-        """End the connection."""
+    def shut(self) -> None:
+        """End the connection, without waiting until it has ended."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.shut()
         for thread in self._threads:
             thread.join()
+
+    def _send(self, message: Message, payload: Payload) -> None:
+        with self._sent:
+            self._unsent_bytes += sum(map(len, payload))
+        self._outgoing.put((message, payload))
 
     def _read(self) -> None:
         try:
             _handshake.welcome(self._connection, self._secret)
+            self.is_authenticated = True
             while True:
-                self._desk.take(*_stream.receive(self._connection))
-        except (OSError, ValueError, KeyError):
+                message, payload = _stream.receive(
+                    self._connection,
+                    max_text_bytes=MAX_MESSAGE_BYTES,
+                    max_payload_bytes=self._limits.payload_bytes,
+                )
+                with self._sent:  # who asks for more than it reads is not read from
+                    self._sent.wait_for(lambda: self._unsent_bytes <= self._limits.payload_bytes)
+                self._desk.take(message, payload)
+        except (OSError, ValueError, KeyError, MemoryError):
             return  # it closed, died, or does not speak our language: nothing of it can be answered any more
         finally:
             self._desk.leave()
             self._outgoing.put(None)
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+            self.shut()
 
     def _write(self) -> None:
         try:
             while (item := self._outgoing.get()) is not None:
-                _stream.send(self._connection, *item)
+                message, payload = item
+                _stream.send(self._connection, encode(message), payload)
+                with self._sent:
+                    self._unsent_bytes -= sum(map(len, payload))
+                    self._sent.notify()
         except OSError:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # the reader ends, and says so
+            self.shut()  # the reader ends, and says so
         finally:
+            with self._sent:
+                self._unsent_bytes = -(1 << 62)  # nobody waits for a connection that is over
+                self._sent.notify()
             self._threads[0].join()
             self._connection.close()
 
@@ -104,64 +126,45 @@ class Gateway:
     """Whether extents are memory of this process."""
 
     def __init__(
-        self, host: str, port: int, timeout_s: float, secret: bytes | None = None, snapshot: Path | None = None
+        self,
+        host: str,
+        port: int,
+        timeout_s: float,
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
+        snapshot: Path | None = None,
     ) -> None:
-        """`secret` None: what the environment says."""
+        """`token` None: that of the environment, or a new one."""
         self.host = host
-        self._secret = secret or _handshake.token()
-        _handshake.check_exposure(host, self._secret)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            raise AddressError(
-                f"{self.scheme}://{host}:{port} cannot be served: {error.strerror}; take another port, or an address "
-                "of this host"
-            ) from error
-        close_after_fork(self._listener)
-        self.port: int = self._listener.getsockname()[1]
-        self._timeout_s = timeout_s
+        self.secret = _handshake.serving_token(host, token)
+        self.limits = limits or Limits()
+        self._listener = Listener(
+            lambda port: _address(self.scheme, host, port), host, port, timeout_s=timeout_s, limits=self.limits
+        )  # fmt: skip
+        self.port = self._listener.port
         try:
             self.hub = Hub(_address(self.scheme, host, self.port), snapshot, is_compacted=self.is_compacted)
         except BaseException:
             self._listener.close()
             raise
-        self._remotes: list[_Remote] = []
         self._is_closed = threading.Event()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._tick)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+        self._thread.start()
+        self._listener.start(lambda connection, label: _Remote(self, connection, label))
 
     def close(self) -> None:
         """End every connection, and free every extent. Idempotent."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for thread in self._threads:
-            thread.join()
-        for remote in self._remotes:
-            remote.close()
+        self._thread.join()
         self.hub.close()
 
     def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
         """Where a client is answered."""
-        return Desk(hub, label, send)
-
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                self._is_closed.wait(_TICK_S)  # closed, or no descriptor is left for now
-                continue
-            close_after_fork(connection)
-            _stream.prepare(connection, self._timeout_s)
-            self._remotes = [remote for remote in self._remotes if remote.is_alive]
-            label = f"client {peer[0]}:{peer[1]}"
-            self._remotes.append(_Remote(self.make_desk, self.hub, connection, label, self._secret))
+        return Desk(hub, label, send, max_waiting_bytes=self.limits.payload_bytes)
 
     def _tick(self) -> None:
         """Have leases and waits end at their deadline."""
@@ -190,9 +193,10 @@ class TcpQueue(RemoteQueue):
     is_lending = True
     """Whether what it fetches is passed on to other clients of its host."""
 
-    def __init__(self, host: str, port: int, *, timeout_s: float, secret: bytes | None = None) -> None:
+    def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
         super().__init__(_address(self.scheme, host, port), timeout_s=timeout_s)
         self._pid = os.getpid()
+        secret = _handshake.client_token(self.address, token)
         try:
             self._socket = socket.create_connection((host, port), timeout=timeout_s)
         except OSError as error:
@@ -202,7 +206,7 @@ class TcpQueue(RemoteQueue):
             ) from error
         close_after_fork(self._socket)
         try:
-            _handshake.introduce(self._socket, self.address, timeout_s, secret or _handshake.token())
+            _handshake.introduce(self._socket, self.address, timeout_s, secret)
         except AddressError:
             self._socket.close()
             raise
@@ -286,9 +290,10 @@ class TcpQueue(RemoteQueue):
         return slot.result()
 
     def _send(self, message: Message, payload: list[torch.Tensor]) -> None:
+        text = _stream.encode_request(message)
         with self._send_lock:
             try:
-                _stream.send(self._socket, message, payload)
+                _stream.send(self._socket, text, payload)
             except OSError as error:
                 self._lose(f"sending to it failed: {error}")
         self._check_alive()
@@ -331,15 +336,30 @@ class TcpQueue(RemoteQueue):
         return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
 
 
-def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> ServedQueue:
-    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
-    gateway = Gateway(*split_place(name or "127.0.0.1:0"), timeout_s, snapshot=snapshot)
+def serve(
+    name: str,
+    *,
+    timeout_s: float,
+    snapshot: Path | None = None,
+    token: str | None = None,
+    max_connections: str | None = None,
+    max_put_bytes: str | None = None,
+) -> ServedQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`.
+
+    Options: `token`; `max_connections` of one peer host (1024); `max_put_bytes`, of one put, and of what one client
+    has under way (a quarter of the host's memory).
+    """
+    limits = Limits.from_options(max_connections, max_put_bytes)
+    gateway = Gateway(
+        *split_place(name or "127.0.0.1:0"), timeout_s, token=token, limits=limits, snapshot=snapshot
+    )  # fmt: skip
     return ServedQueue(gateway, timeout_s=timeout_s)
 
 
-def connect(name: str, *, timeout_s: float) -> TcpQueue:
-    """See `rl_tq.connect`."""
-    return TcpQueue(*split_place(name), timeout_s=timeout_s)
+def connect(name: str, *, timeout_s: float, token: str | None = None) -> TcpQueue:
+    """See `rl_tq.connect`. Option: `token`."""
+    return TcpQueue(*split_place(name), timeout_s=timeout_s, token=token)
 
 
 def split_place(name: str, scheme: str = "tcp") -> tuple[str, int]:

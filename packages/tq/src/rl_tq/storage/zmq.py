@@ -1,15 +1,17 @@
 """`zmq://HOST:PORT`: a queue for networks that one does not trust. The values lie in the serving process's memory.
 
 Choose it over `tcp` where others can reach or hear the wire: ZeroMQ's CURVE (curvezmq.org) encrypts and authenticates
-every message, and only who has the address that `serve` returned, with the server's key in it, gets in. One thread and
-one port serve any number of clients. It is slower than `tcp`, encryption and one more copy being the price. A client or
-server that dies is noticed by its silence, after 10 s.
+every message. Only who has the address that `serve` returned, with the server's key in it, and the same token (as for
+`tcp`) gets in. One thread and one port serve any number of clients. It is slower than `tcp`, encryption and one more
+copy being the price. A client or server that dies is noticed by its silence, after 10 s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
+import secrets
 import socket as plain_socket
 import threading
 import time
@@ -21,13 +23,16 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from rl_tq import _handshake
 from rl_tq._checks import check_process
 from rl_tq._codec import decode, encode
 from rl_tq._hub import Hub
+from rl_tq._limits import MAX_MESSAGE_BYTES, Limits
 from rl_tq._parking import Slot
 from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
 from rl_tq._service import Message, raise_error
 from rl_tq._session import GRACE_S
+from rl_tq._stream import encode_request
 from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
 from rl_tq.storage.inproc import InprocQueue
 
@@ -39,7 +44,10 @@ if TYPE_CHECKING:
 _BEAT_S = 1.0
 _SILENCE_S = 10.0
 _TICK_S = 0.1
+_MAX_HELLO_BYTES = 1024
 _LINGER_MS = 1000
+_MAX_UNREAD = 64
+"""Messages of one client that ZeroMQ reads ahead."""
 
 
 class _Loop:
@@ -70,6 +78,9 @@ class _Loop:
     def receive(self, frames: list[zmq.Frame]) -> None:
         """A message came."""
         raise NotImplementedError
+
+    def sent(self, frames: list[Any], tracker: zmq.MessageTracker | None) -> None:
+        """Frames are ZeroMQ's now; the tracker says when it has let go of them."""
 
     def tick(self) -> None:
         """Some time passed."""
@@ -111,21 +122,25 @@ class _Loop:
 
     def _flush(self) -> None:
         while self._outgoing:
+            frames = self._outgoing.popleft()
             with contextlib.suppress(zmq.Again, zmq.error.ZMQError):  # a client that is gone
-                self.socket.send_multipart(self._outgoing.popleft(), zmq.NOBLOCK, copy=False)
+                self.sent(frames, self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True))
 
 
 class _Gateway(_Loop):
     """Lets the clients of other processes into a hub."""
 
-    def __init__(self, host: str, port: int, snapshot: Path | None) -> None:
+    def __init__(self, host: str, port: int, snapshot: Path | None, token: str | None, limits: Limits) -> None:
+        self._secret = _handshake.serving_token(host, token)
+        self._limits = limits
         self.hub = Hub("zmq", snapshot)
         self._context: zmq.Context[Any] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         public, secret = zmq.curve_keypair()
         for option, value in (
-            (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0),
-            (zmq.ROUTER_HANDOVER, 0), (zmq.IPV6, int(":" in host)),
+            (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret), (zmq.SNDHWM, 0), (zmq.RCVHWM, _MAX_UNREAD),
+            (zmq.ROUTER_HANDOVER, 0), (zmq.IPV6, int(":" in host)), (zmq.MAXMSGSIZE, limits.payload_bytes),
+            (zmq.HANDSHAKE_IVL, round(1e3 * _handshake.LIMIT_S)),
         ):  # fmt: skip
             socket.setsockopt(option, value)
         try:
@@ -141,8 +156,10 @@ class _Gateway(_Loop):
             ) from error
         super().__init__(self._context, socket, "rl-tq-zmq-server")
         self.hub.address = f"zmq://{_bracketed(host)}:{port}/{z85.decode(public).hex()}"
+        self._key = public
         self._desks: dict[bytes, Desk] = {}
         self._heard: dict[bytes, float] = {}
+        self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self.thread.start()
 
     def close(self) -> None:
@@ -154,16 +171,15 @@ class _Gateway(_Loop):
 
     def receive(self, frames: list[zmq.Frame]) -> None:
         client = frames[0].bytes
+        if client not in self._desks:
+            self._greet(client, frames)
+            return
         self._heard[client] = time.monotonic()
         try:
+            if len(frames) > 3 or len(frames[1]) > MAX_MESSAGE_BYTES or not self._takes_answers(client):
+                raise ValueError("it sends too much, or reads too little")
             message = decode(frames[1].bytes)
             if message.get("op") == "beat":
-                self._outgoing.append([client, encode({"op": "beat"})])
-                return
-            if client not in self._desks:
-                label = f"client {message['id'] if message.get('op') == 'hello' else client.hex()}"
-                self._desks[client] = Desk(self.hub, label, self._sender(client))
-            if message.get("op") == "hello":
                 self._outgoing.append([client, encode({"op": "beat"})])
                 return
             payload = None
@@ -173,8 +189,45 @@ class _Gateway(_Loop):
             self._desks[client].take(message, payload)
             if self._desks[client].has_left:
                 self._drop(client)
-        except (ConnectionError, ValueError, KeyError, IndexError, AttributeError, TypeError):
+        except (ConnectionError, ValueError, IndexError, MemoryError):
             self._drop(client)  # it does not speak our language
+
+    def sent(self, frames: list[Any], tracker: zmq.MessageTracker | None) -> None:
+        """See `_Loop`."""
+        unsent = self._unsent.get(frames[0])
+        if unsent is not None and tracker is not None and len(frames) > 2:
+            unsent.append((tracker, sum(frame.nbytes for frame in frames[2:])))
+
+    def _takes_answers(self, client: bytes) -> bool:
+        """Whether a client reads what it asked for."""
+        unsent = self._unsent[client]
+        while unsent and unsent[0][0].done:
+            unsent.popleft()
+        return sum(nbytes for _, nbytes in unsent) <= self._limits.payload_bytes
+
+    def _greet(self, client: bytes, frames: list[zmq.Frame]) -> None:
+        """Let a client in, if its first message proves the token; whatever else a stranger says is not answered."""
+        try:
+            if len(frames) != 2 or len(frames[1]) > _MAX_HELLO_BYTES:
+                return
+            message = decode(frames[1].bytes)
+            if message.get("op") != "hello":
+                return
+            expected = _handshake.proof(self._secret, b"client", z85.decode(self._key), message["nonce"])
+            has_token = hmac.compare_digest(message["proof"], expected)
+        except (ConnectionError, KeyError, TypeError):
+            return
+        if not has_token:
+            self._outgoing.append([client, encode({"op": "refused"})])
+            return
+        if len(self._desks) >= self._limits.connections:
+            self._outgoing.append([client, encode({"op": "closed"})])
+            return
+        self._heard[client] = time.monotonic()
+        self._unsent[client] = deque()
+        label = f"client {str(message.get('id'))[:64]}"
+        self._desks[client] = Desk(self.hub, label, self._sender(client), max_waiting_bytes=self._limits.payload_bytes)
+        self._outgoing.append([client, encode({"op": "beat"})])
 
     def tick(self) -> None:
         self.hub.expire()
@@ -188,6 +241,7 @@ class _Gateway(_Loop):
 
     def _drop(self, client: bytes) -> None:
         self._heard.pop(client, None)
+        self._unsent.pop(client, None)
         desk = self._desks.pop(client, None)
         if desk is not None:
             desk.leave()
@@ -215,9 +269,10 @@ class _ServedQueue(InprocQueue):
 class ZmqQueue(RemoteQueue, _Loop):
     """A client in any process that reaches the server and has its key."""
 
-    def __init__(self, host: str, port: int, key: bytes, *, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, key: bytes, *, timeout_s: float, token: str | None = None) -> None:
         RemoteQueue.__init__(self, f"zmq://{_bracketed(host)}:{port}/{key.hex()}", timeout_s=timeout_s)
         self._pid = os.getpid()
+        secret_token = _handshake.client_token(self.address, token)
         try:  # ZeroMQ would go on trying
             plain_socket.create_connection((host, port), timeout=timeout_s).close()
         except OSError as error:
@@ -241,9 +296,19 @@ class ZmqQueue(RemoteQueue, _Loop):
         self._why_lost: str | None = None
         self._heard = self._beaten = time.monotonic()
         self._greeted = threading.Event()
-        self._outgoing.append([encode({"op": "hello", "id": f"process {os.getpid()}"})])
+        self._is_refused = False
+        nonce = secrets.token_bytes(32)
+        proof = _handshake.proof(secret_token, b"client", key, nonce)
+        self._outgoing.append([encode({"op": "hello", "id": f"process {os.getpid()}", "nonce": nonce, "proof": proof})])
         self.thread.start()
-        if not self._greeted.wait(min(timeout_s, _SILENCE_S)):
+        has_answered = self._greeted.wait(min(timeout_s, _SILENCE_S))
+        if self._is_refused:
+            self.close()
+            raise AddressError(
+                f"the server of {self.address} has another token than this process: set {_handshake.VARIABLE} alike, "
+                "or pass token="
+            )
+        if not has_answered:
             self.close()
             raise ServerLostError(
                 f"who listens at {host}:{port} does not serve {self.address}: pass the address that serve() returned, "
@@ -266,6 +331,9 @@ class ZmqQueue(RemoteQueue, _Loop):
         message = decode(frames[0].bytes)
         match message.get("op"):
             case "beat":
+                self._greeted.set()
+            case "refused":
+                self._is_refused = True
                 self._greeted.set()
             case "closed":
                 self._lose("the queue was closed")
@@ -297,7 +365,7 @@ class ZmqQueue(RemoteQueue, _Loop):
         with self._lock:
             self._check_alive()
             self._pending[number] = (slot, landing if landing is not None and landing.is_given else None)
-        self.send([encode({**request, "id": number}), *(part.numpy().data for part in payload)])
+        self.send([encode_request({**request, "id": number}), *(part.numpy().data for part in payload)])
         deadline = time.monotonic() + timeout_s + GRACE_S
         try:
             while not slot.is_done and (left := deadline - time.monotonic()) > 0:
@@ -332,22 +400,34 @@ class ZmqQueue(RemoteQueue, _Loop):
         return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
 
 
-def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> _ServedQueue:
-    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
+def serve(
+    name: str,
+    *,
+    timeout_s: float,
+    snapshot: Path | None = None,
+    token: str | None = None,
+    max_connections: str | None = None,
+    max_put_bytes: str | None = None,
+) -> _ServedQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`.
+
+    Options: those of `tcp`; `max_connections` counts the clients of all hosts.
+    """
     host, port, key = _split(name or "127.0.0.1:0")
     if key:
         raise AddressError(f"'zmq://{name}' brings a key: a server makes its own; serve zmq://HOST:PORT")
-    return _ServedQueue(_Gateway(host, port, snapshot), timeout_s=timeout_s)
+    limits = Limits.from_options(max_connections, max_put_bytes)
+    return _ServedQueue(_Gateway(host, port, snapshot, token, limits), timeout_s=timeout_s)
 
 
-def connect(name: str, *, timeout_s: float) -> ZmqQueue:
-    """See `rl_tq.connect`."""
+def connect(name: str, *, timeout_s: float, token: str | None = None) -> ZmqQueue:
+    """See `rl_tq.connect`. Option: `token`."""
     host, port, key = _split(name)
     if not key:
         raise AddressError(
             f"'zmq://{name}' lacks the server's key: pass the address of the client that serve() returned"
         )
-    return ZmqQueue(host, port, key, timeout_s=timeout_s)
+    return ZmqQueue(host, port, key, timeout_s=timeout_s, token=token)
 
 
 def _split(name: str) -> tuple[str, int, bytes]:

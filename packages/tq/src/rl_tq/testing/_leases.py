@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,11 @@ from rl_tq.errors import (
     TransferQueueError,
     WaitTimeoutError,
 )
-from rl_tq.testing._served import Served, until
+from rl_tq.testing._served import SLACK_S, Served, ends_within, until
 from rl_tq.types import BatchMeta
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from rl_tq.base import TransferQueue
@@ -79,6 +81,51 @@ class LeasesContract(Served):
         queue.extend(again, 600.0)
         queue.ack(again)
         assert queue.stats()["leases_expired"] == 1
+
+    def test_waits_and_leases_end_at_their_deadline(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Not before it, and at most a few seconds after it."""
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 1}
+        queue.configure("full", max_rows=1)
+        queue.put({"a": torch.zeros(1)}, partition="full")
+
+        def fails(call: Callable[[], Any]) -> Callable[[], None]:
+            def run() -> None:
+                begun = time.monotonic()
+                with pytest.raises(WaitTimeoutError):
+                    call()
+                assert time.monotonic() - begun >= 0.19
+
+            return run
+
+        for call in (
+            lambda: peer.get_meta(**claim, timeout_s=0.2),
+            lambda: peer.put({"a": torch.zeros(1)}, partition="full", timeout_s=0.2),
+            lambda: peer.admit(partition="full", num_rows=1, timeout_s=0.2),
+        ):
+            ends_within(fails(call), 0.2 + SLACK_S)
+        queue.put({"a": torch.zeros(1)}, partition="p")
+
+        def claims_what_another_let_expire() -> None:
+            begun = time.monotonic()
+            first = peer.get_meta(**claim, lease_s=0.5)
+            second = queue.get_meta(**claim, timeout_s=20.0)
+            assert time.monotonic() - begun >= 0.49
+            assert second.leases != first.leases
+            queue.nack(second)
+
+        queue.configure("p", max_attempts=100)
+        ends_within(claims_what_another_let_expire, 0.5 + SLACK_S)
+
+    def test_an_extended_lease_lasts(self, queue: TransferQueue, peer: TransferQueue) -> None:
+        """Past its first deadline, for its holder alone."""
+        queue.put({"a": torch.zeros(1)}, partition="p")
+        claim: dict[str, Any] = {"partition": "p", "columns": ["a"], "task": "t", "batch_size": 1}
+        held = peer.get_meta(**claim, lease_s=2.0)
+        peer.extend(held, 600.0)
+        with pytest.raises(WaitTimeoutError):
+            queue.get_meta(**claim, timeout_s=2.5)
+        peer.ack(held)
+        assert queue.stats()["leases_expired"] == 0
 
     def test_a_client_that_leaves_gives_its_claims_back(self, queue: TransferQueue) -> None:
         """Rows are not lost because somebody fetched them; a good-bye costs no attempt."""

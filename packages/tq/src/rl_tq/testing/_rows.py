@@ -132,10 +132,15 @@ class RowsContract(Served):
     def test_cleared_rows_are_stale_and_others_are_not(self, queue: TransferQueue, peer: TransferQueue) -> None:
         """Even when a row is put again under the same id."""
         meta = queue.put({"a": torch.arange(3)}, partition="p", sample_ids=["x", "y", "z"])
+        for reference in (meta, meta.reorder([1]), meta.reorder([2, 0])):  # whatever either keeps, it has now
+            assert queue.get(reference)["a"].tolist() == peer.get(reference)["a"].tolist()
         peer.clear(meta.reorder([1]))
         again = peer.put({"a": torch.tensor([9])}, partition="p", sample_ids=["y"])
-        with pytest.raises(StaleReferenceError, match=r"1 of 3 rows.*'y'"):
-            queue.get(meta)
+        for client in (queue, peer):
+            with pytest.raises(StaleReferenceError, match=r"1 of 3 rows.*'y'"):
+                client.get(meta)
+            with pytest.raises(StaleReferenceError):
+                client.get(meta.reorder([1]))
         with pytest.raises(StaleReferenceError):
             queue.clear(meta)
         assert queue.get(meta.reorder([2, 0]))["a"].tolist() == [2, 0]
@@ -145,10 +150,12 @@ class RowsContract(Served):
         """With another generation and schema, and nothing consumed; references to the old one never read the new."""
         meta = queue.put({"a": torch.arange(3)}, partition="p", sample_ids=["x", "y", "z"])
         queue.get_meta(partition="p", columns=["a"], batch_size=3, task="t")
+        assert queue.get(meta)["a"].tolist() == peer.get(meta)["a"].tolist() == [0, 1, 2]
         peer.clear("p")
         peer.clear("p")
-        with pytest.raises(StaleReferenceError, match="was not put to since"):
-            queue.get(meta)
+        for client in (queue, peer):
+            with pytest.raises(StaleReferenceError, match="was not put to since"):
+                client.get(meta)
         again = queue.put({"a": [torch.zeros(2), torch.zeros(1)]}, partition="p", sample_ids=["x", "y"])
         assert again.generation > meta.generation
         with pytest.raises(StaleReferenceError, match=f"its generation {meta.generation}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -37,11 +38,13 @@ class ControllerHost:
 
     def __init__(self, conf: Config, host: str) -> None:
         options, storage = conf.controller, conf.backend.SimpleStorage
+        key = secrets.token_hex(32)
+        is_alone = host == "127.0.0.1"
         self._controller = TransferQueueController(
-            options.sampler, options.polling_mode, "shm://" if host == "127.0.0.1" else f"tcp://{host}:0",
-            storage.total_storage_size,
+            options.sampler, options.polling_mode, "shm://" if is_alone else f"tcp://{host}:0",
+            storage.total_storage_size, None if is_alone else key,
         )  # fmt: skip
-        self._server = ControllerServer(self._controller, host)
+        self._server = ControllerServer(self._controller, host, key)
         options["zmq_info"] = self._server.info
         if conf.metrics.enabled:
             conf.metrics["endpoint"] = _serve_metrics(self._controller, host, conf.metrics.port)

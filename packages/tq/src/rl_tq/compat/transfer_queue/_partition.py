@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from rl_tq.compat.transfer_queue import _codec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -129,3 +131,12 @@ class Partition:
         for row in unused:
             del self.rows[row]
         return unused
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+_codec.register(Place, Place._asdict)
+_codec.register(Field, _slots)
+_codec.register(Partition, _slots)

@@ -2,13 +2,12 @@
 
 A field of tensors with dimensions is a ragged column, whatever the batch looked like, so that samples of other lengths
 may come later. Its name ends in the inner shape, so that samples may even differ there. Scalars are a dense column.
-Anything else is JSON where JSON gives it back as it was, and pickled else: as there, a sample may hold any Python
-object.
+Anything else is JSON where JSON gives it back as it was, and packed (`_codec`) else. What that does not carry, objects
+of classes of one's own, is refused.
 """
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
@@ -17,12 +16,14 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from rl_tq.compat.transfer_queue import _codec
 from rl_tq.compat.transfer_queue.metadata import names_of
+from rl_tq.errors import SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_JSON, _PICKLE, _SCALAR = "json", "pickle", "scalar"
+_JSON, _PACKED, _SCALAR = "json", "packed", "scalar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def encode(data: Mapping[str, Any], size: int) -> list[Piece]:
 
     Raises:
         ValueError: a field has another number of samples.
+        SchemaError: a sample is an object that is not carried.
     """
     whole = Piece(positions=range(size), columns={}, names={})
     others: list[Piece] = []
@@ -77,11 +79,11 @@ def _column(field: str, value: Any) -> tuple[int, str, Any]:
     items = items_of(value)
     if all(map(_is_json, items)):
         return len(items), f"{field}:{_JSON}", items
-    return (
-        len(items),
-        f"{field}:{_PICKLE}",
-        [torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) for item in items],
-    )
+    try:
+        packed = list(map(_codec.encode, items))
+    except TypeError as error:
+        raise SchemaError(f"field {field!r} cannot be stored: {error}") from error
+    return len(items), f"{field}:{_PACKED}", [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
 
 
 def items_of(value: Any) -> list[Any]:
@@ -117,8 +119,8 @@ def decode(column: str, values: Any) -> Any:
     kind = column.rpartition(":")[2]
     if kind == _JSON:
         return values.tolist()
-    if kind == _PICKLE:
-        return [pickle.loads(row.numpy().tobytes()) for row in values.unbind()]
+    if kind == _PACKED:
+        return [_codec.decode(row.numpy()) for row in values.unbind()]
     return values
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -13,19 +12,19 @@ import torch
 from tensordict import TensorDict
 
 from rl_tq import TransferQueue, connect
-from rl_tq.compat.transfer_queue import _values
+from rl_tq.compat.transfer_queue import _codec, _values
 from rl_tq.compat.transfer_queue._rpc import ControllerInfo, ControllerStub
 from rl_tq.compat.transfer_queue.controller import METADATA_TIMEOUT_S, reference
 from rl_tq.compat.transfer_queue.metadata import BatchMeta, extract_field_schema
 from rl_tq.errors import MissingDataError, StaleReferenceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_STATE_FILE, _VALUES_FILE = "controller_state.pkl", "values.pt"
+_VALUES_FILE = "values.records"
 _MAX_MOVES = 8
 """How often values may be replaced by others while they are being fetched."""
 
@@ -58,7 +57,8 @@ class TransferQueueClient:
             raise ValueError("zmq_io_threads and zmq_max_sockets mean nothing here: there is no zmq. Leave them out")
         self.client_id = client_id
         self._controller = ControllerStub(controller_info)
-        self._address = self._controller.call("queue_address")
+        self._address: str = self._controller.call("queue_address")
+        self._token = None if self._address.startswith("shm://") else controller_info.key
         self._pid = 0
         self._connected: TransferQueue | None = None
 
@@ -71,7 +71,7 @@ class TransferQueueClient:
     @property
     def _queue(self) -> TransferQueue:
         if self._connected is None or self._pid != os.getpid():
-            self._pid, self._connected = os.getpid(), connect(self._address)
+            self._pid, self._connected = os.getpid(), connect(self._address, token=self._token)
         return self._connected
 
     # Samples
@@ -256,15 +256,21 @@ class TransferQueueClient:
 
     def save_controller_checkpoint(self, path: str) -> None:
         """Write what the controller knows, but for the values."""
-        Path(path).write_bytes(pickle.dumps(self._controller.call("snapshot")))
+        with Path(path).open("wb") as file:
+            _codec.write_records(file, [self._controller.call("snapshot")])
 
     def load_controller_checkpoint(self, path: str) -> None:
-        """Replace what the controller knows by what `save_controller_checkpoint` wrote. Read only files you trust."""
-        self._controller.call("restore", pickle.loads(Path(path).read_bytes()))
+        """Replace what the controller knows by what `save_controller_checkpoint` wrote. Nothing in the file runs."""
+        with Path(path).open("rb") as file:
+            [state] = _codec.read_records(file)
+        self._controller.call("restore", state)
 
     def save_storage_checkpoint(self, checkpoint_dir: str) -> None:
         """Write all values."""
-        saved: list[tuple[str, list[int], dict[str, Any]]] = []
+        with (Path(checkpoint_dir) / _VALUES_FILE).open("wb") as file:
+            _codec.write_records(file, self._all_values())
+
+    def _all_values(self) -> Iterator[tuple[str, list[int], dict[str, Any]]]:
         for partition in self.get_partition_list():
             home = self._controller.call("get_partition_snapshot", partition)
             for name, field in home.fields.items() if home else ():
@@ -274,14 +280,14 @@ class TransferQueueClient:
                     values = _values.join(self._fetch(partition, {name: where})[name], len(indexes))
                     is_tensor = isinstance(values, torch.Tensor)
                     rows = list(values.unbind()) if is_tensor and values.is_nested else values
-                    saved.append((partition, indexes, {name: rows if is_tensor else values.tolist()}))
-        torch.save(saved, Path(checkpoint_dir) / _VALUES_FILE)
+                    yield partition, indexes, {name: rows if is_tensor else values.tolist()}
 
     def load_storage_checkpoint(self, checkpoint_dir: str) -> None:
-        """Put all values again, for samples that the controller knows. Read only files you trust."""
-        for partition, indexes, fields in torch.load(Path(checkpoint_dir) / _VALUES_FILE, weights_only=False):
-            meta = BatchMeta(indexes, [partition] * len(indexes))
-            self._put(meta, {name: _nested(values) for name, values in fields.items()})
+        """Put all values again, for samples that the controller knows. Nothing in the file runs."""
+        with (Path(checkpoint_dir) / _VALUES_FILE).open("rb") as file:
+            for partition, indexes, fields in _codec.read_records(file):
+                meta = BatchMeta(indexes, [partition] * len(indexes))
+                self._put(meta, {name: _nested(values) for name, values in fields.items()})
 
     def close(self) -> None:
         """Leave."""

@@ -43,12 +43,13 @@ class TransferQueueController:
         polling_mode: bool = False,
         address: str = "shm://",
         max_samples: int | None = None,
+        token: str | None = None,
     ) -> None:
         """Serve a queue at `address`; with `polling_mode`, who finds too few samples gets none instead of waiting."""
         self.register_sampler(sampler)
         self.polling_mode = polling_mode
         self._max_samples = max_samples
-        self._queue = serve(address)
+        self._queue = serve(address, token=token)
         self._changed = threading.Condition()
         self._numbers = count()
         self.partitions: dict[str, Partition] = {}

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NAME, NAMESPACE = "TransferQueueController", "transfer_queue"
-_METADATA_FILE, _CONTROLLER_FILE = "metadata.json", "controller_state.pkl"
+_METADATA_FILE, _CONTROLLER_FILE = "metadata.json", "controller_state.records"
 _START_S = 300.0
 """Ray starts a process for the controller, which imports torch: among many workers of few cores, minutes."""
 
@@ -248,7 +248,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Replace the whole queue by what `save_checkpoint` wrote. Read only directories that you trust.
+    """Replace the whole queue by what `save_checkpoint` wrote. Nothing in it runs.
 
     Raises:
         FileNotFoundError: there is none.

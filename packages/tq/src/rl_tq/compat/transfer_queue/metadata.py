@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_tq.compat.transfer_queue import _codec
 from rl_tq.compat.transfer_queue._fields import (
     Schema,
     even_parts,
@@ -307,3 +308,11 @@ class BatchMeta:
             f"BatchMeta(size={self.size}, field_names={self.field_names}, is_ready={self.is_ready}, "
             f"global_indexes={self.global_indexes}, extra_info={self.extra_info})"
         )
+
+
+def _fields(meta: BatchMeta) -> dict[str, Any]:
+    return dict(vars(meta))
+
+
+_codec.register(BatchMeta, _fields)
+_codec.register(KVBatchMeta, _fields)
