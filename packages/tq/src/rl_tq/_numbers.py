@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MIN_COUNT = 4
+_MAX_COUNT = 1 << 28
 FREE_COUNT = 1 << 18
 """A message may name so many numbers without bringing them; more only as far as there are rows of such numbers."""
 
@@ -40,7 +41,7 @@ def lengthen(value: Any, num_known: Callable[[], int] | None = None) -> list[int
     if not isinstance(value, dict):
         return value
     first, step, count = value["of"]
-    if type(first) is not int or type(count) is not int or step not in (0, 1) or count < 0:
+    if type(first) is not int or type(count) is not int or step not in (0, 1) or not 0 <= count <= _MAX_COUNT:
         raise ValueError(f"{value} is no list of numbers")
     if count > FREE_COUNT and num_known is not None and count > (known := num_known()):
         raise StaleReferenceError(
