@@ -41,12 +41,6 @@ ALLOWED = {
 
 
 BEING_REPLACED = {
-    ("rl_tq/compat/transfer_queue/_rpc.py", "multiprocessing"),
-    ("rl_tq/compat/transfer_queue/_rpc.py", "multiprocessing.connection"),
-    ("rl_tq/compat/transfer_queue/_rpc.py", "pickle"),
-    ("rl_tq/compat/transfer_queue/_values.py", "pickle"),
-    ("rl_tq/compat/transfer_queue/client.py", "pickle"),
-    ("rl_tq/compat/transfer_queue/client.py", "torch.load"),
     ("rl_trainer/rewards/pool.py", "pickle"),
     ("rl_trainer/rewards/worker.py", "pickle"),
 }
