@@ -50,7 +50,7 @@ def test_the_public_names():
         *("AgentError", "FailureError", "LoopError", "OutputError", "RowError", "TemplateError", "TokenizerError"),
         *("OnFailure", "ToolResult"),
         *("PluginError", "ToolDefinitionError", "ToolError", "FunctionTool", "Tool", "ToolCall", "ParsedTurn"),
-        *("CodeResult", "Grader", "GroupResult", "SandboxError", "SandboxLimits"),
+        *("CodeResult", "Grader", "GroupResult", "SandboxError", "SandboxLimits", "SandboxReport"),
         *("AgentLoop", "AgentLoopOutput", "AgentRunner", "Failure", "FailureKind", "Generator", "Message"),
         *("RolloutResult", "Tokenizer", "create_loop", "load_tokenizer", "tokenize_prompt", "validate_output"),
     }

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_agent import FailureError, Grader, SandboxError, SandboxLimits, _sandbox
+from rl_agent import FailureError, Grader, SandboxError, SandboxLimits
 from rl_agent.loops.tool import ToolLoop
-from rl_agent.sandbox_worker.isolation import descendants
+from rl_agent.sandbox import worker as workers
+from rl_agent.sandbox.process.isolation import descendants
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_agent.tools.python import PythonTool
 
@@ -110,8 +111,8 @@ def test_runs_wait_for_a_process_and_too_many_fail_at_once():
 def has_isolation(request, monkeypatch):
     """Where the kernel permits namespaces, and where it does not."""
     if not request.param:
-        start = _sandbox.Worker.start
-        monkeypatch.setattr(_sandbox.Worker, "start", lambda *args, **kwargs: start(*args, **kwargs, may_isolate=False))
+        start = workers.Worker.start
+        monkeypatch.setattr(workers.Worker, "start", lambda *args, **kwargs: start(*args, **kwargs, may_isolate=False))
     return request.param
 
 
@@ -147,7 +148,7 @@ def test_a_grandchild_that_leaves_the_session_does_not_outlive_the_run(has_isola
     path = str(tmp_path / "lives")
 
     async def main():
-        worker = await _sandbox.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
+        worker = await workers.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
         where = "/workspace/lives" if "files" in worker.isolation else path
         result = await worker.run(
             ESCAPE.format(path=where, end=end), "", 2.0 if "sleep(3600)" in end else 60.0, is_fresh=True
@@ -167,7 +168,7 @@ def test_a_kept_process_takes_all_that_it_started_along(has_isolation, tmp_path)
     path = str(tmp_path / "lives")
 
     async def main():
-        worker = await _sandbox.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
+        worker = await workers.Worker.start(LIMITS, **({"workspace": tmp_path} if has_isolation else {}))
         where = "/workspace/lives" if "files" in worker.isolation else path
         await worker.run(ESCAPE.format(path=where, end=""), "", 20.0, is_fresh=False)
         before = size_of(path)
@@ -211,8 +212,8 @@ def test_code_sees_no_process_but_its_own():
 
 
 def test_where_code_cannot_be_shut_off_as_asked_nothing_runs(monkeypatch):
-    start = _sandbox.Worker.start
-    monkeypatch.setattr(_sandbox.Worker, "start", lambda *args, **kwargs: start(*args, **kwargs, may_isolate=False))
+    start = workers.Worker.start
+    monkeypatch.setattr(workers.Worker, "start", lambda *args, **kwargs: start(*args, **kwargs, may_isolate=False))
     with pytest.raises(SandboxError, match="shut off from files, network here"):
         grade("1", needs=("network", "files"))
     with pytest.raises(ValueError, match="needs names 'net'; there are: network, processes, files"):
@@ -220,7 +221,7 @@ def test_where_code_cannot_be_shut_off_as_asked_nothing_runs(monkeypatch):
 
 
 def test_a_subprocess_that_does_not_start_says_why(monkeypatch):
-    monkeypatch.setattr(_sandbox, "_WORKER", Path("/nowhere"))
+    monkeypatch.setattr(workers, "PROGRAM", Path("/nowhere"))
     with pytest.raises(SandboxError, match="/nowhere, did not start: EOFError: .*can't open file '/nowhere'"):
         grade("1")
 

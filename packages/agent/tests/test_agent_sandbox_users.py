@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_agent import _sandbox
+from rl_agent.sandbox import worker as workers
 
 NOBODY = 65534
 PYTHONS = (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3")
@@ -21,10 +21,11 @@ TRY = "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.exec
 SCRIPT = """
 import asyncio, ctypes, json, os, sys
 from pathlib import Path
-from rl_agent import Grader, SandboxError, SandboxLimits, _sandbox
+from rl_agent import Grader, SandboxError, SandboxLimits
+from rl_agent.sandbox import worker as workers
 
 settings = json.loads(sys.argv[1])
-_sandbox._WORKER, _sandbox._PYTHON = Path(settings["worker"]), settings["python"]
+workers.PROGRAM, workers.PYTHON = Path(settings["worker"]), settings["python"]
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -99,7 +100,7 @@ def run_grader(*, uid=None, change=""):
     folder = Path(tempfile.mkdtemp())  # pytest's own folders are closed to other users
     try:
         folder.chmod(0o755)
-        shutil.copytree(_sandbox._WORKER, folder / "worker")
+        shutil.copytree(workers.PROGRAM, folder / "worker")
         python = os.path.realpath(sys.executable) if uid is None else python_of(uid)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]

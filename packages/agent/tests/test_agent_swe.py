@@ -6,7 +6,8 @@ import tempfile
 
 import pytest
 
-from rl_agent import AgentRunner, Failure, RowError, _sandbox, create_loop
+from rl_agent import AgentRunner, Failure, RowError, create_loop
+from rl_agent.sandbox import worker as workers
 from rl_agent.testing import AgentLoopConformance, FakeGenerator, FakeTokenizer
 
 TOKENIZER = FakeTokenizer()
@@ -89,13 +90,13 @@ def test_a_model_that_touches_the_tests_gains_nothing(trick):
 
 
 def test_a_command_that_fails_hangs_or_floods_is_told_and_the_files_last(monkeypatch):
-    run_code = _sandbox.Worker.run
+    run_code = workers.Worker.run
 
     async def run_with_deadline(worker, code, stdin, timeout_s, *, is_fresh):  # a short one for what hangs alone
         limit = 2.0 if "sleep 100" in code else timeout_s
         return await run_code(worker, code, stdin, limit, is_fresh=is_fresh)
 
-    monkeypatch.setattr(_sandbox.Worker, "run", run_with_deadline)
+    monkeypatch.setattr(workers.Worker, "run", run_with_deadline)
     turns = ["$ echo mine > note; exit 3", "$ sleep 100", "$ cat note", "$ yes"]
     output = run(*turns, command_timeout_s=60.0, max_tool_tokens=100)
     failed, hung, note, flooded = answers(output)

@@ -4,7 +4,6 @@ from rl_agent._chat import tokenize_prompt
 from rl_agent._groups import GroupResult, OnFailure
 from rl_agent._registry import create_loop
 from rl_agent._runner import AgentRunner
-from rl_agent._sandbox import CodeResult, Grader, SandboxLimits
 from rl_agent._tokenizer import load_tokenizer
 from rl_agent._tools import FunctionTool, Tool
 from rl_agent._validation import validate_output
@@ -22,6 +21,7 @@ from rl_agent.errors import (
     ToolDefinitionError,
     ToolError,
 )
+from rl_agent.sandbox import CodeResult, Grader, SandboxLimits, SandboxReport
 from rl_agent.types import (
     AgentLoopOutput,
     Failure,
@@ -57,6 +57,7 @@ __all__ = [
     "RowError",
     "SandboxError",
     "SandboxLimits",
+    "SandboxReport",
     "TemplateError",
     "Tokenizer",
     "TokenizerError",

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from rl_agent._chat import messages_of
-from rl_agent._sandbox import Grader, SandboxLimits
 from rl_agent.errors import FailureError, RowError
 from rl_agent.loops.tool import ToolLoop
+from rl_agent.sandbox import Grader, SandboxLimits
 from rl_agent.tools.shell import ShellTool, exit_status
 from rl_agent.types import Failure, FailureKind
 

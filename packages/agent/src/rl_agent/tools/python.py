@@ -6,14 +6,14 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._sandbox import Grader, SandboxLimits
 from rl_agent._tools import Tool
 from rl_agent.errors import ToolError
+from rl_agent.sandbox import Grader, SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from rl_agent._sandbox import Worker
+    from rl_agent.sandbox import Worker
 
 
 class PythonTool(Tool):

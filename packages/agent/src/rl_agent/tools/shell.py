@@ -13,7 +13,7 @@ from rl_agent.errors import ToolError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_agent._sandbox import CodeResult, Grader
+    from rl_agent.sandbox import CodeResult, Grader
 
 _RUN = (
     "import subprocess, sys\nsys.exit(subprocess.run(['bash', '-c', {command!r}], stdin=subprocess.DEVNULL).returncode)"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
@@ -16,22 +13,25 @@ from pydantic import Field
 import rl_agent
 from rl_trainer.errors import RewardError
 
+_OUTPUT_BYTES = 1 << 24
+"""All that a file may hold: a long output is compared to its end."""
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class CodeTests:
     """Gives the last fenced code block of a completion 1 where it passes the tests of its row, else 0.
 
-    The row's ground truth is Python that asserts, or a list of such texts, run after the code; or `{"inputs": [...],
-    "outputs": [...]}`, text for standard input and what has to be printed, spaces at the ends of lines aside (as JSON
-    text too). Every test runs in a process of its own, which ends at its limits; code that does not come to the end of
-    its tests has not passed them, however it ends. It is shut off from network and files where the kernel permits: see
-    `rl_agent.Grader`.
+    The row's ground truth is Python that asserts, or a list of such texts; or `{"inputs": [...], "outputs": [...]}`,
+    text for standard input and what has to be printed, spaces at the ends of lines aside (as JSON text too). What is
+    expected is never in the process that runs the code: printed text is compared here, and assertions run in a process
+    of their own, which calls the code's functions and gets plain values back (`rl_agent.Grader.judge`). Every test has
+    its own processes, which end at their limits; a test that does not come to its end has not passed, however it ends.
+    Code is shut off from network and files where the kernel permits: see `rl_agent.Grader`.
 
     Args:
         num_workers: Tests that run at a time.
         timeout_s: Of one test, seconds.
-        memory_mb: Of one test, MiB.
+        memory_mb: Of one test, all its processes together, MiB.
         is_partial: Give the share of the tests that pass.
         needs: What code has to be shut off from; where it cannot be, there is no score.
     """
@@ -45,10 +45,9 @@ class CodeTests:
         is_partial: bool = False,
         needs: Sequence[Literal["network", "files", "processes"]] = (),
     ) -> None:
-        limits = rl_agent.SandboxLimits(timeout_s=timeout_s, memory_bytes=memory_mb << 20)
+        limits = rl_agent.SandboxLimits(timeout_s=timeout_s, memory_bytes=memory_mb << 20, output_bytes=_OUTPUT_BYTES)
         self._grader = rl_agent.Grader(num_workers=num_workers, limits=limits, max_waiting=1 << 20, needs=needs)
         self._is_partial = is_partial
-        self._secret = secrets.token_bytes(16)
 
     async def start(self) -> None:
         """Start a process now, so that a machine that cannot is told before anything is generated.
@@ -56,7 +55,7 @@ class CodeTests:
         Raises:
             SandboxError: none can be started, or shut off as asked.
         """
-        await self._grader.run("0")
+        await self._grader.check()
 
     async def call(self, text: str, row: Mapping[str, Any]) -> float:
         """The score.
@@ -80,10 +79,7 @@ class CodeTests:
         if expected is not None:
             result = await self._grader.run(f"{code}\npass", given)  # or a value in the last line would be printed
             return result.kind == "ok" and _plain(result.output) == _plain(expected)
-        # The same for the same code, so that results are kept; unknown to it, so that leaving early is no success.
-        mark = hmac.new(self._secret, f"{code}\0{given}".encode(), hashlib.blake2b).hexdigest()
-        result = await self._grader.run(f"{code}\n\n{given}\n\nprint({mark!r})")
-        return result.kind == "ok" and result.output.rstrip().endswith(mark)
+        return (await self._grader.judge(code, given)).kind == "ok"
 
     async def close(self) -> None:
         """End the processes."""

@@ -5,15 +5,21 @@ The standard library alone, and no import of it that is not needed: it runs befo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 _CAPABILITY_VERSION = 0x20080522
 _PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
@@ -27,12 +33,133 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def hide() -> None:
+    """Have no other process of this user trace this one, or read its memory and descriptors."""
+    _libc.prctl(_PR_SET_DUMPABLE, 0)
+
+
+def is_root_outside() -> bool:
+    """Whether this is root, whose processes no limit counts."""
+    return os.getuid() == 0
+
+
 def adopt_orphans() -> None:
     """Have orphans of this process become its own children, however they left it, so that `descendants` finds them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int) -> set[str]:
+class Watch:
+    """Ends a worker whose processes together take too much; for machines where the kernel does not count them.
+
+    It runs in the process that waits for the worker's, and looks while code runs only.
+
+    Args:
+        memory_bytes: Of all processes: what is theirs alone, their share of the rest, and shared memory whole.
+        num_processes: At a time.
+    """
+
+    TOO_MUCH_MEMORY, TOO_MANY_PROCESSES = 97, 98
+    """Exit statuses."""
+    _PERIOD_S = 0.01
+    _OWN_BYTES = 1 << 25
+
+    def __init__(self, memory_bytes: int, num_processes: int) -> None:
+        self._memory_bytes, self._num_processes = memory_bytes, num_processes
+        self.reader, self._writer = os.pipe()
+
+    def begin(self) -> None:
+        """Code runs."""
+        os.write(self._writer, b"1")
+
+    def end(self) -> None:
+        """It has ended."""
+        os.write(self._writer, b"0")
+
+    def has_own_proc(self) -> None:
+        """`/proc` shows the worker's namespace alone."""
+        os.write(self._writer, b"n")
+
+    def wait(self, child: int) -> int | None:
+        """Watch until a child ends; an exit status where it was ended for what it took."""
+        end = os.pidfd_open(child)
+        is_on, root = False, child
+        with contextlib.suppress(OSError):
+            os.nice(-10)  # or, for those who may not, the code goes behind us
+        while True:
+            ready, _, _ = select.select([end, self.reader], [], [], self._PERIOD_S if is_on else None)
+            if end in ready:
+                os.close(end)
+                return None
+            for sign in os.read(self.reader, 64) if self.reader in ready else b"":
+                is_on = sign == ord("1") if sign != ord("n") else is_on
+                root = 1 if sign == ord("n") else root
+            if is_on and (status := self._excess(root)) is not None:
+                os.kill(child, signal.SIGKILL)
+                return status
+
+    def _excess(self, root: int) -> int | None:
+        own = 4  # the worker's
+        if root == 1 and sum(name.isdigit() for name in os.listdir("/proc")) > self._num_processes + own:
+            return self.TOO_MANY_PROCESSES
+        found = [root, *descendants(root)]
+        if len(found) > self._num_processes + own:
+            return self.TOO_MANY_PROCESSES
+        page = os.sysconf("SC_PAGESIZE")
+        most = self._memory_bytes + self._OWN_BYTES
+        if sum(_statm(pid)[0] for pid in found) * page <= most:
+            return None
+        shared: dict[bytes, int] = {}
+        taken = 0
+        for pid in found:
+            taken += _own_bytes(pid, page)
+            _add_shared(pid, shared)
+        return self.TOO_MUCH_MEMORY if taken + sum(shared.values()) > most else None
+
+
+def _statm(pid: int) -> tuple[int, int]:
+    """Pages that are mapped, and that are there."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            size, resident, *_ = file.read().split()
+    except (OSError, ValueError):
+        return 0, 0
+    return int(size), int(resident)
+
+
+def _own_bytes(pid: int, page: int) -> int:
+    """A process's memory, what it shares with others in part; all of it where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            fields = dict(line.split(b":") for line in file.read().splitlines()[1:])
+    except (OSError, ValueError):
+        return _statm(pid)[1] * page
+    return sum(int(fields[name].split()[0]) << 10 for name in (b"Pss_Anon",) if name in fields)
+
+
+def _add_shared(pid: int, shared: dict[bytes, int]) -> None:
+    """Shared memory by file, whole: pages that nobody has mapped at the moment are kept all the same."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        places, flags, _, device, number, *path = line.split(maxsplit=5)
+        if flags[3:4] == b"s" and path and path[0].startswith((b"/dev/zero", b"/memfd:", b"/SYSV", b"/dev/shm")):
+            first, _, last = places.partition(b"-")
+            key = device + number
+            shared[key] = max(shared.get(key, 0), int(last, 16) - int(first, 16))
+
+
+def stay(watch: Watch | None) -> None:
+    """Go on without namespaces."""
+    adopt_orphans()
+    if watch is not None:
+        _go_on_in_child(watch, has_orphans=True)
+        adopt_orphans()
+
+
+def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int, watch: Watch | None = None) -> set[str]:
     """Shut this process off and go on as a child of a child of it; what is isolated now.
 
     `network`: there is no interface. `processes`: every process that is started dies with this one, whatever it does,
@@ -40,14 +167,16 @@ def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int) -> 
     workspace as `/workspace`.
     """
     if not _permits_namespaces():
-        adopt_orphans()
+        stay(watch)
         return set()
     _make_namespaces()
-    _go_on_in_child()  # the first process of the namespace: with it every other ends
+    _go_on_in_child(watch)  # the first process of the namespace: with it every other ends
     isolated = {"network", "processes"}
     try:
         _own_root(workspace, [*readable, sys.base_prefix], scratch_bytes)
         isolated.add("files")
+        if watch is not None:
+            watch.has_own_proc()
     except OSError:
         _libc.umount2(_OVER.encode(), _MNT_DETACH)
     _go_on_in_child()  # the first process of a namespace obeys no signal of its own; code has to be able to die
@@ -57,7 +186,10 @@ def enter(*, workspace: str | None, readable: list[str], scratch_bytes: int) -> 
 def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
     """As `os.fork`; what the child starts dies with it, and it has a `/tmp` of its own."""
     if "processes" not in isolated:
-        return os.fork()
+        child = os.fork()
+        if child == 0:
+            os.setsid()  # a group that ends at once
+        return child
     ours = os.open("/proc/self/ns/pid", os.O_RDONLY) if os.path.exists("/proc/self/ns/pid") else -1
     if ours < 0 or _libc.unshare(_NEWPID) != 0:  # no /proc here: the worker's end is the end of what is started
         return os.fork()
@@ -77,7 +209,8 @@ def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
 
 
 def drop_privileges() -> None:
-    """Give up what the namespaces gave: code can undo none of it, whoever it runs as."""
+    """Give up what the namespaces gave, and root what it has: code can undo none of it, whoever it runs as."""
+    _libc.prctl(_PR_SET_DUMPABLE, 1)  # its own processes may look at one another
     for capability in range(64):
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -87,7 +220,12 @@ def drop_privileges() -> None:
 
 def descendants(pid: int) -> list[int]:
     """Children of a process, theirs, and so on, as /proc tells now."""
-    parents: dict[int, list[int]] = {}
+    return list(_family(pid))
+
+
+def _family(pid: int) -> dict[int, int]:
+    """Descendants of a process, with the process group of each."""
+    parents: dict[int, list[tuple[int, int]]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -96,27 +234,36 @@ def descendants(pid: int) -> list[int]:
             except OSError:
                 continue  # it has ended
             if fields[0] not in (b"Z", b"X"):
-                parents.setdefault(int(fields[1]), []).append(int(name))
-    found, queue = list[int](), [pid]
+                parents.setdefault(int(fields[1]), []).append((int(name), int(fields[2])))
+    found: dict[int, int] = {}
+    queue = [pid]
     while queue:
         children = parents.get(queue.pop(), [])
-        found += children
-        queue += children
+        found.update(children)
+        queue += [child for child, _ in children]
     return found
 
 
 def kill_descendants(pid: int) -> None:
-    """End all descendants of a process that orphans come back to; it takes several rounds if they go on forking."""
+    """End all descendants of a process that orphans come back to; it takes several rounds if they go on forking.
+
+    By group first: the kernel ends a whole group at once, forks in the making included.
+    """
+    own = os.getpgid(pid)
     for _ in range(1000):
-        found = descendants(pid)
+        found = _family(pid)
         if not found:
             return
+        for group in set(found.values()) - {own, 0}:
+            _kill(os.killpg, group)
         for each in found:
-            try:
-                os.kill(each, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            _kill(os.kill, each)
     raise RuntimeError(f"process {pid} still has descendants after 1000 rounds of killing them")
+
+
+def _kill(kill: Callable[[int, int], None], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        kill(number, signal.SIGKILL)
 
 
 def _permits_namespaces() -> bool:
@@ -139,10 +286,11 @@ def _make_namespaces() -> None:
             file.write(text)
 
 
-def _go_on_in_child() -> None:
+def _go_on_in_child(watch: Watch | None = None, *, has_orphans: bool = False) -> None:
     """Fork; the child returns, this process waits for it and ends as it did. SIGTERM ends the child.
 
-    The first process of a namespace has ended for its parent when all the others have.
+    The first process of a namespace has ended for its parent when all the others have; where there is no namespace,
+    `has_orphans`, they are looked for.
     """
     child = os.fork()
     if child == 0:
@@ -153,6 +301,17 @@ def _go_on_in_child() -> None:
         os.kill(child, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
+    most = os.sysconf("SC_OPEN_MAX")
+    if watch is None:
+        os.closerange(3, most)  # what the child was given is the child's
+    else:
+        os.closerange(3, watch.reader)
+        os.closerange(watch.reader + 1, most)
+        status = watch.wait(child)
+        if has_orphans:
+            kill_descendants(os.getpid())
+        if status is not None:
+            os._exit(status)
     while True:
         ended, status = os.wait()  # orphans too
         if ended == child:
@@ -178,7 +337,9 @@ def _own_root(workspace: str | None, readable: list[str], scratch_bytes: int) ->
         _bind(work, f"{_OVER}/workspace", is_folder=True, is_writable=True)
     for name in ("proc", "tmp", "old"):
         os.mkdir(f"{_OVER}/{name}")
-    os.symlink("/proc/self/fd", _OVER + "/dev/fd")
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{_OVER}/dev/{name}")
+    os.symlink("/tmp", _OVER + "/dev/shm")  # for multiprocessing's semaphores
     _mount("proc", f"{_OVER}/proc", "proc", _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{_OVER}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=1777")
     for descriptor in (*opened.values(), work):

@@ -1,0 +1,7 @@
+"""Sandbox: runs code that a policy wrote, within limits and shut off from this machine."""
+
+from rl_agent.sandbox.limits import SandboxLimits
+from rl_agent.sandbox.pool import Grader
+from rl_agent.sandbox.worker import CodeResult, SandboxReport, Worker
+
+__all__ = ["CodeResult", "Grader", "SandboxLimits", "SandboxReport", "Worker"]

@@ -1,0 +1,200 @@
+"""A process that forks one child per run, and never holds what is run. Started by path, it obeys hard limits.
+
+Its standard input is a socket of packets. A run is a packet with descriptors: code, standard input, output, and a
+socket for what needs one. The child gets these and nothing else; this process sees none of their content, so that no
+child inherits what an earlier one was given. When the child has ended with all that it started, the answer repeats the
+number that came in the packet after the run's, which was read after the fork.
+"""
+
+from __future__ import annotations
+
+import _socket
+import array
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_agent.sandbox.process import execution, isolation, judge, solution, syscalls
+else:  # this folder is the path of the process that it is started in
+    import execution
+    import isolation
+    import judge
+    import solution
+    import syscalls
+
+_MAX_DESCRIPTORS = 8
+_NUM_FILES = 512
+"""Descriptors that one process may have open."""
+_OWN_PROCESSES = 8
+"""Beside those of a run."""
+_VALUES = 3
+"""The descriptor of a run's socket, where it has one."""
+
+
+def main() -> None:
+    """Serve until the socket ends."""
+    control = _socket.socket(fileno=os.dup(0))
+    settings = json.loads(control.recv(1 << 16))
+    _replace(0)
+    isolation.die_with_parent()
+    for path in settings["cgroups"]:
+        with open(f"{path}/cgroup.procs", "w") as file:
+            file.write("0")
+    isolated: set[str] = set()
+    watch = isolation.Watch(settings["memory_bytes"], settings["num_processes"]) if settings["is_watched"] else None
+    if settings["may_isolate"]:
+        places = {"workspace": settings["workspace"], "readable": settings["readable"]}
+        isolated = isolation.enter(**places, scratch_bytes=settings["scratch_bytes"], watch=watch)
+    else:
+        isolation.stay(watch)
+    if settings["workspace"] and "files" not in isolated:
+        os.chdir(settings["workspace"])
+    _limit(settings, isolated)
+    del sys.path[0]  # nothing of ours is imported from here on
+    isolation.hide()
+    is_filtered = syscalls.is_known()
+    told = {"isolated": sorted(isolated), "is_filtered": is_filtered, "has_rlimit": _counts_processes(isolated)}
+    control.send(json.dumps(told).encode())
+    _replace(1)
+    _replace(2)
+    while True:
+        packet, descriptors = _receive(control)
+        if not packet:
+            return
+        request = json.loads(packet)
+        if "stop" not in request:  # else that run has ended by itself meanwhile
+            _serve(request, descriptors, control, settings, isolated, watch)
+
+
+def _replace(descriptor: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+def _receive(control: _socket.socket) -> tuple[bytes, list[int]]:
+    size = array.array("i").itemsize * _MAX_DESCRIPTORS
+    packet, ancillary, _, _ = control.recvmsg(1 << 16, _socket.CMSG_SPACE(size))
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return packet, list(descriptors)
+
+
+def _limit(limits: dict[str, int], isolated: set[str]) -> None:
+    """Hard limits: code cannot raise them again."""
+    for kind, value in (
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, min(_NUM_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+    most = limits["file_bytes"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most + execution.MAX_REPORT_BYTES))
+    if _counts_processes(isolated):
+        number = limits["num_processes"] + _OWN_PROCESSES
+        resource.setrlimit(resource.RLIMIT_NPROC, (number, number))
+
+
+def _counts_processes(isolated: set[str]) -> bool:
+    """Whether the kernel counts this namespace's processes alone, and does so for this user."""
+    return "processes" in isolated and not isolation.is_root_outside()
+
+
+def _serve(
+    run: dict[str, Any],
+    descriptors: list[int],
+    control: _socket.socket,
+    settings: dict[str, Any],
+    isolated: set[str],
+    watch: isolation.Watch | None,
+) -> None:
+    """One run, from the fork to the end of all that it started."""
+    if watch is not None:
+        watch.begin()
+    child = isolation.fresh_child(isolated, settings["scratch_bytes"])
+    if child == 0:
+        try:
+            control.close()
+            _run(run, descriptors, settings)
+        finally:
+            os._exit(1)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    number = ""
+    end = os.pidfd_open(child)
+    while not number or end not in select.select([control, end], [], [])[0]:
+        packet = control.recv(1 << 16)
+        if not packet:
+            os._exit(0)
+        request = json.loads(packet)
+        number = request.get("number", number)
+        if request.get("stop") == number:  # the deadline
+            os.kill(child, signal.SIGKILL)
+            break
+    os.close(end)
+    _, status = os.waitpid(child, 0)
+    if "processes" not in isolated:
+        isolation.kill_descendants(os.getpid())
+    if watch is not None:
+        watch.end()
+    code = os.waitstatus_to_exitcode(status)
+    killed = -code if code < 0 else code - 128 if isolated and 128 < code <= 192 else 0  # as a shell tells it
+    control.send(json.dumps({"number": number, "signal": killed}).encode())
+
+
+def _run(run: dict[str, Any], descriptors: list[int], settings: dict[str, Any]) -> None:
+    """In the child: nothing is open but standard streams, and a socket where the run has one."""
+    code, given, output, *sockets = descriptors
+    text = _whole(code)
+    high = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate((given, output, output, *sockets))]
+    for i, descriptor in enumerate(high):
+        os.dup2(descriptor, i)
+    os.closerange(len(high), os.sysconf("SC_OPEN_MAX"))
+    if settings["is_watched"]:
+        os.nice(10)
+    isolation.drop_privileges()
+    if run["is_filtered"]:
+        syscalls.refuse(has_memory_files=not settings["is_watched"])
+    execution.open_streams()
+    if run["mode"] == "code":
+        execution.run(text, vars(execution.own_main_module()), is_last=True)
+        os._exit(0)
+    if run["mode"] == "session":
+        _keep(_socket.socket(fileno=_VALUES))
+        os._exit(0)
+    (judge if run["mode"] == "judge" else solution).main(text, _VALUES)
+    os._exit(0)
+
+
+def _keep(requests: _socket.socket) -> None:
+    """Run code of one trajectory, call after call, in one namespace. What its code breaks here is its own."""
+    namespace = vars(execution.own_main_module())
+    while True:
+        packet, descriptors = _receive(requests)
+        if not packet:
+            return
+        code, given, output = descriptors
+        text = _whole(code)
+        for descriptor, target in ((given, 0), (output, 1), (output, 2)):
+            os.dup2(descriptor, target)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        execution.open_streams()
+        execution.run(text, namespace, is_last=False)
+        requests.send(packet)
+
+
+def _whole(descriptor: int) -> str:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="surrogatepass")
+
+
+if __name__ == "__main__":
+    main()

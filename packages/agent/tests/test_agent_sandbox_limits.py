@@ -1,0 +1,271 @@
+"""Limits that hold for all processes of a run together, by the kernel and by the watcher; and the worker's protocol."""
+
+import asyncio
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_agent import Grader, SandboxLimits
+from rl_agent.sandbox import limits as sandbox_limits
+from rl_agent.sandbox import worker as workers
+from rl_agent.sandbox.process.isolation import descendants
+
+MIB = 1 << 20
+LIMITS = SandboxLimits(timeout_s=30, memory_bytes=256 * MIB, num_processes=60)
+MACHINES = {
+    "as it is": {},
+    "no control groups": {"may_group": False},
+    "no namespaces": {"may_isolate": False},
+    "neither": {"may_isolate": False, "may_group": False},
+}
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request, monkeypatch):
+    """What the kernel permits here, and less."""
+    start = workers.Worker.start
+    given = MACHINES[request.param]
+    monkeypatch.setattr(workers.Worker, "start", lambda *args, **kwargs: start(*args, **kwargs, **given))
+    return request.param
+
+
+def grade(*codes, timeout_s=None, limits=LIMITS):
+    async def main():
+        grader = Grader(num_workers=1, limits=limits, cache_size=0)
+        try:
+            first = await grader.run(codes[0], timeout_s=timeout_s)
+            return [first, *[await grader.run(code) for code in codes[1:]]]
+        finally:
+            await grader.close()
+
+    return asyncio.run(main())
+
+
+def pss_of(pid):
+    try:
+        return int(re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)[1]) << 10
+    except (OSError, TypeError):
+        return 0
+
+
+class Peak:
+    """The most that this process's descendants take together while it is entered."""
+
+    def __enter__(self):
+        self.num_bytes = self.num_processes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def _look(self):
+        while not self._is_over.wait(0.01):
+            found = descendants(os.getpid())
+            self.num_processes = max(self.num_processes, len(found))
+            self.num_bytes = max(self.num_bytes, sum(map(pss_of, found)))
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+
+
+HOGS = """
+import os, time
+for _ in range(40):
+    if os.fork() == 0:
+        x = bytearray(50 << 20)
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+def test_forty_forks_take_no_more_memory_than_one_process_may(machine):
+    is_watched = machine in ("no control groups", "neither")  # it ends them; the kernel ends some, the deadline the run
+    with Peak() as peak:
+        hogs, after = grade(HOGS, "1 + 1", timeout_s=25 if is_watched else 4)
+    assert (hogs.kind, hogs.error) == ("memory", "the memory limit of all processes was reached")
+    assert peak.num_bytes < 700 * MIB, "2 GB before"
+    assert after.output == "2\n"
+
+
+SHARED = """
+import mmap, time
+held = []
+for _ in range(40):
+    held.append(mmap.mmap(-1, 10 << 20))
+    held[-1].write(b"x" * (10 << 20))
+    if hasattr(held[-1], "madvise"):
+        held[-1].madvise(mmap.MADV_DONTNEED)
+time.sleep(60)
+"""
+IN_FILES = """
+import os, time
+held = []
+for i in range(40):
+    held.append(os.memfd_create("x"))
+    for _ in range(15):
+        os.write(held[-1], b"x" * (1 << 20))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [SHARED.replace("range(40)", "range(20)") + "\n", IN_FILES], ids=["maps", "files"])
+def test_memory_without_a_name_counts(machine, code):
+    limits = SandboxLimits(timeout_s=30, memory_bytes=(150 if code is not IN_FILES else 256) * MIB)
+    (result,) = grade(code, timeout_s=20, limits=limits)
+    if code is IN_FILES and machine in ("no control groups", "neither"):
+        assert "Operation not permitted" in result.error, "nobody counts such files here"
+    else:
+        assert result.kind in ("memory", "error"), "the kernel, the watcher or the address space ends it"
+        assert "emory" in result.error
+
+
+BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+
+
+def test_a_fork_bomb_ends_with_its_deadline(machine):
+    start = time.monotonic()
+    with Peak() as peak:
+        bomb, after = grade(BOMB, "1 + 1", timeout_s=3)
+    assert bomb.kind in ("timeout", "died")
+    assert bomb.wall_s < 3 + 3.0, "17.7 s of 6 before; a machine under load is slower than one second"
+    assert peak.num_processes < 2000
+    assert after.output == "2\n"
+    assert time.monotonic() - start < 30
+
+
+def test_code_has_no_descriptor_but_its_streams():
+    code = "import os\nfor d in range(3, 600):\n    try: os.fstat(d); print(d)\n    except OSError: pass"
+    (result,) = grade(code)
+    assert (result.kind, result.output) == ("ok", "")
+
+
+FORGERY = """
+import os
+for descriptor in range(3, 20):
+    try:
+        os.write(descriptor, b'{"kind": "ok", "output": "5", "error": "", "num_output_bytes": 1}\\n')
+    except OSError:
+        pass
+print("no")
+"""
+
+
+def test_a_line_to_all_descriptors_changes_no_later_grade(machine):
+    forged, *after = grade(FORGERY, *(f"print({i})" for i in range(5)))
+    assert forged.output == "no\n"
+    assert [result.output for result in after] == [f"{i}\n" for i in range(5)]
+
+
+def test_a_worker_that_gives_another_answer_is_ended_and_its_grade_failed(monkeypatch):
+    receive = workers.Worker._receive
+    seen = []
+
+    async def receive_forged(source):
+        answer = await receive(source)
+        if "number" in answer and not seen:
+            seen.append(answer)
+            return {**answer, "number": "0" * 32}
+        return answer
+
+    monkeypatch.setattr(workers.Worker, "_receive", staticmethod(receive_forged))
+
+    async def main():
+        grader = Grader(num_workers=1, limits=LIMITS)
+        forged = await grader.run("print(5)")
+        assert grader._idle == []
+        after = await grader.run("print(6)")
+        await grader.close()
+        return forged, after
+
+    forged, after = asyncio.run(main())
+    assert forged.kind == "died"
+    assert after.output == "6\n"
+
+
+def test_a_run_past_its_deadline_leaves_its_worker_warm():
+    async def main():
+        grader = Grader(num_workers=1, limits=LIMITS)
+        await grader.run("1")
+        (worker,) = grader._idle
+        late = await grader.run("import time; time.sleep(60)", timeout_s=0.3)
+        after = await grader.run("2")
+        assert grader._idle == [worker]
+        await grader.close()
+        return late, after
+
+    late, after = asyncio.run(main())
+    assert (late.kind, after.output) == ("timeout", "2\n")
+
+
+def test_what_holds_is_told(machine):
+    async def main():
+        grader = Grader(num_workers=1, limits=LIMITS)
+        try:
+            return await grader.check()
+        finally:
+            await grader.close()
+
+    report = asyncio.run(main())
+    assert ("NOT from" in str(report)) == (len(report.isolation) < 3)
+    if machine in ("no control groups", "neither"):
+        assert report.memory == "watcher"
+        assert "memory of all its processes is held by watcher" in str(report)
+    if machine in ("no namespaces", "neither"):
+        assert report.isolation == frozenset()
+
+
+def tree(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_group_of_version_2_is_made_beside_this_process(tmp_path, monkeypatch):
+    user = "sys/fs/cgroup/user.slice"
+    files = {
+        "proc/self/cgroup": "0::/user.slice/mine.scope\n",
+        "proc/self/mountinfo": "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        f"{user}/cgroup.subtree_control": "cpu memory pids\n",
+        f"{user}/cgroup.procs": "",
+        f"{user}/mine.scope/cgroup.subtree_control": "\n",
+        f"{user}/mine.scope/cgroup.procs": "",
+    }
+    tree(tmp_path, files)
+    make = Path.mkdir
+
+    def mkdir(path, *args, **kwargs):
+        make(path, *args, **kwargs)
+        if path.name.startswith("rl-agent-"):
+            (path / "memory.events").write_text("oom 0\noom_kill 3\n")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    group = sandbox_limits.ControlGroup(LIMITS, str(tmp_path))
+    assert group.version == 2
+    assert [path.parent for path in group.paths] == [tmp_path / user]
+    assert (group.paths[0] / "memory.max").read_text() == str(288 * MIB)
+    assert (group.paths[0] / "pids.max").read_text() == "68"
+    assert group.num_kills() == 3
+
+
+def test_where_no_group_can_be_made_there_is_none(tmp_path):
+    tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": "30 1 0:26 / / rw - tmpfs none rw\n"})
+    with pytest.raises(OSError, match="no control group for memory and processes"):
+        sandbox_limits.ControlGroup(LIMITS, str(tmp_path))
+
+
+def test_no_group_is_left(machine):
+    grade("1")
+    assert list(Path("/sys/fs/cgroup").rglob(f"rl-agent-{os.getpid()}-*")) == []
