@@ -10,6 +10,7 @@ import pytest
 
 from rl_engine import write_manifest
 from rl_trainer import _memory, cli
+from rl_trainer.errors import sentence_of
 
 
 @pytest.fixture(autouse=True)
@@ -209,3 +210,49 @@ def test_freed_memory_is_used_again():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert int(done.stdout) < 5 * 2**26 / resource.getpagesize() / 4
+
+
+def test_a_folder_that_is_not_to_be_written_is_refused_before_anything_starts(capsys):
+    sizes = ["data.options.num_rows=2000", "data.eval_size=16"]
+    error = refused(capsys, "quickstart", *sizes, "output_dir=/sys/rl-trainer")  # which root may not write either
+    assert error.startswith("rl-train: /sys/rl-trainer cannot be used: ")
+    assert error.strip().endswith("; have the folder made writable, or choose another output_dir")
+
+
+def test_a_run_that_is_finished_is_not_started_again(capsys, tmp_path):
+    folder = tmp_path / "checkpoint-7"
+    (folder / "engine").mkdir(parents=True)
+    write_manifest(folder / "trainer_state.json", {"step": 7, "num_rows": 2000, "seed": 0}, {})
+    write_manifest(folder / "engine" / "manifest.json", {}, {})
+    assert cli.main(["quickstart", f"output_dir={tmp_path}", "steps=7", "--resume"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("rl-train: the run is finished: ")
+    assert "is of step 7 of steps=7; raise steps to go on" in told
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def written_to_a_full_disk():
+    try:
+        with open("/dev/full", "w") as file:  # noqa: PTH123 - a device
+            file.write("x")
+    except OSError as error:
+        return error
+
+
+def test_errors_of_the_disk_and_of_the_packages_are_sentences_and_mistakes_are_none():
+    from rl_ckpt.errors import PeerLostError
+
+    advice = "make room on that disk, then go on with --resume"
+    full = written_to_a_full_disk()
+    assert sentence_of(full) == f"a file cannot be written: No space left on device; {advice}"
+    wrapped = RuntimeError("torn")
+    wrapped.__cause__ = full
+    assert sentence_of(wrapped) == sentence_of(full)
+    rust = Exception("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert sentence_of(rust) == sentence_of(full)
+    arrow = OSError("[Errno 28] Error writing bytes to file. Detail: [errno 28] No space left on device")
+    assert sentence_of(arrow) == sentence_of(full)
+    assert sentence_of(OSError(30, "Read-only file system", "out/a")).startswith("out/a cannot be used: Read-only")
+    assert sentence_of(PeerLostError("receiver 3 went away")) == "receiver 3 went away"
+    assert sentence_of(ZeroDivisionError("division by zero")) is None
+    assert sentence_of(KeyError("x")) is None

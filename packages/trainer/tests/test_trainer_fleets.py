@@ -1,5 +1,7 @@
 """Agent workers and replicas as fleets, with workers that answer at once."""
 
+import threading
+
 import pytest
 
 from rl_ckpt.types import SyncReport
@@ -309,3 +311,35 @@ def test_fleet_json_resizes_and_what_cannot_be_followed_is_told(tmp_path):
         file.write_text(text)
         (told,) = resize_as_asked(fleets, tmp_path)
         assert words in told
+
+
+def test_a_sync_that_waits_for_a_replica_that_is_gone_is_called_off_and_begun_again():
+    """The sender waits for both, and the other replica for the sender: neither knows of the death."""
+    off = threading.Event()
+
+    class Waiting(Actor):
+        def send_weights(self, version, num_receivers):
+            report = super().send_weights(version, num_receivers)
+            if len(self.sent) == 1:
+                assert off.wait(30), "nobody called it off"
+                raise RuntimeError("called off")
+            return report
+
+        def call_off(self):
+            off.set()
+
+    actor = Waiting()
+    replicas, _, weights = sync_of(actor, count=2, replaces=False)
+
+    def die(version):
+        replicas.lose(0, WorkerDiedError("killed"))
+        assert off.wait(30)
+        raise ServerLostError("killed")
+
+    replicas.workers[0].update_weights = die
+    weights.sync(5)
+    assert actor.sent == [(5, 2), (5, 1)]
+    assert list(weights.in_use) == [1]
+    assert weights.death() is None
+    replicas.lose(1, WorkerDiedError("killed"))
+    assert isinstance(weights.death(), WorkerDiedError)

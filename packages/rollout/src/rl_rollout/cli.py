@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import json
 import os
@@ -134,7 +135,11 @@ def watch_parent(on_gone: Callable[[], object], *, check_s: float = 1.0) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns 2, with one sentence on standard error, for anything that the caller can mend."""
+    """Entry point. Returns 2, with one sentence on standard error, for anything that the caller can mend.
+
+    On SIGUSR2 it writes the stacks of its threads to standard error, also while its interpreter is stuck.
+    """
+    faulthandler.register(signal.SIGUSR2)
     try:
         task, backend, config, exits_with_stdin = parse(argv)
         asyncio.run(serve(task, backend, config, exits_with_stdin=exits_with_stdin))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 
 
 class TrainerError(Exception):
@@ -70,6 +71,8 @@ class RolloutFailedError(TrainerError, RuntimeError):
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NUMBER = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+"""Of the operating system's error, in the texts of safetensors and Arrow, whose errors carry none."""
 
 
 def sentence_of(error: BaseException) -> str | None:
@@ -84,20 +87,29 @@ def sentence_of(error: BaseException) -> str | None:
         chain.append(link)
         link = link.__cause__ or link.__context__
     for each in chain:
-        if isinstance(each, OSError) and each.errno in (*_FULL, *_CLOSED):
-            return _sentence_of_file(each)
+        if _number(each) in (*_FULL, *_CLOSED):
+            return _sentence_of_file(_number(each), each)
     for each in chain:
         if any(kind.__module__.startswith("rl_") and ".errors" in kind.__module__ for kind in type(each).__mro__):
             return str(each)
     first = chain[0]
-    return _sentence_of_file(first) if isinstance(first, OSError) and first.filename is not None else None
+    return _sentence_of_file(first.errno, first) if isinstance(first, OSError) and first.filename else None
 
 
-def _sentence_of_file(error: OSError) -> str:
-    where = f"{error.filename} cannot be used" if error.filename else "a file cannot be written"
+def _number(error: BaseException) -> int | None:
+    """The operating system's number of an error."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = _NUMBER.search(str(error))
+    return int(found[1] or found[2]) if found is not None else None
+
+
+def _sentence_of_file(number: int | None, error: BaseException) -> str:
+    filename = getattr(error, "filename", None)
+    where = f"{filename} cannot be used" if filename else "a file cannot be written"
     advice = "look at it, then go on with --resume"
-    if error.errno in _FULL:
+    if number in _FULL:
         advice = "make room on that disk, then go on with --resume"
-    elif error.errno in _CLOSED:
+    elif number in _CLOSED:
         advice = "have the folder made writable, or choose another output_dir"
-    return f"{where}: {os.strerror(error.errno) if error.errno else error}; {advice}"
+    return f"{where}: {os.strerror(number) if number else error}; {advice}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ from rl_trainer.capabilities import check_backends
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError
+from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
 from rl_trainer.plan import make_plan
 from rl_trainer.profiling import profiled
 from rl_trainer.runtime import create_runtime
@@ -123,9 +124,24 @@ def run(config: Config, console: Console | None = None, *, resume: bool = False)
         datasets = plan(config, console, is_known_whole=resume)
         output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         if not output_dir.is_dir():
-            output_dir.mkdir(parents=True, exist_ok=True)
+            with _writable():
+                output_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_held(output_dir))
-        return _run(config, datasets, output_dir, console, resume=resume)
+        try:
+            return _run(config, datasets, output_dir, console, resume=resume)
+        except OSError as error:
+            if error.errno == errno.ENOSPC and error.filename is None:  # a write's, which names no file
+                error.filename = str(output_dir)
+            raise
+
+
+@contextmanager
+def _writable() -> Generator[None]:
+    """What is not to be written is told before anything is started."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(sentence_of(error) or str(error)) from error
 
 
 @contextmanager
@@ -137,7 +153,8 @@ def _held(output_dir: Path) -> Generator[None]:
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(hold_lock(output_dir / _LOCK_FILE, f"output_dir={output_dir}"))
+            with _writable():
+                stack.enter_context(hold_lock(output_dir / _LOCK_FILE, f"output_dir={output_dir}"))
         except FolderInUseError as error:
             raise InputError(str(error)) from error
         yield

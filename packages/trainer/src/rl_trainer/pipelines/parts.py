@@ -318,7 +318,10 @@ def create_rewards(config: Config, runtime: Runtime) -> RewardServers | None:
     if not folders:
         return None
     pool = "engine" if config.rollout.colocated else "reward"
-    rewards = runtime.create_group(RewardServers, pool, folders=folders, timeout_s=config.timeout_s)
+    heartbeat_s = None if config.runtime == "inline" else config.heartbeat_s
+    rewards = runtime.create_group(
+        RewardServers, pool, folders=folders, timeout_s=config.timeout_s, heartbeat_s=heartbeat_s
+    )
     if config.rollout.colocated:
         rewards.wake()  # what cannot be loaded is told now
         rewards.sleep()

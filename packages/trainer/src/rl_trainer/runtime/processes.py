@@ -41,13 +41,18 @@ def describe(pid: int, dumps: str | None) -> str:
     state = _state(pid)
     if state is None:
         return f"process {pid} has ended"
-    if state in "Tt":
+    if is_stopped(pid):
         return f"process {pid} is stopped (state {state} in /proc/{pid}/status: SIGSTOP, or a debugger)"
     where = f"process {pid} is in state {state}"
     if dumps is None:
         return where
     stack = _dump(pid, Path(dumps))
     return f"{where}; its stack:\n{stack}" if stack else f"{where}, and wrote no stack within {DUMP_WAIT_S:g} s"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether it is stopped by a signal or a debugger."""
+    return (_state(pid) or "") in ("T", "t")
 
 
 def _state(pid: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import RewardError
+from rl_trainer.runtime.processes import describe, is_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,20 +22,49 @@ if TYPE_CHECKING:
 _READY = "rl-serve ready "
 """What `rl-serve` prints before the JSON of its address."""
 _NUM_LINES = 20
+_CHECK_S = 1.0
 
 
 class RewardServers:
     """Keeps a server for each reward model. Asleep it has none: all of its memory is the engine's, and waking loads it.
 
+    With `heartbeat_s`, the end of a server, or one that is stopped for so long, ends this process too: whoever needs
+    its rewards hears of that at once.
+
     Args:
         context: Rank 0 serves; the other ranks of a pool that is shared have nothing to do.
         folders: By part of the reward, the model's folder.
         timeout_s: Of a start, seconds.
+        heartbeat_s: How long a server may be stopped, seconds; None where this process is not this worker's alone.
     """
 
-    def __init__(self, context: WorkerContext, *, folders: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        folders: Mapping[str, str],
+        timeout_s: float,
+        heartbeat_s: float | None = None,
+    ) -> None:
         self._host, self._folders, self._timeout_s = context.host, folders, timeout_s
         self._processes: dict[str, _Server] = {}
+        self._lock = threading.Lock()
+        if heartbeat_s is not None:
+            threading.Thread(target=self._watch, args=(heartbeat_s,), name="reward servers", daemon=True).start()
+
+    def _watch(self, heartbeat_s: float) -> None:
+        stopped: dict[_Server, float] = {}
+        while True:
+            time.sleep(_CHECK_S)
+            with self._lock:
+                servers = [server for server in self._processes.values() if server.is_ready]
+                stopped = {each: stopped.get(each, 0.0) + _CHECK_S for each in servers if is_stopped(each.pid)}
+                lost = [each for each in servers if not each.is_alive or stopped.get(each, 0.0) > heartbeat_s]
+                if lost:
+                    print(lost[0].told("is gone"), file=sys.stderr, flush=True)  # noqa: T201 - its last lines
+                    for server in servers:
+                        server.end()
+                    os._exit(1)
 
     @register(Dispatch.RANK_ZERO)
     def wake(self) -> dict[str, str]:
@@ -42,11 +73,8 @@ class RewardServers:
         Raises:
             RewardError: one ended, or was not ready in time; carries its last lines. None runs then.
         """
-        for name, folder in self._folders.items():
-            if (server := self._processes.get(name)) is not None and not server.is_alive:
-                self._processes.pop(name).end()
-            if name not in self._processes:
-                self._processes[name] = _Server(name, folder, self._host)
+        with self._lock:
+            self._start()
         deadline = time.monotonic() + self._timeout_s
         try:
             return {name: server.url(deadline) for name, server in self._processes.items()}
@@ -54,12 +82,20 @@ class RewardServers:
             self.sleep()
             raise
 
+    def _start(self) -> None:
+        for name, folder in self._folders.items():
+            if (server := self._processes.get(name)) is not None and not server.is_alive:
+                self._processes.pop(name).end()
+            if name not in self._processes:
+                self._processes[name] = _Server(name, folder, self._host)
+
     @register(Dispatch.RANK_ZERO)
     def sleep(self) -> None:
         """End the servers."""
-        while self._processes:
-            _, server = self._processes.popitem()
-            server.end()
+        with self._lock:
+            while self._processes:
+                _, server = self._processes.popitem()
+                server.end()
 
     def close(self) -> None:
         """End the servers."""
@@ -86,6 +122,14 @@ class _Server:
         self._reading.start()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        return self._url is not None
+
+    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
@@ -110,8 +154,13 @@ class _Server:
         return self._url
 
     def _error(self, what: str) -> RewardError:
-        told = "".join(self._lines) or "it wrote nothing"
-        return RewardError(f"the server of reward.parts.{self._name} ({self._folder}) {what}; its last lines:\n{told}")
+        return RewardError(self.told(what))
+
+    def told(self, what: str) -> str:
+        """A sentence, its state and its last lines."""
+        lines = "".join(self._lines) or "it wrote nothing"
+        server = f"the server of reward.parts.{self._name} ({self._folder}) {what}"
+        return f"{server}; {describe(self.pid, None)}; its last lines:\n{lines}"
 
     def end(self) -> None:
         self._process.kill()

@@ -15,7 +15,7 @@ import rl_rollout
 from rl_rollout.errors import ServerLostError
 from rl_trainer.addresses import address_of
 from rl_trainer.base import Dispatch, WorkerContext, register
-from rl_trainer.runtime.processes import describe
+from rl_trainer.runtime.processes import DUMP_SIGNAL, DUMP_WAIT_S, describe, is_stopped
 from rl_trainer.secrets import server_token
 from rl_trainer.workers._loop_thread import LoopThread
 
@@ -82,23 +82,29 @@ class RolloutWorker:
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._server.check_health()
             except (ServerLostError, TimeoutError) as error:
-                told = str(error) if isinstance(error, ServerLostError) else self._end_hung_server()
+                told = str(error) if isinstance(error, ServerLostError) else await self._end_hung_server()
                 print(f"the rollout server is gone: {told}", file=sys.stderr, flush=True)  # noqa: T201 - its last lines
                 os._exit(1)
 
-    def _end_hung_server(self) -> str:
+    async def _end_hung_server(self) -> str:
         """End a server that is stopped or stuck, with all that it started: it does not notice that this process ends.
 
         Returns:
             How it was found.
         """
         pid = self._address.pid
-        told = describe(pid, None)
+        told = (
+            f"{self._address.url} gave no sign of life for heartbeat_s={self._heartbeat_s:g} s; {describe(pid, None)}"
+        )
         with suppress(ProcessLookupError):
-            group = os.getpgid(pid)
-            if group != os.getpgid(0):
+            if not is_stopped(pid):
+                os.kill(pid, DUMP_SIGNAL)  # it writes its stack, or ends here
+                await asyncio.sleep(DUMP_WAIT_S)
+            if (group := os.getpgid(pid)) != os.getpgid(0):
                 os.killpg(group, signal.SIGKILL)
-        return f"{self._address.url} gave no sign of life for heartbeat_s={self._heartbeat_s:g} s; {told}"
+        if lines := getattr(self._server, "last_lines", ()):
+            told = "\n".join([f"{told}; its last lines:", *lines])
+        return told
 
     def address(self) -> ServerAddress:
         """Where the replica answers."""
