@@ -49,7 +49,7 @@ def odd(text, row):
 """
 
 
-def row(truth="4", source="mine", **fields):
+def row(truth="4", source="math", **fields):
     return {"data_source": source, "reward_model": {"ground_truth": truth}, **fields}
 
 
@@ -62,7 +62,7 @@ def functions(tmp_path):
     return str(file)
 
 
-def score(section, *texts, source="mine", truth="4", **fields):
+def score(section, *texts, source="math", truth="4", **fields):
     """What a scorer gives for each text: a score, or the error."""
 
     async def main():

@@ -13,7 +13,7 @@ from rl_trainer.rewards.checks import check_reward
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated
 
 
-def row(truth="4", source="mine"):
+def row(truth="4", source="math"):
     return {"data_source": source, "reward_model": {"ground_truth": truth}}
 
 
@@ -83,8 +83,34 @@ def test_a_row_without_an_answer_has_no_score_rather_than_zero(rule, truth):
 
 def test_rules_by_data_source():
     assert resolve_reward("reasoning_gym/chain_sum") == "exact_match"
-    assert resolve_reward("gsm8k") == "gsm8k"
-    assert resolve_reward("anything/else") == "math"
+    assert resolve_reward("gsm8k") == resolve_reward("openai/gsm8k") == "gsm8k"
+    assert resolve_reward("DigitalLearningGmbH/MATH-lighteval") == resolve_reward("aime2024") == "math"
+
+
+@pytest.mark.parametrize("source", ["anything/else", "GSM8K", "my/gsm8k", "reasoning_gym", ""])
+def test_an_unknown_data_source_has_no_rule_by_accident(source):
+    told = f"data_source={source!r} have no rule of their own; known are reasoning_gym/.*, gsm8k, .*"
+    with pytest.raises(DataError, match=told + r"reward\.parts\.answer\.rule=math"):
+        resolve_reward(source)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_known"),
+    [
+        ([], False),
+        (["reward.parts.answer.kind=rule"], False),
+        (["reward.parts.answer.kind=rule", "reward.parts.answer.rule=math"], True),
+        (["reward.parts.answer.kind=loop"], True),
+    ],
+)
+def test_a_run_with_rows_of_an_unknown_data_source_is_refused_before_it_starts(overrides, is_known):
+    rows = [{"prompt": [{"role": "user", "content": "1 + 1"}], "data_source": "mine", "reward_model": {}}]
+    config = load_config("quickstart", overrides)
+    if is_known:
+        check(config, rows)
+    else:
+        with pytest.raises(DataError, match="rows of data_source='mine' have no rule of their own"):
+            check(config, rows)
 
 
 def test_an_isolated_rule_is_the_one_of_its_name():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -141,15 +142,34 @@ def isolated(text: str, row: Mapping[str, Any]) -> float:
     return RULES[row["rule"]](text, row, **row["options"])
 
 
+DATA_SOURCES: Mapping[str, str] = {
+    "reasoning_gym/*": "exact_match",
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "math": "math",
+    "math_dapo": "math",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "aime*": "math",
+}
+"""By `data_source` of a row (`*`: anything), the rule that its completions are judged by where `reward` names none."""
+
+
 def resolve_reward(data_source: str) -> str:
     """The name of the rule for rows of a data source.
 
     Raises:
-        DataError: the rule needs a package that is not installed (pip line).
+        DataError: the source is unknown (lists those that are), or the rule needs a package that is not installed.
     """
-    if data_source.startswith("reasoning_gym/"):
-        return "exact_match"
-    rule = "gsm8k" if data_source == "gsm8k" else "math"
+    rule = next((rule for known, rule in DATA_SOURCES.items() if fnmatchcase(data_source, known)), None)
+    if rule is None:
+        raise DataError(
+            f"rows of data_source={data_source!r} have no rule of their own; known are {', '.join(DATA_SOURCES)}. Name "
+            "what judges them: reward.parts.answer.kind=rule with reward.parts.answer.rule=math (or exact_match, "
+            "gsm8k, regex, format, code), reward.parts.answer.kind=loop for the agent loop's own reward, or "
+            "reward.path=FILE.py:FUNCTION"
+        )
     check_packages(rule, f"rewards for {data_source!r}")
     return rule
 
