@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import PolicyLossFunction
-from rl_trainer.algorithms.correction import correction_weights, derived_metrics, mismatch_metrics, rejection_mask
+from rl_trainer.algorithms.correction import correction_weights, finished_metrics, mismatch_metrics, rejection_mask
 from rl_trainer.config import AlgorithmConfig
 
 ROLLOUT = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5]))
@@ -59,7 +59,7 @@ def test_mismatch_by_hand_and_shares_add_up():
     halves = [mismatch_metrics(OLD[s], ROLLOUT[s], MASK[s], weights()[s], 4) for s in (slice(0, 3), slice(3, 5))]
     for name, value in whole.items():
         torch.testing.assert_close(halves[0][name] + halves[1][name], value)
-    derived = derived_metrics({name: float(value) for name, value in whole.items()})
+    derived = finished_metrics({name: float(value) for name, value in whole.items()})
     perplexities = [math.exp(-sum(math.log(p) for p in some) / 4) for some in ([0.25, 0.9, 0.5, 0.75], [0.5] * 4)]
     assert math.isclose(derived["mismatch_ppl_ratio"], perplexities[0] / perplexities[1], rel_tol=1e-5)
     assert math.isclose(derived["mismatch_ess"], sum(ratios) ** 2 / sum(r * r for r in ratios) / 4, rel_tol=1e-5)

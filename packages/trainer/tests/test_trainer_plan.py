@@ -81,7 +81,11 @@ JUDGE = [
             PlanError,
             "warmup_steps=140 leaves the policy none of steps=140 to learn in",
         ),
-        (["algorithm.rejection=token_k1"], PlanError, "algorithm.old_logprobs=rollout never computes"),
+        (
+            ["algorithm.correction=tis"],
+            PlanError,
+            "corrects twice: the ratio of algorithm.loss=ppo is that to the samp",
+        ),
         (
             ["algorithm.loss_options.share=0.1"],
             ConfigError,

@@ -133,6 +133,7 @@ def has_old_pass(config: Config) -> bool:
         bool({"ratio", "logprobs", "sum_pi_squared"} & {*needs})
         or (algorithm.kl_in_reward and algorithm.kl_coef > 0)
         or loss_named(algorithm.loss).selects_tokens
+        or (algorithm.rejection != "none" and algorithm.rejection_counts == "after")
     )
     return algorithm.old_logprobs == "recompute" and (batch.mini_batch_size < batch.batch_size or is_read_before)
 

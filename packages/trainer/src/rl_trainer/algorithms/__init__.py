@@ -1,6 +1,7 @@
 """What is optimised: advantage estimators and policy losses, pure functions on ragged data, registered by name."""
 
 from rl_trainer.algorithms import group_advantages, token_advantages
+from rl_trainer.algorithms._rows import Aggregation
 from rl_trainer.algorithms.advantages import (
     ADVANTAGES,
     AdvantageInput,
@@ -17,6 +18,7 @@ __all__ = [
     "ADVANTAGES",
     "POLICY_LOSSES",
     "AdvantageInput",
+    "Aggregation",
     "Estimator",
     "PolicyLoss",
     "PolicyLossFunction",

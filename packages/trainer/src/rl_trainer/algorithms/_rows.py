@@ -1,13 +1,20 @@
-"""Sums over the rows of packed tokens that wait for no device. Legend: `T` tokens (packed), `B` rows."""
+"""Sums over the rows of packed tokens, and aggregation of token losses; nothing waits for a device.
+
+Legend: `T` tokens (packed), `B` rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rl_engine.types import BatchCounts
+    from rl_trainer.config._types import AggregationName
 
 
 def row_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -19,3 +26,37 @@ def row_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 def row_sums(values: Tensor, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     """(B,) sums of (T,) `values` over the rows that `row_of` tells."""
     return values.new_zeros(cu_seqlens.numel() - 1).index_add(0, rows, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation:
+    """How (T,) token losses become one number, as `rl_csrc.policy_loss` does it."""
+
+    name: AggregationName = "token-mean"
+    """Counts are of the global batch, so that shares of micro-batches and ranks add up."""
+    norm_constant: int = 1
+    """Tokens of the longest completion, which seq-mean-token-sum-norm divides by."""
+
+    def share(
+        self, per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, counts: BatchCounts, row_counts: Tensor | None = None
+    ) -> Tensor:
+        """`[]` this micro-batch's share.
+
+        Args:
+            per_token: (T,) losses.
+            mask: (T,) bool, the tokens whose losses count.
+            cu_seqlens: (B + 1,) int64 row offsets into T.
+            counts: Of the global batch.
+            row_counts: (B,) tokens that a row's mean is over; None: those in `mask`.
+        """
+        masked = torch.where(mask, per_token, 0.0)
+        if self.name == "seq-mean-token-mean":
+            rows = row_of(cu_seqlens, mask.numel())
+            row_counts = row_sums(mask.float(), rows, cu_seqlens) if row_counts is None else row_counts
+            masked = masked / row_counts.clamp(min=1.0)[rows]
+        total = masked.sum()
+        if self.name == "token-sum":
+            return total
+        if self.name == "token-mean":
+            return total / max(counts.tokens, 1.0)
+        return total / (max(counts.sequences, 1.0) * (self.norm_constant if self.name.endswith("norm") else 1))

@@ -56,6 +56,8 @@ class AdvantageInput:
     """(T,) float32, sum over the vocabulary of the squared probabilities that each token was chosen from."""
     ratio: Tensor | None = None
     """(T,) float32, trainer's probability over the sampler's."""
+    weights: Tensor | None = None
+    """(T,) float32, the weights that rollout correction gives the policy loss; None: 1 each."""
     process_rewards: Tensor | None = None
     """(T,) float32, beta times the log-ratio of the process reward model to its reference."""
 
@@ -131,6 +133,8 @@ class Estimator:
     """Whether it compares completions of one prompt, so that groups of one teach nothing."""
     keys: tuple[str, ...] = ()
     """Keys of `algorithm` that it reads, of `gamma` and `lam`."""
+    uses_weights: bool = False
+    """Whether it looks at the weights of `algorithm.correction`, where there are any."""
 
 
 ADVANTAGES: dict[str, Estimator] = {}
@@ -143,12 +147,15 @@ def register_advantage(
     needs: tuple[Need, ...] = (),
     compares_group: bool = False,
     keys: tuple[str, ...] = (),
+    uses_weights: bool = False,
 ) -> None:
     """Add an estimator under a name that `algorithm.advantage` can then choose, in this process.
 
     For every process of a job, install an `Estimator` in the entry point group `rl_trainer.advantages`.
     """
-    ADVANTAGES[name] = Estimator(compute=compute, needs=needs, compares_group=compares_group, keys=keys)
+    ADVANTAGES[name] = Estimator(
+        compute=compute, needs=needs, compares_group=compares_group, keys=keys, uses_weights=uses_weights
+    )
 
 
 def estimator_named(name: str) -> Estimator:

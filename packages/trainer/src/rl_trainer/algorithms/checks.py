@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_trainer.algorithms import ADVANTAGES, estimator_named, loss_named
+from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
 from rl_trainer.algorithms.correction import correction_bounds, rejection_bounds
 from rl_trainer.algorithms.distillation import ALONE
 from rl_trainer.config import AlgorithmConfig, CriticSection, StalenessSection, TeacherSection
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
 
 
-_OF_REWARDS = ("advantage", "correction", "rejection")
+_OF_REWARDS = ("advantage", "correction", "rejection", "rejection_counts")
 _MEANT = {
     **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "dro_beta"), (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("tau_pos", "tau_neg", "ratio_max"), (lambda value: value > 0, "above 0")),
@@ -182,22 +182,25 @@ def _check_kl(config: Config) -> None:
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
     if algorithm.rejection == "none":
-        _refuse(algorithm, "algorithm.rejection is chosen", "rejection_bounds")
+        _refuse(algorithm, "algorithm.rejection is chosen", "rejection_bounds", "rejection_counts")
     if algorithm.correction == "none":
         _refuse(algorithm, "algorithm.correction is chosen", "correction_bounds")
     _check_bounds("correction", algorithm.correction, correction_bounds(algorithm), has_low="icepop")
     _check_bounds("rejection", algorithm.rejection, rejection_bounds(algorithm), has_low="k1")
     if algorithm.old_logprobs == "recompute":
         return
-    if algorithm.rejection != "none":
+    if algorithm.rejection_counts == "after":
         raise PlanError(
-            f"algorithm.rejection={algorithm.rejection} compares the sampler's log-probs with the engine's, which "
-            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
+            "algorithm.rejection_counts=after counts what is left before the update, and with "
+            "algorithm.old_logprobs=rollout the update itself tells what is rejected; set rejection_counts=before, or "
+            "old_logprobs=recompute"
         )
-    if algorithm.correction != "none":
+    if algorithm.correction != "none" and loss_named(algorithm.loss).has_ratio:
+        without = [name for name, loss in POLICY_LOSSES.items() if not loss.has_ratio]
         raise PlanError(
-            f"algorithm.correction={algorithm.correction} corrects from the sampler's log-probs to the engine's, which "
-            "algorithm.old_logprobs=rollout never computes; set algorithm.old_logprobs=recompute"
+            f"algorithm.correction={algorithm.correction} with algorithm.old_logprobs=rollout corrects twice: the "
+            f"ratio of algorithm.loss={algorithm.loss} is that to the sampler already; set "
+            f"algorithm.old_logprobs=recompute, correction=none, or loss={' or '.join(without)}"
         )
 
 
@@ -259,11 +262,18 @@ def _check_replay(config: Config) -> None:
 
 
 def _require_off_policy(algorithm: AlgorithmConfig, what: str) -> None:
-    if algorithm.old_logprobs == "recompute" and algorithm.correction == "none":
+    if algorithm.correction != "none":
+        return
+    if algorithm.old_logprobs == "recompute":
         raise PlanError(
             f"{what} learns from tokens of older weights, which algorithm.old_logprobs=recompute "
             "would treat as the engine's own; set algorithm.correction=tis (or icepop), or "
             "algorithm.old_logprobs=rollout"
+        )
+    if not loss_named(algorithm.loss).has_ratio:
+        raise PlanError(
+            f"{what} learns from tokens of older weights, and algorithm.loss={algorithm.loss} has no ratio that would "
+            "tell; set algorithm.correction=tis (or icepop)"
         )
 
 

@@ -16,6 +16,7 @@ from rl_trainer.algorithms._rows import row_of, row_sums
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tensordict import TensorDict
     from torch import Tensor
 
     from rl_trainer.config import AlgorithmConfig
@@ -24,6 +25,9 @@ Level = Literal["token", "sequence"]
 RejectionLevel = Literal["token", "sequence", "sequence_mean", "sequence_max"]
 Divergence = Literal["k1", "k2", "k3"]
 
+REJECTED_PER_KEPT = "rejected_per_kept"
+"""Metric of a micro-batch whose rejected tokens are not counted; `finished_metrics` makes their share of it."""
+_OF_KEPT = ("log_ratio", "k3", "ratio", "clipped_high", "clipped_low", "clipped_dual")
 _LOG_MAX = 20.0
 """Log ratios are cut here before exp; any bound is far below."""
 
@@ -84,6 +88,32 @@ def correction_weights(
     else:
         weights = torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
     return torch.where(mask, weights, 0.0)
+
+
+def configured_weights(
+    algorithm: AlgorithmConfig, trained: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+) -> Tensor | None:
+    """(T,) float32 `correction_weights` as the configuration says; None without `algorithm.correction`."""
+    if algorithm.correction == "none":
+        return None
+    correction, level = split_correction(algorithm.correction)
+    low, high = correction_bounds(algorithm)
+    return correction_weights(
+        trained, rollout_logprobs, loss_mask, cu_seqlens, correction=correction, level=level, low=low, high=high
+    )
+
+
+def configured_rejection(
+    algorithm: AlgorithmConfig, trained: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+) -> Tensor | None:
+    """(T,) bool `rejection_mask` as the configuration says; None without `algorithm.rejection`."""
+    if algorithm.rejection == "none":
+        return None
+    level, divergence = split_rejection(algorithm.rejection)
+    low, high = rejection_bounds(algorithm)
+    return rejection_mask(
+        trained, rollout_logprobs, loss_mask, cu_seqlens, level=level, divergence=divergence, low=low, high=high
+    )
 
 
 def rejection_mask(
@@ -157,14 +187,36 @@ def mismatch_metrics(
     return {name: value / max(num_tokens, 1.0) for name, value in sums.items()}
 
 
-def derived_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What follows from the sums of `mismatch_metrics` over a whole batch.
+def drop_rejected(algorithm: AlgorithmConfig, rows: TensorDict) -> None:
+    """Take rejected tokens out of `loss_mask` where `rejection_counts=after`, so that they are not counted either.
+
+    Reads the columns `old_logprobs`, `rollout_logprobs` and `loss_mask`; adds `was_rejected`.
+    """
+    if algorithm.rejection_counts == "before" or algorithm.rejection == "none":
+        return
+    mask = rows["loss_mask"]
+    old, rollout = rows["old_logprobs"].values(), rows["rollout_logprobs"].values()
+    kept = configured_rejection(algorithm, old, rollout, mask.values(), mask.offsets().to(torch.int64))
+    assert kept is not None, "something is rejected by"
+    for name, values in (("was_rejected", mask.values().bool() & ~kept), ("loss_mask", kept)):
+        rows[name] = torch.nested.nested_tensor_from_jagged(values.to(mask.dtype), mask.offsets())
+
+
+def finished_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a whole mini-batch, and what follows from them.
 
     `mismatch_ppl_ratio` is the trainer's perplexity on what was sampled over the sampler's; `mismatch_ess` the
-    effective sample size of the tokens' ratios, (sum w)^2 / sum w^2, as a share of the tokens.
+    effective sample size of the tokens' ratios, (sum w)^2 / sum w^2, as a share of the tokens. Where tokens were
+    `rejected` (their share), the metrics of the policy's ratio are means over the others.
     """
-    mean_ratio = 1 + metrics["mismatch_k3"] - metrics["mismatch_k1"]
-    return {
-        "mismatch_ppl_ratio": math.exp(min(metrics["mismatch_k1"], _LOG_MAX)),
-        "mismatch_ess": mean_ratio**2 / max(1 + metrics["mismatch_chi2"], 1e-12),
-    }
+    found = dict(metrics)
+    if REJECTED_PER_KEPT in found:
+        per_kept = found.pop(REJECTED_PER_KEPT)
+        found["rejected"] = per_kept / (1 + per_kept)
+    elif "rejected" in found:
+        kept = max(1 - found["rejected"], 1e-12)
+        found |= {name: found[name] / kept for name in _OF_KEPT if name in found}
+    mean_ratio = 1 + found["mismatch_k3"] - found["mismatch_k1"]
+    found["mismatch_ppl_ratio"] = math.exp(min(found["mismatch_k1"], _LOG_MAX))
+    found["mismatch_ess"] = mean_ratio**2 / max(1 + found["mismatch_chi2"], 1e-12)
+    return found

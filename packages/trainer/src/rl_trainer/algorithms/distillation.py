@@ -30,7 +30,7 @@ def teacher_columns(teacher: TeacherSection) -> dict[str, str]:
 
 
 def teacher_loss(
-    output: ModelOutput, rows: TensorDict, teacher: TeacherSection, counted: Mapping[str, Any]
+    output: ModelOutput, rows: TensorDict, mask: Tensor, teacher: TeacherSection, counted: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The divergence of policy and teacher (generalised knowledge distillation, arXiv 2306.13649), as a share.
 
@@ -40,14 +40,15 @@ def teacher_loss(
 
     Args:
         output: Of the policy, for one micro-batch.
-        rows: With the columns of `teacher_columns`, and `loss_mask`.
+        rows: With the columns of `teacher_columns`.
+        mask: (T,) bool, the tokens that are learned from.
         teacher: Which divergence, and how much of it.
         counted: How `rl_csrc.policy_loss` adds tokens up.
     """
-    mask, cu_seqlens = rows["loss_mask"].values(), output.cu_seqlens
+    cu_seqlens = output.cu_seqlens
     sampled = rows["teacher_logprobs"].values().to(output.logprobs.dtype)
     nothing = torch.zeros_like(sampled)
-    gap = torch.where(mask.bool(), output.logprobs.detach() - sampled, 0.0)
+    gap = torch.where(mask, output.logprobs.detach() - sampled, 0.0)
     metrics = {"teacher_kl": gap.sum() / max(output.counts.tokens, 1.0)}
     weight = {"reverse": 0.0, "forward": 1.0, "mixed": teacher.forward_weight}[teacher.divergence]
     total = nothing.sum()
@@ -66,7 +67,9 @@ def teacher_loss(
         ).loss
     if weight > 0:
         divergence = coarse_kl(rows["teacher_candidate_logprobs"].values(), output.candidate_logprobs)
-        metrics["teacher_forward_kl"] = (divergence.detach() * mask).sum() / max(output.counts.tokens, 1.0)
+        metrics["teacher_forward_kl"] = torch.where(mask, divergence.detach(), 0.0).sum() / max(
+            output.counts.tokens, 1.0
+        )
         # REINFORCE is -advantage * what it is given, added up as configured.
         share = rl_csrc.policy_loss(
             divergence, divergence.detach(), nothing - 1, mask, cu_seqlens, loss="reinforce", **counted

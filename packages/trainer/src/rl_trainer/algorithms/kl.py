@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+K3_MAX = 10.0
 KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 """`+`: that value, with the gradient of k2 where it is in the loss."""
 
@@ -17,7 +18,8 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
     """(T,) float32 estimate of KL(policy || reference) from each token, with d = logprob - ref_logprob.
 
-    k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
+    k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence"), capped at 10 as it
+    is in the loss (`rl_csrc.policy_loss`): a token that the reference rules out would else outweigh the batch.
     """
     d = logprobs.float() - ref_logprobs.float()
     name = estimator.removesuffix("+")
@@ -27,7 +29,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) 
         return d.abs()
     if name == "k2":
         return d.square() / 2
-    return torch.expm1(-d) + d
+    return (torch.expm1(-d) + d).clamp(max=K3_MAX)
 
 
 @dataclass(slots=True, kw_only=True)

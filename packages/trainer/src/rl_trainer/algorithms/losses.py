@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 GROUP = "rl_trainer.policy_losses"
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 """The importance ratio is clipped at 1 - clip_low and 1 + clip_high; of gmpo its logarithm, of dppo the divergence."""
-CLIP_DUAL = {"clip_dual": 3.0}
-"""Bound on the ratio for negative advantages; 0 turns it off."""
+CLIP_DUAL, NO_CLIP_DUAL = {"clip_dual": 3.0}, {"clip_dual": 0.0}
+"""Bound on the ratio for negative advantages; 0 turns it off, as it is for losses whose papers have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,9 @@ class PolicyLoss:
     """What `algorithm.loss_options` may hold, and the values it has otherwise."""
     selects_tokens: bool = False
     """Whether it treats some tokens apart that are chosen over the whole batch: see `selection`."""
+    has_ratio: bool = True
+    """Whether it weighs tokens by the policy's ratio to the old one. One that does not takes the weights of
+    `algorithm.correction` where the sampler's log-probs are the old ones."""
     compute: Callable[[PolicyLossInput], Tensor] | None = None
     """(T,) loss of each token, to minimise; None: `rl_csrc.policy_loss` has it. Aggregation, rollout correction, KL and
     entropy are added to it as to the others."""
@@ -59,17 +62,17 @@ class PolicyLoss:
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(source="1707.06347; clip-higher 2503.14476; dual clip 1912.09729", options=CLIP | CLIP_DUAL),
-    "gspo": PolicyLoss(source="2507.18071", options={"clip_low": 3e-4, "clip_high": 4e-4} | CLIP_DUAL),
+    "gspo": PolicyLoss(source="2507.18071", options={"clip_low": 3e-4, "clip_high": 4e-4} | NO_CLIP_DUAL),
     "cispo": PolicyLoss(source="2506.13585", options={"clip_low": 1.0, "clip_high": 0.28}),
     "sapo": PolicyLoss(source="2511.20347", options={"tau_pos": 1.0, "tau_neg": 1.05}),
     "gmpo": PolicyLoss(source="2507.20673", options={"clip_low": 0.4, "clip_high": 0.4}),
     "dppo_tv": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
     "dppo_kl": PolicyLoss(source="2602.04879", options=CLIP | {"ratio_max": 20.0}),
     "dro": PolicyLoss(source="2405.19107", options={"dro_beta": 0.1}),
-    "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546"),
+    "reinforce": PolicyLoss(source="Williams 1992; GPG 2504.02546", has_ratio=False),
     "clip_cov": PolicyLoss(
         source="2505.22617",
-        options=CLIP | CLIP_DUAL | {"share": 0.0002, "low": 1.0, "high": 5.0},
+        options=CLIP | NO_CLIP_DUAL | {"share": 0.0002, "low": 1.0, "high": 5.0},
         selects_tokens=True,
     ),
     ALONE: PolicyLoss(source="2306.13649; the teacher alone (`teacher`)"),

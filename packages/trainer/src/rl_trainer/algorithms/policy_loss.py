@@ -10,19 +10,19 @@ import torch
 import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
-from rl_trainer.algorithms._rows import row_of, row_sums
+from rl_trainer.algorithms._rows import Aggregation, row_of, row_sums
 from rl_trainer.algorithms.correction import (
+    REJECTED_PER_KEPT,
+    configured_rejection,
+    configured_weights,
     correction_bounds,
-    correction_weights,
     mismatch_metrics,
-    rejection_bounds,
-    rejection_mask,
-    split_correction,
-    split_rejection,
 )
 from rl_trainer.algorithms.losses import PolicyLossInput, loss_named
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from tensordict import TensorDict
     from torch import Tensor
 
@@ -35,12 +35,28 @@ _NO_CLIP = 1e9
 _SELECTION = ("share", "low", "high")
 """Options of a loss that `selection` reads."""
 
-_PER_TOKEN = ("log_ratio", "k3", "clipped_high", "clipped_low", "clipped_dual", "ratio")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What rollout correction leaves of a micro-batch."""
+
+    weights: Tensor | None
+    """(T,) weights of the policy loss; None: 1 each."""
+    mask: Tensor
+    """(T,) bool, the tokens that are learned from: all terms of the loss are theirs alone."""
+    row_counts: Tensor | None
+    """(B,) tokens per row before rejection; None where nothing was rejected."""
+    metrics: dict[str, Tensor]
+    """How far the trainer is from the sampler, and what was done about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossFunction:
     """An rl-engine loss function: policy loss, KL to the reference and entropy bonus, as shares of the global batch.
+
+    A token that rollout correction rejects has none of these terms, nor a teacher's or KL-Cov's. The means divide by
+    the counts before rejection, unless `rejection_counts=after`. KL-Cov's penalty has the correction's weights, as all
+    of that objective's expectation over samples (arXiv 2505.22617; verl does the same).
 
     Reads the columns `old_logprobs`, `advantages`, `loss_mask`; `rollout_logprobs` where `old_logprobs` are the
     engine's own; `ref_logprobs` where the KL coefficient of the loss is positive; `selected` where the loss treats
@@ -62,13 +78,15 @@ class PolicyLossFunction:
         options = {**spec.options, **config.loss_options}
         old = rows["old_logprobs"].values() if self.has_old_logprobs else output.logprobs.detach()
         advantages = rows["advantages"].values()
-        weights, mismatch = self._correct(output, rows, old)
-        mask = rows["loss_mask"].values()
+        kept = self._correct(output, rows, old)
+        mask, weights = kept.mask, kept.weights
+        num_tokens = max(output.counts.tokens, 1.0)  # all of a batch may be rejected
         counted: dict[str, Any] = {
             "aggregation": config.aggregation,
-            "num_tokens": output.counts.tokens,
-            "num_sequences": output.counts.sequences,
+            "num_tokens": num_tokens,
+            "num_sequences": max(output.counts.sequences, 1.0),
             "norm_constant": self.max_new_tokens if config.aggregation.endswith("norm") else None,
+            "sequence_counts": kept.row_counts,
         }
         bounds: dict[str, Any] = {name: value for name, value in options.items() if name not in _SELECTION}
         if "clip_dual" in bounds:
@@ -80,21 +98,22 @@ class PolicyLossFunction:
                     logprobs=output.logprobs,
                     old_logprobs=old,
                     advantages=advantages,
-                    loss_mask=mask.bool(),
+                    loss_mask=mask,
                     cu_seqlens=output.cu_seqlens,
                     options=options,
                 )
             )
-            extra = self._aggregate(per_token if weights is None else per_token * weights, mask, output)
+            extra = self._share(per_token, output, kept)
             name, advantages, bounds = "reinforce", torch.zeros_like(old), {}  # KL, entropy and metrics are left to it
         elif name == distillation.ALONE:
             name, advantages = "reinforce", torch.zeros_like(old)
         elif name == "clip_cov":  # ppo, but for the chosen tokens, which get no gradient
-            kept = (~rows["selected"].values().bool()).float()
-            name, weights = "ppo", kept if weights is None else weights * kept
+            free = (~rows["selected"].values().bool()).float()
+            name, weights = "ppo", free if weights is None else weights * free
         elif name == "kl_cov":  # the plain ratio; the chosen tokens pay for leaving the old policy
             name, bounds = "ppo", {"clip_low": 1.0, "clip_high": _NO_CLIP, "clip_dual": None}
-            extra = _penalty(output, rows, old, options["kl_coef"], counted)
+            distance = torch.where(rows["selected"].values().bool(), (output.logprobs - old).abs(), 0.0)
+            extra = self._share(options["kl_coef"] * distance, output, kept)
         has_reference = config.kl_coef > 0 and not config.kl_in_reward
         result = rl_csrc.policy_loss(
             output.logprobs,
@@ -113,75 +132,55 @@ class PolicyLossFunction:
             **counted,
         )
         sums = dict(zip(METRIC_NAMES, result.metrics, strict=True))
-        policy_loss = sums["policy_loss"] if spec.compute is None else extra.detach()
-        metrics = {"policy_loss": policy_loss, "kl": sums["kl_loss"], "entropy": sums["entropy"]}
-        metrics |= {name: sums[name] / output.counts.tokens for name in _PER_TOKEN}
+        metrics = {name: sums[name] / num_tokens for name in self._measured(bounds)}
+        if config.loss != distillation.ALONE:
+            metrics["policy_loss"] = sums["policy_loss"] + extra.detach()
+        if has_reference:
+            metrics["kl"] = sums["kl_loss"]
+        if output.entropy is not None:
+            metrics["entropy"] = sums["entropy"]
         if self.teacher is not None:
-            pull, taught = distillation.teacher_loss(output, rows, self.teacher, counted)
+            pull, taught = distillation.teacher_loss(output, rows, mask, self.teacher, counted)
             extra, metrics = extra + pull, metrics | taught
-        return result.loss + extra, metrics | mismatch
+        return result.loss + extra, metrics | kept.metrics
 
-    def _correct(self, output: ModelOutput, rows: TensorDict, old: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Weights for the sampler's difference, and how large it is.
+    def _measured(self, bounds: Mapping[str, Any]) -> Iterator[str]:
+        """Names of the token metrics that this loss computes: of the ratio, where there is one, and of clips."""
+        if not self.has_old_logprobs:
+            return
+        yield from ("log_ratio", "k3", "ratio")
+        if "clip_high" in bounds and bounds["clip_high"] != _NO_CLIP:
+            yield from ("clipped_high", "clipped_low")
+        if bounds.get("clip_dual") is not None:
+            yield "clipped_dual"
 
-        Where the sampler's log-probs are the old ones, the difference is that to the policy under update.
+    def _correct(self, output: ModelOutput, rows: TensorDict, old: Tensor) -> _Kept:
+        """Weights and rejection for the sampler's difference, and how large it is.
+
+        Where the sampler's log-probs are the old ones (bypass), the difference is that to the policy under update.
         """
-        config = self.config
-        mask = rows["loss_mask"].values()
-        if config.old_logprobs == "rollout":
-            return None, mismatch_metrics(output.logprobs.detach(), old, mask, None, output.counts.tokens)
-        rollout = rows["rollout_logprobs"].values()
-        weights = clipped = None
-        if config.correction != "none":
-            correction, level = split_correction(config.correction)
-            low, high = correction_bounds(config)
-            weights = correction_weights(
-                old, rollout, mask, output.cu_seqlens, correction=correction, level=level, low=low, high=high
-            )
-            clipped = (weights >= high) if correction == "tis" else (weights == 0)
-        if config.rejection != "none":
-            level, divergence = split_rejection(config.rejection)
-            low, high = rejection_bounds(config)
-            accepted = rejection_mask(
-                old, rollout, mask, output.cu_seqlens, level=level, divergence=divergence, low=low, high=high
-            ).float()
-            weights = accepted if weights is None else weights * accepted
-        metrics = mismatch_metrics(old, rollout, mask, weights, output.counts.tokens)
-        if clipped is not None:
-            metrics["correction_clipped"] = (clipped & mask.bool()).sum().float() / max(output.counts.tokens, 1.0)
-        return weights, metrics
+        config, num_tokens = self.config, max(output.counts.tokens, 1.0)
+        mask = rows["loss_mask"].values().bool()
+        is_bypass = config.old_logprobs == "rollout"
+        trained, rollout = (output.logprobs.detach(), old) if is_bypass else (old, rows["rollout_logprobs"].values())
+        compared = (trained, rollout, mask, output.cu_seqlens)
+        weights, kept, row_counts = configured_weights(config, *compared), mask, None
+        metrics = mismatch_metrics(trained, rollout, mask, weights, output.counts.tokens)
+        if weights is not None:
+            bound = correction_bounds(config)[1]
+            clipped = (weights >= bound) if config.correction.endswith("tis") else (weights == 0)
+            metrics["correction_clipped"] = (clipped & mask).sum().float() / num_tokens
+        if (accepted := configured_rejection(config, *compared)) is not None:
+            kept = accepted
+            if config.rejection_counts == "before":
+                row_counts = row_sums(mask.float(), row_of(output.cu_seqlens, mask.numel()), output.cu_seqlens)
+                metrics["rejected"] = (mask & ~kept).sum().float() / num_tokens
+            else:  # the others were taken out of the mask before anything was counted: see `drop_rejected`
+                metrics[REJECTED_PER_KEPT] = rows["was_rejected"].values().sum().float() / num_tokens
+        return _Kept(weights=weights, mask=kept, row_counts=row_counts, metrics=metrics)
 
-    def _aggregate(self, per_token: Tensor, loss_mask: Tensor, output: ModelOutput) -> Tensor:
-        """This micro-batch's share of the loss that the global batch's (T,) token losses make, aggregated.
-
-        As `rl_csrc.policy_loss` does it.
-        """
-        masked = torch.where(loss_mask.bool(), per_token, 0.0)
-        if self.config.aggregation == "seq-mean-token-mean":
-            rows = row_of(output.cu_seqlens, loss_mask.numel())
-            masked = masked / row_sums(loss_mask.float(), rows, output.cu_seqlens).clamp(min=1.0)[rows]
-        total, counts = masked.sum(), output.counts
-        if self.config.aggregation == "token-sum":
-            return total
-        if self.config.aggregation == "token-mean":
-            return total / max(counts.tokens, 1.0)
-        constant = self.max_new_tokens if self.config.aggregation.endswith("norm") else 1
-        return total / (max(counts.sequences, 1.0) * constant)
-
-
-def _penalty(output: ModelOutput, rows: TensorDict, old: Tensor, coef: float, counted: dict[str, Any]) -> Tensor:
-    """What the chosen tokens pay for their distance from the old policy."""
-    mask = rows["loss_mask"].values()
-    free = output.logprobs.detach()  # no distance, no penalty
-    return rl_csrc.policy_loss(
-        output.logprobs,
-        old,
-        torch.zeros_like(old),
-        mask,
-        output.cu_seqlens,
-        loss="reinforce",
-        kl="abs",
-        kl_coef=coef,
-        ref_logprobs=torch.where(rows["selected"].values().bool(), old, free),
-        **counted,
-    ).loss
+    def _share(self, per_token: Tensor, output: ModelOutput, kept: _Kept) -> Tensor:
+        """`[]` share of the loss that (T,) token losses of the policy term make, weighted and aggregated."""
+        weighted = per_token if kept.weights is None else per_token * kept.weights
+        aggregation = Aggregation(name=self.config.aggregation, norm_constant=self.max_new_tokens)
+        return aggregation.share(weighted, kept.mask, output.cu_seqlens, output.counts, kept.row_counts)

@@ -58,44 +58,46 @@ def remax(data: AdvantageInput) -> Tensor:
 
 
 def optimal_token_baseline(data: AdvantageInput) -> Tensor:
-    """Reward-to-go less the baseline of least variance for its position, arXiv 2602.07078.
+    """Reward-to-go less the baseline of least variance for its position in the completion, arXiv 2602.07078.
 
-    With W_t = sum over the tokens up to t of (1 - 2 pi + sum_v pi_v^2) [times the squared ratio trainer / sampler,
-    where it is given] of a row, a position's baseline is sum_i G_i W_i / sum_i W_i over the group's rows that reach it.
-    Positions count model tokens only.
+    With W_t = sum over the model tokens up to t of (1 - 2 pi + sum_v pi_v^2) [times the squared weight of rollout
+    correction, where there is one] of a row, a position's baseline is sum_i G_i W_i / sum_i W_i over the group's rows
+    with a model token there. It is 0 where fewer than two rollouts have one: none is its own baseline.
     """
     lengths = data.cu_seqlens.diff()
-    return _less_baseline(data, _running(data.loss_mask.double(), data.cu_seqlens[:-1], lengths).long() - 1)
+    return _less_baseline(data, _running(torch.ones_like(data.loss_mask).double(), data.cu_seqlens[:-1], lengths))
 
 
-def optimal_turn_baseline(data: AdvantageInput) -> Tensor:
-    """As `optimal_token_baseline`, one baseline for all tokens of a group's k-th turns, which tools put out of line."""
-    return _less_baseline(data, _turns(data))
+def optimal_token_baseline_with_tools(data: AdvantageInput) -> Tensor:
+    """As `optimal_token_baseline`, positions counting the model's tokens alone, which tools would put out of line."""
+    return _less_baseline(data, _running(data.loss_mask.double(), data.cu_seqlens[:-1], data.cu_seqlens.diff()))
 
 
 def _less_baseline(data: AdvantageInput, position: Tensor) -> Tensor:
-    """(T,) float32 reward-to-go less the baseline of `position`, (T,) int64."""
+    """(T,) float32 reward-to-go less the baseline of `position`, (T,) whole numbers."""
     mask = data.loss_mask.bool()
     to_go = reward_to_go(data).double()
     energy = 1 - 2 * data.needed("logprobs").double().exp() + data.needed("sum_pi_squared").double()
-    if data.ratio is not None:
-        energy = energy * data.ratio.double() ** 2
-    rollouts = data.rollouts()  # of several trajectories of one, each has its share of a weight
-    share = rollouts.to_rows(1 / rollouts.sum(torch.ones_like(data.group_ids)))
-    energy = torch.where(mask, energy, 0.0) * share.repeat_interleave(data.cu_seqlens.diff())
-    starts = data.cu_seqlens[:-1]
-    lengths = data.cu_seqlens.diff()
-    weight = _running(energy, starts, lengths)
-    row_of = torch.arange(lengths.numel(), device=mask.device).repeat_interleave(lengths)
-    baseline = torch.zeros_like(to_go)
-    for members in members_of(data.group_ids):
-        at = torch.isin(row_of, members) & mask
-        where, slot = torch.nonzero(at)[:, 0], position[at]
-        total = torch.zeros(int(slot.max()) + 1 if slot.numel() else 0, dtype=torch.float64, device=mask.device)
-        weights = total.index_add(0, slot, weight[where])
-        weighted = total.index_add(0, slot, weight[where] * to_go[where])
-        baseline[where] = torch.where(weights > 0, weighted / weights.clamp(min=1e-12), 0.0)[slot]
-    return ((to_go - baseline) * mask).float()
+    if data.weights is not None:
+        energy = energy * data.weights.double() ** 2
+    rollouts, lengths = data.rollouts(), data.cu_seqlens.diff()
+    share = rollouts.to_rows(1 / rollouts.sum(torch.ones_like(data.group_ids)))  # a rollout's trajectories share it
+    energy = torch.where(mask, energy.clamp(min=0), 0.0) * share.repeat_interleave(lengths)  # below 0 by rounding alone
+    weight = _running(energy, data.cu_seqlens[:-1], lengths)
+    rows = torch.arange(lengths.numel(), device=mask.device).repeat_interleave(lengths)[mask]
+    groups = data.group_ids.unique(return_inverse=True)[1]
+    size = int(lengths.max()) + 1 if lengths.numel() else 1
+    slot = groups[rows] * size + position[mask].long()
+    nothing = torch.zeros((int(groups.max()) + 1 if groups.numel() else 0) * size, dtype=torch.float64).to(mask.device)
+    weights = nothing.index_add(0, slot, weight[mask])
+    weighted = nothing.index_add(0, slot, weight[mask] * to_go[mask])
+    num_rollouts = rollouts.group_ids.numel()
+    reached = torch.unique(slot * num_rollouts + rollouts.of_row[rows]) // num_rollouts
+    is_shared = torch.bincount(reached, minlength=nothing.numel()) > 1
+    baseline = torch.where(is_shared & (weights > 0), weighted / weights.clamp(min=1e-300), 0.0)
+    advantages = torch.zeros_like(to_go)
+    advantages[mask] = to_go[mask] - baseline[slot]
+    return advantages.float()
 
 
 def prime(data: AdvantageInput) -> Tensor:
@@ -130,21 +132,15 @@ def _running(per_token: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     return total - before.repeat_interleave(lengths)
 
 
-def _turns(data: AdvantageInput) -> Tensor:
-    """(T,) int64 number of the turn that each model token belongs to: a turn is a run of model tokens."""
-    mask = data.loss_mask.long()
-    before = torch.cat([mask.new_zeros(1), mask[:-1]])
-    before[data.cu_seqlens[:-1][data.cu_seqlens.diff() > 0]] = 0
-    begins = (mask == 1) & (before == 0)
-    return _running(begins.double(), data.cu_seqlens[:-1], data.cu_seqlens.diff()).long() - 1
-
-
 _AHEAD, _LAMBDA = ("gamma",), ("gamma", "lam")
 register_advantage("gae", gae, needs=("values",), keys=_LAMBDA)
 register_advantage("vtrace", vtrace, needs=("values", "ratio"), keys=_LAMBDA)
 register_advantage("reinforce_pp", reinforce_plus_plus, keys=_AHEAD)
 register_advantage("remax", remax, needs=("greedy_rewards",), keys=_AHEAD)
-_OTB = ("logprobs", "sum_pi_squared")
-register_advantage("optimal_token_baseline", optimal_token_baseline, needs=_OTB, compares_group=True, keys=_AHEAD)
-register_advantage("tir_optimal_token_baseline", optimal_turn_baseline, needs=_OTB, compares_group=True, keys=_AHEAD)
+for _name, _compute in (
+    ("optimal_token_baseline", optimal_token_baseline),
+    ("tir_optimal_token_baseline", optimal_token_baseline_with_tools),
+):
+    _needs = ("logprobs", "sum_pi_squared")
+    register_advantage(_name, _compute, needs=_needs, compares_group=True, keys=_AHEAD, uses_weights=True)
 register_advantage("prime", prime, needs=("process_rewards",), compares_group=True, keys=_AHEAD)

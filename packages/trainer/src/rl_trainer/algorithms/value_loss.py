@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+
+from rl_trainer.algorithms._rows import Aggregation
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -16,13 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLossFunction:
-    """Half the larger of the clipped and the plain squared error, mean over model tokens (PPO, arXiv 1707.06347).
+    """Half the larger of the clipped and the plain squared error over model tokens (PPO, arXiv 1707.06347).
 
-    Reads the columns `values` (before the update), `returns` and `loss_mask`.
+    Reads the columns `values` (before the update), `returns` and `loss_mask`. `value_clipped` is the share of tokens
+    whose value left the bounds and whose clipped error is the larger one: those have no gradient.
     """
 
     clip: float
     """A value may leave its old one by this much before it stops being pulled; 0 turns clipping off."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How token errors become one number."""
 
     def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss share and metric shares of one micro-batch."""
@@ -30,17 +35,13 @@ class ValueLossFunction:
         old, returns = (torch.where(mask, rows[name].values(), 0.0) for name in ("values", "returns"))
         values = output.values
         error = (values - returns).square()
-        clipped = torch.zeros_like(mask)
-        if self.clip > 0:
-            near = old + (values - old).clamp(-self.clip, self.clip)
-            error_near = (near - returns).square()
-            clipped = (error_near > error) & mask
-            error = torch.maximum(error, error_near)
         count = max(output.counts.tokens, 1.0)
-        loss = 0.5 * torch.where(mask, error, 0.0).sum() / count
-        metrics = {
-            "value_loss": loss.detach(),
-            "value_mean": torch.where(mask, values.detach(), 0.0).sum() / count,
-            "value_clipped": clipped.sum().float() / count,
-        }
-        return loss, metrics
+        metrics = {"value_mean": torch.where(mask, values.detach(), 0.0).sum() / count}
+        if self.clip > 0:
+            distance = (values - old).detach()
+            bounded = (old + distance.clamp(-self.clip, self.clip) - returns).square()
+            clipped = (distance.abs() > self.clip) & (bounded > error) & mask  # within the clip they differ by rounding
+            error = torch.where(clipped, bounded, error)
+            metrics["value_clipped"] = clipped.sum().float() / count
+        loss = self.aggregation.share(0.5 * error, mask, output.cu_seqlens, output.counts)
+        return loss, metrics | {"value_loss": loss.detach()}

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_trainer.config._types import Bounds, Positive  # noqa: TC001 - so it does these
+from rl_trainer.config._types import AggregationName, Bounds, Positive  # noqa: TC001 - so it does these
 
 Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_icepop"]
 Rejection = Literal[
@@ -45,10 +45,9 @@ class AlgorithmConfig:
     """Discount per model token, of the estimators that look ahead."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Lambda of advantage=gae and vtrace."""
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """How token losses become one number; seq-mean-token-sum-norm divides by rollout.max_new_tokens."""
+    aggregation: AggregationName = "token-mean"
+    """How token losses become one number, the critic's too; seq-mean-token-sum-norm divides by
+    rollout.max_new_tokens."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty against the frozen start policy; 0 starts no reference."""
     kl_in_reward: bool = False
@@ -68,15 +67,21 @@ class AlgorithmConfig:
     correction: Correction = "none"
     """Weight of a token for the sampler's differing probabilities: `tis` truncates the ratio engine / sampler at the
     upper bound, `icepop` drops what is outside the bounds; the ratio is the token's own, or its whole completion's
-    (`sequence_tis`, `sequence_icepop`). Only with old_logprobs=recompute."""
+    (`sequence_tis`, `sequence_icepop`). With old_logprobs=rollout the engine's side is the policy under update, and the
+    loss one without a ratio of its own, such as reinforce."""
     correction_bounds: Bounds | None = None
     """Of that ratio, [low, high]; None: [0.5, 2], for tis [0, 2]."""
     rejection: Rejection = "none"
     """Leave out tokens, or whole completions (by the sum, mean or largest of their tokens), whose probabilities differ
     too much between engine and sampler: LEVEL_DIVERGENCE, such as token_k1 or sequence_mean_k3. k1 bounds the ratio
-    engine / sampler on both sides, k2 and k3 are distances. Only with old_logprobs=recompute."""
+    engine / sampler on both sides, k2 and k3 are distances. They lose every term of the loss: policy, KL, entropy,
+    teacher. With old_logprobs=rollout the engine's side is the policy under update."""
     rejection_bounds: Bounds | None = None
     """Of the ratio or the distance, [low, high]; None: [0.5, 2], for distances [0, 2]."""
+    rejection_counts: Literal["before", "after"] = "before"
+    """Which tokens and completions the aggregation's means divide by: those of the mini-batch `before` rejection, so
+    that a token's weight does not depend on what else was rejected, or those left `after` it (with
+    old_logprobs=recompute, in a pass of its own)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

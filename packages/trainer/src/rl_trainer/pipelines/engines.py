@@ -10,7 +10,7 @@ import rl_engine
 from rl_engine.errors import EngineError
 from rl_engine.types import EngineConfig, Head, LoraConfig, MatmulPrecision, ModelInit, OptimizerConfig, Precision
 from rl_rollout.types import ServerConfig
-from rl_trainer.algorithms import estimator_named
+from rl_trainer.algorithms import Aggregation, estimator_named
 from rl_trainer.errors import ConfigError
 from rl_trainer.plan import has_old_pass, has_process_rewards
 from rl_trainer.workers.columns import EXPERTS
@@ -77,6 +77,7 @@ def create_critic(config: Config, runtime: Runtime, model_path: Path, queue_addr
         backend=config.engine.backend,
         config=critic_config(config, config.critic, model_path),
         clip=config.critic.clip,
+        aggregation=Aggregation(name=config.algorithm.aggregation, norm_constant=config.rollout.max_new_tokens),
         inputs=IMAGES if takes_images(model_path) else (),
         queue_address=queue_address,
         timeout_s=config.timeout_s,

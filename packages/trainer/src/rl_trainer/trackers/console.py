@@ -60,9 +60,9 @@ class ConsoleTracker(Tracker):
 def _status(record: StepRecord, accuracy: float | None) -> str:
     parts = [] if record.reward is None else [f"reward {record.reward:.3f}"]
     parts += [] if accuracy is None else [f"held-out {accuracy:.3f}"]
-    # To the reference where there is one, else to the policy that generated.
-    kl = record.metrics.get("kl") or record.metrics.get("k3")
-    parts += [f"kl {kl:.4f}"] if kl is not None else []
+    kinds = {"kl": "kl", "reward_kl": "kl", "k3": "kl to old policy"}  # to the reference where there is one
+    known = next((name for name in kinds if name in record.metrics), None)
+    parts += [f"{kinds[known]} {record.metrics[known]:.4f}"] if known is not None else []
     parts += [f"{record.tokens_per_s:.0f} tok/s"] if record.num_tokens else []
     parts.append(" ".join(f"{name} {seconds:.2f}s" for name, seconds in record.phase_s.items()))
     return "  ".join(parts)

@@ -18,13 +18,14 @@ import rl_tq
 from rl_ckpt.errors import SyncAbortedError
 from rl_trainer.algorithms import (
     AdvantageInput,
+    Aggregation,
     PolicyLossFunction,
     ValueLossFunction,
     compute_advantages,
     estimator_named,
     loss_named,
 )
-from rl_trainer.algorithms.correction import derived_metrics
+from rl_trainer.algorithms.correction import configured_weights, drop_rejected, finished_metrics
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl import estimate_kl
 from rl_trainer.algorithms.process_reward import ProcessRewardLoss
@@ -162,9 +163,9 @@ class _EngineRank:
 class CriticWorker(_EngineRank):
     """One rank of the value function."""
 
-    def __init__(self, context: WorkerContext, *, clip: float, **rest: Any) -> None:
+    def __init__(self, context: WorkerContext, *, clip: float, aggregation: Aggregation, **rest: Any) -> None:
         super().__init__(context, **rest)
-        self._loss = ValueLossFunction(clip=clip)
+        self._loss = ValueLossFunction(clip=clip, aggregation=aggregation)
 
     @register(Dispatch.SPLIT)
     def compute_values(self, batch: BatchMeta) -> BatchMeta:
@@ -277,13 +278,15 @@ class EngineWorker(_EngineRank):
             kl_coef: Weight of the KL to the reference in the rewards; only with `algorithm.kl_in_reward`.
             seed: Of the choice of tokens that some losses treat apart.
         """
-        config, needs = self._algorithm, estimator_named(self._algorithm.advantage).needs
+        config, estimator = self._algorithm, estimator_named(self._algorithm.advantage)
+        needs = estimator.needs
+        is_weighted = estimator.uses_weights and config.correction != "none" and config.old_logprobs == "recompute"
         has_kl = config.kl_in_reward and config.kl_coef > 0
         loss = loss_named(config.loss)
         has_policy = has_kl or "ratio" in needs or "logprobs" in needs or loss.selects_tokens
         columns = ["rewards", "loss_mask", "group_id", "rollout_index"]
         columns += [_OLD[config.old_logprobs]] if has_policy else []
-        columns += ["rollout_logprobs"] if "ratio" in needs else []
+        columns += ["rollout_logprobs"] if "ratio" in needs or is_weighted else []
         columns += ["ref_logprobs"] if has_kl else []
         columns += [name for name in _READ if name in needs]
         columns += ["component_weights"] if "components" in needs else []
@@ -311,6 +314,9 @@ class EngineWorker(_EngineRank):
             process_rewards=data["process_rewards"].values() if "process_rewards" in needs else None,
             components=data["components"] if "components" in needs else None,
             component_weights=data["component_weights"][0] if "components" in needs else None,
+            weights=configured_weights(config, old, data["rollout_logprobs"].values(), mask, offsets.to(torch.int64))
+            if old is not None and is_weighted
+            else None,
             ratio=(old - data["rollout_logprobs"].values()).exp() if old is not None and "ratio" in needs else None,
         )
         written = {"advantages": compute_advantages(config.advantage, inputs)}
@@ -337,8 +343,9 @@ class EngineWorker(_EngineRank):
         data = self._queue.get(batch, columns)
         if config.old_logprobs == "rollout":
             data.rename_key_("rollout_logprobs", "old_logprobs")
+        drop_rejected(config, data)
         report = self._update(data, self._loss)
-        return replace(report, metrics=report.metrics | derived_metrics(report.metrics))
+        return replace(report, metrics=finished_metrics(report.metrics))
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, num_receivers: int) -> SyncReport | None:
