@@ -86,7 +86,7 @@ def test_settings_of_one_rollout_backend_reach_its_server():
 
 
 def test_the_number_of_keys_does_not_grow_unnoticed():
-    """PPO with critic, adapter, curriculum, replay, and every option of its loss and of the layout: at most 100."""
+    """PPO with critic, adapter, curriculum, replay, and every option of its loss and of the layout: 102 at most."""
 
     def count(values):
         return sum(count(v) for v in values.values()) if isinstance(values, dict) and values else 1
@@ -94,7 +94,7 @@ def test_the_number_of_keys_does_not_grow_unnoticed():
     everything = ["engine.lora.rank=8", "data.curriculum.revisit=0.2", "engine.parallel={sp: 2, dp_replicate: 2}"]
     everything.append("batch.replay.share=0.5")
     everything.append("algorithm.loss_options={clip_low: 0.2, clip_high: 0.3, clip_dual: 3}")
-    assert count(as_tree(load_config("ppo", everything))) <= 100
+    assert count(as_tree(load_config("ppo", everything))) <= 102
 
 
 def test_the_tree_that_is_printed_is_read_again(tmp_path):
