@@ -315,3 +315,56 @@ def test_a_function_is_found_by_entry_point(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     check_function("shout")
     assert [each.reward for each in score(RewardSection(path="shout"), "LOUD", "quiet")] == [1.0, 0.0]
+
+
+TAKES_THE_PIPE = """
+import os, pickle, struct
+
+class Bomb:
+    def __reduce__(self):
+        return open, ({path!r}, "w")
+
+def f(text, row):
+    data = pickle.dumps((0, "ok", Bomb()))
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, struct.pack("<Q", len(data)) + data)
+        except OSError:
+            pass
+    return 1.0
+"""
+
+
+def test_what_a_function_writes_to_the_pipe_runs_nothing_here(tmp_path):
+    file, mark = tmp_path / "function.py", tmp_path / "ran"
+    file.write_text(TAKES_THE_PIPE.format(path=str(mark)))
+
+    async def main():
+        pool = FunctionPool(f"{file}:f", timeout_s=60.0)
+        try:
+            return await asyncio.gather(pool.call("x", {}), return_exceptions=True)
+        finally:
+            await pool.close()
+
+    (found,) = asyncio.run(main())
+    assert isinstance(found, RewardError)
+    assert not mark.exists()
+
+
+def test_a_row_arrives_as_it_was_and_what_cannot_is_told(tmp_path):
+    file = tmp_path / "function.py"
+    file.write_text(
+        "def f(text, row): return float(row['image'] == b'\\x00x' and row['n'] == [1, None] and text == 'é')"
+    )
+
+    async def main():
+        pool = FunctionPool(f"{file}:f", timeout_s=60.0)
+        try:
+            rows = ({"image": b"\x00x", "n": [1, None]}, {"image": object()})
+            return await asyncio.gather(*(pool.call("é", row) for row in rows), return_exceptions=True)
+        finally:
+            await pool.close()
+
+    good, bad = asyncio.run(main())
+    assert good == 1.0
+    assert "a value of type object cannot be sent to a reward function" in str(bad)

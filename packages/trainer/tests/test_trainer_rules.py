@@ -5,11 +5,12 @@ import json
 
 import pytest
 
-from rl_trainer.config import RewardPart, RewardSection, load_config
+from rl_trainer.config import AgentSection, RewardPart, RewardSection, load_config
 from rl_trainer.errors import DataError, PlanError, RewardError
 from rl_trainer.preflight import check
 from rl_trainer.rewards import Scorer, resolve_reward
 from rl_trainer.rewards.checks import check_reward
+from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.rewards.rules import ISOLATED, RULES, isolated
 
 
@@ -202,3 +203,12 @@ def test_a_rule_comes_from_the_command_line_and_its_package_has_to_be_there(monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="reward.parts.a.rule=math and its like need math-verify: pip install"):
         check(config, [])
+
+
+def test_a_run_with_code_rewards_says_what_holds_here_and_another_says_nothing():
+    graded = parts(works=("code", {}))
+    ((what, how),) = sandbox_facts(graded, AgentSection())
+    assert what == "code"
+    assert "memory of all its processes is held by" in how
+    assert sandbox_facts(RewardSection(), AgentSection(loop="tool", options={"tools": ["python"]}))[0][1] == how
+    assert sandbox_facts(RewardSection(), AgentSection()) == []

@@ -25,6 +25,7 @@ from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, InputError, PlacementError, WorkerDiedError, sentence_of
 from rl_trainer.plan import make_plan
 from rl_trainer.profiling import profiled
+from rl_trainer.rewards.code import sandbox_facts
 from rl_trainer.runtime import create_runtime
 from rl_trainer.trackers import RunInfo, TrackerGroup
 
@@ -190,6 +191,7 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         ("parts", f"{parts}, weights by {config.weights_transport}, samples by {config.queue_storage}"),
         ("memory", preflight.memory_estimate(config)),
         ("data", f"{_num_prompts(datasets)} training prompts, {len(datasets.eval):,} held out"),
+        *sandbox_facts(config.reward, config.agent),
     ]
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
 
 import rl_agent
 from rl_trainer.errors import RewardError
+
+if TYPE_CHECKING:
+    from rl_trainer.config import AgentSection, RewardSection
 
 _OUTPUT_BYTES = 1 << 24
 """All that a file may hold: a long output is compared to its end."""
@@ -84,6 +88,26 @@ class CodeTests:
     async def close(self) -> None:
         """End the processes."""
         await self._grader.close()
+
+
+def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str, str]]:
+    """What holds here for code that the policy writes, `(what, how)` for the screen; nothing where none runs.
+
+    Raises:
+        SandboxError: no process for code can be started.
+    """
+    is_graded = any(part.rule == "code" for part in reward.parts.values())
+    if not is_graded and agent.loop != "swe" and "python" not in agent.options.get("tools", ()):
+        return []
+
+    async def check() -> rl_agent.SandboxReport:
+        grader = rl_agent.Grader(num_workers=1)
+        try:
+            return await grader.check()
+        finally:
+            await grader.close()
+
+    return [("code", f"on this machine, {asyncio.run(check())}")]
 
 
 def _tests_of(row: Mapping[str, Any]) -> list[tuple[str, str | None]]:

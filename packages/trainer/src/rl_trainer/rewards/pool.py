@@ -1,4 +1,8 @@
-"""Runs a reward function in processes of their own, which are killed when a call does not end."""
+"""Runs a reward function in processes of their own, which are killed when a call does not end.
+
+Ours rather than a library's: those (pebble, concurrent.futures) unpickle what comes out of processes that may run
+untrusted code, and have no coroutine functions side by side.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,12 @@ import asyncio
 import contextlib
 import itertools
 import os
-import pickle
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.errors import RewardError
-from rl_trainer.rewards.worker import HEADER
+from rl_trainer.rewards.worker import HEADER, MAX_ANSWER_BYTES, checked, decoded, framed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,10 +176,14 @@ class _Process:
         assert self._process.stdin is not None, "it is a pipe"
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        data = pickle.dumps((number, text, dict(row), timeout_s))
+        try:
+            data = framed((number, text, dict(row), timeout_s))
+        except (TypeError, ValueError) as error:
+            del self._waiting[number]
+            raise RewardError(f"the row of reward {self._path!r} cannot be sent to its process: {error}") from error
         try:
             async with asyncio.timeout(timeout_s + (_GRACE_S if self._is_async else 0.0)):
-                self._process.stdin.write(HEADER.pack(len(data)) + data)
+                self._process.stdin.write(data)
                 await self._process.stdin.drain()
                 kind, told = await answer
         except TimeoutError:
@@ -197,7 +204,17 @@ class _Process:
             raise self._late(text, timeout_s)
         if kind == "error":
             raise RewardError(f"reward {self._path!r} raised {told}")
-        return told
+        if kind != "ok":
+            raise self._strange()
+        try:
+            return checked(told)
+        except ValueError as error:
+            raise self._strange() from error
+
+    def _strange(self) -> RewardError:
+        return RewardError(
+            f"the process of reward {self._path!r} gave an answer that is none; does its function print?"
+        )
 
     def _late(self, text: str, timeout_s: float) -> TimeoutError:
         return TimeoutError(
@@ -208,13 +225,17 @@ class _Process:
         assert self._process is not None, "it was started"
         assert self._process.stdout is not None, "it is a pipe"
         stdout = self._process.stdout
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError, TypeError):
             while True:
                 (length,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
-                number, kind, told = pickle.loads(await stdout.readexactly(length))
+                if length > MAX_ANSWER_BYTES:
+                    break  # no answer of ours
+                number, kind, told = decoded(await stdout.readexactly(length))
                 if (waiting := self._waiting.get(number)) is not None and not waiting.done():
                     waiting.set_result((kind, told))
         self.is_alive = False
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have said what is no answer, and live
+            os.killpg(self._process.pid, signal.SIGKILL)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(_EndedError())

@@ -1,17 +1,20 @@
 """The process that runs a reward function, which its first argument names; `FunctionPool` starts it.
 
-Requests and answers are pickles behind their length on the descriptors that it was started with as standard input and
-output. A plain function runs in the main thread, one call at a time; calls of a coroutine function run side by side.
+Requests and answers are JSON behind its length on the descriptors that it was started with as standard input and
+output: never pickles, for a function may run what a policy wrote, and whoever reaches the pipe must not be able to make
+the trainer run something. A plain function runs in the main thread, one call at a time; calls of a coroutine function
+run side by side.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import inspect
+import json
 import math
 import os
-import pickle
 import queue
 import struct
 import sys
@@ -22,7 +25,10 @@ from typing import IO, Any, cast
 from rl_trainer.rewards.functions import load_function
 
 HEADER = struct.Struct("<Q")
-"""Bytes of the pickle that follows."""
+"""Bytes of the JSON that follows."""
+MAX_ANSWER_BYTES = 1 << 24
+_BYTES = "\0bytes"
+"""The key of an object that stands for bytes."""
 Request = tuple[int, str, Mapping[str, Any], float]
 """Number, completion text, row, and deadline in seconds, which a coroutine function is held to here."""
 Answer = tuple[int, str, Any]
@@ -59,7 +65,7 @@ def _read_aside(requests: IO[bytes], deliver: Callable[[Request], object]) -> No
     def read() -> None:
         with contextlib.suppress(EOFError):
             while True:
-                deliver(pickle.loads(_exactly(requests, HEADER.unpack(_exactly(requests, HEADER.size))[0])))
+                deliver(decoded(_exactly(requests, HEADER.unpack(_exactly(requests, HEADER.size))[0])))
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
@@ -120,9 +126,40 @@ def _number(value: Any) -> float:
 
 
 def _write(answers: IO[bytes], answer: Answer) -> None:
-    data = pickle.dumps(answer)
-    answers.write(HEADER.pack(len(data)) + data)
+    answers.write(framed(answer))
     answers.flush()
+
+
+def framed(message: object) -> bytes:
+    """A message as JSON behind its length; bytes in it stay bytes.
+
+    Raises:
+        TypeError, ValueError: something in it has no JSON.
+    """
+    data = json.dumps(message, default=_plain).encode()
+    return HEADER.pack(len(data)) + data
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: bytes, and arrays and their numbers as lists and numbers."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if (to_list := getattr(value, "tolist", None)) is not None:
+        return to_list()
+    raise TypeError(f"a value of type {type(value).__name__} cannot be sent to a reward function: use JSON's, or bytes")
+
+
+def decoded(data: bytes) -> Any:
+    """The message.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return json.loads(data, object_hook=_bytes)
+
+
+def _bytes(found: dict[str, Any]) -> Any:
+    return base64.b64decode(found[_BYTES]) if found.keys() == {_BYTES} else found
 
 
 def _exactly(stream: IO[bytes], count: int) -> bytes:

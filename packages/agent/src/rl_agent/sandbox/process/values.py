@@ -313,14 +313,18 @@ class Peer:
             name, fields, items = parts
             key = (name, *fields)
             if key not in _named_tuples:
-                _named_tuples[key] = collections.namedtuple(name, fields)
+                _named_tuples[key] = _named_tuple(name, fields)
             return _named_tuples[key](*(self.decode(item, made) for item in items))
         if tag == "n":
             if parts[0] in ("Decimal", "Fraction"):
-                module = __import__("decimal" if parts[0] == "Decimal" else "fractions")
-                return getattr(module, parts[0])(parts[1])
+                import decimal
+                import fractions
+
+                return decimal.Decimal(parts[1]) if parts[0] == "Decimal" else fractions.Fraction(parts[1])
             if parts[0] in _CLOCK:
-                return getattr(__import__("datetime"), parts[0])(*(self.decode(part, made) for part in parts[1]))
+                import datetime
+
+                return getattr(datetime, parts[0])(*(self.decode(part, made) for part in parts[1]))
         raise ValueError(f"no value has the tag {tag!r}")
 
     def _remote(self, number: Any, kind: Any) -> Any:
