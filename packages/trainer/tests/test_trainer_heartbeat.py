@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -137,3 +139,45 @@ def test_a_stuck_interpreter_is_found_with_its_stack(runtime):
     ):
         group.keep_the_interpreter(200)
     del runtime._hosts["stuck"]
+
+
+OF_RAY = """
+import os, signal, sys, time
+from rl_trainer.base import Dispatch, ResourcePool, register
+from rl_trainer.errors import WorkerDiedError
+from rl_trainer.runtime import create_runtime
+from rl_trainer.runtime.processes import children
+
+class Worker:
+    def __init__(self, context):
+        pass
+
+    @register(Dispatch.RANK_ZERO)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+with create_runtime("ray", timeout_s=200, heartbeat_s=4) as runtime:
+    runtime.start([ResourcePool(name="one", num_workers=1, num_cpus=0.1)])
+    group = runtime.create_group(Worker, "one")
+    (pid,) = children((sys.argv[1],))
+    os.kill(pid, getattr(signal, sys.argv[2]))
+    try:
+        group.sleep(200)
+    except WorkerDiedError as error:
+        print("told:", error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("program", ["raylet", "gcs_server"])
+def test_the_end_of_ray_itself_is_told(program, number):
+    ended = subprocess.run(
+        [sys.executable, "-c", OF_RAY, program, number], capture_output=True, text=True, timeout=300, check=False
+    )
+    if program == "raylet":
+        assert "told: a worker of pool 'one', rank 0, died during " in ended.stdout, ended.stderr
+        assert ended.returncode == 0
+    else:
+        assert ended.returncode == 1, ended.stderr
+        assert ended.stderr.splitlines()[-1].startswith("rl-train: Ray's gcs_server (process ")

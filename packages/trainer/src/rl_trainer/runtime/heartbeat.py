@@ -6,6 +6,8 @@ stop that thread; SIGSTOP, or native code that never gives the interpreter lock 
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_trainer.runtime.processes import DUMP_WAIT_S, describe, end
+from rl_trainer.runtime.processes import DUMP_WAIT_S, children, describe, end, has_ended, is_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from rl_trainer.runtime.ray import PlacedHost
 
 _REMOTE_TIMEOUT_S = 15.0
+_GCS = "gcs_server"
 
 
 def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -53,12 +56,18 @@ class Heartbeat:
 
     Its end is then heard of by whoever waits for it, as every death is; `finding` says why.
 
+    The Ray that this process has started is watched too. A raylet that is stopped is ended, and takes the workers
+    along. Without its GCS nothing can be asked of Ray, which would end this process after a minute: it ends here, with
+    one sentence.
+
     Args:
         heartbeat_s: How long a process may be silent, seconds.
     """
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
+        self._services: dict[int, str] = {}
+        self._stopped_since: dict[int, float] = {}
         self._interval_s = min(heartbeat_s / 6, 5.0)
         self._lock = threading.Lock()
         self._hosts: dict[Any, PlacedHost] = {}
@@ -66,6 +75,10 @@ class Heartbeat:
         self._in_flight: dict[Any, str] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def watch_ray(self) -> None:
+        """Watch the Ray that this process has started."""
+        self._services = children((_GCS, "raylet"))
 
     def watch(self, host: PlacedHost) -> None:
         """Watch a process that has answered once, until it is forgotten or dies."""
@@ -97,6 +110,7 @@ class Heartbeat:
             if now - last > self._heartbeat_s / 2:  # this process was stopped itself: what it asked counts from now
                 asked = {watch: (beat, now) for watch, (beat, _) in asked.items()}
             last = now
+            self._look_at_ray(now)
             with self._lock:
                 hosts = dict(self._hosts)
             asked = {watch: beat for watch, beat in asked.items() if watch in hosts}
@@ -109,6 +123,19 @@ class Heartbeat:
             for watch in [watch for watch, (_, since) in asked.items() if now - since > self._heartbeat_s]:
                 del asked[watch]
                 self._end(hosts[watch])
+
+    def _look_at_ray(self, now: float) -> None:
+        for pid in self._services:
+            if not is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+            elif now - self._stopped_since.setdefault(pid, now) > self._heartbeat_s:
+                end(pid)
+        lost = [pid for pid, name in self._services.items() if name == _GCS and has_ended(pid)]
+        if lost and not self._is_over.is_set():
+            told = f"Ray's {_GCS} (process {lost[0]}) has ended, or was stopped for heartbeat_s={self._heartbeat_s:g} s"
+            sys.stdout.flush()
+            print(f"rl-train: {told}; go on with --resume", file=sys.stderr, flush=True)  # noqa: T201 - the last word
+            os._exit(1)
 
     def _collect(self, hosts: dict[Any, PlacedHost], asked: dict[Any, tuple[Any, float]]) -> None:
         of = {beat: watch for watch, (beat, _) in asked.items()}

@@ -10,7 +10,10 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DUMP_SIGNAL = signal.SIGUSR2
 """On it a worker process writes the stacks of its threads, by a handler in C that needs no interpreter lock."""
@@ -80,6 +83,25 @@ def _dump(pid: int, file: Path) -> str:
     threads = re.split(r"\n(?=Thread |Current thread )", text.strip())
     busy = [thread for thread in threads if not _IDLE.search("".join(thread.splitlines()[1:2]))]
     return "\n".join("\n".join(busy or threads).splitlines()[:_NUM_STACK_LINES])
+
+
+def children(names: Sequence[str]) -> dict[int, str]:
+    """Programs of these names that this process has started, by process id."""
+    found: dict[int, str] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            program = Path((process / "cmdline").read_bytes().split(b"\0")[0].decode()).name
+        except (OSError, ValueError):
+            continue
+        if parent == os.getpid() and program in names:
+            found[int(process.name)] = program
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process, or what is left of one only."""
+    return _state(pid) is None
 
 
 def end(pid: int) -> None:

@@ -117,6 +117,8 @@ class RayRuntime(Runtime):
         if variables:
             options["runtime_env"] = {"env_vars": variables}
         _init_patiently(options)
+        if self._has_started_ray:
+            self._heartbeat.watch_ray()
 
     @property
     def num_machines(self) -> int:
