@@ -122,6 +122,7 @@ def test_two_runs_do_not_become_one_in_a_folder(tmp_path):
     (own / "metrics.jsonl").write_text('{"step": 1}')
     with pytest.raises(InputError, match="already holds a run that did not end; go on with it"):
         check_output_dir(config, own)
+    check_output_dir(config, own, is_resumed=True)  # it failed before its first checkpoint, and begins again
     first, second = (checkpoint(own / f"checkpoint-{step}", "engine") for step in (1, 2))
     check_output_dir(replace(config, resume_from=str(second)), own)
     with pytest.raises(InputError, match="is not the newest checkpoint in output_dir, which is checkpoint-2"):

@@ -13,20 +13,17 @@ from pathlib import Path
 import pytest
 
 import rl_tq
-from rl_engine import write_manifest
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree, load_config
-from rl_trainer.data import PromptOrder
 from rl_trainer.errors import InputError
 from rl_trainer.job import follow, resumed
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipelines.fully_async import run_fully_async
 from rl_trainer.pipelines.held import claim_held
 from rl_trainer.pipelines.one_step_off import run_one_step_off
-from rl_trainer.pipelines.rollouts import RolloutManager
 from rl_trainer.pipelines.sync import run_sync
-from rl_trainer.testing import FakeAgents, FakeJob
+from rl_trainer.testing import QueueJob
 
 PIPELINES = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
 BATCH, STEPS = 4, 6
@@ -36,50 +33,12 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing catches it."""
 
 
-class QueueAgents(FakeAgents):
-    """Fake agents whose rows are really in the queue."""
-
-    def __init__(self, config, queue, **options):
-        super().__init__(config, **options)
-        self.queue = queue
-
-    def _put(self, reports, partition):
-        for report in reports:
-            if report.batch is None:
-                continue
-            rows = [[1, 2] for _ in report.batch.tags]
-            columns = dict.fromkeys(("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards"), rows)
-            columns |= {"rollout_logprobs": rows, "group_id": [tags["group_id"] for tags in report.batch.tags]}
-            batch = self.queue.put(columns, partition=partition, tags=report.batch.tags)
-            yield replace(report, batch=batch)
-
-    def poll(self):
-        return list(self._put(super().poll(), "train"))
-
-    def generate(self, jobs, sampling_params, partition, group_size):
-        self.submit(jobs, sampling_params, partition, group_size)
-        reports = []
-        while self._running:
-            reports += self._put(super().poll(), partition)
-        return reports
-
-
-class Job(FakeJob):
+class Job(QueueJob):
     """Fake engine, real queue, real checkpoints; ends at a named point."""
 
     def __init__(self, config, queue, state, kill_at, seed):
-        super().__init__(config)
-        self.queue, self.kill_at = queue, kill_at
-        self.agents = QueueAgents(config, queue, seed=seed, per_poll=2)
-        order = PromptOrder(num_rows=BATCH * STEPS, seed=0, position=state.position, returned=list(state.pending))
-        self.held = tuple(HeldGroup.from_tuple(group) for group in state.held)
-        num_groups = max((group.group_id for group in self.held), default=0)
-        rows = [{"row": i} for i in range(BATCH * STEPS)]
-        self.manager = RolloutManager(self.agents, rows, order, config, num_groups=num_groups)
-
-    def parts(self):
-        real = {"agents": self.agents, "rollout_manager": self.manager, "queue": self.queue, "held": self.held}
-        return replace(super().parts(), **real)
+        super().__init__(config, queue, state, num_rows=BATCH * STEPS, seed=seed)
+        self.kill_at = kill_at
 
     def at(self, point):
         if self.kill_at == point:
@@ -96,12 +55,8 @@ class Job(FakeJob):
 
     def save_checkpoint(self, path, step):
         self.at(("before the engine's checkpoint", step))
-        Path(path).mkdir(parents=True, exist_ok=True)
-        write_manifest(Path(path) / "manifest.json", {}, {})
+        super().save_checkpoint(path, step)
         self.at(("before the state file", step))
-
-    def save_model(self, path):
-        pass
 
 
 def one_process(settings, tmp_path, kill_at=None, seed=0):

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rl_trainer.job import plan, resumed, run
 
         if arguments.dry_run:
-            plan(resumed(config) if arguments.resume else config, is_known_whole=arguments.resume)
+            plan(resumed(config) if arguments.resume else config, is_resumed=arguments.resume)
             return 0
         return 130 if run(config, resume=arguments.resume)["interrupted"] else 0
     except InputError as error:

@@ -45,13 +45,13 @@ _DEATH_WAIT_S = 2.0
 """How long an error waits for the news of a death that may be its cause: a peer's socket tells it before Ray does."""
 
 
-def plan(config: Config, console: Console | None = None, *, is_known_whole: bool = False) -> Datasets:
+def plan(config: Config, console: Console | None = None, *, is_resumed: bool = False) -> Datasets:
     """Check everything that can be known before a process starts, show what would run, and return its data.
 
     Args:
         config: Of the run.
         console: Shows the plan.
-        is_known_whole: `resumed` has compared the checkpoint's files with their digests.
+        is_resumed: `resumed` gave the configuration: the checkpoint's files have been compared with their digests.
 
     Raises:
         InputError: something cannot work.
@@ -61,8 +61,8 @@ def plan(config: Config, console: Console | None = None, *, is_known_whole: bool
     counts = make_plan(config)
     check_gpus(config)
     datasets = load_datasets(config.data, seed=config.seed)
-    preflight.check(config, [*datasets.train, *datasets.eval])
-    preflight.check_resume(config, len(datasets.train), is_known_whole=is_known_whole)  # no rows of a stream
+    preflight.check(config, [*datasets.train, *datasets.eval], is_resumed=is_resumed)
+    preflight.check_resume(config, len(datasets.train), is_known_whole=is_resumed)  # no rows of a stream
     backends = check_backends(config)
     report.show_plan(console or Console(), counts, [*_facts(config, datasets), *_resumed(config), *backends])
     return datasets
@@ -122,7 +122,7 @@ def run(config: Config, console: Console | None = None, *, resume: bool = False)
         if resume and (told := finished(config)) is not None:
             console.print(f"rl-train: {told}", highlight=False, soft_wrap=True)
             return {"interrupted": False, "checkpoint": config.resume_from, "output_dir": config.output_dir}
-        datasets = plan(config, console, is_known_whole=resume)
+        datasets = plan(config, console, is_resumed=resume)
         output_dir = Path(config.output_dir or f"outputs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         if not output_dir.is_dir():
             with _writable():

@@ -30,8 +30,13 @@ _OWN = "rl-post-trainer"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def check(config: Config, rows: list[Row]) -> None:
+def check(config: Config, rows: list[Row], *, is_resumed: bool = False) -> None:
     """Check backends, model folder, output folder and reward rules.
+
+    Args:
+        config: Of the run.
+        rows: Of its data.
+        is_resumed: The run goes on with what is in its output folder.
 
     Raises:
         InputError: the first thing that cannot work, in one sentence.
@@ -59,11 +64,16 @@ def check(config: Config, rows: list[Row]) -> None:
         )
     _check_rewards(config, rows)
     if config.output_dir is not None:
-        check_output_dir(config, Path(config.output_dir))
+        check_output_dir(config, Path(config.output_dir), is_resumed=is_resumed)
 
 
-def check_output_dir(config: Config, output_dir: Path) -> None:
+def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = False) -> None:
     """Refuse a folder in which two runs would become one.
+
+    Args:
+        config: Of the run.
+        output_dir: The folder.
+        is_resumed: The run goes on with what is there, from the start if that had no checkpoint yet.
 
     Raises:
         InputError: says which is there.
@@ -78,7 +88,8 @@ def check_output_dir(config: Config, output_dir: Path) -> None:
     newest = checkpoints.newest(output_dir)
     if own is not None and newest is not None and newest.resolve() != own.resolve():
         newest, _ = checkpoints.newest_whole(output_dir)  # a damaged one is set aside by the run
-    if own is None and (newest is not None or checkpoints.has_lines(output_dir)):
+    is_another = newest is not None or (checkpoints.has_lines(output_dir) and not is_resumed)
+    if own is None and is_another:
         raise InputError(
             f"output_dir={config.output_dir} already holds a run that did not end; go on with it (--resume), choose "
             "another, or take it away: its steps would be counted among this one's"

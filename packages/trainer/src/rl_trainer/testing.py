@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+import rl_tq
 from rl_ckpt.types import SyncReport
+from rl_engine import digest_files, hold_lock, write_manifest
 from rl_tq.types import BatchMeta
+from rl_trainer import checkpoints
 from rl_trainer.base import Dispatch, ResourcePool, WorkerContext, register
-from rl_trainer.errors import PlacementError
+from rl_trainer.checkpoints import RunState
+from rl_trainer.config import load_config
+from rl_trainer.data import PromptOrder
+from rl_trainer.errors import PlacementError, sentence_of
+from rl_trainer.job import follow, resumed
 from rl_trainer.metrics import HeldGroup
+from rl_trainer.pipelines.fully_async import run_fully_async
+from rl_trainer.pipelines.one_step_off import run_one_step_off
 from rl_trainer.pipelines.parts import Parts
-from rl_trainer.pipelines.rollouts import Generated
+from rl_trainer.pipelines.rollouts import Generated, RolloutManager
+from rl_trainer.pipelines.sync import run_sync
+from rl_trainer.report import Report
 from rl_trainer.workers.agent import EvalReport, GenerateReport
 from rl_trainer.workers.engine import AdvantageReport, UpdateReport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from rl_tq import TransferQueue
     from rl_trainer.base import Runtime
     from rl_trainer.config import Config
     from rl_trainer.data import Row
@@ -183,6 +197,122 @@ class FakeAgents:
         """Everything is right."""
         del sampling_params
         return [EvalReport(rewards=(1.0,) * len(rows), num_failed=0)]
+
+
+class QueueAgents(FakeAgents):
+    """Fake agents whose rows are really in the queue.
+
+    Args:
+        config: Sizes of the batches.
+        queue: Gets the rows.
+        options: As those of `FakeAgents`.
+    """
+
+    def __init__(self, config: Config, queue: TransferQueue, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._queue = queue
+
+    def poll(self) -> list[GenerateReport]:
+        """Finish some, and put their rows."""
+        return list(self._put(super().poll(), "train"))
+
+    def generate(
+        self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
+    ) -> list[GenerateReport]:
+        """All of these groups, finished."""
+        self.submit(jobs, sampling_params, partition, group_size)
+        reports: list[GenerateReport] = []
+        while self._running:
+            reports += self._put(super().poll(), partition)
+        return reports
+
+    def _put(self, reports: list[GenerateReport], partition: str) -> Iterator[GenerateReport]:
+        for report in reports:
+            if report.batch is None:
+                continue
+            rows = [[1, 2] for _ in report.batch.tags]
+            names = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards", "rollout_logprobs")
+            columns: dict[str, Any] = dict.fromkeys(names, rows)
+            columns["group_id"] = [tags["group_id"] for tags in report.batch.tags]
+            batch = self._queue.put(columns, partition=partition, tags=report.batch.tags)
+            yield replace(report, batch=batch)
+
+
+class QueueJob(FakeJob):
+    """A job with a fake engine, fake agents, a real queue, and checkpoints with real digests.
+
+    Args:
+        config: Sizes of the batches.
+        queue: Of the rows; as `state` has it where the job goes on.
+        state: Where the job begins.
+        num_rows: Prompts of one epoch.
+        seed: Of the order in which groups finish.
+    """
+
+    def __init__(self, config: Config, queue: TransferQueue, state: RunState, *, num_rows: int, seed: int = 0) -> None:
+        super().__init__(config)
+        self.queue, self.agents = queue, QueueAgents(config, queue, seed=seed, per_poll=2)
+        order = PromptOrder(num_rows=num_rows, seed=0, position=state.position, returned=list(state.pending))
+        self.held = tuple(HeldGroup.from_tuple(group) for group in state.held)
+        num_groups = max((group.group_id for group in self.held), default=0)
+        rows: list[Any] = [{"row": row} for row in range(num_rows)]
+        self.manager = RolloutManager(cast("Any", self.agents), rows, order, config, num_groups=num_groups)
+
+    def parts(self) -> Parts:
+        """As a pipeline's parts."""
+        real: dict[str, Any] = {"agents": self.agents, "rollout_manager": self.manager, "queue": self.queue}
+        return replace(super().parts(), held=self.held, **real)
+
+    def sync(self, version: int) -> SyncReport:
+        """A sync of nothing, of which the agents hear."""
+        self.agents.version = version
+        return super().sync(version)
+
+    def save_checkpoint(self, path: str, step: int) -> float:
+        """A folder with one file and its digest."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "step").write_text(str(step))
+        write_manifest(folder / "manifest.json", {"step": step}, digest_files(folder, ["step"]))
+        return 0.0
+
+    def save_model(self, path: str) -> None:
+        """A folder with one file."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / "config.json").write_text("{}")
+
+
+def run_standins(overrides: Sequence[str], *, seed: int) -> int:
+    """Run the quickstart's pipeline with `QueueJob` in the place of workers, from where `output_dir` stands.
+
+    Everything that the controller keeps is real: its lock, its logs, its checkpoints, the queue. Returns the exit code;
+    a failure is one sentence.
+    """
+    config = load_config("quickstart", overrides)
+    pipelines = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+    output_dir, num_rows = Path(str(config.output_dir)), config.steps * config.batch.batch_size
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with hold_lock(output_dir / "run.lock", f"output_dir={output_dir}"):
+            config = resumed(config)
+            state = RunState(seed=0, num_rows=num_rows)
+            if config.resume_from is not None:
+                state = RunState.read(Path(config.resume_from)).for_run(config)
+                checkpoints.set_aside(output_dir, Path(config.resume_from))
+            if state.step >= config.steps:
+                return 0
+            checkpoints.forget_after(output_dir, state.step or -1)
+            with rl_tq.serve("inproc://", snapshot=checkpoints.queue_snapshot(config, state)) as queue:
+                job = QueueJob(config, queue, state, num_rows=num_rows, seed=seed)
+                records = pipelines[config.pipeline](job.parts(), config, cast("Any", [{}]), start_step=state.step)
+                progress = Report(output_dir)
+                follow(records, job.parts(), config, state, output_dir, add=progress.add, should_stop=lambda: False)
+    except Exception as error:
+        if (told := sentence_of(error)) is None:
+            raise
+        print(f"standins: {told}", file=sys.stderr)  # noqa: T201 - a command
+        return 1
+    return 0
 
 
 class _Probe:

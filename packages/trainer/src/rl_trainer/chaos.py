@@ -1,0 +1,670 @@
+"""Chaos testing: short runs under a seeded schedule of faults, over every process and every phase of a step.
+
+    python -m rl_trainer.chaos --trials 200 --seed 1 --stages standins,inline --output chaos.json
+
+A trial starts a run of a tiny model, lets one fault strike when a phase begins or a little later, and waits for the
+run's end. A run that did not reach its last step then goes on with `--resume`. After both it asks: did everything end
+within the deadline, with success or one sentence; was every prompt learned from exactly once; are the losses of `sync`,
+bit for bit, those of a run without faults; is every checkpoint whole; is no process and no shared memory left?
+
+| stage | what is real |
+|---|---|
+| `standins` | controller, queue, checkpoints and logs; engine, servers and agents answer at once. All three pipelines |
+| `inline` | everything, in one process (`runtime=inline`). `sync` alone |
+| `ray` | everything, each in its own process (`runtime=ray`). All three pipelines |
+
+Run as root on Linux, it has a /dev/shm and a small disk of its own (a mount namespace); as anybody else it leaves out
+full disks, and does not look for shared memory that was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+PIPELINES = ("sync", "one_step_off", "fully_async")
+STEPS, BATCH = 4, 2
+DISK_BYTES = 64 << 20
+_MARK = "RL_CHAOS_TRIAL"
+_STEP_PHASES = {
+    "sync": ("generate", "yield_memory", "advantage", "update", "weight_sync", "checkpoint", "state file"),
+    "one_step_off": ("wait_generate", "advantage", "update", "weight_sync", "checkpoint", "state file"),
+    "fully_async": ("wait_generate", "advantage", "update", "weight_sync", "checkpoint", "state file"),
+}
+_ROLES = {"engine": "ray::engine", "agent": "ray::agent", "rollout": "ray::rollout", "node": "/raylet/raylet"}
+"""What the command line of a process begins with, or holds, by role."""
+_PLACES = {"standins": PIPELINES, "inline": ("sync",), "ray": PIPELINES}
+_FAULTS = {
+    "standins": ("kill", "kill", "bit flip", "full disk"),
+    "inline": ("kill", "bit flip", "full disk", "stop", "dropped connections"),
+    "ray": ("kill", "kill", "stop", "bit flip", "full disk", "dropped connections", "dead node"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One fault, and when it strikes."""
+
+    number: int
+    """From 1."""
+    stage: str
+    """What is real: `standins`, `inline` or `ray`."""
+    pipeline: str
+    """Schedule of the run."""
+    fault: str
+    """What happens."""
+    target: str
+    """Role of the process to which it happens."""
+    phase: str
+    """Where the controller is."""
+    occurrence: int
+    """The how-manieth beginning of that phase, from 1."""
+    delay_s: float
+    """Seconds after that."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What came of a trial."""
+
+    trial: Trial
+    fired: bool = False
+    """Whether the phase was reached, and the target was there."""
+    ended: str = ""
+    """How the first process ended: `recovered`, `sentence`, `killed`, `stopped`, or what it should not have."""
+    sentence: str = ""
+    """The last line that it wrote, if it failed."""
+    seconds: float = 0.0
+    """From the fault to the end of the first process; from its start to its end for `--resume`, where that ended."""
+    resumed: bool = False
+    """Whether a second process went on."""
+    problems: list[str] = field(default_factory=list[str])
+    """What must not be; empty where everything held."""
+
+
+def draw_trials(count: int, seed: int, stages: Sequence[str], shares: Mapping[str, int]) -> list[Trial]:
+    """The schedule of a seed: `count` trials over `stages`, by their shares."""
+    draw = random.Random(seed)
+    order = [stage for stage in stages for _ in range(shares.get(stage, 1))]
+    return [_draw_trial(number, order[(number - 1) % len(order)], draw) for number in range(1, count + 1)]
+
+
+def _draw_trial(number: int, stage: str, draw: random.Random) -> Trial:
+    pipeline, fault = draw.choice(_PLACES[stage]), draw.choice(_FAULTS[stage])
+    target = "controller"
+    if stage == "ray" and fault in ("kill", "stop", "dropped connections"):
+        target = draw.choice(("controller", "engine", "agent", "rollout"))
+    if fault == "dead node":
+        target = "node"
+    return Trial(
+        number=number,
+        stage=stage,
+        pipeline=pipeline,
+        fault=fault,
+        target=target,
+        phase=draw.choice(_STEP_PHASES[pipeline]),
+        occurrence=draw.randint(1, STEPS),
+        delay_s=draw.choice((0.0, draw.uniform(0.0, 0.002), draw.uniform(0.0, 0.03))),
+    )
+
+
+# Inside the run
+
+
+class _Fault:
+    """Strikes once, when the controller has reached its phase often enough."""
+
+    def __init__(self, trial: Trial, output_dir: Path, note: Path) -> None:
+        self._trial, self._output_dir, self._note, self._count = trial, output_dir, note, 0
+
+    def at(self, phase: str) -> None:
+        """The controller begins a phase."""
+        if phase != self._trial.phase:
+            return
+        self._count += 1
+        if self._count != self._trial.occurrence:
+            return
+        if self._trial.delay_s:
+            threading.Timer(self._trial.delay_s, self._strike).start()
+        else:
+            self._strike()
+
+    def _strike(self) -> None:
+        fault, me = self._trial.fault, os.getpid()
+        target = me if self._trial.target == "controller" else _process_of(self._trial.target)
+        if target is None:
+            return
+        self._note.write_text(json.dumps({"at": time.time(), "pid": target}))
+        if fault in ("kill", "bit flip"):
+            os.kill(target, signal.SIGKILL)
+        elif fault == "stop":
+            os.kill(target, signal.SIGSTOP)
+        elif fault == "dead node":
+            for pid in [target, *_children(target)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        elif fault == "full disk":
+            _fill(self._output_dir.parent)
+        elif fault == "dropped connections":
+            _drop_connections(target)
+
+
+def _arm(fault: _Fault) -> None:
+    """Let the phases of this process tell `fault`."""
+    from rl_trainer import checkpoints
+    from rl_trainer.metrics import PhaseTimer
+
+    phase, save, names = PhaseTimer.phase, checkpoints.save, checkpoints.__dict__
+    seal = names["write_manifest"]
+
+    @contextmanager
+    def told(self: PhaseTimer, name: str) -> Generator[None]:
+        with phase(self, name):
+            fault.at(name)
+            yield
+
+    def saved(*given: Any) -> None:
+        fault.at("checkpoint")
+        save(*given)
+
+    def sealed(*given: Any) -> None:
+        fault.at("state file")
+        seal(*given)
+
+    PhaseTimer.phase = told
+    checkpoints.save = saved
+    names["write_manifest"] = sealed
+
+
+def _process_of(role: str) -> int | None:
+    """A process of this trial with that role."""
+    wanted = _ROLES[role]
+    for pid in _marked(os.environ[_MARK]):
+        with suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if line.startswith(wanted) or (role == "node" and wanted in line.partition(" ")[0]):
+                return pid
+    return None
+
+
+def _fill(folder: Path) -> None:
+    """Leave no byte of a file system."""
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 16)):
+            pass
+
+
+def _drop_connections(pid: int) -> None:
+    """Shut every connected stream socket of a process, as a network that is gone does; its own pairs stay."""
+    calls = ctypes.CDLL(None, use_errno=True)
+    handle = os.pidfd_open(pid)
+    try:
+        for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+            with suppress(OSError):
+                if not str(entry.readlink()).startswith("socket:"):
+                    continue
+                copy = calls.syscall(438, handle, int(entry.name), 0)  # pidfd_getfd
+                if copy < 0:
+                    continue
+                with socket.socket(fileno=copy) as connection:
+                    is_pair = connection.family == socket.AF_UNIX and not (
+                        connection.getpeername() or connection.getsockname()
+                    )
+                    if connection.type == socket.SOCK_STREAM and not is_pair:
+                        connection.getpeername()  # raises where nobody is connected
+                        connection.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(handle)
+
+
+# Outside of it
+
+
+class Chaos:
+    """Runs trials one after the other and judges them.
+
+    Args:
+        work: Folder for runs; emptied as they end.
+        model: Folder of a tiny model.
+        deadline_s: Longest life of a process.
+        has_own_disk: Whether the runs' folder is a small disk that may be filled.
+        note: Takes one line of progress at a time.
+    """
+
+    def __init__(
+        self, work: Path, model: Path, *, deadline_s: float, has_own_disk: bool, note: Callable[[str], None]
+    ) -> None:
+        self._work, self._model, self._deadline_s = work, model, deadline_s
+        self.has_own_disk, self._note = has_own_disk, note
+        self._undisturbed: dict[tuple[str, str], tuple[list[Any], dict[int, Any]]] = {}
+
+    def run(self, trial: Trial) -> Outcome:
+        """One trial, and everything that is asked after it."""
+        self._reference(trial)
+        outcome = Outcome(trial=trial)
+        folder = self._work / f"trial-{trial.number}"
+        disk = folder / "disk"
+        disk.mkdir(parents=True)
+        try:
+            with _small_disk(disk) if self.has_own_disk and trial.fault == "full disk" else _nothing():
+                self._run(trial, outcome, folder, disk / "out")
+        except Exception:  # noqa: BLE001 - a trial that cannot be judged is a problem to be looked at
+            outcome.problems.append(traceback.format_exc())
+        if not outcome.problems:
+            shutil.rmtree(folder, ignore_errors=True)
+        return outcome
+
+    def _run(self, trial: Trial, outcome: Outcome, folder: Path, output_dir: Path) -> None:
+        note = folder / "fired"
+        before = _shared_memory()
+        status, _ = self._process(trial, output_dir, folder / "first.log", note)
+        ended = time.time()
+        outcome.fired = note.exists()
+        if outcome.fired:
+            outcome.seconds = ended - json.loads(note.read_text())["at"]
+        outcome.ended, outcome.sentence = self._ended(trial, status, folder / "first.log")
+        if outcome.ended not in ("recovered", "sentence", "killed", "stopped"):
+            outcome.problems.append(f"the first process {outcome.ended}: {outcome.sentence}")
+        with suppress(FileNotFoundError):
+            (output_dir.parent / "filler").unlink()
+        if trial.fault == "bit flip" and outcome.fired:
+            self._flip(trial, output_dir, outcome, folder)
+        if outcome.ended != "recovered":
+            status, seconds = self._process(
+                replace(trial, phase=""), output_dir, folder / "second.log", folder / "none"
+            )
+            outcome.resumed, outcome.seconds = True, seconds
+            how, sentence = self._ended(trial, status, folder / "second.log")
+            if how != "recovered":
+                outcome.problems.append(f"--resume {how}: {sentence}")
+        self._judge(trial, output_dir, outcome)
+        outcome.problems += [f"left in /dev/shm: {name}" for name in _shared_memory() - before]
+
+    def _process(self, trial: Trial, output_dir: Path, log: Path, note: Path) -> tuple[int, float]:
+        """A run to its end, or to the deadline: wait status and seconds. What it leaves is a problem, and ended."""
+        gc.collect()
+        mark, start = f"{os.getpid()}-{trial.number}-{log.stem}", time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            self._child(trial, output_dir, log, note, mark)
+        status: int | None = None
+        stopped: float | None = None
+        while status is None:
+            found, now = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if found and os.WIFSTOPPED(now):
+                stopped = time.monotonic()
+            elif found:
+                status = now
+            late = time.monotonic() - start > self._deadline_s
+            if status is None and (late or (stopped is not None and time.monotonic() - stopped > 1)):
+                with suppress(OSError):
+                    self._stacks(pid, log, is_late=late)
+                os.kill(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+                status = -1 if late and stopped is None else status
+            time.sleep(0.01)
+        seconds = time.monotonic() - start
+        left = _wait_for_end(pid, mark, 60.0)
+        if left:
+            with log.open("a") as file:
+                file.write(f"\nchaos: left behind: {left}\n")
+        for one in left:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        return (-2 if left else status), seconds
+
+    def _stacks(self, pid: int, log: Path, *, is_late: bool) -> None:
+        if is_late and shutil.which("py-spy"):
+            dump = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, check=False)
+            with log.open("a") as file:
+                file.write(f"\nchaos: at the deadline\n{dump.stdout}\n")
+
+    def _child(self, trial: Trial, output_dir: Path, log: Path, note: Path, mark: str) -> None:
+        code = 70
+        try:
+            os.setsid()
+            os.environ[_MARK] = mark
+            target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            for stream in (1, 2):
+                os.dup2(target, stream)
+            if trial.phase:
+                _arm(_Fault(trial, output_dir, note))
+            if trial.stage == "standins":
+                from rl_trainer.testing import run_standins
+
+                code = run_standins(_settings(trial, output_dir, self._model), seed=trial.number)
+            else:
+                from rl_trainer import cli
+
+                code = cli.main(["quickstart", *_settings(trial, output_dir, self._model), "--resume"])
+        except BaseException:  # noqa: BLE001 - written to the log, where the parent looks
+            traceback.print_exc()
+        finally:
+            with suppress(BaseException):
+                import atexit
+
+                threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType] - as at exit
+                atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - what is registered, before os._exit
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _ended(self, trial: Trial, status: int, log: Path) -> tuple[str, str]:
+        """In one word, and the last line."""
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+        last = lines[-1][:500] if lines else ""
+        if status == -1:
+            return f"hung for {self._deadline_s:.0f} s", last
+        if status == -2:
+            return "left processes behind", last
+        if os.WIFSIGNALED(status):
+            is_asked = trial.target == "controller" and os.WTERMSIG(status) == signal.SIGKILL
+            how = "stopped" if trial.fault == "stop" else "killed"
+            return (how if is_asked else f"was ended by signal {os.WTERMSIG(status)}"), last
+        if os.WEXITSTATUS(status) == 0:
+            return "recovered", last
+        found = [line for line in lines if line.startswith(("rl-train: ", "standins: "))]
+        is_sentence = bool(found) and "Traceback" not in last and os.WEXITSTATUS(status) in (1, 2)
+        return ("sentence", found[-1][:500]) if is_sentence else (f"ended with {os.WEXITSTATUS(status)}", last)
+
+    def _flip(self, trial: Trial, output_dir: Path, outcome: Outcome, folder: Path) -> None:
+        """Flip a bit of the newest checkpoint; where it is the only one, `--resume` has to refuse, and it is healed."""
+        from rl_trainer import checkpoints
+
+        found = checkpoints.complete(output_dir)
+        if not found:
+            return
+        draw = random.Random(trial.number)
+        files = sorted(path for path in found[0].rglob("*") if path.is_file() and path.stat().st_size)
+        file = draw.choice(files)
+        written = file.read_bytes()
+        data = bytearray(written)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+        if not checkpoints.damage(found[0]):
+            outcome.problems.append(f"a flipped bit of {file} was not found")
+        if len(found) == 1:
+            status, _ = self._process(replace(trial, phase=""), output_dir, folder / "refused.log", folder / "none")
+            how, sentence = self._ended(trial, status, folder / "refused.log")
+            if how != "sentence" or file.name not in sentence:
+                outcome.problems.append(f"with its only checkpoint damaged ({file}), --resume {how}: {sentence}")
+            file.write_bytes(written)
+
+    def _judge(self, trial: Trial, output_dir: Path, outcome: Outcome) -> None:
+        from rl_trainer import checkpoints
+
+        prompts, losses = logs_of(output_dir)
+        wanted_prompts, wanted_losses = self._undisturbed[trial.stage, trial.pipeline]
+        steps = [line["step"] for line in prompts]
+        rows = [row for line in prompts for row in line["rows"]]
+        if steps != list(range(1, STEPS + 1)):
+            outcome.problems.append(f"steps of prompts.jsonl: {steps}")
+        if len(set(rows)) != len(rows) or len(rows) != STEPS * BATCH:
+            outcome.problems.append(f"rows of prompts.jsonl, of which each should be there once: {rows}")
+        if trial.stage == "standins" and set(rows) != set(range(STEPS * BATCH)):
+            outcome.problems.append(f"rows of prompts.jsonl: {sorted(rows)}")
+        if (
+            trial.stage != "standins"
+            and trial.pipeline == "sync"
+            and (prompts, losses) != (wanted_prompts, wanted_losses)
+        ):
+            outcome.problems.append(f"losses {losses}, rows {rows}; without a fault {wanted_losses}")
+        for folder in checkpoints.complete(output_dir):
+            outcome.problems += [f"at the end {line}" for line in checkpoints.damage(folder)]
+
+    def _reference(self, trial: Trial) -> None:
+        """Run the same without a fault, once."""
+        key = trial.stage, trial.pipeline
+        if key in self._undisturbed:
+            return
+        folder = self._work / f"undisturbed-{trial.stage}-{trial.pipeline}"
+        folder.mkdir()
+        calm = replace(trial, number=0, phase="")
+        status, seconds = self._process(calm, folder / "out", folder / "log", folder / "none")
+        how, sentence = self._ended(calm, status, folder / "log")
+        if how != "recovered":
+            raise RuntimeError(f"the run without a fault {how}: {sentence} ({folder / 'log'})")
+        self._undisturbed[key] = logs_of(folder / "out")
+        self._note(f"{trial.stage} {trial.pipeline} without a fault: {seconds:.1f} s")
+
+
+def logs_of(output_dir: Path) -> tuple[list[Any], dict[int, Any]]:
+    """Lines of prompts.jsonl; policy loss and gradient norm by step."""
+    prompts, metrics = (
+        [json.loads(line) for line in (output_dir / name).read_text().splitlines()]
+        if (output_dir / name).exists()
+        else []
+        for name in ("prompts.jsonl", "metrics.jsonl")
+    )
+    rows = [{"step": line["step"], "rows": line["rows"]} for line in prompts]
+    return rows, {
+        line["step"]: (line["metrics"]["policy_loss"], line["metrics"]["grad_norm"])
+        for line in metrics
+        if line.get("metrics")
+    }
+
+
+def _settings(trial: Trial, output_dir: Path, model: Path) -> list[str]:
+    found = [
+        f"model.path={model}", f"output_dir={output_dir}", f"pipeline={trial.pipeline}", f"steps={STEPS}",
+        f"batch.batch_size={BATCH}", f"batch.mini_batch_size={BATCH}", "batch.group_size=2", "data.eval_size=2",
+        "data.options.num_rows=60", "save_every=1", "eval_every=0", "tracking.trackers=[]", "timeout_s=60",
+        "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1", "heartbeat_s=15",
+    ]  # fmt: skip
+    found += ["staleness.max_staleness=2"] if trial.pipeline == "fully_async" else []
+    return [*found, f"runtime={'ray' if trial.stage == 'ray' else 'inline'}"] if trial.stage != "standins" else found
+
+
+# Processes, memory, disks
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that were started under a trial's mark."""
+    wanted, found = f"{_MARK}={mark}".encode(), list[int]()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """All processes below one."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found += [int(entry.name), *_children(int(entry.name))]
+    return found
+
+
+def _wait_for_end(pid: int, mark: str, timeout_s: float) -> list[int]:
+    """Those of a trial's processes that are there after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while left := [one for one in _marked(mark) if one != pid and not _is_zombie(one)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+    return []
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()} if _OWN_SHM else set()
+
+
+_OWN_SHM: list[bool] = []
+"""Not empty: /dev/shm is this process's and its children's alone."""
+
+
+def _own_mounts() -> bool:
+    """Give this process a /dev/shm of its own, and the right to mount disks; False where it may not."""
+    calls = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() != 0 or calls.unshare(0x20000) != 0:  # CLONE_NEWNS
+        return False
+    private, shm = ["mount", "--make-rprivate", "/"], ["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    if any(subprocess.run(line, check=False, capture_output=True).returncode for line in (private, shm)):
+        return False
+    _OWN_SHM.append(True)
+    return True
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Generator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=False)
+
+
+@contextmanager
+def _nothing() -> Generator[None]:
+    yield
+
+
+def _preload(stages: Iterable[str]) -> None:
+    """Import what runs import, so that they fork with it: seconds of each otherwise."""
+    names = ["rl_trainer.job", "rl_trainer.cli", "rl_trainer.checkpoints", "rl_trainer.pipelines.parts"]
+    names += ["rl_trainer.testing"] if "standins" in stages else []
+    if "inline" in stages or "ray" in stages:
+        names += ["rl_trainer.pipelines.fully_async", "rl_trainer.pipelines.one_step_off", "rl_trainer.pipelines.sync"]
+        names += ["transformers.models.qwen3.modeling_qwen3", "reasoning_gym", "math_verify", "rl_engine.worker"]
+        names += ["rl_rollout", "rl_agent", "rl_tq", "rl_ckpt", "torch.distributed.fsdp", "rl_trainer.runtime.inline"]
+        names += ["transformers.models.auto.modeling_auto", "transformers.tokenization_utils_tokenizers", "matplotlib"]
+    for name in names:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+# What is written
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: a row per stage, pipeline, fault and phase."""
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        trial = outcome.trial
+        who = trial.fault if trial.target == "controller" else f"{trial.fault} ({trial.target})"
+        groups.setdefault((trial.stage, trial.pipeline, who, trial.phase), []).append(outcome)
+    lines = [
+        "| stage | pipeline | fault | phase | trials | struck | recovered | sentence | resumed "
+        "| s median | s max | problems |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key in sorted(groups):
+        mine = groups[key]
+        ended = Counter(outcome.ended for outcome in mine if outcome.fired)
+        seconds = [outcome.seconds for outcome in mine if outcome.fired] or [0.0]
+        numbers = (len(mine), sum(o.fired for o in mine), ended["recovered"], ended["sentence"])
+        numbers += (sum(o.resumed for o in mine),)
+        bad = sum(bool(outcome.problems) for outcome in mine)
+        times = f"{statistics.median(seconds):.1f} | {max(seconds):.1f}"
+        lines.append(f"| {' | '.join(key)} | {' | '.join(map(str, numbers))} | {times} | {bad} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run trials; the exit code is 0 where nothing was lost, doubled, leaked, hung or wrong."""
+    parser = argparse.ArgumentParser(prog="python -m rl_trainer.chaos", description="Runs under a schedule of faults.")
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule of faults")
+    parser.add_argument("--stages", default="standins,inline", help="of standins, inline, ray; separated by commas")
+    parser.add_argument("--first", type=int, default=1, help="number of the first trial of the schedule to run")
+    parser.add_argument("--deadline-s", type=float, default=120.0, help="longest life of a process")
+    parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no trial after so long")
+    parser.add_argument("--output", help="also write every trial to this JSON file, as they end")
+    arguments = parser.parse_args(argv)
+    stages = arguments.stages.split(",")
+    has_own_disk = _own_mounts()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start, work = time.monotonic(), Path(tempfile.mkdtemp(prefix="rl-chaos-"))
+    _preload(stages)
+    chaos = Chaos(
+        work,
+        _tiny_model(work / "model"),
+        deadline_s=arguments.deadline_s,
+        has_own_disk=has_own_disk,
+        note=lambda line: print(line, flush=True),  # noqa: T201 - a command line
+    )
+    outcomes: list[Outcome] = []
+    for trial in draw_trials(arguments.trials, arguments.seed, stages, {"standins": 6, "inline": 3, "ray": 1}):
+        if trial.number < arguments.first or (trial.fault == "full disk" and not has_own_disk):
+            continue
+        if time.monotonic() - start > arguments.stop_after_s:
+            break
+        outcome = chaos.run(trial)
+        outcomes.append(outcome)
+        _say(outcome)
+        if arguments.output:
+            _write(Path(arguments.output), arguments.seed, outcomes, time.monotonic() - start)
+    print(table(outcomes))  # noqa: T201
+    num_bad = sum(bool(outcome.problems) for outcome in outcomes)
+    struck = sum(outcome.fired for outcome in outcomes)
+    print(f"{len(outcomes)} trials, {struck} faults struck, {num_bad} with problems")  # noqa: T201
+    if not num_bad:
+        shutil.rmtree(work, ignore_errors=True)
+    return 1 if num_bad else 0
+
+
+def _tiny_model(folder: Path) -> Path:
+    from rl_trainer.config import WarmupConfig, load_config
+    from rl_trainer.data import load_datasets
+    from rl_trainer.warmup import make_small_model
+
+    rows = load_datasets(
+        load_config("quickstart", ["data.options.num_rows=500", "data.eval_size=4"]).data, seed=0
+    ).train
+    warmup = WarmupConfig(hidden_size=32, num_layers=1, steps=2, batch_size=16)
+    folder.mkdir(parents=True)
+    return make_small_model(folder, warmup, rows, seed=0, timeout_s=300, on_line=lambda line: None)
+
+
+def _say(outcome: Outcome) -> None:
+    trial = outcome.trial
+    told = re.sub(r"\s+", " ", "; ".join(outcome.problems))[:2000]
+    print(  # noqa: T201
+        f"{trial.number} {trial.stage} {trial.pipeline}: {trial.fault} ({trial.target}) at {trial.phase} "
+        f"{trial.occurrence}: {outcome.ended if outcome.fired else 'not reached'} {outcome.seconds:.1f} s"
+        + (f" PROBLEM {told}" if told else ""),
+        flush=True,
+    )
+
+
+def _write(file: Path, seed: int, outcomes: Sequence[Outcome], seconds: float) -> None:
+    content = {"seed": seed, "seconds": round(seconds, 1), "trials": [asdict(outcome) for outcome in outcomes]}
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

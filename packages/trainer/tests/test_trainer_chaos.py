@@ -1,0 +1,70 @@
+"""Runs under random faults recover, or end with a sentence and go on; nothing is lost, doubled, leaked or wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_trainer.chaos import Outcome, Trial, draw_trials, table
+
+STAGES = ["standins", "inline", "ray"]
+
+
+def chaos(tmp_path, *arguments, timeout_s):
+    """As a process of its own: it forks runs, and takes a /dev/shm of its own where it may."""
+    output = tmp_path / "chaos.json"
+    ended = subprocess.run(
+        [sys.executable, "-m", "rl_trainer.chaos", "--output", output, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    told = " ".join(arguments) + ended.stdout[-6000:] + ended.stderr[-3000:]
+    assert ended.returncode == 0, told
+    trials = json.loads(output.read_text())["trials"]
+    assert sum(trial["fired"] for trial in trials) > len(trials) / 2, told
+    return trials
+
+
+def test_a_few_faults_on_controllers(tmp_path):
+    trials = chaos(tmp_path, "--trials", "6", "--seed", "7", "--stages", "standins", timeout_s=280)
+    assert {trial["ended"] for trial in trials} <= {"recovered", "sentence", "killed"}
+    assert not list(Path(tmp_path).glob("rl-chaos-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_two_hundred_faults(tmp_path):
+    seed = str(int.from_bytes(os.urandom(3)))
+    chaos(tmp_path, "--trials", "200", "--seed", seed, "--stages", "standins,inline,ray", timeout_s=5300)
+
+
+def test_a_schedule_is_its_seed_s():
+    shares = {"standins": 3, "inline": 2, "ray": 1}
+    assert draw_trials(50, 3, STAGES, shares) == draw_trials(50, 3, STAGES, shares)[:50]
+    assert draw_trials(50, 3, STAGES, shares) != draw_trials(50, 4, STAGES, shares)
+    many = draw_trials(2000, 3, STAGES, shares)
+    assert {trial.stage for trial in many} == set(STAGES)
+    assert {trial.pipeline for trial in many if trial.stage == "inline"} == {"sync"}
+    assert {trial.target for trial in many if trial.stage != "ray"} == {"controller"}
+    for stage, faults in (("inline", 5), ("ray", 6)):
+        assert len({trial.fault for trial in many if trial.stage == stage}) == faults
+
+
+def test_the_table_counts_what_struck():
+    trial = Trial(
+        number=1, stage="ray", pipeline="sync", fault="kill", target="engine", phase="update", occurrence=1, delay_s=0.0
+    )
+    outcomes = [
+        Outcome(trial=trial, fired=True, ended="recovered", seconds=3.0),
+        Outcome(trial=trial, fired=True, ended="sentence", seconds=5.0, resumed=True, problems=["lost"]),
+        Outcome(trial=trial, fired=False, ended="recovered", seconds=0.0),
+    ]
+    assert (
+        table(outcomes).splitlines()[2] == "| ray | sync | kill (engine) | update | 3 | 2 | 1 | 1 | 1 | 4.0 | 5.0 | 1 |"
+    )
