@@ -21,5 +21,5 @@ def decode(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     """
     try:
         return _DECODER.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConnectionAbortedError(f"the other side sent what is no message: {error}") from error

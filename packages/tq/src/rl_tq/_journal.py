@@ -59,7 +59,7 @@ class Journal:
         for number, line in enumerate(data[:end].splitlines(), 1):
             try:
                 records.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TransferQueueError(
                     f"line {number} of {path} is no record ({error}): the file was damaged; serve a copy from before, "
                     "or another directory"

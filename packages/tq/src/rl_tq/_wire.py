@@ -96,6 +96,8 @@ class Inbox:
                 break
             message = decode(self._buffer[start + _HEADER.size : end])
             start = end
+            if has_fd and not self._fds:
+                raise ConnectionAbortedError("the other side announced a descriptor, and sent none")
             found.append((message, self._fds.popleft() if has_fd else None))
         del self._buffer[:start]
         return found

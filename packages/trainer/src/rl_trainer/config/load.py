@@ -67,7 +67,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
 
 
-def _read_recipe(recipe: str, beside: Path | None = None) -> dict[str, Any]:
+def _read_recipe(recipe: str, beside: Path | None = None, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe's tree, laid over that of the recipe it `extends`; a file's name is looked up beside the file."""
     path = Path(recipe)
     if path.suffix not in {".yaml", ".yml"}:
@@ -79,14 +79,18 @@ def _read_recipe(recipe: str, beside: Path | None = None) -> dict[str, Any]:
         raise ConfigError(
             f"there is no recipe {recipe!r}: give one of {', '.join(shipped)}, or the path of a .yaml file"
         )
+    if path in below:
+        raise ConfigError(
+            f"{path} extends itself, by {' and '.join(str(each) for each in below)}; take one of them out"
+        )
     try:
         tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of configuration keys")
     base = tree.pop("extends", None)
-    return tree if base is None else _laid_over(_read_recipe(str(base), path.parent), tree)
+    return tree if base is None else _laid_over(_read_recipe(str(base), path.parent, (*below, path)), tree)
 
 
 def _laid_over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:

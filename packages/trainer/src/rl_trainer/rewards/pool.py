@@ -225,7 +225,7 @@ class _Process:
         assert self._process is not None, "it was started"
         assert self._process.stdout is not None, "it is a pipe"
         stdout = self._process.stdout
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError, TypeError):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError, TypeError, RecursionError):
             while True:
                 (length,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
                 if length > MAX_ANSWER_BYTES:
