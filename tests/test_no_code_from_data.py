@@ -61,6 +61,8 @@ def uses(tree: ast.AST) -> Iterator[tuple[str, int]]:
             last = name.rpartition(".")[2]
             if name in BUILTINS | QUALIFIED or last in CALLS or name.startswith("torch.distributed.checkpoint."):
                 yield (name if name in BUILTINS | QUALIFIED else last), node.lineno
+            if last == "from_pretrained" and "trust_remote_code" not in {keyword.arg for keyword in node.keywords}:
+                yield "from_pretrained without trust_remote_code=False", node.lineno
             for keyword in node.keywords:
                 is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
                 if keyword.arg in FLAGS and not is_off:
@@ -107,6 +109,7 @@ def test_every_reason_is_still_needed():
         "exec(text)",
         "np.load(file, allow_pickle=True)",
         "AutoModel.from_pretrained(path, trust_remote_code=flag)",
+        "AutoModel.from_pretrained(path)",  # transformers asks on the terminal
     ],
 )
 def test_it_would_be_found(code):

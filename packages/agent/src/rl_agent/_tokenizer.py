@@ -23,7 +23,7 @@ def load_tokenizer(model_path: str) -> Tokenizer:
     except ImportError as error:
         raise TokenizerError("loading a tokenizer needs transformers: pip install 'rl-agent[hf]'") from error
     try:
-        return AutoTokenizer.from_pretrained(model_path)
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise TokenizerError(f"no tokenizer can be loaded from {model_path!r}: {error}") from error
 

@@ -113,7 +113,8 @@ def _check_tokenizers(student: str | Path, teacher: str | Path) -> None:
 
     try:
         mine, theirs = (
-            AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab() for path in (student, teacher)
+            AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_vocab()
+            for path in (student, teacher)
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path and teacher.path need a tokenizer each, to compare them: {error}") from error

@@ -78,7 +78,7 @@ class GenerationConformance:
         import torch
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(served.model_path).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(served.model_path, trust_remote_code=False).eval()
         prompt = (5, 6, 7)
         for top_k, top_p in ((0, 1.0), (20, 1.0), (0, 0.9), (20, 0.9)):
             try:

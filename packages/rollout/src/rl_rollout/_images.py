@@ -106,7 +106,9 @@ def load_preparer(model_path: str, *, token_id: int, num_merged: int) -> ImagePr
         from transformers import AutoImageProcessor
 
         load: Any = AutoImageProcessor.from_pretrained
-        return ImagePreparer(load(model_path, local_files_only=True), token_id=token_id, num_merged=num_merged)
+        return ImagePreparer(
+            load(model_path, local_files_only=True, trust_remote_code=False), token_id=token_id, num_merged=num_merged
+        )
     except (ImportError, OSError, ValueError) as error:
         _log.warning("%s is served without images, as its image processor cannot be loaded: %s", model_path, error)
         return None

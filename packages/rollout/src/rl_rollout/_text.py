@@ -128,7 +128,9 @@ class LazyTokenizer:
             try:
                 from transformers import AutoTokenizer
 
-                self._tokenizer = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    self._model_path, local_files_only=True, trust_remote_code=False
+                )
             except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
                 raise RequestError(
                     f"model folder {self._model_path!r} has no tokenizer that can be loaded ({error}); "

@@ -71,9 +71,15 @@ class RewardModel:
         dtype = config.dtype if config.dtype != "auto" else "float32" if self._device.type == "cpu" else "bfloat16"
         load: Any = AutoModelForSequenceClassification.from_pretrained
         try:
-            settings: Any = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+            settings: Any = AutoConfig.from_pretrained(
+                config.model_path, local_files_only=True, trust_remote_code=False
+            )
             model, told = load(
-                config.model_path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+                config.model_path,
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelFolderError(f"no reward model can be loaded from {config.model_path!r}: {error}") from error

@@ -25,6 +25,7 @@ import gc
 import importlib
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -472,8 +473,9 @@ def _settings(trial: Trial, output_dir: Path, model: Path) -> list[str]:
     found = [
         f"model.path={model}", f"output_dir={output_dir}", f"pipeline={trial.pipeline}", f"steps={STEPS}",
         f"batch.batch_size={BATCH}", f"batch.mini_batch_size={BATCH}", "batch.group_size=2", "data.eval_size=2",
-        "data.options.num_rows=60", "save_every=1", "eval_every=0", "tracking.trackers=[]", "timeout_s=60",
-        "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1", "heartbeat_s=15",
+        "data.options.num_rows=60", "save_every=1", "eval_every=0", "tracking.trackers=[]",
+        "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1",
+        "heartbeat_s=30", f"timeout_s={300 if trial.stage == 'ray' else 60}",
     ]  # fmt: skip
     found += ["staleness.max_staleness=2"] if trial.pipeline == "fully_async" else []
     return [*found, f"runtime={'ray' if trial.stage == 'ray' else 'inline'}"] if trial.stage != "standins" else found
@@ -604,7 +606,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline-s", type=float, default=120.0, help="longest life of a process")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no trial after so long")
     parser.add_argument("--output", help="also write every trial to this JSON file, as they end")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print the table of such files, and run nothing")
     arguments = parser.parse_args(argv)
+    if arguments.table:
+        print(table([outcome for file in arguments.table for outcome in read_outcomes(Path(file))]))  # noqa: T201
+        return 0
     stages = arguments.stages.split(",")
     has_own_disk = _own_mounts()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -662,8 +668,23 @@ def _say(outcome: Outcome) -> None:
 
 
 def _write(file: Path, seed: int, outcomes: Sequence[Outcome], seconds: float) -> None:
-    content = {"seed": seed, "seconds": round(seconds, 1), "trials": [asdict(outcome) for outcome in outcomes]}
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    about = {
+        "command": " ".join(["python -m rl_trainer.chaos", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()},
+        "seed": seed,
+        "seconds": round(seconds, 1),
+    }
+    lines = ",\n  ".join(json.dumps(asdict(outcome)) for outcome in outcomes)
+    file.write_text(f'{{"about": {json.dumps(about)},\n "trials": [\n  {lines}\n ]}}\n')
+
+
+def read_outcomes(file: Path) -> list[Outcome]:
+    """What `--output` wrote."""
+    entries: list[dict[str, Any]] = json.loads(file.read_text())["trials"]
+    for entry in entries:
+        entry["trial"] = Trial(**entry["trial"])
+    return [Outcome(**entry) for entry in entries]
 
 
 if __name__ == "__main__":

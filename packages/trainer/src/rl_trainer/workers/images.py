@@ -51,12 +51,12 @@ class ImageReader:
 
         load: Any = AutoImageProcessor.from_pretrained
         try:
-            self._processor = load(folder, local_files_only=True)
+            self._processor = load(folder, local_files_only=True, trust_remote_code=False)
         except (ImportError, OSError, ValueError) as error:
             raise InputError(
                 f"the image processor in {folder} cannot be loaded (pip install 'rl-post-trainer[images]'): {error}"
             ) from error
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self._place: int = config.image_token_id
         vision = config.vision_config
         self._merged: int = vision.spatial_merge_size**2

@@ -195,11 +195,13 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        kind = type(AutoConfig.from_pretrained(path, local_files_only=True))
+        kind = type(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
         has_text_alone = kind in MODEL_FOR_CAUSAL_LM_MAPPING
         load: Any = (AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText).from_pretrained
         with _LOADING:
-            module, info = load(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+            module, info = load(
+                path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelFolderError(f"model folder {path!r} cannot be loaded: {error}") from error
     if missing := sorted(info["missing_keys"]):
