@@ -189,6 +189,7 @@ BREACHES = {
     "rollout-receives-weights": ("rl_rollout/base.py", "from rl_agent import base"),
     "agent-talks-to-servers": ("rl_agent/base.py", "from rl_ckpt import base"),
     "servers-are-processes": ("rl_engine/types.py", "import vllm"),
+    "csrc-layers": ("rl_csrc/reference/logprobs.py", "from rl_csrc.ops import check"),
     "ckpt-layers": ("rl_ckpt/tensors/spec.py", "import rl_ckpt.protocol"),
     "nothing-needs-the-bench": ("rl_csrc/__init__.py", "import rl_bench"),
 }

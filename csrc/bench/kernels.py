@@ -258,27 +258,6 @@ def _tokens(run: Run) -> None:
 
 
 def _copies(run: Run) -> None:
-    num, width = 128, 512 if run.quick else 2048
-    padded = torch.randn(num, 1024, width // 16)
-    lengths = torch.randint(256, 1025, (num,))
-    packed = rl_csrc.pack(padded, lengths)
-    flat = torch.empty_like(packed.values)
-    total = flat.shape[0]
-    room = torch.empty_like(flat)
-    mask = torch.arange(1024) < lengths[:, None]
-    run.compare(
-        "pack",
-        {"rl_csrc": lambda: rl_csrc.pack(padded, lengths, total=total)},
-        peers={"boolean index": lambda: padded[mask]},
-        limit={"memcpy into fresh memory": lambda: packed.values.clone()},
-        goal=f">= {1 / 1.3:.3f} of limit",
-    )
-    run.compare(
-        "unpack",
-        {"rl_csrc": lambda: rl_csrc.unpack(packed.values, packed.cu_seqlens, length=1024)},
-        limit={"fill + memcpy": lambda: (padded.new_zeros(padded.shape), room.copy_(packed.values))},
-        goal=f">= {1 / 1.3:.3f} of limit",
-    )
     sources = [torch.randn(n) for n in torch.randint(1000, 400_000, (300,)).tolist()]
     targets = [torch.empty_like(s) for s in sources]
     one, other = torch.cat(sources), torch.empty(sum(s.numel() for s in sources))

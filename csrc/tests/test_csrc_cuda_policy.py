@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rl_csrc import reference
+from rl_csrc.reference import LossSpec
 from rl_csrc.testing import Implementation, cu_seqlens, relative_error
-from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, MASK_MODES, SCAN_KINDS, TOKEN_LOCAL_LOSSES, LossSpec
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, MASK_MODES, SCAN_KINDS, TOKEN_LOCAL_LOSSES
 
 LENGTHS = [5, 0, 130, 1, 700, 33]
 
@@ -47,7 +49,7 @@ def run_loss(kernels: Implementation, tokens: dict[str, Tensor], spec: LossSpec,
 def float64_loss(tokens: dict[str, Tensor], spec: LossSpec, denominator: float | Tensor = 321.0) -> Any:
     exact = {name: x.double() if x.is_floating_point() else x for name, x in tokens.items()}
     logprobs, entropy = (exact[name].requires_grad_() for name in ("logprobs", "entropy"))
-    found = reference.policy_loss(
+    found = reference.differentiable_policy_loss(
         logprobs,
         exact["old"],
         exact["advantages"],
@@ -71,7 +73,7 @@ def test_losses_match_float64(kernels: Implementation, loss: Any, aggregation: A
         aggregation=aggregation,
         clip_low=bound,
         clip_high=bound * 1.3,
-        clip_dual=3.0 if loss in ("ppo", "gspo") else None,
+        clip_dual=3.0 if loss in ("ppo", "gspo") else math.inf,
         kl="k3",
         kl_coef=0.1,
         entropy_coef=0.01,
@@ -147,19 +149,20 @@ def test_loss_without_optional_arrays(kernels: Implementation) -> None:
 
 @pytest.mark.parametrize("loss", TOKEN_LOCAL_LOSSES)
 @pytest.mark.parametrize("vocab", [5, 1001, 9000, 40_000])
-def test_loss_from_logits_matches_float64(kernels: Implementation, loss: Any, vocab: int) -> None:
-    check_from_logits(kernels, vocab, torch.float32, LossSpec(loss=loss, entropy_coef=0.02, kl="k3", kl_coef=0.1))
+def test_fused_loss_of_rows_matches_float64(kernels: Implementation, loss: Any, vocab: int) -> None:
+    check_rows(kernels, vocab, torch.float32, LossSpec(loss=loss, entropy_coef=0.02, kl="k3", kl_coef=0.1))
 
 
 @pytest.mark.parametrize("vocab", [151_936, 151_937, 250_001, 400_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_loss_from_logits_at_full_vocabularies(kernels: Implementation, vocab: int, dtype: torch.dtype) -> None:
+def test_fused_loss_of_rows_at_full_vocabularies(kernels: Implementation, vocab: int, dtype: torch.dtype) -> None:
     if kernels.name == "cpu":
         pytest.skip("the smaller vocabularies cover the CPU")
-    check_from_logits(kernels, vocab, dtype, LossSpec(aggregation="seq-mean-token-mean"))
+    check_rows(kernels, vocab, dtype, LossSpec(aggregation="seq-mean-token-mean"))
 
 
-def check_from_logits(kernels: Implementation, vocab: int, dtype: torch.dtype, spec: LossSpec) -> None:
+def check_rows(kernels: Implementation, vocab: int, dtype: torch.dtype, spec: LossSpec) -> None:
+    """Under a head whose hidden states are unit vectors, the logits are its weight and so is their gradient."""
     tokens = make_tokens(kernels, [4, 0, 7])
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(11, vocab, generator=generator) * 2).to(kernels.device, dtype)
@@ -169,30 +172,24 @@ def check_from_logits(kernels: Implementation, vocab: int, dtype: torch.dtype, s
     scored = reference.logprobs(exact, labels, temperature=0.9, entropy=True)
     tokens["old"] = scored.logprobs.detach().float() + 0.1 * torch.where(tokens["mask"], tokens["advantages"], 0.0)
     tokens["ref"] = tokens["old"] + 0.05
-    wanted = reference.policy_loss(
+    wanted = reference.differentiable_policy_loss(
         scored.logprobs, tokens["old"].double(), tokens["advantages"].double(), tokens["mask"], tokens["cu_seqlens"],
         spec, 3.0, entropy=scored.entropy, ref_logprobs=tokens["ref"].double(), weights=tokens["weights"].double(),
     )  # fmt: skip
     gradient = torch.autograd.grad(wanted.loss, exact)[0]
     order = ("old", "advantages", "mask", "cu_seqlens")
-
-    def run(out: Tensor | None) -> Any:
-        return kernels.call(
-            "policy_loss_from_logits", logits, labels, *(tokens[name] for name in order), spec, 3.0,
-            tokens["ref"], tokens["weights"], 0.9, None, None, True, out,
-        )  # fmt: skip
-
-    out = torch.full_like(logits, 7.0)
-    loss, metrics, logprobs, entropy = run(out)
+    unit = torch.eye(11, device=kernels.device, dtype=dtype)
+    loss, metrics, logprobs, entropy, _, transposed = kernels.call(
+        "policy_loss_from_hidden", unit, logits.T.contiguous(), labels, *(tokens[name] for name in order), spec, 3.0,
+        tokens["ref"], tokens["weights"], 0.9, None, True, None, (False, True),
+    )  # fmt: skip
     assert relative_error(loss, wanted.loss) < 5e-5
     assert relative_error(metrics, wanted.metrics) < 5e-5
     assert relative_error(logprobs, scored.logprobs) < 3e-5
     assert scored.entropy is not None
     assert relative_error(entropy, scored.entropy) < 3e-5
     resolution = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
-    assert relative_error(out, gradient) < resolution
-    run(logits)
-    assert torch.equal(logits, out)
+    assert relative_error(transposed.T, gradient) < resolution
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -208,7 +205,7 @@ def test_loss_from_hidden_matches_float64(kernels: Implementation, dtype: torch.
     scored = reference.linear_logprobs(*operands, labels, temperature=0.9, entropy=True)
     tokens["old"] = scored.logprobs.detach().float() + 0.1 * torch.where(tokens["mask"], tokens["advantages"], 0.0)
     spec = LossSpec(entropy_coef=0.02, aggregation="seq-mean-token-mean")
-    wanted = reference.policy_loss(
+    wanted = reference.differentiable_policy_loss(
         scored.logprobs, tokens["old"].double(), tokens["advantages"].double(), tokens["mask"], tokens["cu_seqlens"],
         spec, 2.0, entropy=scored.entropy,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import rl_csrc
-from rl_csrc import _dispatch
+from rl_csrc.ops import operator
 from rl_csrc.testing import cu_seqlens, relative_error
 
 Check = Callable[..., None]
@@ -47,7 +47,7 @@ def check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         theirs = run(make())
         if request.param == "emulated":
             request.getfixturevalue("emulated")
-            monkeypatch.setitem(_dispatch._KERNEL_MODULES, "cpu", "rl_csrc.cuda")
+            monkeypatch.setitem(operator._KERNEL_MODULES, "cpu", "rl_csrc.cuda")
             forget_kernels()
         ours = run({name: x.to("cpu" if request.param == "emulated" else "cuda") for name, x in make().items()})
         for found, wanted in zip(ours, theirs, strict=True):
@@ -59,8 +59,8 @@ def check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def forget_kernels() -> None:
-    _dispatch._find.cache_clear()
-    _dispatch._kernels.cache_clear()
+    operator._find.cache_clear()
+    operator._kernels.cache_clear()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -111,18 +111,6 @@ def test_policy_loss_with_gradient(check: Check, loss: str) -> None:
     check(run)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_policy_loss_from_logits_with_gradient(check: Check, inplace: bool) -> None:
-    def run(b: dict[str, Tensor]) -> list[Tensor]:
-        leaf = b["logits"].clone().requires_grad_()
-        found = rl_csrc.policy_loss_from_logits(
-            leaf * 1.0, b["labels"], b["old"], b["advantages"], b["mask"], b["cu_seqlens"], inplace=inplace
-        )
-        return [found.loss.detach(), found.logprobs, *torch.autograd.grad(found.loss, leaf)]
-
-    check(run)
-
-
 def test_policy_loss_from_hidden_with_gradient(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         leaves = [b["hidden"].requires_grad_(), b["weight"].requires_grad_()]
@@ -146,14 +134,12 @@ def test_the_head_or_what_is_below_it_may_be_frozen(check: Check, trained: str) 
     check(run)
 
 
-def test_estimators_and_copies(check: Check) -> None:
+def test_advantages(check: Check) -> None:
     def run(b: dict[str, Tensor]) -> list[Tensor]:
         scan = rl_csrc.scan_reverse(b["advantages"], b["old"], b["cu_seqlens"], loss_mask=b["mask"], lam=0.9)
-        packed = rl_csrc.pack(b["logits"].view(4, 6, -1), b["labels"][:4] % 6)
-        rolled = rl_csrc.roll_labels(b["labels"], b["cu_seqlens"], loss_mask=b["mask"])
         groups = rl_csrc.group_norm(b["advantages"], b["labels"] % 5)
         white = rl_csrc.whiten(b["advantages"], b["mask"])
-        return [scan.advantages, scan.returns, packed.values, packed.cu_seqlens, rolled, groups, white]
+        return [scan.advantages, scan.returns, groups, white]
 
     check(run)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_csrc
-from rl_csrc import reference
+from rl_csrc import cpu, reference
 from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS
 
 
@@ -137,7 +137,7 @@ def test_moments_and_whitening_have_the_same_bits_with_any_number_of_threads():
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append((*rl_csrc.masked_moments(x, mask)[:3], rl_csrc.whiten(x, mask)))
+        found.append((*cpu.masked_moments(x, mask)[:3], rl_csrc.whiten(x, mask)))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
@@ -146,47 +146,16 @@ def test_moments_and_whitening_match_float64_and_ignore_the_masked():
     x = torch.randn(3, 5001) * 3 + 1000
     mask = torch.rand(3, 5001) < 0.5
     dirty = torch.where(mask, x, float("nan"))
-    found, chosen = rl_csrc.masked_moments(dirty, mask), x[mask].double()
+    found, chosen = rl_csrc.Moments(*cpu.masked_moments(dirty, mask)), x[mask].double()
     assert found.num.item() == chosen.numel()
     torch.testing.assert_close(found.mean, chosen.mean(), rtol=1e-12, atol=0)
     torch.testing.assert_close(found.variance, chosen.var(), rtol=1e-10, atol=0)
     white = rl_csrc.whiten(dirty, mask)
     assert torch.equal(white[~mask], torch.zeros_like(white[~mask]))
     torch.testing.assert_close(white.double(), reference.whiten(x.double(), mask), rtol=1e-5, atol=1e-6)
-    kept = rl_csrc.whiten(x, shift_mean=False, moments=rl_csrc.masked_moments(x))
+    kept = rl_csrc.whiten(x, shift_mean=False, moments=rl_csrc.Moments(*cpu.masked_moments(x, None)))
     torch.testing.assert_close(kept.double(), reference.whiten(x.double(), shift_mean=False), rtol=1e-6, atol=1e-6)
-    assert rl_csrc.masked_moments(x, torch.zeros_like(mask)) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.int8])
-@pytest.mark.parametrize("trailing", [(), (3,)])
-def test_pack_and_unpack_are_inverse(dtype, trailing):
-    lengths = torch.tensor([3, 0, 5, 1])
-    padded = (torch.randn(4, 6, *trailing) * 9).to(dtype)
-    packed = rl_csrc.pack(padded, lengths, starts=6 - lengths)
-    assert packed.cu_seqlens.tolist() == [0, 3, 3, 8, 9]
-    assert torch.equal(packed.values, torch.cat([padded[b, 6 - n :] for b, n in enumerate(lengths.tolist())]))
-    left = rl_csrc.unpack(packed.values, packed.cu_seqlens, length=6, padding_value=1, side="left")
-    right = rl_csrc.unpack(packed.values, packed.cu_seqlens, length=6)
-    for b, n in enumerate(lengths.tolist()):
-        assert torch.equal(left[b, 6 - n :], padded[b, 6 - n :])
-        assert torch.equal(left[b, : 6 - n], torch.ones_like(left[b, : 6 - n]))
-        assert torch.equal(right[b, :n], padded[b, 6 - n :])
-        assert not right[b, n:].any()
-
-
-def test_copies_carry_gradients_where_asked():
-    padded = torch.randn(2, 4, requires_grad=True)
-    packed = rl_csrc.pack(padded, torch.tensor([4, 2]))
-    rl_csrc.unpack(packed.values * 2, packed.cu_seqlens, length=4).sum().backward()
-    assert padded.grad.tolist() == [[2.0] * 4, [2.0, 2.0, 0.0, 0.0]]
-
-
-def test_pack_refuses_what_does_not_fit():
-    with pytest.raises(rl_csrc.ArgumentError, match="steps 3 to 6 of rows of 5"):
-        rl_csrc.pack(torch.zeros(1, 5), torch.tensor([3]), starts=torch.tensor([3]))
-    with pytest.raises(rl_csrc.ArgumentError):
-        rl_csrc.unpack(torch.zeros(9), torch.tensor([0, 9]), length=5)
+    assert cpu.masked_moments(x, torch.zeros_like(mask)) == (0, 0, 0)
 
 
 def test_bucket_copy_copies_every_pair_and_tells_autograd():
@@ -211,11 +180,7 @@ def test_bucket_copy_copies_every_pair_and_tells_autograd():
 
 def test_copies_of_lazily_conjugated_and_negated_tensors_are_of_their_values():
     z = torch.randn(3, 4, dtype=torch.complex64).conj()
-    values, flat = z.resolve_conj(), z.reshape(-1)
-    packed = rl_csrc.pack(z, torch.full((3,), 4))
-    assert torch.equal(packed.values, values.reshape(-1))
-    assert torch.equal(rl_csrc.unpack(flat, packed.cu_seqlens, length=4), values)
-    assert torch.equal(rl_csrc.cp_slice(flat, torch.tensor([0, 12]), cp_rank=0, cp_size=1).values, values.reshape(-1))
+    values = z.resolve_conj()
     negated = z.imag[:1, :1]  # a single number is contiguous, whatever its stride
     assert negated.is_neg()
     assert negated.is_contiguous()
@@ -235,25 +200,3 @@ def test_a_destination_is_its_source_or_apart_from_it():
     for source, target in ((x[:8], x[2:]), (x[2:], x[:8])):
         with pytest.raises(rl_csrc.ArgumentError, match="memory that does not overlap its source"):
             rl_csrc.bucket_copy([source], [target])
-
-
-def test_hand_computed_labels():
-    ids, cu = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([0, 3, 3, 4, 6])
-    assert rl_csrc.roll_labels(ids, cu).tolist() == [2, 3, -100, -100, 6, -100]
-    mask = torch.tensor([0, 0, 1, 1, 0, 0])
-    assert rl_csrc.roll_labels(ids, cu, loss_mask=mask, ignore_index=-1).tolist() == [-1, 3, -1, -1, -1, -1]
-    assert torch.equal(rl_csrc.roll_labels(ids, cu, loss_mask=mask), reference.roll_labels(ids, cu, loss_mask=mask))
-
-
-def test_context_parallel_slices_cover_each_token_once():
-    cu, x = torch.tensor([0, 8, 8, 24]), torch.arange(24)
-    first = rl_csrc.cp_slice(x, cu, cp_rank=0, cp_size=2)
-    assert first.values.tolist() == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
-    assert first.cu_seqlens.tolist() == [0, 4, 4, 12]
-    second = rl_csrc.cp_slice(x, cu, cp_rank=1, cp_size=2)
-    assert sorted([*first.values.tolist(), *second.values.tolist()]) == x.tolist()
-    assert torch.equal(second.values, reference.cp_slice(x, cu, cp_rank=1, cp_size=2).values)
-    with pytest.raises(rl_csrc.ArgumentError, match="does not divide"):
-        rl_csrc.cp_slice(x, torch.tensor([0, 6, 24]), cp_rank=0, cp_size=2)
-    with pytest.raises(rl_csrc.ArgumentError, match="cp_rank is 2"):
-        rl_csrc.cp_slice(x, cu, cp_rank=2, cp_size=2)

@@ -11,16 +11,16 @@ from torch.library import opcheck
 
 import rl_csrc
 from rl_csrc import _cpu, cpu
+from rl_csrc.reference import LossSpec
 
 OPS = torch.ops.rl_csrc
 CU = torch.tensor([0, 3, 3, 8])
-POLICY_NUMBERS = [0.2, 0.2, 20.0, 1.0, 1.05, 0.1, 0.1, 0.01]
 
 
 def policy_arguments(kl="k3"):
     old, adv, ref = -torch.rand(8), torch.randn(8), -torch.rand(8)
     mask = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.bool)
-    return old, adv, mask, CU, "ppo", kl, "token-mean", None, POLICY_NUMBERS, None, 6.0, ref, None
+    return old, adv, mask, CU, LossSpec(kl=kl, kl_coef=0.1, entropy_coef=0.01).numbers(), None, 6.0, ref, None
 
 
 def logits(dtype=torch.float32, grad=True):
@@ -33,18 +33,17 @@ def leaf(*shape):
 
 LABELS = torch.tensor([0, 5, -100, 20, 3, 3, 7, 1])
 SAMPLES = {
-    "logprobs": lambda: (logits(), LABELS, None, 0.7, 5.0, -100, None, True, True),
-    "logprobs rows": lambda: (logits(), LABELS[:2], torch.ones(2), 1.0, None, None, torch.tensor([6, 1]), False, False),
+    "logprobs": lambda: (logits(), LABELS, None, 0.7, 5.0, -100, None, True, True, False),
+    "logprobs rows": lambda: (
+        logits(), LABELS[:2], torch.ones(2), 1.0, None, None, torch.tensor([6, 1]), False, False, False,
+    ),
     "logprob_stats": lambda: (logits(grad=False), LABELS, None, 1.0, None, -100, None, 0),
     "stats_merge": lambda: (torch.rand(2, 4, 5) + 0.5,),
-    "parallel_logprobs": lambda: (logits(), LABELS, torch.rand(2, 8, 5) + 0.5, None, 1.0, 5.0, -100, None, 21),
+    "parallel_logprobs": lambda: (logits(), LABELS, None, 1.0, 5.0, -100, None, 21, torch.rand(2, 8, 5) + 0.5, False),
     "linear_logprobs": lambda: (
-        leaf(8, 6), leaf(21, 6), LABELS, leaf(21), None, 1.0, None, -100, True, True, None, False,
+        leaf(8, 6), leaf(21, 6), leaf(21), LABELS, None, 1.0, None, -100, None, False, True, True,
     ),
     "policy_loss": lambda: ((-torch.rand(8)).requires_grad_(), *policy_arguments(), torch.rand(8).requires_grad_()),
-    "policy_loss_from_logits": lambda: (
-        logits(), LABELS.clamp(min=0), *policy_arguments(), None, 1.0, None, None, True,
-    ),
     "policy_loss_from_hidden": lambda: (
         leaf(8, 6), leaf(21, 6), LABELS.clamp(min=0), *policy_arguments(),
         None, 1.0, None, True, None, [True, True],
@@ -53,13 +52,7 @@ SAMPLES = {
         torch.randn(8), torch.randn(8), CU, None, "gae", 0.9, None, 0.8, None, "hold", None, 1.0, 1.0,
     ),
     "group_norm": lambda: (torch.randn(8), torch.tensor([0, 0, 1, 1, 2, 2, 2, 0]), None, "grpo", 1e-6),
-    "masked_moments": lambda: (torch.randn(8), torch.rand(8) < 0.5),
     "whiten": lambda: (torch.randn(8), None, True, 1e-8, []),
-    "pack": lambda: (torch.randn(2, 4), torch.tensor([3, 1]), None, 4),
-    "unpack": lambda: (torch.randn(8), CU, 6, 0.0, False),
-    "bucket_copy": lambda: ([torch.randn(3), torch.randn(2, 2)], [torch.zeros(3), torch.zeros(2, 2)]),
-    "roll_labels": lambda: (torch.arange(8), CU, None, -100),
-    "cp_slice": lambda: (torch.randn(8), torch.tensor([0, 4, 8]), 0, 2),
 }  # fmt: skip
 
 
@@ -85,9 +78,8 @@ def test_a_compiled_training_step_equals_the_eager_one():
         scored = rl_csrc.logprobs(h @ w.T, LABELS, entropy=True, temperature=0.9)
         linear = rl_csrc.linear_logprobs(h, w, LABELS, bias=bias)
         loss = rl_csrc.policy_loss(scored.logprobs, old, adv, mask, cu, entropy=scored.entropy, entropy_coef=0.1).loss
-        fused = rl_csrc.policy_loss_from_logits(h @ w.T, LABELS.clamp(min=0), old, adv, mask, cu).loss
         headed = rl_csrc.policy_loss_from_hidden(h, w, LABELS.clamp(min=0), old, adv, mask, cu, loss="cispo").loss
-        return loss + fused + headed + linear.logprobs.sum()
+        return loss + headed + linear.logprobs.sum()
 
     grads = []
     for run in (step, compiled(step)):
@@ -125,23 +117,13 @@ def test_compiled_shards_equal_the_eager_ones(temperature):
     assert torch.equal(found[0][0], found[0][3])
 
 
-def test_compiled_estimators_and_copies_equal_the_eager_ones():
+def test_compiled_advantages_equal_the_eager_ones():
     rewards, values, ids = torch.randn(8), torch.randn(8), torch.tensor([4, 4, 4, 1, 1, 0, 0, 0])
 
     def work(r, v):
         scan = rl_csrc.scan_reverse(r, v, CU, gamma=0.9, lam=0.5)
-        group = rl_csrc.group_norm(r, ids)
-        white = rl_csrc.whiten(scan.advantages, moments=rl_csrc.masked_moments(r))
-        padded = rl_csrc.unpack(white, CU, length=5)
-        again = rl_csrc.pack(padded, CU.diff(), total=8)
-        out = torch.zeros(8)
-        rl_csrc.bucket_copy([again.values], [out])
-        return (
-            out,
-            group,
-            rl_csrc.roll_labels(ids, CU),
-            rl_csrc.cp_slice(r, torch.tensor([0, 8]), cp_rank=1, cp_size=2).values,
-        )
+        moments = rl_csrc.Moments(torch.tensor(8.0), torch.tensor(0.5), torch.tensor(3.0))
+        return rl_csrc.group_norm(r, ids), rl_csrc.whiten(scan.advantages), rl_csrc.whiten(v, moments=moments)
 
     for a, b in zip(work(rewards, values), compiled(work)(rewards, values), strict=True):
         torch.testing.assert_close(a, b)
@@ -194,22 +176,17 @@ def test_every_output_is_written(monkeypatch):
         whole = rl_csrc.linear_logprobs(*leaves[:2], LABELS.clamp(max=0), bias=leaves[2], entropy=True)
         (whole.logprobs.sum() + whole.entropy.sum()).backward()
         options = (LABELS.clamp(min=0), *(torch.zeros(8) for _ in range(2)), torch.arange(8) % 2, CU)
-        scored = rl_csrc.policy_loss_from_logits(hidden.clone(), *options)
         pair = [part.clone().requires_grad_() for part in (hidden, weight)]
         headed = rl_csrc.policy_loss_from_hidden(*pair, *options)
         headed.loss.backward()
-        outputs += [*whole, *(x.grad for x in leaves + pair), *scored, *headed]
+        outputs += [*whole, *(x.grad for x in leaves + pair), *headed]
     outputs += [rl_csrc.group_norm(torch.randn(4), torch.zeros(4)), rl_csrc.whiten(torch.randn(4), torch.zeros(4))]
     outputs += [
-        rl_csrc.pack(torch.randn(2, 3), torch.tensor([3, 1])).values,
-        rl_csrc.unpack(torch.randn(8), CU, length=7),
-        rl_csrc.cp_slice(torch.randn(8), torch.tensor([0, 4, 8]), cp_rank=1, cp_size=2).values,
         *rl_csrc.sampling.draw(
             torch.randn(8, 21), temperature=torch.ones(8), streams=torch.arange(8), positions=CU[[0] * 8]
         ),
     ]
     assert not any(o.isnan().any() for o in outputs if o is not None)
-    assert not (rl_csrc.roll_labels(torch.zeros(8, dtype=torch.int64), CU) == 7).any()
 
 
 def test_a_forked_child_computes_with_threads_of_its_own():

@@ -5,7 +5,7 @@ import torch
 
 import rl_csrc
 from rl_csrc import _cpu, reference
-from rl_csrc.cpu import head
+from rl_csrc.cpu import linear_logprobs as head_of_cpu
 
 LEVELS = list(range(_cpu.set_kernel_level(-1) + 1))
 
@@ -81,7 +81,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_others(isa, dtype, op):
 def test_chunks_of_any_size_agree(isa, monkeypatch):
     hidden, weight, labels = case(37, 3000, 64, torch.float32)
     whole = rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True, sum_pi_squared=True)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 37 * 4 * 100)
+    monkeypatch.setattr(head_of_cpu, "CHUNK_BYTES", 37 * 4 * 100)
     leaf = weight.clone().requires_grad_()
     found = rl_csrc.linear_logprobs(hidden, leaf, labels, entropy=True, sum_pi_squared=True, chunk_rows=10)
     torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)

@@ -30,9 +30,10 @@ def test_large_results_are_advised() -> None:
     x = in_huge_pages(torch.empty(LARGE_BYTES * 8, dtype=torch.uint8))
     assert advised(x)
     assert bool((x.fill_(7) == 7).all())
-    padded = rl_csrc.unpack(torch.ones(3), torch.tensor([0, 1, 3]), length=LARGE_BYTES)
-    assert advised(padded)
-    assert padded.sum() == 3
+    logits = torch.zeros(2, LARGE_BYTES, dtype=torch.bfloat16, requires_grad=True)
+    rl_csrc.logprobs(logits, torch.zeros(2, dtype=torch.int64)).logprobs.sum().backward()
+    assert logits.grad is not None
+    assert advised(logits.grad)
 
 
 def test_small_or_strided_memory() -> None:

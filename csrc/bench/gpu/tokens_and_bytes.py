@@ -10,7 +10,7 @@ from timing import measure, measure_graph
 
 from rl_csrc import _cuda
 from rl_csrc import cuda as ours
-from rl_csrc.types import LossSpec
+from rl_csrc.reference import LossSpec
 
 
 def losses(table: Table) -> None:
@@ -81,29 +81,6 @@ def copies(table: Table) -> None:
         table.add(metric, "rl_csrc.bucket_copy", rate(measure(run), 2 * size * num), unit="GB/s", goal_of_limit=0.85)
         peer = measure(lambda s=sources, t=targets: torch._foreach_copy_(t, s))
         table.add(metric, "torch._foreach_copy_", rate(peer, 2 * size * num), role="peer", unit="GB/s")
-    width, rows, length = 512, 256, 4096
-    padded = source.view(torch.bfloat16)[: rows * length * width].view(rows, length, width)
-    lengths = torch.randint(length // 4, length, (rows,), device=DEVICE)
-    tokens = int(lengths.sum())
-    values, boundaries = ours.pack(padded, lengths, None, tokens)
-    moved = 2 * tokens * width * 2
-    starts = torch.zeros_like(lengths)
-
-    def packed() -> None:
-        _cuda.pack(
-            padded.data_ptr(), boundaries.data_ptr(), starts.data_ptr(), rows, length, tokens, width * 2,
-            values.data_ptr(), torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
-
-    def unpacked() -> None:
-        _cuda.unpack(
-            values.data_ptr(), boundaries.data_ptr(), rows, length, tokens, width * 2, False, padded.data_ptr(),
-            torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
-
-    for name, run in (("pack", packed), ("unpack", unpacked)):
-        table.add(f"{name} 256 rows", "copy", limit, role="limit", unit="GB/s")
-        table.add(f"{name} 256 rows", f"rl_csrc.{name}", rate(measure(run), moved), unit="GB/s", goal_of_limit=0.85)
     samples = measure(lambda: ours.digest_sum_async(source))
     table.add("digest of 2 GiB", "rl_csrc.digest", rate(samples, total), unit="GB/s", goal=3000)
     samples = measure(lambda: ours.digest_sum_async(source[1:]))

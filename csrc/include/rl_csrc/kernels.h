@@ -4,6 +4,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "rl_csrc/loss_spec.h"
+
 #pragma GCC visibility push(default) /* the modules export these functions and nothing else */
 #ifdef __cplusplus
 extern "C" {
@@ -46,12 +48,6 @@ typedef struct {
   int64_t grad_stride;
 } rl_logprobs_grad;
 
-/* Options of a policy loss; the codes are the positions in LOSSES, KLS and AGGREGATIONS of rl_csrc._types. */
-typedef struct {
-  int32_t loss, kl, aggregation, has_dual;
-  float clip_low, clip_high, clip_dual, ratio_max, tau_pos, tau_neg, dro_beta, kl_coef, entropy_coef;
-} rl_loss_spec;
-
 /* Packed tokens of a policy update; every array [T], NULL where optional and not given. */
 typedef struct {
   const float* logprobs;
@@ -92,11 +88,6 @@ void rl_cpu_draw(const rl_logits* in, const rl_draw* draw, int threads);
 /* loss [1], metrics [RL_NUM_METRICS], grad_logprobs [T], grad_entropy [T] or NULL. */
 void rl_cpu_policy_loss(const rl_policy_batch* batch, const rl_loss_spec* spec, float* loss, float* metrics, float* grad_logprobs,
                         float* grad_entropy, int threads);
-/* A token-local loss, straight from logits: batch->logprobs and entropy are written, not read. */
-int64_t rl_cpu_policy_loss_from_logits(const rl_logits* in, const rl_policy_batch* batch, const rl_loss_spec* spec, float* logprobs,
-                                       float* entropy, void* grad_logits, int64_t grad_stride, float* loss, float* metrics,
-                                       int threads);
-
 /* Kind and mask mode: positions in SCAN_KINDS and MASK_MODES. Optional arrays may be NULL. */
 typedef struct {
   const float* rewards;

@@ -30,11 +30,6 @@ int rl_cuda_logprobs_backward(const rl_logits* in, const rl_logprobs_grad* grad,
 int rl_cuda_zero_rows(void* data, int32_t dtype, int64_t row_stride, int64_t rows, int64_t vocab, const uint8_t* is_scored,
                       void* stream);
 
-/* Positions in LOSSES, KLS and AGGREGATIONS of rl_csrc/_types.py. */
-enum rl_loss { RL_PPO, RL_GSPO, RL_CISPO, RL_SAPO, RL_GMPO, RL_DPPO_TV, RL_DPPO_KL, RL_DRO, RL_REINFORCE };
-enum rl_kl { RL_KL_NONE, RL_K1, RL_KL_ABS, RL_K2, RL_K3, RL_K1_PLUS, RL_K3_PLUS };
-enum rl_aggregation { RL_TOKEN_MEAN, RL_TOKEN_SUM, RL_SEQ_MEAN_TOKEN_SUM, RL_SEQ_MEAN_TOKEN_MEAN, RL_SEQ_MEAN_TOKEN_SUM_NORM };
-
 /* Packed tokens [T] and what a policy loss reads beside the log-probs; float32 unless said. */
 typedef struct {
   const float* old_logprobs;
@@ -112,18 +107,6 @@ int rl_cuda_whiten(const float* x, const uint8_t* mask, int64_t size, const doub
 
 /* Byte copies, many per launch; the arrays are host memory, read before the call returns. */
 int rl_cuda_bucket_copy(const uint64_t* sources, const uint64_t* destinations, const uint64_t* nbytes, int64_t count, void* stream);
-/* Ragged rows of `token_bytes` each. Pack: `padded` [B, length] to `packed` [T]; `starts` [B] or NULL. */
-int rl_cuda_pack(const void* padded, const int64_t* cu_seqlens, const int64_t* starts, int64_t sequences, int64_t length,
-                 int64_t tokens, int64_t token_bytes, void* packed, void* stream);
-/* Unpack: `packed` [T] to `padded` [B, length], on the left or right of padding already written. */
-int rl_cuda_unpack(const void* packed, const int64_t* cu_seqlens, int64_t sequences, int64_t length, int64_t tokens,
-                   int64_t token_bytes, int32_t pad_left, void* padded, void* stream);
-/* Context-parallel share: chunks `cp_rank` and 2 * cp_size - 1 - cp_rank of every sequence. `tokens` counts the output's. */
-int rl_cuda_cp_slice(const void* x, const int64_t* cu_seqlens, int64_t sequences, int64_t tokens, int64_t token_bytes,
-                     int64_t cp_rank, int64_t cp_size, void* out, void* stream);
-int rl_cuda_roll_labels(const int64_t* token_ids, const int64_t* cu_seqlens, int64_t sequences, int64_t tokens,
-                        const uint8_t* loss_mask, int64_t ignore_index, int64_t* labels, void* stream);
-
 /* Digest (FRAMES.md): the unfinished sum of a piece whose first word has number `first_word` (0-based), into `total` [1].
  * `partials` holds rl_cuda_digest_blocks(nbytes) words, `counter` one zero. */
 int64_t rl_cuda_digest_blocks(int64_t nbytes);

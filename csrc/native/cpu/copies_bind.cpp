@@ -1,4 +1,4 @@
-// Ragged copies as Python functions, and the floors that benchmarks compare with.
+// Copies of many tensors as a Python function, and the floors that benchmarks compare with.
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -56,72 +56,6 @@ py::list bucket_copy(const py::list& sources, const py::list& destinations, int 
   return left;
 }
 
-std::int64_t row_bytes(const TensorArg& arg, int lead) {
-  std::int64_t n = arg.dtype().bits / 8;
-  for (int d = lead; d < arg.ndim(); ++d) n *= arg.size(d);
-  return n;
-}
-
-// Row b of `padded` [B, L, ...] from starts[b], lengths[b] steps of it, to or from `values` [T, ...].
-void pack(Handle padded, Handle values, Handle cu_seqlens, Handle starts, bool unpacking, int threads) {
-  TensorArg wide(padded, "padded"), flat(values, "values");
-  wide.on_cpu().dense();
-  flat.on_cpu().dense();
-  const auto [cu, sequences] = offsets(cu_seqlens, "cu_seqlens", flat.size(0));
-  if (wide.ndim() < 2 || wide.size(0) != sequences) wide.refuse(std::to_string(sequences) + " rows");
-  const auto* first = elements<std::int64_t>(starts, "starts", sequences);
-  const std::int64_t step = row_bytes(flat, 1), length = wide.size(1);
-  if (row_bytes(wide, 2) != step) wide.refuse("steps as large as those of values, " + flat.describe());
-  Spans spans;
-  for (std::int64_t b = 0; b < sequences; ++b) {
-    const std::int64_t n = cu[b + 1] - cu[b], at = first ? first[b] : 0;
-    if (at < 0 || at + n > length)
-      raise("ArgumentError", "sequence " + std::to_string(b) + " takes steps " + std::to_string(at) + " to " + std::to_string(at + n) + " of rows of " +
-                                 std::to_string(length) + ".");
-    char* inside = static_cast<char*>(wide.data()) + (b * length + at) * step;
-    char* packed = static_cast<char*>(flat.data()) + cu[b] * step;
-    unpacking ? spans.add(packed, inside, n * step) : spans.add(inside, packed, n * step);
-  }
-  spans.copy(threads);
-}
-
-void cp_slice(Handle x, Handle cu_seqlens, std::int64_t rank, std::int64_t size, Handle out, int threads) {
-  TensorArg from(x, "x"), to(out, "out");
-  from.on_cpu().dense();
-  to.on_cpu().dense();
-  const auto [cu, sequences] = offsets(cu_seqlens, "cu_seqlens", from.size(0));
-  const std::int64_t step = row_bytes(from, 1);
-  Spans spans;
-  char* next = static_cast<char*>(to.data());
-  for (std::int64_t b = 0; b < sequences; ++b) {
-    const std::int64_t length = cu[b + 1] - cu[b];
-    if (length % (2 * size))
-      raise("ArgumentError", "sequence " + std::to_string(b) + " has " + std::to_string(length) + " tokens, which 2 * cp_size = " +
-                                 std::to_string(2 * size) + " does not divide. Pad the sequences first.");
-    const std::int64_t chunk = length / (2 * size);
-    for (const std::int64_t number : {rank, 2 * size - 1 - rank}) {
-      spans.add(static_cast<char*>(from.data()) + (cu[b] + number * chunk) * step, next, chunk * step);
-      next += chunk * step;
-    }
-  }
-  if (next != static_cast<char*>(to.data()) + to.nbytes()) to.refuse("1 / cp_size of the tokens");
-  spans.copy(threads);
-}
-
-void roll_labels(Handle token_ids, Handle cu_seqlens, Handle mask, std::int64_t ignore_index, Handle out) {
-  TensorArg ids(token_ids, "token_ids");
-  ids.shaped({-1});
-  const std::int64_t tokens = ids.size(0);
-  const auto* from = elements<std::int64_t>(token_ids, "token_ids", tokens);
-  const auto* counted = elements<std::uint8_t>(mask, "loss_mask", tokens);
-  auto* to = elements<std::int64_t>(out, "out", tokens);
-  const auto [cu, sequences] = offsets(cu_seqlens, "cu_seqlens", tokens);
-  for (std::int64_t b = 0; b < sequences; ++b) {
-    for (std::int64_t t = cu[b]; t + 1 < cu[b + 1]; ++t) to[t] = !counted || counted[t + 1] ? from[t + 1] : ignore_index;
-    if (cu[b + 1] > cu[b]) to[cu[b + 1] - 1] = ignore_index;
-  }
-}
-
 std::uint64_t read_floor(Handle x) {
   TensorArg arg(x, "x");
   arg.on_cpu().dense();
@@ -140,8 +74,5 @@ void bind_copies(py::module_& m) {
   m.def("read_floor", &read_floor, "Read a tensor's bytes once: the limit of benchmarks.");
   m.def("rewrite_floor", &rewrite_floor, "Read and write a tensor's bytes once, in place: the limit of benchmarks.");
   m.def("bucket_copy", &bucket_copy);
-  m.def("pack", &pack);
-  m.def("cp_slice", &cp_slice);
-  m.def("roll_labels", &roll_labels);
 }
 }  // namespace rl

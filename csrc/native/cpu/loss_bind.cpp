@@ -3,17 +3,12 @@
 
 #include "bindings.h"
 #include "kernels_bind.h"
+#include "loss_spec_bind.h"
 
 namespace py = pybind11;
 
 namespace rl {
 namespace {
-
-rl_loss_spec loss_spec(const py::tuple& t) {
-  const auto code = [&](int i) { return t[static_cast<std::size_t>(i)].cast<std::int32_t>(); };
-  const auto number = [&](int i) { return t[static_cast<std::size_t>(i)].cast<float>(); };
-  return {code(0), code(1), code(2), code(3), number(4), number(5), number(6), number(7), number(8), number(9), number(10), number(11), number(12)};
-}
 
 rl_policy_batch policy_batch(Handle scored, Handle old_logprobs, Handle advantages, Handle mask, Handle cu_seqlens, Handle ref,
                              Handle weights, Handle entropy, Handle denominator) {
@@ -37,31 +32,12 @@ rl_policy_batch policy_batch(Handle scored, Handle old_logprobs, Handle advantag
 }
 
 void policy_loss(Handle scored, Handle old_logprobs, Handle advantages, Handle mask, Handle cu_seqlens, Handle ref, Handle weights,
-                 Handle entropy, Handle denominator, const py::tuple& options, Handle loss, Handle metrics, Handle grad_logprobs,
+                 Handle entropy, Handle denominator, const rl_loss_spec& spec, Handle loss, Handle metrics, Handle grad_logprobs,
                  Handle grad_entropy, int threads) {
   const rl_policy_batch b = policy_batch(scored, old_logprobs, advantages, mask, cu_seqlens, ref, weights, entropy, denominator);
-  const rl_loss_spec spec = loss_spec(options);
   float *l = elements<float>(loss, "loss", 1), *m = elements<float>(metrics, "metrics", RL_NUM_METRICS);
   float *g = elements<float>(grad_logprobs, "grad_logprobs", b.tokens), *e = elements<float>(grad_entropy, "grad_entropy", b.tokens);
   unlocked(b.tokens, [&] { rl_cpu_policy_loss(&b, &spec, l, m, g, e, threads); });
-}
-
-void policy_loss_from_logits(Handle logits, Handle labels, Handle temperature, double softcap, Handle row_index, Handle old_logprobs,
-                             Handle advantages, Handle mask, Handle cu_seqlens, Handle ref, Handle weights, double denominator,
-                             const py::tuple& options, Handle scored, Handle entropy, Handle out, Handle loss, Handle metrics, int threads) {
-  const rl_logits in = logit_rows(logits, labels, temperature, softcap, py::int_(-100), row_index, 0);
-  const rl_policy_batch b =
-      policy_batch(py::none(), old_logprobs, advantages, mask, cu_seqlens, ref, weights, py::none(), py::float_(denominator));
-  if (b.tokens != in.rows) raise("ArgumentError", "labels and old_logprobs differ in length.");
-  const rl_loss_spec spec = loss_spec(options);
-  float *lp = elements<float>(scored, "logprobs", in.rows), *ent = elements<float>(entropy, "entropy", in.rows);
-  float *l = elements<float>(loss, "loss", 1), *m = elements<float>(metrics, "metrics", RL_NUM_METRICS);
-  const GradientRows g = out.is_none() ? GradientRows{} : gradient_rows(out, logits, in);
-  const std::int64_t bad = unlocked(in.rows * in.vocab, [&] {
-    return rl_cpu_policy_loss_from_logits(&in, &b, &spec, lp, ent, g.data, g.stride, l, m, threads);
-  });
-  check_labels(bad, in);
-  if (g.data) clear_unscored(in, g);
 }
 
 void scan_reverse(Handle rewards, Handle values, Handle cu_seqlens, Handle mask, Handle rho, Handle lam, Handle bootstrap, int kind,
@@ -118,8 +94,8 @@ void whiten(Handle x, Handle mask, double mean, double scale, double shift, Hand
 }  // namespace
 
 void bind_losses(py::module_& m) {
+  bind_loss_spec(m);
   m.def("policy_loss", &policy_loss);
-  m.def("policy_loss_from_logits", &policy_loss_from_logits);
   m.def("scan_reverse", &scan_reverse);
   m.def("group_norm", &group_norm);
   m.def("masked_moments", &masked_moments);

@@ -1,4 +1,4 @@
-// Policy losses over packed sequences, alone and straight from logits.
+// Policy losses over packed sequences.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -10,9 +10,7 @@
 namespace rl {
 namespace {
 
-enum Aggregation : std::int32_t { kTokenMean, kTokenSum, kSeqMeanTokenSum, kSeqMeanTokenMean, kSeqMeanTokenSumNorm };
-constexpr std::int32_t kGspo = 1, kGmpo = 4;  // positions in LOSSES
-constexpr double kLogRatioMax = 20;
+constexpr double kLogRatioMax = 20;  // as in policy_terms.h
 constexpr std::int64_t kPieceTokens = 8192;
 
 struct Run {
@@ -29,7 +27,7 @@ std::int64_t count_masked(const rl_policy_batch& b, std::int64_t begin, std::int
 
 double bounded_log_ratio(const rl_policy_batch& b, const rl_loss_spec& s, std::int64_t i) {
   const double d = static_cast<double>(b.logprobs[i]) - b.old_logprobs[i];
-  if (s.loss != kGmpo) return d;
+  if (s.loss != RL_GMPO) return d;
   if (b.advantages[i] > 0) return std::min<double>(d, s.clip_high);
   if (b.advantages[i] < 0) return std::max<double>(d, -s.clip_low);
   return d;
@@ -41,8 +39,8 @@ Run sequence_run(const rl_policy_batch& b, const rl_loss_spec& s, std::int64_t s
   if (b.denominators)
     run.scale = 1 / b.denominators[sequence];
   else
-    run.scale = static_cast<float>(1 / b.denominator / (s.aggregation == kSeqMeanTokenMean ? std::max<std::int64_t>(count, 1) : 1));
-  if (s.loss != kGspo && s.loss != kGmpo) return run;
+    run.scale = static_cast<float>(1 / b.denominator / (s.aggregation == RL_SEQ_MEAN_TOKEN_MEAN ? std::max<std::int64_t>(count, 1) : 1));
+  if (s.loss != RL_GSPO && s.loss != RL_GMPO) return run;
   double sum = 0, advantage = 0;
   for (std::int64_t i = begin; i < end; ++i) {
     if (!b.mask[i]) continue;
@@ -55,7 +53,7 @@ Run sequence_run(const rl_policy_batch& b, const rl_loss_spec& s, std::int64_t s
   return run;
 }
 
-bool wants_count(const rl_loss_spec& s) { return s.aggregation == kSeqMeanTokenMean || s.loss == kGspo || s.loss == kGmpo; }
+bool wants_count(const rl_loss_spec& s) { return s.aggregation == RL_SEQ_MEAN_TOKEN_MEAN || s.loss == RL_GSPO || s.loss == RL_GMPO; }
 
 }  // namespace
 
@@ -95,71 +93,4 @@ extern "C" void rl_cpu_policy_loss(const rl_policy_batch* batch, const rl_loss_s
       policy_sequence(*batch, *spec, k, &parts[static_cast<std::size_t>(k)], grad_logprobs, grad_entropy);
   });
   finish(parts, *spec, loss, metrics);
-}
-
-namespace {
-
-// The gradient of one token's loss with respect to its log-prob, by the same code that does whole runs.
-float token_gradient(const rl_policy_batch& b, const rl_loss_spec& s, int64_t i, float logprob, float scale) {
-  rl_policy_batch one = b;
-  one.logprobs = &logprob;
-  one.old_logprobs += i, one.advantages += i, one.mask += i;
-  one.ref_logprobs = b.ref_logprobs ? b.ref_logprobs + i : nullptr;
-  one.weights = b.weights ? b.weights + i : nullptr;
-  one.entropy = nullptr;
-  PolicySums unused{};
-  float gradient = 0;
-  level().policy_tokens(&one, &s, 0, 1, scale, 1, 0, &unused, &gradient);
-  return gradient;
-}
-
-std::vector<float> token_scales(const rl_policy_batch& b, const rl_loss_spec& s) {
-  std::vector<float> scales(static_cast<std::size_t>(b.tokens), static_cast<float>(1 / b.denominator));
-  if (s.aggregation != kSeqMeanTokenMean) return scales;
-  for (int64_t k = 0; k < b.sequences; ++k) {
-    const int64_t begin = b.cu_seqlens[k], end = b.cu_seqlens[k + 1];
-    const double count = static_cast<double>(std::max<int64_t>(count_masked(b, begin, end), 1));
-    std::fill(scales.begin() + begin, scales.begin() + end, static_cast<float>(1 / b.denominator / count));
-  }
-  return scales;
-}
-
-}  // namespace
-
-extern "C" int64_t rl_cpu_policy_loss_from_logits(const rl_logits* in, const rl_policy_batch* batch, const rl_loss_spec* spec,
-                                                  float* logprobs, float* entropy, void* grad_logits, int64_t grad_stride, float* loss,
-                                                  float* metrics, int threads) {
-  if (const int64_t bad = first_bad_label(*in)) return bad;
-  const Level& kernels = level();
-  const std::vector<float> scales = token_scales(*batch, *spec);
-  const rl_logprobs_out out{logprobs, entropy, nullptr, nullptr};
-  parallel_for(in->rows, rows_per_piece(*in), threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = row_of(*in, i);
-      void* grad_row = grad_logits ? gradient_row(*in, grad_logits, grad_stride, row) : nullptr;
-      Scored s;
-      if (!is_ignored(*in, i)) {
-        RowStats r;
-        kernels.row_stats(in, row, inverse_temperature(*in, i), local_label(*in, i), entropy != nullptr, false, &r);
-        s = score(r);
-      }
-      put(out, i, s);
-      if (!grad_row) continue;
-      if (!s.live || !batch->mask[i]) {
-        clear_row(*in, grad_row);
-        continue;
-      }
-      const float scale = scales[static_cast<std::size_t>(i)];
-      const float it = inverse_temperature(*in, i);
-      const RowGradient g = row_gradient(s, it, token_gradient(*batch, *spec, i, s.logprobs, scale),
-                                         entropy ? -spec->entropy_coef * scale : 0);
-      kernels.row_gradient(in, row, it, local_label(*in, i), &g, grad_row);
-    }
-  });
-  std::vector<float> unused(static_cast<std::size_t>(batch->tokens));
-  rl_policy_batch scored = *batch;
-  scored.logprobs = logprobs;
-  scored.entropy = entropy;
-  rl_cpu_policy_loss(&scored, spec, loss, metrics, unused.data(), nullptr, threads);
-  return 0;
 }

@@ -79,7 +79,7 @@ __device__ __forceinline__ RowGrad row_gradient(const Stats& st, const RowInputs
     if (out.entropy) out.entropy[i] = result.entropy;
   }
   const Term term = token_term(spec, result.logprob, in.old, in.advantage, 0.f);
-  const Kl kl = tokens.ref_logprobs ? kl_term(spec.kl, result.logprob - in.ref) : Kl{0.f, 0.f};
+  const Kl kl = tokens.ref_logprobs ? kl_of(spec, result.logprob - in.ref) : Kl{0.f, 0.f};
   const float g = (term.grad * in.weight + spec.kl_coef * kl.grad) * in.share;
   return make_grad(g, -spec.entropy_coef * in.share, result.logprob, result.lse, result.entropy, scale);
 }

@@ -11,7 +11,7 @@ constexpr int kPerThread = 4;
 constexpr int kParts = 2;
 constexpr int kTile = kThreads * kPerThread * kParts;
 constexpr int kMetrics = RL_NUM_METRICS;
-// The order of METRIC_NAMES in rl_csrc/_types.py.
+// The order of METRIC_NAMES in rl_csrc/types.py.
 enum Metric { kPolicy, kKl, kEntropy, kTokens, kSequences, kLogRatio, kK3, kHigh, kLow, kDual, kRatio, kRatioSquared };
 
 struct Sums {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void add_token(const rl_loss_spec& s, const Term& t, 
     sums.x[kPolicy] += t.loss * scale;
     grad = t.grad * scale;
   } else {
-    const Kl kl = has_ref ? kl_term(s.kl, lp - ref) : Kl{0.f, 0.f};
+    const Kl kl = has_ref ? kl_of(s, lp - ref) : Kl{0.f, 0.f};
     sums.x[kPolicy] += t.loss * weight * scale;
     sums.x[kKl] += kl.value * scale;
     sums.x[kEntropy] += entropy * scale;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_token(const rl_loss_spec& s, const Term& t, 
   }
   sums.x[kTokens] += 1.f;
   sums.x[kLogRatio] += d;
-  sums.x[kK3] += ratio_of(d).value - 1.f - d;
+  sums.x[kK3] += ratio_of(d) - 1.f - d;
   sums.x[kHigh] += t.high;
   sums.x[kLow] += t.low;
   sums.x[kDual] += t.dual;
@@ -170,9 +170,10 @@ __global__ void __launch_bounds__(kThreads) sequence_kernel(const rl_loss_spec s
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
     if (in.loss_mask[t] == 0) continue;
     const float d = io.logprobs[t] - in.old_logprobs[t], a = in.advantages[t];
-    bool high, low;
+    bool high = false, low = false;
+    if (s.loss == RL_GMPO) gmpo_bounds(s, d, a, &high, &low);
     count += 1.f;
-    sum += s.loss == RL_GMPO ? gmpo_bound(s, d, a, high, low) : d;
+    sum += high ? s.clip_high : low ? -s.clip_low : d;
     pull += -a * (in.weights ? in.weights[t] : 1.f);
   }
   count = block_sum(count, scratch);
@@ -180,20 +181,14 @@ __global__ void __launch_bounds__(kThreads) sequence_kernel(const rl_loss_spec s
   const float share = s.aggregation == RL_SEQ_MEAN_TOKEN_MEAN ? 1.f / fmaxf(count, 1.f) : 1.f;
   const float scale = in.denominators ? 1.f / in.denominators[blockIdx.x] : share / denominator_of(in);
   // gmpo: every unbounded token moves the shared ratio by 1 / count, and all tokens' losses with it
-  const Ratio shared = ratio_of(mean);
-  const float gmpo_grad = s.loss == RL_GMPO ? block_sum(pull, scratch) * shared.grad / fmaxf(count, 1.f) * scale : 0.f;
+  const float ratio = ratio_of(mean);
+  const float gmpo_grad = s.loss == RL_GMPO ? block_sum(pull, scratch) * ratio_grad(mean, ratio) / fmaxf(count, 1.f) * scale : 0.f;
   Sums sums{};
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
     float grad = 0.f, grad_entropy = 0.f;
     if (in.loss_mask[t] != 0) {
       const float lp = io.logprobs[t], old = in.old_logprobs[t], a = in.advantages[t];
-      Term term;
-      if (s.loss == RL_GMPO) {
-        term = Term{-a * shared.value, 0.f, shared.value, false, false, false};
-        gmpo_bound(s, lp - old, a, term.high, term.low);
-      } else {
-        term = token_term(s, lp, old, a, mean);
-      }
+      const Term term = token_term(s, lp, old, a, ratio);
       add_token<false>(s, term, lp, old, in.weights ? in.weights[t] : 1.f, in.ref_logprobs ? in.ref_logprobs[t] : 0.f,
                 in.ref_logprobs != nullptr, io.entropy ? io.entropy[t] : 0.f, scale, sums, grad);
       if (s.loss == RL_GMPO && !term.high && !term.low) grad += gmpo_grad;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/device_arg.h"
+#include "loss_spec_bind.h"
 #include "rl_csrc/kernels_cuda.h"
 
 namespace py = pybind11;
@@ -56,25 +57,6 @@ rl_logits make_logits(const Arg& data, int64_t row_stride, int64_t vocab, int64_
   return a;
 }
 
-rl_loss_spec make_spec(int loss, int kl, int aggregation, float clip_low, float clip_high, py::object clip_dual, float ratio_max,
-                       float tau_pos, float tau_neg, float dro_beta, float kl_coef, float entropy_coef) {
-  rl_loss_spec s{};
-  s.loss = loss;
-  s.kl = kl;
-  s.aggregation = aggregation;
-  s.clip_low = clip_low;
-  s.clip_high = clip_high;
-  s.has_dual = !clip_dual.is_none();
-  s.clip_dual = s.has_dual ? clip_dual.cast<float>() : 0.f;
-  s.ratio_max = ratio_max;
-  s.tau_pos = tau_pos;
-  s.tau_neg = tau_neg;
-  s.dro_beta = dro_beta;
-  s.kl_coef = kl_coef;
-  s.entropy_coef = entropy_coef;
-  return s;
-}
-
 rl_loss_tokens make_tokens(const Arg& old_logprobs, const Arg& advantages, const Arg& loss_mask, const Arg& ref_logprobs, const Arg& weights,
                            const Arg& denominator, float scalar_denominator, const Arg& denominators) {
   return {RL_AT(float, old_logprobs), RL_AT(float, advantages), RL_AT(uint8_t, loss_mask),
@@ -119,10 +101,7 @@ void bind_logprobs(py::module_& m) {
 }
 
 void bind_loss(py::module_& m) {
-  py::class_<rl_loss_spec>(m, "LossSpec")
-      .def(py::init(&make_spec), py::kw_only(), py::arg("loss"), py::arg("kl"), py::arg("aggregation"), py::arg("clip_low"),
-           py::arg("clip_high"), py::arg("clip_dual"), py::arg("ratio_max"), py::arg("tau_pos"), py::arg("tau_neg"),
-           py::arg("dro_beta"), py::arg("kl_coef"), py::arg("entropy_coef"));
+  rl::bind_loss_spec(m);
   py::class_<rl_loss_tokens>(m, "LossTokens")
       .def(py::init(&make_tokens), py::kw_only(), py::arg("old_logprobs"), py::arg("advantages"), py::arg("loss_mask"),
            py::arg("ref_logprobs"), py::arg("weights"), py::arg("denominator"), py::arg("scalar_denominator"),
@@ -221,34 +200,6 @@ void bind_copies(py::module_& m) {
       .def(py::init<std::vector<uint64_t>, std::vector<uint64_t>, std::vector<uint64_t>>(), py::arg("sources"), py::arg("destinations"),
            py::arg("nbytes"))
       .def("run", &CopyPlan::run, py::arg("stream"));
-  m.def("pack", [](const Arg& padded, const Arg& cu, const Arg& starts, int64_t sequences, int64_t length, int64_t tokens, int64_t token_bytes,
-                   const Arg& packed, Stream stream) {
-    launch("pack", [&] {
-      return rl_cuda_pack(RL_AT(void, padded), RL_AT(int64_t, cu), RL_AT(int64_t, starts), sequences, length, tokens, token_bytes,
-                          RL_AT(void, packed), as_stream(stream));
-    });
-  });
-  m.def("unpack", [](const Arg& packed, const Arg& cu, int64_t sequences, int64_t length, int64_t tokens, int64_t token_bytes, bool pad_left,
-                     const Arg& padded, Stream stream) {
-    launch("unpack", [&] {
-      return rl_cuda_unpack(RL_AT(void, packed), RL_AT(int64_t, cu), sequences, length, tokens, token_bytes, pad_left, RL_AT(void, padded),
-                            as_stream(stream));
-    });
-  });
-  m.def("cp_slice", [](const Arg& x, const Arg& cu, int64_t sequences, int64_t tokens, int64_t token_bytes, int64_t cp_rank, int64_t cp_size,
-                       const Arg& out, Stream stream) {
-    launch("cp_slice", [&] {
-      return rl_cuda_cp_slice(RL_AT(void, x), RL_AT(int64_t, cu), sequences, tokens, token_bytes, cp_rank, cp_size, RL_AT(void, out),
-                              as_stream(stream));
-    });
-  });
-  m.def("roll_labels", [](const Arg& ids, const Arg& cu, int64_t sequences, int64_t tokens, const Arg& mask, int64_t ignore_index, const Arg& labels,
-                          Stream stream) {
-    launch("roll_labels", [&] {
-      return rl_cuda_roll_labels(RL_AT(int64_t, ids), RL_AT(int64_t, cu), sequences, tokens, RL_AT(uint8_t, mask), ignore_index,
-                                 RL_AT(int64_t, labels), as_stream(stream));
-    });
-  });
   m.def("digest_many", [](const std::vector<uint64_t>& data, const std::vector<uint64_t>& nbytes, const Arg& totals, Stream stream) {
     if (data.size() != nbytes.size()) throw std::invalid_argument("digest_many: as many addresses as sizes are wanted.");
     launch("digest_many", [&] {
@@ -281,7 +232,7 @@ void bind_copies(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
-  m.doc() = "CUDA kernels of rl-csrc behind tensors, sizes and a stream. rl_csrc._impl_cuda is their only caller.";
+  m.doc() = "CUDA kernels of rl-csrc behind tensors, sizes and a stream. rl_csrc.cuda is their only caller.";
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);

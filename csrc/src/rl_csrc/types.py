@@ -5,7 +5,6 @@ Legend: `T` tokens, `R` logit rows, `V` vocabulary, `H` hidden, `B` sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class PolicyLoss(NamedTuple):
     """`[M]` float32 in the order of `METRIC_NAMES`; every entry adds up over micro-batches and ranks."""
 
 
-class PolicyLossFromLogits(NamedTuple):
+class ScoredPolicyLoss(NamedTuple):
     """As `PolicyLoss`, with the log-probs found on the way."""
 
     loss: Tensor
@@ -108,42 +107,3 @@ class Moments(NamedTuple):
     def variance(self) -> Tensor:
         """`[]` float64, unbiased variance; 0 for fewer than two values."""
         return self.m2 / (self.num - 1).clamp(min=1)
-
-
-class Packed(NamedTuple):
-    """Ragged rows end to end."""
-
-    values: Tensor
-    """`[T, ...]`."""
-    cu_seqlens: Tensor
-    """`[B + 1]` int64, where each row starts; the last entry is T."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
-    """The options of a policy loss, checked."""
-
-    loss: Loss = "ppo"
-    """Name of the per-token loss."""
-    clip_low: float = 0.2
-    """Lower clip distance (ratio; log ratio for gmpo; divergence bound for dppo)."""
-    clip_high: float = 0.2
-    """Upper clip distance, the same units."""
-    clip_dual: float | None = None
-    """Dual-clip constant c > 1 for negative advantages (ppo, gspo); None: off."""
-    ratio_max: float = 20.0
-    """dppo: cap c of the detached ratio."""
-    tau_pos: float = 1.0
-    """sapo: temperature where the advantage is positive."""
-    tau_neg: float = 1.05
-    """sapo: temperature elsewhere."""
-    dro_beta: float = 0.1
-    """dro: weight of the squared log ratio."""
-    kl: Kl = "none"
-    """Estimator of the KL to the reference."""
-    kl_coef: float = 0.0
-    """Its coefficient in the loss."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus (subtracted from the loss)."""
-    aggregation: Aggregation = "token-mean"
-    """How per-token losses become one number."""

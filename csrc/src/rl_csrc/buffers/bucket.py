@@ -7,6 +7,7 @@ its bytes.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -193,3 +194,31 @@ def unpack_leaves(
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
+
+
+def bucket_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its destination, many tensors per call. No gradient.
+
+    Shapes must agree pairwise; dense pairs of one real dtype are copied together, the others one by one by torch. A
+    destination may be its source, but must not overlap it in part.
+    """
+    if len(sources) != len(destinations):
+        raise ArgumentError(f"{len(sources)} sources for {len(destinations)} destinations; give as many of both.")
+    if not sources:
+        return
+    for i in _copied_natively(sources, destinations):
+        destinations[i].detach().copy_(sources[i].detach())
+    torch.autograd.graph.increment_version(destinations)
+
+
+def _copied_natively(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> Sequence[int]:
+    """Copy what the device's kernel can; return the positions of the other pairs, which torch copies one by one."""
+    device = sources[0].device.type
+    if device == "cpu":
+        return _cpu.bucket_copy(list(sources), list(destinations), torch.get_num_threads())
+    if device == "cuda" and importlib.util.find_spec("rl_csrc._cuda") is not None:
+        from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
+
+        cuda.bucket_copy(sources, destinations)
+        return ()
+    return range(len(sources))

@@ -10,12 +10,9 @@ from rl_csrc.cpu.linear_logprobs import (
     policy_loss_from_hidden,
 )
 from rl_csrc.cpu.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
-from rl_csrc.cpu.policy_loss import policy_loss, policy_loss_from_logits
-from rl_csrc.cpu.ragged import bucket_copy, cp_slice, pack, roll_labels, unpack
+from rl_csrc.cpu.policy_loss import policy_loss
 
 __all__ = [
-    "bucket_copy",
-    "cp_slice",
     "group_norm",
     "linear_logprobs_backward",
     "linear_logprobs_forward",
@@ -23,13 +20,9 @@ __all__ = [
     "logprobs_backward",
     "logprobs_forward",
     "masked_moments",
-    "pack",
     "policy_loss",
     "policy_loss_from_hidden",
-    "policy_loss_from_logits",
-    "roll_labels",
     "scan_reverse",
     "stats_merge",
-    "unpack",
     "whiten",
 ]

@@ -11,7 +11,7 @@ from rl_csrc import reference
 from rl_csrc.cpu.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
 from rl_csrc.cpu.memory import in_huge_pages, native, new_floats, with_adjacent_columns
 from rl_csrc.cpu.policy_loss import policy_loss
-from rl_csrc.types import LossSpec
+from rl_csrc.reference import LossSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,31 +1,24 @@
-"""Policy losses, alone and with the logits' gradient in the same pass."""
+"""Policy losses of log-probs, with their gradient."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_csrc.cpu.memory import native, new_floats, with_adjacent_columns
-from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, LossSpec
+from rl_csrc.cpu.memory import native, new_floats
+from rl_csrc.types import METRIC_NAMES
+
+if TYPE_CHECKING:
+    from rl_csrc.reference import LossSpec
 
 
-def spec_codes(spec: LossSpec) -> tuple[float, ...]:
-    """The fields of rl_loss_spec, in its order."""
-    return (
-        LOSSES.index(spec.loss),
-        KLS.index(spec.kl),
-        AGGREGATIONS.index(spec.aggregation),
-        int(spec.clip_dual is not None),
-        spec.clip_low,
-        spec.clip_high,
-        spec.clip_dual or 0.0,
-        spec.ratio_max,
-        spec.tau_pos,
-        spec.tau_neg,
-        spec.dro_beta,
-        spec.kl_coef,
-        spec.entropy_coef,
-    )
+@lru_cache(maxsize=64)
+def _native_spec(spec: LossSpec) -> Any:
+    """The struct `rl_loss_spec`: made once for each set of options."""
+    return native.LossSpec(**spec.fields())
 
 
 def policy_loss(
@@ -54,7 +47,7 @@ def policy_loss(
         weights,
         entropy,
         denominator if isinstance(denominator, torch.Tensor) and denominator.dim() == 1 else float(denominator),
-        spec_codes(spec),
+        _native_spec(spec),
         loss,
         metrics,
         grad,
@@ -62,48 +55,3 @@ def policy_loss(
         torch.get_num_threads(),
     )
     return loss, metrics, grad, grad_entropy
-
-
-def policy_loss_from_logits(
-    logits: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    ref_logprobs: Tensor | None,
-    weights: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    row_index: Tensor | None,
-    entropy: bool,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss, metrics, log-probs and entropy; the gradient of the logits goes to `out` (which may be the logits)."""
-    num = labels.shape[0]
-    loss, metrics, scored = new_floats(), new_floats(len(METRIC_NAMES)), new_floats(num)
-    entropies = new_floats(num) if entropy else None
-    native.policy_loss_from_logits(
-        with_adjacent_columns(logits),
-        labels,
-        temperature,
-        softcap or 0.0,
-        row_index,
-        old_logprobs,
-        advantages,
-        loss_mask,
-        cu_seqlens,
-        ref_logprobs,
-        weights,
-        float(denominator),
-        spec_codes(spec),
-        scored,
-        entropies,
-        out,
-        loss,
-        metrics,
-        torch.get_num_threads(),
-    )
-    return loss, metrics, scored, entropies

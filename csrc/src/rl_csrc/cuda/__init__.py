@@ -6,19 +6,17 @@ rows, `V` vocabulary, `H` hidden, `B` sequences.
 """
 
 from rl_csrc.cuda.advantages import group_norm, masked_moments, scan_reverse, whiten
-from rl_csrc.cuda.digest_delta import delta_apply, delta_encode, digest_many, digest_sum, digest_sum_async
+from rl_csrc.cuda.digest_delta import bucket_copy, delta_apply, delta_encode, digest_many, digest_sum, digest_sum_async
 from rl_csrc.cuda.linear_logprobs import (
     linear_logprobs_backward,
     linear_logprobs_forward,
     policy_loss_from_hidden,
 )
 from rl_csrc.cuda.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
-from rl_csrc.cuda.policy_loss import policy_loss, policy_loss_from_logits
-from rl_csrc.cuda.ragged import bucket_copy, cp_slice, pack, roll_labels, unpack
+from rl_csrc.cuda.policy_loss import policy_loss
 
 __all__ = [
     "bucket_copy",
-    "cp_slice",
     "delta_apply",
     "delta_encode",
     "digest_many",
@@ -31,13 +29,9 @@ __all__ = [
     "logprobs_backward",
     "logprobs_forward",
     "masked_moments",
-    "pack",
     "policy_loss",
     "policy_loss_from_hidden",
-    "policy_loss_from_logits",
-    "roll_labels",
     "scan_reverse",
     "stats_merge",
-    "unpack",
     "whiten",
 ]

@@ -1,4 +1,4 @@
-"""Digests and bit-exact differences of what lies on the device."""
+"""Digests, bit-exact differences and copies of what lies on the device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
 from rl_csrc.cuda.launch import counter_on, on_its_device, stream_of
+from rl_csrc.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,3 +92,22 @@ def delta_apply(target: Tensor, table: Tensor, gaps: Tensor, values: Tensor) -> 
         return False
     _cuda.delta_apply(target, num, item, *parts, None, stream_of(target))
     return True
+
+
+@on_its_device
+def bucket_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    """Copy each source into its destination; a launch per thousand tensors."""
+    plain: list[tuple[int, int, int]] = []
+    device = sources[0].device if sources else None
+    for source, destination in zip(sources, destinations, strict=True):
+        is_lazy = source.is_complex() or source.is_neg() or destination.is_neg()  # complex: maybe conjugated
+        dense = not is_lazy and source.is_contiguous() and destination.is_contiguous()
+        if dense and source.dtype == destination.dtype and source.device == destination.device == device:
+            span = source.data_ptr(), destination.data_ptr(), source.nbytes
+            if 0 < abs(span[0] - span[1]) < span[2]:
+                raise ArgumentError("a destination overlaps its source; give it memory of its own.")
+            plain.append(span)
+        else:
+            destination.copy_(source)
+    if plain:
+        _cuda.CopyPlan(*map(list, zip(*plain, strict=True))).run(stream_of(sources[0]))

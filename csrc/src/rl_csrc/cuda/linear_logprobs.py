@@ -14,7 +14,7 @@ from rl_csrc.cuda.policy_loss import fused_rows, policy_loss, token_arguments, t
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_csrc.types import LossSpec
+    from rl_csrc.reference import LossSpec
 
 CHUNK_BYTES = 670 << 20
 """Room for the logits and gradients that the LM-head ops hold at once."""

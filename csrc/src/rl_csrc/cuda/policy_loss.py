@@ -1,35 +1,27 @@
-"""Policy losses, alone and with the logits' gradient in the same pass."""
+"""Policy losses, of log-probs and of rows of logits with their gradient in the same pass."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
 from rl_csrc.cuda.launch import DTYPES, counter_on, new_floats, on_its_device, row_stride_of, stream_of
-from rl_csrc.cuda.logprobs import logits_arguments, logprobs_backward, logprobs_forward, zero_unscored
-from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, LossSpec
+from rl_csrc.cuda.logprobs import logits_arguments
+from rl_csrc.types import METRIC_NAMES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rl_csrc.reference import LossSpec
 
+
+@lru_cache(maxsize=64)
 def _spec(spec: LossSpec) -> Any:
-    return _cuda.LossSpec(
-        loss=LOSSES.index(spec.loss),
-        kl=KLS.index(spec.kl),
-        aggregation=AGGREGATIONS.index(spec.aggregation),
-        clip_low=spec.clip_low,
-        clip_high=spec.clip_high,
-        clip_dual=spec.clip_dual,
-        ratio_max=spec.ratio_max,
-        tau_pos=spec.tau_pos,
-        tau_neg=spec.tau_neg,
-        dro_beta=spec.dro_beta,
-        kl_coef=spec.kl_coef,
-        entropy_coef=spec.entropy_coef,
-    )
+    """The struct `rl_loss_spec`: made once for each set of options."""
+    return _cuda.LossSpec(**spec.fields())
 
 
 def token_arguments(
@@ -135,49 +127,3 @@ def fused_rows(
         token_scale,
         stream_of(logits),
     )
-
-
-@on_its_device
-def policy_loss_from_logits(
-    logits: Tensor,
-    labels: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    spec: LossSpec,
-    denominator: float | Tensor,
-    ref: Tensor | None,
-    weights: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    row_index: Tensor | None,
-    entropy: bool,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss, metrics, log-probs and entropies; `out` receives the gradient of the logits. Two launches, one pass."""
-    ref = ref if spec.kl != "none" else None
-    with_entropy = entropy or spec.entropy_coef != 0.0
-    if out is not None and row_index is not None:
-        zero_unscored(out, row_index)
-    if out is not None:
-        scored = new_floats(logits, labels.shape[0])
-        entropies = torch.empty_like(scored) if with_entropy else None
-        tokens, _scalar = token_arguments(old, advantages, mask, ref, weights, denominator)
-        scale = token_scale(spec, mask, cu_seqlens)
-        if fused_rows(logits, labels, spec, tokens, temperature, softcap, row_index, scale, scored, entropies, out):
-            loss, metrics, _, _ = policy_loss(
-                scored, old, advantages, mask, cu_seqlens, spec, denominator, entropies, ref, weights
-            )
-            return loss, metrics, scored, entropies
-    scored, entropies, _, lse = logprobs_forward(
-        logits, labels, temperature, softcap, -100, row_index, with_entropy, False
-    )
-    loss, metrics, grad, grad_entropy = policy_loss(
-        scored, old, advantages, mask, cu_seqlens, spec, denominator, entropies, ref, weights
-    )
-    if out is not None:
-        logprobs_backward(
-            logits, labels, scored, lse, grad, entropies, grad_entropy, temperature, softcap, -100, row_index, 0, out
-        )
-    return loss, metrics, scored, entropies

@@ -1,38 +1,40 @@
 """Plain-torch path of every op: the fallback where there is no kernel, and the oracle of the tests.
 
-Runs on any device, in float32 or (where the input is float64) float64, and is differentiable by torch's own autograd.
-Arguments are taken as checked: the public ops in `rl_csrc` check them first.
+Runs on any device, in float32 or (where the input is float64) float64. Functions have the signatures of `rl_csrc.cpu`
+and `rl_csrc.cuda`, and take arguments as checked; `logprobs`, `linear_logprobs` and `differentiable_policy_loss` are
+differentiable by torch's own autograd.
 """
 
 from rl_csrc.reference.advantages import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc.reference.logprobs import (
     check_labels,
-    compute_dtype,
     linear_logprobs,
+    linear_logprobs_backward,
+    linear_logprobs_forward,
     logprob_stats,
     logprobs,
     logprobs_backward,
+    logprobs_forward,
     stats_merge,
 )
-from rl_csrc.reference.policy_loss import policy_loss
-from rl_csrc.reference.ragged import bucket_copy, cp_slice, pack, roll_labels, unpack
+from rl_csrc.reference.policy_loss import LossSpec, differentiable_policy_loss, policy_loss, policy_loss_from_hidden
 
 __all__ = [
-    "bucket_copy",
+    "LossSpec",
     "check_labels",
-    "compute_dtype",
-    "cp_slice",
+    "differentiable_policy_loss",
     "group_norm",
     "linear_logprobs",
+    "linear_logprobs_backward",
+    "linear_logprobs_forward",
     "logprob_stats",
     "logprobs",
     "logprobs_backward",
+    "logprobs_forward",
     "masked_moments",
-    "pack",
     "policy_loss",
-    "roll_labels",
+    "policy_loss_from_hidden",
     "scan_reverse",
     "stats_merge",
-    "unpack",
     "whiten",
 ]

@@ -24,7 +24,6 @@ def scan_reverse(
     rewards: Tensor,
     values: Tensor | None,
     cu_seqlens: Tensor,
-    *,
     loss_mask: Tensor | None = None,
     kind: ScanKind = "gae",
     gamma: float = 1.0,
@@ -84,7 +83,6 @@ def scan_reverse(
 def group_norm(
     rewards: Tensor,
     group_ids: Tensor | None = None,
-    *,
     cu_groups: Tensor | None = None,
     mode: GroupMode = "grpo",
     eps: float = 1e-6,
@@ -134,7 +132,6 @@ def masked_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
 def whiten(
     x: Tensor,
     mask: Tensor | None = None,
-    *,
     shift_mean: bool = True,
     eps: float = 1e-8,
     moments: Moments | None = None,

@@ -87,18 +87,17 @@ def _entropy(z: Tensor, lse: Tensor) -> Tensor:
 
 
 def logprob_stats(
-    logits_shard: Tensor,
+    logits: Tensor,
     labels: Tensor,
-    *,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
     vocab_start: int,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    ignore_index: int | None = -100,
-    row_index: Tensor | None = None,
 ) -> Tensor:
     """Statistics of a vocabulary shard, `[T, 5]`: see `rl_csrc.logprob_stats`."""
     valid = _valid_labels(labels, ignore_index)
-    z = _scaled_logits(logits_shard, valid, temperature, softcap, row_index)
+    z = _scaled_logits(logits, valid, temperature, softcap, row_index)
     top = z.max(dim=1).values
     centre = torch.where(top == _NEG_INF, torch.zeros_like(top), top)
     shifted = z - centre[:, None]
@@ -113,8 +112,8 @@ def logprob_stats(
     return torch.where(valid[:, None], stats, ignored)
 
 
-def stats_merge(stats: Tensor) -> tuple[LogProbs, Tensor]:
-    """Merge `[W, T, 5]` in rank order; returns all fields of the log-probs, and the log-sum-exp `[T]` (-inf: dead)."""
+def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge `[W, T, 5]` in rank order: log-probs, entropy, sum of squares and log-sum-exp (-inf: dead), `[T]` each."""
     top = stats[..., 0].max(dim=0).values
     dead = top == _NEG_INF
     centre = torch.where(dead, torch.zeros_like(top), top)
@@ -135,7 +134,7 @@ def stats_merge(stats: Tensor) -> tuple[LogProbs, Tensor]:
     blank = ignored | dead
     entropies = torch.where(blank, zero, log_total - weighted / total)
     squares = torch.where(blank, zero, squared / (total * total))
-    return LogProbs(scored, entropies, squares), torch.where(ignored, zero, torch.where(dead, top, centre + log_total))
+    return scored, entropies, squares, torch.where(ignored, zero, torch.where(dead, top, centre + log_total))
 
 
 def linear_logprobs(
@@ -152,16 +151,9 @@ def linear_logprobs(
 ) -> LogProbs:
     """Score labels under `hidden [T, H] @ weight [V, H].T (+ bias)`, the logits held in the compute type."""
     valid = _valid_labels(labels, ignore_index)
-    zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
-    safe = torch.where(
-        valid[:, None], hidden, zero
-    )  # a NaN beside an ignored label must not reach the weight's gradient
-    dtype = compute_dtype(hidden)
-    logits = safe.to(dtype) @ weight.to(dtype).T
-    if bias is not None:
-        logits = logits + bias.to(dtype)
+    safe = torch.where(valid[:, None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device))
     return logprobs(
-        logits,
+        _logits(safe, weight, bias),  # a NaN beside an ignored label must not reach the weight's gradient
         labels,
         temperature=temperature,
         entropy=entropy,
@@ -171,28 +163,45 @@ def linear_logprobs(
     )
 
 
+def logprobs_forward(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
+    entropy: bool,
+    sum_pi_squared: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Log-probs, entropy, sum of squares and log-sum-exp, through one shard's statistics."""
+    check_labels(labels, ignore_index, logits.shape[1])
+    stats = logprob_stats(logits, labels, temperature, softcap, ignore_index, row_index, 0)
+    scored, entropies, squares, lse = stats_merge(stats[None])
+    return scored, entropies if entropy else None, squares if sum_pi_squared else None, lse
+
+
 def logprobs_backward(
     logits: Tensor,
     labels: Tensor,
     logprobs: Tensor,
     lse: Tensor,
-    grad_logprobs: Tensor,
-    *,
-    entropy: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
-    vocab_start: int = 0,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    ignore_index: int | None = -100,
-    row_index: Tensor | None = None,
-) -> Tensor:
-    """Gradient of logits (or of one vocabulary shard), `[R, V]` in their dtype, from the saved statistics."""
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    row_index: Tensor | None,
+    vocab_start: int,
+    out: Tensor,
+) -> None:
+    """Write the gradient of logits (or of one vocabulary shard), from the saved statistics, to `out`."""
     valid = _valid_labels(labels, ignore_index)
     live = valid & (lse != _NEG_INF)
     z = _scaled_logits(logits, valid, temperature, softcap, row_index)
     lse = torch.where(live, lse, 0.0)
     p = torch.where(live[:, None], (z - lse[:, None]).exp(), 0.0)
-    g = torch.where(live, grad_logprobs, 0.0)
+    g = torch.where(live, torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs, 0.0)
     grad = -g[:, None] * p
     local = labels - vocab_start
     here = live & (local >= 0) & (local < z.shape[1])
@@ -206,6 +215,61 @@ def logprobs_backward(
         scored = logits if row_index is None else logits.index_select(0, row_index)
         cap = torch.tanh(torch.where(valid[:, None], scored, 0).to(z.dtype) / softcap)
         grad = grad * (1 - cap * cap)
-    if row_index is None:
-        return grad.to(logits.dtype)
-    return torch.zeros_like(logits).index_copy(0, row_index, grad.to(logits.dtype))
+    grad = grad.to(logits.dtype)
+    out.copy_(grad if row_index is None else torch.zeros_like(logits).index_copy(0, row_index, grad))
+
+
+def linear_logprobs_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    entropy: bool,
+    sum_pi_squared: bool,
+    chunk_rows: int | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Log-probs, entropy, sum of squares and log-sum-exp; the logits are held whole."""
+    del chunk_rows, batch_invariant
+    options = (temperature, softcap, ignore_index, None, entropy, sum_pi_squared)
+    return logprobs_forward(_logits(hidden, weight, bias), labels, *options)
+
+
+def linear_logprobs_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    chunk_rows: int | None,
+    batch_invariant: bool,
+    need: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias where they are needed."""
+    del chunk_rows, batch_invariant
+    logits = _logits(hidden, weight, bias)
+    grad = torch.empty_like(logits)
+    given = (logprobs, lse, grad_logprobs, entropy, grad_entropy)
+    logprobs_backward(logits, labels, *given, temperature, softcap, ignore_index, None, 0, grad)
+    safe = torch.where(_valid_labels(labels, ignore_index)[:, None], hidden, torch.zeros_like(hidden)).to(grad.dtype)
+    return (
+        (grad @ weight.to(grad.dtype)).to(hidden.dtype) if need[0] else None,
+        (grad.T @ safe).to(weight.dtype) if need[1] else None,
+        grad.sum(0).to(weight.dtype) if need[2] else None,
+    )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = compute_dtype(hidden)
+    logits = hidden.to(dtype) @ weight.to(dtype).T
+    return logits if bias is None else logits + bias.to(dtype)

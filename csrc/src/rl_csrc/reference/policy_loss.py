@@ -2,12 +2,78 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rl_csrc.types import K3_MAX, LOG_RATIO_MAX, LossSpec, PolicyLoss
+from rl_csrc.reference.logprobs import linear_logprobs_backward, linear_logprobs_forward
+from rl_csrc.types import (
+    AGGREGATIONS,
+    K3_MAX,
+    KLS,
+    LOG_RATIO_MAX,
+    LOSSES,
+    Aggregation,
+    Kl,
+    Loss,
+    PolicyLoss,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """The options of a policy loss. The native kernels take them by these names (`include/rl_csrc/loss_spec.h`)."""
+
+    loss: Loss = "ppo"
+    """Name of the per-token loss."""
+    clip_low: float = 0.2
+    """Lower clip distance (ratio; log ratio for gmpo; divergence bound for dppo)."""
+    clip_high: float = 0.2
+    """Upper clip distance, the same units."""
+    clip_dual: float = math.inf
+    """Dual-clip constant c > 1 for negative advantages (ppo, gspo); infinity: off."""
+    ratio_max: float = 20.0
+    """dppo: cap c of the detached ratio."""
+    tau_pos: float = 1.0
+    """sapo: temperature where the advantage is positive."""
+    tau_neg: float = 1.05
+    """sapo: temperature elsewhere."""
+    dro_beta: float = 0.1
+    """dro: weight of the squared log ratio."""
+    kl: Kl = "none"
+    """Estimator of the KL to the reference."""
+    kl_coef: float = 0.0
+    """Its coefficient in the loss."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus (subtracted from the loss)."""
+    aggregation: Aggregation = "token-mean"
+    """How per-token losses become one number."""
+
+    def fields(self) -> dict[str, float | int]:
+        """Every option by name, as native kernels have it: names are positions in `LOSSES`, `KLS`, `AGGREGATIONS`."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: _NAMES[name].index(value) if name in _NAMES else float(value) for name, value in values.items()}
+
+    def numbers(self) -> list[float]:
+        """The same as a schema of torch.library can carry them, in the order of the fields."""
+        return [float(x) for x in self.fields().values()]
+
+    @classmethod
+    def of(cls, numbers: LossSpec | Sequence[float]) -> LossSpec:
+        """Back from `numbers`; an instance as it is."""
+        if isinstance(numbers, LossSpec):
+            return numbers
+        named = zip(cls.__slots__, numbers, strict=True)
+        return cls(**{name: _NAMES[name][int(x)] if name in _NAMES else x for name, x in named})
+
+
+_NAMES: dict[str, tuple[str, ...]] = {"loss": LOSSES, "kl": KLS, "aggregation": AGGREGATIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +114,61 @@ def policy_loss(
     cu_seqlens: Tensor,
     spec: LossSpec,
     denominator: float | Tensor,
-    *,
+    entropy: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loss, metrics and the gradients of logprobs and entropy, by torch's autograd."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (logprobs, entropy) if x is not None]
+        tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, spec, denominator)
+        second = inputs[1] if entropy is not None else None
+        found = differentiable_policy_loss(inputs[0], *tokens, second, ref_logprobs, weights)
+    grads = torch.autograd.grad(found.loss, inputs, allow_unused=True, materialize_grads=True)
+    return found.loss.detach(), found.metrics, grads[0], grads[1] if entropy is not None else None
+
+
+def policy_loss_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec,
+    denominator: float | Tensor,
+    ref_logprobs: Tensor | None,
+    weights: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    entropy: bool,
+    chunk_rows: int | None,
+    need: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, metrics, log-probs, entropy, and the gradients of hidden and weight: the two ops, one after the other."""
+    head, scoring = (hidden, weight, labels, None), (temperature, softcap, -100)
+    scored, entropies, _, lse = linear_logprobs_forward(*head, *scoring, entropy, False, chunk_rows, False)
+    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, spec, denominator)
+    loss, metrics, grad, grad_entropy = policy_loss(scored, *tokens, entropies, ref_logprobs, weights)
+    given = (scored, lse, grad, entropies, grad_entropy)
+    found = linear_logprobs_backward(*head, *given, *scoring, chunk_rows, False, (*need, False))
+    return loss, metrics, scored, entropies, *found[:2]
+
+
+def differentiable_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec,
+    denominator: float | Tensor,
     entropy: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Loss and metrics; `loss_mask` is bool.
+    """Loss and metrics, differentiable by torch's autograd; `loss_mask` is bool.
 
     `denominator` is the count that the aggregation divides by, or `[B]`: all that a sequence's tokens are divided by.
     """
@@ -144,7 +259,7 @@ def _clipped(spec: LossSpec, rho: Tensor, adv: Tensor) -> _Term:
     low = (adv < 0) & (rho < 1 - spec.clip_low)
     bounded = torch.where(high, 1 + spec.clip_high, torch.where(low, 1 - spec.clip_low, rho))
     dual = torch.zeros_like(high)
-    if spec.clip_dual is not None:
+    if spec.clip_dual < math.inf:
         dual = (adv < 0) & (rho > spec.clip_dual)
         bounded = torch.where(dual, spec.clip_dual, bounded)
     return _Term(loss=-adv * bounded, ratio=rho, high=high, low=low, dual=dual)

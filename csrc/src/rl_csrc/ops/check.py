@@ -1,4 +1,4 @@
-"""Checks and conversions that the public ops share."""
+"""Argument checks and conversions that the public ops share."""
 
 from __future__ import annotations
 
@@ -79,8 +79,3 @@ def per_token(value: float | Tensor, num: int, name: str) -> float | Tensor:
         value = value.expand(num)
     check_same_length(name, value, num)
     return value.detach().to(torch.float32).contiguous()
-
-
-def wants_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd records an op on these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

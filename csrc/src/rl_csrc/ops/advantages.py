@@ -5,10 +5,13 @@ Legend: `T` tokens, `B` sequences or rewards.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from rl_csrc._arguments import (
+from rl_csrc.errors import ArgumentError
+from rl_csrc.ops.check import (
     booleans,
     check_one_of,
     check_same_length,
@@ -17,10 +20,11 @@ from rl_csrc._arguments import (
     optional_floats,
     optional_integers,
 )
-from rl_csrc._dispatch import kernel
-from rl_csrc._library import split
-from rl_csrc.errors import ArgumentError
+from rl_csrc.ops.operator import Operator, kernel, number, split
 from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS, GroupMode, MaskMode, Moments, Scan, ScanKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def scan_reverse(
@@ -73,9 +77,7 @@ def scan_reverse(
     lam = floats(lam, rewards) if isinstance(lam, Tensor) else float(lam)
     before = (rewards, optional_floats(values, rewards), cu_seqlens, booleans(loss_mask), kind, float(gamma))
     behind = (optional_floats(bootstrap_values, rewards), mask_mode, optional_floats(rho, rewards), rho_clip, c_clip)
-    if torch.compiler.is_compiling():
-        return Scan(*torch.ops.rl_csrc.scan_reverse(*before, *split(lam), *behind))
-    return Scan(*kernel("scan_reverse", rewards)(*before, lam, *behind))
+    return Scan(*_SCAN(*before, *split(lam), *behind))
 
 
 def group_norm(
@@ -105,18 +107,7 @@ def group_norm(
     check_same_length("group_ids", group_ids, rewards.shape[0])
     rewards = floats(rewards)
     options = (optional_integers(group_ids), optional_integers(cu_groups), mode, eps)
-    if torch.compiler.is_compiling():
-        return torch.ops.rl_csrc.group_norm(rewards, *options)
-    return kernel("group_norm", rewards)(rewards, *options)
-
-
-def masked_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
-    """Count, mean and sum of squared distances of the masked entries of x (any shape), two passes in float64."""
-    _check_mask(x, mask)
-    x, mask = floats(x), booleans(mask)
-    if torch.compiler.is_compiling():
-        return Moments(*torch.ops.rl_csrc.masked_moments(x, mask))
-    return Moments(*kernel("masked_moments", x)(x, mask))
+    return _GROUP_NORM(rewards, *options)
 
 
 def whiten(
@@ -129,16 +120,55 @@ def whiten(
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) over the masked entries, float32 of x's shape; 0 elsewhere.
 
-    `moments` are those of the global batch (see `masked_moments`); None: those of x. Without `shift_mean` the mean is
+    `moments` are those of the global batch; None: those of x. Without `shift_mean` the mean is
     added back.
     """
     _check_mask(x, mask)
     x, mask = floats(x), booleans(mask)
-    if torch.compiler.is_compiling():
-        return torch.ops.rl_csrc.whiten(x, mask, shift_mean, eps, list(moments or ()))
-    return kernel("whiten", x)(x, mask, shift_mean, eps, moments)
+    return _WHITEN(x, mask, shift_mean, eps, [*moments] if moments is not None else [])
 
 
 def _check_mask(x: Tensor, mask: Tensor | None) -> None:
     if mask is not None and mask.shape != x.shape:
         raise ArgumentError(f"mask has shape {list(mask.shape)}; wanted that of x, {list(x.shape)}.")
+
+
+def _scan_reverse(
+    rewards: Tensor,
+    values: Tensor | None,
+    cu_seqlens: Tensor,
+    loss_mask: Tensor | None,
+    kind: str,
+    gamma: float,
+    lam: Tensor | None,
+    scalar_lam: float,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    run = kernel("scan_reverse", rewards)
+    return tuple(run(rewards, values, cu_seqlens, loss_mask, kind, gamma, number(lam, scalar_lam), *rest))
+
+
+def _whiten(x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, moments: Sequence[Tensor]) -> Tensor:
+    return kernel("whiten", x)(x, mask, shift_mean, eps, Moments(*moments) if moments else None)
+
+
+_SCAN = Operator(
+    "scan_reverse",
+    "(Tensor rewards, Tensor? values, Tensor cu_seqlens, Tensor? loss_mask, str kind, float gamma, Tensor? lam, "
+    "float scalar_lam, Tensor? bootstrap_values, str mask_mode, Tensor? rho, float rho_clip, "
+    "float c_clip) -> (Tensor, Tensor)",
+    _scan_reverse,
+    lambda rewards, *_rest: (torch.empty_like(rewards), torch.empty_like(rewards)),
+)
+_GROUP_NORM = Operator(
+    "group_norm",
+    "(Tensor rewards, Tensor? group_ids, Tensor? cu_groups, str mode, float eps) -> Tensor",
+    lambda rewards, *rest: kernel("group_norm", rewards)(rewards, *rest),
+    lambda rewards, *_rest: torch.empty_like(rewards),
+)
+_WHITEN = Operator(
+    "whiten",
+    "(Tensor x, Tensor? mask, bool shift_mean, float eps, Tensor[] moments) -> Tensor",
+    _whiten,
+    lambda x, *_rest: torch.empty_like(x),
+)

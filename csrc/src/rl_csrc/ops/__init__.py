@@ -1,0 +1,19 @@
+"""The public ops: log-probs, policy losses, advantages. Each file has checks, schema, gradient and documentation."""
+
+from rl_csrc.ops.advantages import group_norm, scan_reverse, whiten
+from rl_csrc.ops.linear_logprobs import linear_logprobs
+from rl_csrc.ops.logprobs import logprob_stats, logprobs, parallel_logprobs, stats_merge
+from rl_csrc.ops.policy_loss import policy_loss, policy_loss_from_hidden
+
+__all__ = [
+    "group_norm",
+    "linear_logprobs",
+    "logprob_stats",
+    "logprobs",
+    "parallel_logprobs",
+    "policy_loss",
+    "policy_loss_from_hidden",
+    "scan_reverse",
+    "stats_merge",
+    "whiten",
+]

@@ -1,0 +1,174 @@
+"""Log-probabilities of labels under an LM head, the logits never held whole.
+
+Legend: `T` labels, `V` vocabulary, `H` hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_csrc.errors import ArgumentError
+from rl_csrc.ops.check import integers, per_token
+from rl_csrc.ops.operator import Operator, emptied, filled, float_type, kernel, number, split
+from rl_csrc.types import LogProbs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_HOW = (
+    "Tensor? temperature, float scalar_temperature, float? softcap, int? ignore_index, int? chunk_rows, "
+    "bool batch_invariant"
+)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+    chunk_rows: int | None = None,
+    batch_invariant: bool = False,
+) -> LogProbs:
+    """Log-probs of labels under the LM head `hidden @ weight.T`, the logits never held whole.
+
+    Differentiable in `hidden`, `weight` and `bias`; backward computes the logits again.
+
+    Args:
+        hidden: `[T, H]` float32, bfloat16, float16 or float64.
+        weight: `[V, H]`, the same dtype.
+        labels: `[T]` int64.
+        bias: `[V]`, the same dtype.
+        temperature: one number, or float `[T]`.
+        entropy: also return the entropy in nats.
+        sum_pi_squared: also return the sum of squared probabilities (carries no gradient), from the same products.
+        softcap: as in `logprobs`.
+        ignore_index: as in `logprobs`.
+        chunk_rows: tokens whose logits are held at once, where the path is chunked; None: chosen by the op.
+        batch_invariant: the same bits for a token whatever stands beside it (fixed tile shapes; may be slower).
+
+    Raises:
+        ArgumentError: a shape or dtype that the op does not take.
+        LabelError: a label outside the vocabulary (CPU; on CUDA such a row gives NaN).
+    """
+    check_linear(hidden, weight, labels, bias)
+    labels = integers(labels)
+    per_row = split(per_token(temperature, labels.shape[0], "temperature"))
+    how = (*per_row, softcap, ignore_index, chunk_rows, batch_invariant)
+    found = _LINEAR(hidden, weight, bias, labels, *how, entropy, sum_pi_squared)
+    return LogProbs(found[0], found[1] if entropy else None, found[2] if sum_pi_squared else None)
+
+
+def check_linear(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    """Refuse operands of an LM head that do not fit."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ArgumentError(
+            f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}; "
+            "wanted [tokens, hidden] and [vocabulary, hidden]."
+        )
+    if labels.shape != hidden.shape[:1]:
+        raise ArgumentError(f"labels has shape {list(labels.shape)}; wanted [{hidden.shape[0]}], one per token.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ArgumentError(f"bias has shape {list(bias.shape)}; wanted [{weight.shape[0]}].")
+    if weight.dtype != hidden.dtype or (bias is not None and bias.dtype != hidden.dtype):
+        raise ArgumentError(f"hidden is {hidden.dtype} and weight {weight.dtype}; wanted one dtype for all operands.")
+
+
+def _linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: Tensor | None,
+    scalar_temperature: float,
+    softcap: float | None,
+    ignore_index: int | None,
+    chunk_rows: int | None,
+    batch_invariant: bool,
+    entropy: bool,
+    sum_pi_squared: bool,
+) -> tuple[Tensor, ...]:
+    options = (number(temperature, scalar_temperature), softcap, ignore_index, entropy, sum_pi_squared)
+    run = kernel("linear_logprobs_forward", hidden)
+    scored, entropies, squares, lse = run(hidden, weight, labels, bias, *options, chunk_rows, batch_invariant)
+    return scored, filled(entropies, scored), filled(squares, scored), lse
+
+
+def _linear_fake(hidden: Tensor, _weight: Tensor, _bias: Tensor | None, labels: Tensor, *rest: Any) -> tuple[Any, ...]:
+    num, (entropy, squares) = labels.shape[0], rest[-2:]
+    return tuple(hidden.new_empty(n, dtype=float_type(hidden)) for n in (num, num * entropy, num * squares, num))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, labels, temperature, *how = inputs[:-2]
+    scored, entropies, squares, lse = output
+    ctx.mark_non_differentiable(squares, lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, weight, bias, labels, temperature, scored, entropies, lse)
+    ctx.how = how
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_unused: Any) -> tuple[Any, ...]:
+    hidden, weight, bias, labels, temperature, scored, entropies, lse = ctx.saved_tensors
+    known = emptied(entropies)
+    grads = (grad, known, None if known is None else grad_entropy)
+    need = [bool(n) for n in ctx.needs_input_grad[:3]]
+    found = _GRADIENT(hidden, weight, bias, labels, scored, lse, *grads, temperature, *ctx.how, need)
+    return *(x if n else None for x, n in zip(found, need, strict=True)), *(None,) * 9
+
+
+def _gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: Tensor | None,
+    scalar_temperature: float,
+    softcap: float | None,
+    ignore_index: int | None,
+    chunk_rows: int | None,
+    batch_invariant: bool,
+    need: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    first, second = (None if grad is None else grad.contiguous() for grad in (grad_logprobs, grad_entropy))
+    operands = (hidden.detach(), weight.detach(), labels, None if bias is None else bias.detach())
+    options = (number(temperature, scalar_temperature), softcap, ignore_index, chunk_rows, batch_invariant)
+    run = kernel("linear_logprobs_backward", hidden)
+    found = run(*operands, logprobs, lse, first, entropy, second, *options, tuple(need))
+    return tuple(filled(x, hidden) for x in found)
+
+
+def _gradient_fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    return tuple(hidden.new_empty(shape if n else (0,)) for shape, n in zip(shapes, rest[-1], strict=True))
+
+
+_GRADIENT = Operator(
+    "linear_logprobs_backward",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor logprobs, Tensor lse, Tensor? grad_logprobs, "
+    f"Tensor? entropy, Tensor? grad_entropy, {_HOW}, bool[] need) -> (Tensor, Tensor, Tensor)",
+    _gradient,
+    _gradient_fake,
+)
+_LINEAR = Operator(
+    "linear_logprobs",
+    f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, {_HOW}, bool entropy, bool sum_pi_squared)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _linear,
+    _linear_fake,
+    save=_save,
+    backward=_backward,
+    differentiable=(0, 1, 2),
+)

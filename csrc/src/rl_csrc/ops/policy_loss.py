@@ -1,0 +1,401 @@
+"""Policy losses of packed tokens, from their log-probs or from the hidden states under them.
+
+Legend: `T` tokens (packed), `B` sequences, `V` vocabulary, `H` hidden, `M` metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from rl_csrc.errors import ArgumentError
+from rl_csrc.ops.check import check_one_of, check_same_length, floats, integers, optional_floats, per_token
+from rl_csrc.ops.linear_logprobs import check_linear
+from rl_csrc.ops.operator import Operator, emptied, filled, float_type, kernel, number, split
+from rl_csrc.reference import LossSpec
+from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, TOKEN_LOCAL_LOSSES, PolicyLoss, ScoredPolicyLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Unpack
+
+    from rl_csrc.types import Aggregation, Kl, Loss
+
+_TOKENS = (
+    "Tensor old_logprobs, Tensor advantages, Tensor loss_mask, Tensor cu_seqlens, float[] spec, "
+    "Tensor? denominator, float scalar_denominator, Tensor? ref_logprobs, Tensor? weights"
+)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    loss: Loss = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_dual: float | None = None,
+    ratio_max: float = 20.0,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    dro_beta: float = 0.1,
+    kl: Kl = "none",
+    kl_coef: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    num_tokens: float | Tensor | None = None,
+    num_sequences: float | Tensor | None = None,
+    norm_constant: float | None = None,
+    sequence_counts: Tensor | None = None,
+) -> PolicyLoss:
+    """Loss, gradient and metrics of a policy update on packed tokens, in one pass.
+
+    Differentiable in `logprobs` and `entropy`. The sum of per-token losses over a count that the caller supplies, so
+    that micro-batches and ranks add up to the loss of the global batch.
+
+    Args:
+        logprobs: `[T]`, the current policy's.
+        old_logprobs: `[T]`, the policy's before the update.
+        advantages: `[T]`.
+        loss_mask: `[T]` bool or 0/1; what stands at masked-out positions is never looked at, NaN included.
+        cu_seqlens: `[B + 1]` int64 or int32, where each sequence starts; the last entry is T.
+        loss: ppo (1707.06347; clip-higher 2503.14476; dual 1912.09729), gspo (2507.18071), cispo (2506.13585),
+            sapo (2511.20347), gmpo (2507.20673), dppo_tv and dppo_kl (2602.04879), dro, reinforce.
+        clip_low: lower bound: ratio 1 - clip_low; for gmpo of the log ratio; for dppo of the divergence.
+        clip_high: upper bound, the same units.
+        clip_dual: bound c > 1 of the ratio where the advantage is negative (ppo, gspo); None: off.
+        ratio_max: dppo, cap of the detached ratio.
+        tau_pos: sapo, temperature where the advantage is positive.
+        tau_neg: sapo, temperature elsewhere.
+        dro_beta: dro, weight of the squared log ratio.
+        kl: estimator of the KL to `ref_logprobs` added to the loss; k3 is capped at 10, and has no gradient beyond;
+            `+` has the gradient of k2.
+        kl_coef: its coefficient.
+        ref_logprobs: `[T]`, the reference policy's.
+        entropy: `[T]`, for the bonus and its metric.
+        entropy_coef: coefficient of the entropy bonus.
+        weights: `[T]`, rollout-correction weights of the policy term.
+        aggregation: token-mean and token-sum count tokens; seq-mean-* divides by `num_sequences`; -norm also by
+            `norm_constant`. A sequence without a masked token counts nowhere.
+        num_tokens: masked tokens of the *global* batch (number or 0-d tensor); None: those of this call.
+        num_sequences: sequences of the *global* batch that have a masked token; None: those of this call.
+        norm_constant: what seq-mean-token-sum-norm divides by.
+        sequence_counts: `[B]`, the tokens that seq-mean-token-mean divides each sequence by; None: those in
+            `loss_mask`. For a mask that some tokens were taken out of, while the mean goes over all.
+
+    Raises:
+        ArgumentError: a shape or option that the op does not take.
+    """
+    spec = _checked_spec(
+        loss=loss,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_dual=clip_dual,
+        ratio_max=ratio_max,
+        tau_pos=tau_pos,
+        tau_neg=tau_neg,
+        dro_beta=dro_beta,
+        kl=kl,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+        aggregation=aggregation,
+    )
+    counts = _Counts(num_tokens, num_sequences, norm_constant, sequence_counts)
+    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens)
+    arguments = _checked_tokens(logprobs, *tokens, spec, counts, ref_logprobs, weights)
+    check_same_length("entropy", entropy, old_logprobs.shape[0])
+    if torch.compiler.is_compiling():
+        dtype = float_type(logprobs)
+        entropy = None if entropy is None else entropy.to(dtype).contiguous()
+        return PolicyLoss(*_POLICY(logprobs.to(dtype).contiguous(), *arguments, entropy)[:2])
+    return PolicyLoss(*_POLICY(logprobs, *arguments, entropy)[:2])
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The options that `policy_loss` shares with `policy_loss_from_hidden`. See there for each."""
+
+    loss: Loss
+    clip_low: float
+    clip_high: float
+    clip_dual: float | None
+    ratio_max: float
+    tau_pos: float
+    tau_neg: float
+    dro_beta: float
+    kl: Kl
+    kl_coef: float
+    ref_logprobs: Tensor | None
+    entropy_coef: float
+    weights: Tensor | None
+    aggregation: Aggregation
+    num_tokens: float | Tensor | None
+    num_sequences: float | Tensor | None
+    norm_constant: float | None
+
+
+def policy_loss_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    chunk_rows: int | None = None,
+    **options: Unpack[PolicyOptions],
+) -> ScoredPolicyLoss:
+    """Log-probs under an LM head, a token-local loss and both gradients: three matrix products, not four.
+
+    As `linear_logprobs` followed by `policy_loss`. Forward computes each chunk's logits, loss and gradients; backward
+    only scales them. Differentiable in `hidden` and `weight`; the gradient of `weight` is accumulated in float32. The
+    losses that need the whole sequence first (gspo, gmpo) are refused. Positions outside `loss_mask` are not scored.
+
+    Args:
+        hidden: `[T, H]` float32, bfloat16, float16 or float64.
+        weight: `[V, H]`, the same dtype.
+        labels: `[T]` int64.
+        old_logprobs: as in `policy_loss`; the arguments that follow too.
+        advantages: as in `policy_loss`.
+        loss_mask: as in `policy_loss`.
+        cu_seqlens: as in `policy_loss`.
+        temperature: one number, or float `[T]`.
+        softcap: as in `logprobs`.
+        entropy: also return the entropy; implied by `entropy_coef`.
+        chunk_rows: tokens whose logits are held at once; None: chosen by the op.
+        options: as in `policy_loss`, without `entropy` and `sequence_counts`.
+
+    Raises:
+        ArgumentError: a shape or option that the op does not take.
+        LabelError: a label outside the vocabulary (CPU).
+    """
+    check_linear(hidden, weight, labels, None)
+    given: dict[str, Any] = dict(options)
+    counts = _Counts(*(given.pop(name, None) for name in ("num_tokens", "num_sequences", "norm_constant")))
+    extra = (given.pop("ref_logprobs", None), given.pop("weights", None))
+    spec = _checked_spec(**given)
+    check_one_of("loss", spec.loss, TOKEN_LOCAL_LOSSES)
+    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens)
+    arguments = _checked_tokens(hidden, *tokens, spec, counts, *extra)
+    num, mask = old_logprobs.shape[0], arguments[2]
+    check_same_length("labels", labels, num)
+    labels = torch.where(mask, integers(labels), -100)
+    per_row = split(per_token(temperature, num, "temperature"))
+    entropy = entropy or spec.entropy_coef != 0
+    need = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    found = _FROM_HIDDEN(hidden, weight, labels, *arguments, *per_row, softcap, entropy, chunk_rows, need)
+    return ScoredPolicyLoss(found[0], found[2], found[3] if entropy else None, found[1])
+
+
+def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
+    """The options of a loss, or ArgumentError."""
+    spec = LossSpec(**options) if clip_dual is None else LossSpec(clip_dual=clip_dual, **options)
+    check_one_of("loss", spec.loss, LOSSES)
+    check_one_of("kl", spec.kl, KLS)
+    check_one_of("aggregation", spec.aggregation, AGGREGATIONS)
+    if spec.clip_low < 0 or spec.clip_high < 0:
+        raise ArgumentError(
+            f"clip_low is {spec.clip_low} and clip_high {spec.clip_high}; they are distances, 0 or more."
+        )
+    if spec.clip_dual <= 1:
+        raise ArgumentError(
+            f"clip_dual is {spec.clip_dual}; wanted more than 1 (3 is usual), or None to switch it off."
+        )
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What the aggregations divide by, where the caller says."""
+
+    num_tokens: float | Tensor | None
+    num_sequences: float | Tensor | None
+    norm_constant: float | None
+    sequence_counts: Tensor | None = None
+
+
+def _checked_tokens(
+    like: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec,
+    counts: _Counts,
+    ref_logprobs: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[Any, ...]:
+    """What a policy loss knows of its tokens besides their log-probs, as the schemas have it."""
+    named = {"advantages": advantages, "loss_mask": loss_mask, "ref_logprobs": ref_logprobs, "weights": weights}
+    for name, x in {"old_logprobs": old_logprobs, **named}.items():
+        check_same_length(name, x, old_logprobs.shape[0])
+    if spec.kl != "none" and ref_logprobs is None:
+        raise ArgumentError(f"kl is {spec.kl!r} and there are no ref_logprobs; give them, or kl='none'.")
+    mask = loss_mask.to(torch.bool).contiguous()
+    offsets = integers(cu_seqlens)
+    denominator = _denominator(spec.aggregation, mask, offsets, counts)
+    if counts.sequence_counts is not None and spec.aggregation == "seq-mean-token-mean":
+        check_same_length("sequence_counts", counts.sequence_counts, offsets.shape[0] - 1)
+        denominator = floats(counts.sequence_counts, like).clamp(min=1) * denominator
+    if isinstance(denominator, Tensor):
+        denominator = floats(denominator, like)
+    return (
+        floats(old_logprobs, like),
+        floats(advantages, like),
+        mask,
+        offsets,
+        spec.numbers() if torch.compiler.is_compiling() else spec,
+        *split(denominator),
+        optional_floats(ref_logprobs, like),
+        optional_floats(weights, like),
+    )
+
+
+def _denominator(aggregation: Aggregation, loss_mask: Tensor, cu_seqlens: Tensor, counts: _Counts) -> float | Tensor:
+    if aggregation == "token-sum":
+        return 1.0
+    if aggregation == "token-mean":
+        return loss_mask.sum().clamp(min=1) if counts.num_tokens is None else counts.num_tokens
+    num_sequences = counts.num_sequences
+    if num_sequences is None:
+        running = loss_mask.new_zeros(loss_mask.shape[0] + 1, dtype=cu_seqlens.dtype)
+        running[1:] = loss_mask.cumsum(0)
+        num_sequences = (running[cu_seqlens.long()].diff() > 0).sum().clamp(min=1)
+    if aggregation != "seq-mean-token-sum-norm":
+        return num_sequences
+    if counts.norm_constant is None:
+        raise ArgumentError(
+            "seq-mean-token-sum-norm divides by a constant; give norm_constant (the longest completion)."
+        )
+    return num_sequences * counts.norm_constant
+
+
+def _policy(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec | Sequence[float],
+    denominator: Tensor | None,
+    scalar_denominator: float,
+    ref_logprobs: Tensor | None,
+    weights: Tensor | None,
+    entropy: Tensor | None,
+) -> tuple[Tensor, ...]:
+    first, second = floats(logprobs), optional_floats(entropy, logprobs)
+    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, LossSpec.of(spec))
+    run = kernel("policy_loss", first)
+    count = number(denominator, scalar_denominator)
+    loss, metrics, grad, grad_entropy = run(first, *tokens, count, second, ref_logprobs, weights)
+    return loss, metrics, grad, filled(grad_entropy, grad)
+
+
+def _policy_fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    num, num_entropy = logprobs.shape[0], 0 if rest[-1] is None else logprobs.shape[0]
+    metrics = logprobs.new_empty(len(METRIC_NAMES))
+    return logprobs.new_empty(()), metrics, logprobs.new_empty(num), logprobs.new_empty(num_entropy)
+
+
+def _policy_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, metrics, grad, grad_entropy = output
+    ctx.mark_non_differentiable(metrics, grad, grad_entropy)
+    ctx.save_for_backward(grad, grad_entropy)
+    ctx.dtypes = (inputs[0].dtype, None if inputs[-1] is None else inputs[-1].dtype)
+
+
+def _policy_backward(ctx: Any, grad_loss: Tensor, *_unused: Any) -> tuple[Any, ...]:
+    grad, grad_entropy = ctx.saved_tensors
+    needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[10])
+    pairs = zip((grad, grad_entropy), needs, ctx.dtypes, strict=True)
+    first, second = ((g * grad_loss).to(dtype) if need else None for g, need, dtype in pairs)
+    return first, *(None,) * 9, second
+
+
+def _from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    spec: LossSpec | Sequence[float],
+    denominator: Tensor | None,
+    scalar_denominator: float,
+    ref_logprobs: Tensor | None,
+    weights: Tensor | None,
+    temperature: Tensor | None,
+    scalar_temperature: float,
+    softcap: float | None,
+    entropy: bool,
+    chunk_rows: int | None,
+    need: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, LossSpec.of(spec))
+    count, per_row = number(denominator, scalar_denominator), number(temperature, scalar_temperature)
+    options = (count, ref_logprobs, weights, per_row, softcap, entropy, chunk_rows, tuple(need))
+    run = kernel("policy_loss_from_hidden", hidden)
+    found = run(hidden.detach(), weight.detach(), labels, *tokens, *options)
+    loss, metrics, scored, entropies, d_hidden, d_weight = found
+    return loss, metrics, scored, filled(entropies, scored), filled(d_hidden, hidden), filled(d_weight, hidden)
+
+
+def _from_hidden_fake(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    num, dtype = labels.shape[0], float_type(hidden)
+    sizes = ((), (len(METRIC_NAMES),), (num,), (num if rest[-3] else 0,))
+    grads = (hidden.new_empty(x.shape if n else (0,)) for x, n in zip((hidden, weight), rest[-1], strict=True))
+    return *(hidden.new_empty(size, dtype=dtype) for size in sizes), *grads
+
+
+def _from_hidden_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[-2:])
+    ctx.num_inputs = len(inputs)
+
+
+def _from_hidden_backward(ctx: Any, grad_loss: Tensor, *_unused: Any) -> tuple[Any, ...]:
+    grads = (None if emptied(g) is None else _scaled(g, grad_loss) for g in ctx.saved_tensors)
+    return *grads, *(None,) * (ctx.num_inputs - 2)
+
+
+def _scaled(grad: Tensor, by: Tensor) -> Tensor:
+    """A saved gradient times that of the loss, which is nearly always 1; in place where nothing traces it."""
+    if type(grad) is not Tensor or torch.compiler.is_compiling():
+        return grad * by.to(grad.dtype)
+    if by.device.type == "cpu" and float(by) == 1.0:
+        return grad
+    return grad.mul_(by.to(grad.dtype))  # saved for this one use; a second backward sees the new version and raises
+
+
+_POLICY = Operator(
+    "policy_loss",
+    f"(Tensor logprobs, {_TOKENS}, Tensor? entropy) -> (Tensor, Tensor, Tensor, Tensor)",
+    _policy,
+    _policy_fake,
+    save=_policy_save,
+    backward=_policy_backward,
+    differentiable=(0, 10),
+)
+_FROM_HIDDEN = Operator(
+    "policy_loss_from_hidden",
+    f"(Tensor hidden, Tensor weight, Tensor labels, {_TOKENS}, Tensor? temperature, float scalar_temperature, "
+    "float? softcap, bool entropy, int? chunk_rows, bool[] need) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _from_hidden,
+    _from_hidden_fake,
+    save=_from_hidden_save,
+    backward=_from_hidden_backward,
+    differentiable=(0, 1),
+)
