@@ -4,7 +4,6 @@
 // function is declared), number(float), exp_of(F), log1m_exp(F) = log(max(1 - exp(x), 1e-7)). NaN stays NaN.
 
 constexpr float kLogRatioMax = 20.f;  // a log ratio is clamped here; beyond it the ratio has no gradient
-constexpr float kK3Max = 10.f;        // k3 is capped here, and has no gradient beyond
 
 struct Term {
   F loss, grad, ratio;
@@ -108,7 +107,7 @@ RL_TERM Kl kl_of(const rl_loss_spec& s, F d) {
   if (s.kl == RL_KL_ABS) return {d < zero ? -d : d, d > zero ? number(1.f) : (d < zero ? number(-1.f) : zero)};
   if (s.kl == RL_KL_NONE) return {zero, zero};
   const F e = ratio_of(-d), k3 = e - 1.f + d;
-  const M is_capped = k3 > number(kK3Max);
-  const F grad = is_capped ? zero : 1.f - e;
-  return {is_capped ? number(kK3Max) : k3, s.kl == RL_K3 ? grad : d};
+  const M is_capped = k3 > number(s.k3_max);  // and has no gradient there
+  const F grad = is_capped ? zero : 1.f - ratio_grad(-d, e);
+  return {is_capped ? number(s.k3_max) : k3, s.kl == RL_K3 ? grad : d};
 }

@@ -198,6 +198,27 @@ def test_k3_is_capped_at_10(dtype, kl, d, value, gradient):
     assert x.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("k3_max", "d", "value", "gradient"),
+    [
+        (2.0, -2.0, 2.0, 0.0),
+        (20.0, -3.0, math.exp(3) - 4, 1 - math.exp(3)),
+        (math.inf, -19.0, math.exp(19) - 20, 1 - math.exp(19)),
+        (math.inf, -30.0, math.exp(20) - 31, 1.0),  # beyond the clamp of the log ratio it is no exponential
+    ],
+)
+def test_the_cap_of_k3_can_be_chosen(dtype, k3_max, d, value, gradient):
+    x = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
+    zero, one = torch.zeros(1, dtype=dtype), torch.ones(1)
+    found = rl_csrc.policy_loss(
+        x, x.detach(), zero, one, torch.tensor([0, 1]), kl="k3", kl_coef=1.0, k3_max=k3_max, ref_logprobs=-1 - d + zero
+    )
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(value, rel=1e-5)
+    assert x.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-7)
+
+
 def test_micro_batches_add_up_to_the_global_batch():
     lp, old, adv, mask, cu, *_ = batch(1)
     for aggregation, counts in (
@@ -311,5 +332,7 @@ def test_refusals_are_sentences():
     head = torch.randn(53, 5), torch.randn(7, 5), torch.zeros(53)
     with pytest.raises(rl_csrc.ArgumentError, match="allowed are ppo, cispo"):
         rl_csrc.policy_loss_from_hidden(*head, old, adv, mask, cu, loss="gspo")
+    with pytest.raises(rl_csrc.ArgumentError, match="k3_max is 0"):
+        rl_csrc.policy_loss(lp, old, adv, mask, cu, k3_max=0)
     with pytest.raises(rl_csrc.ArgumentError, match="clip_dual is 0.5"):
         rl_csrc.policy_loss(lp, old, adv, mask, cu, clip_dual=0.5)

@@ -11,8 +11,8 @@ enum rl_aggregation { RL_TOKEN_MEAN, RL_TOKEN_SUM, RL_SEQ_MEAN_TOKEN_SUM, RL_SEQ
 #define RL_LOSS_CODES(FIELD) FIELD(loss) FIELD(kl) FIELD(aggregation)
 /* clip_dual: infinity for none. */
 #define RL_LOSS_NUMBERS(FIELD)                                                                                                       \
-  FIELD(clip_low) FIELD(clip_high) FIELD(clip_dual) FIELD(ratio_max) FIELD(tau_pos) FIELD(tau_neg) FIELD(dro_beta) FIELD(kl_coef)    \
-  FIELD(entropy_coef)
+  FIELD(clip_low) FIELD(clip_high) FIELD(clip_dual) FIELD(ratio_max) FIELD(tau_pos) FIELD(tau_neg) FIELD(dro_beta) FIELD(k3_max)     \
+  FIELD(kl_coef) FIELD(entropy_coef)
 
 #define RL_LOSS_CODE(name) int32_t name;
 #define RL_LOSS_NUMBER(name) float name;

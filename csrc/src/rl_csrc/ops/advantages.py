@@ -20,7 +20,7 @@ from rl_csrc.ops.check import (
     optional_floats,
     optional_integers,
 )
-from rl_csrc.ops.operator import Operator, kernel, number, split
+from rl_csrc.ops.operator import Operator, kernel, like_first, number, split
 from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS, GroupMode, MaskMode, Moments, Scan, ScanKind
 
 if TYPE_CHECKING:
@@ -148,6 +148,14 @@ def _scan_reverse(
     return tuple(run(rewards, values, cu_seqlens, loss_mask, kind, gamma, number(lam, scalar_lam), *rest))
 
 
+def _scan_fake(rewards: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(rewards), torch.empty_like(rewards)
+
+
+def _group_norm(rewards: Tensor, *rest: Any) -> Tensor:
+    return kernel("group_norm", rewards)(rewards, *rest)
+
+
 def _whiten(x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, moments: Sequence[Tensor]) -> Tensor:
     return kernel("whiten", x)(x, mask, shift_mean, eps, Moments(*moments) if moments else None)
 
@@ -158,17 +166,17 @@ _SCAN = Operator(
     "float scalar_lam, Tensor? bootstrap_values, str mask_mode, Tensor? rho, float rho_clip, "
     "float c_clip) -> (Tensor, Tensor)",
     _scan_reverse,
-    lambda rewards, *_rest: (torch.empty_like(rewards), torch.empty_like(rewards)),
+    _scan_fake,
 )
 _GROUP_NORM = Operator(
     "group_norm",
     "(Tensor rewards, Tensor? group_ids, Tensor? cu_groups, str mode, float eps) -> Tensor",
-    lambda rewards, *rest: kernel("group_norm", rewards)(rewards, *rest),
-    lambda rewards, *_rest: torch.empty_like(rewards),
+    _group_norm,
+    like_first,
 )
 _WHITEN = Operator(
     "whiten",
     "(Tensor x, Tensor? mask, bool shift_mean, float eps, Tensor[] moments) -> Tensor",
     _whiten,
-    lambda x, *_rest: torch.empty_like(x),
+    like_first,
 )

@@ -12,7 +12,7 @@ import torch
 from rl_csrc.cpu.memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
 from rl_csrc.ops.check import check_rows, integers, optional_integers, per_token
-from rl_csrc.ops.operator import Operator, emptied, filled, float_type, kernel, number, split
+from rl_csrc.ops.operator import Operator, emptied, filled, float_type, kernel, like_first, number, split
 from rl_csrc.types import NUM_STATS, LogProbs
 
 if TYPE_CHECKING:
@@ -228,12 +228,24 @@ def _stats(
     return kernel("logprob_stats", logits)(logits, labels, *options)
 
 
+def _stats_fake(logits: Tensor, labels: Tensor, *_rest: Any) -> Tensor:
+    return logits.new_empty((labels.shape[0], NUM_STATS), dtype=float_type(logits))
+
+
 def _merge(stats: Tensor) -> tuple[Tensor, ...]:
     return tuple(kernel("stats_merge", stats)(stats))
 
 
 def _merge_fake(stats: Tensor) -> tuple[Tensor, ...]:
     return tuple(stats.new_empty(stats.shape[1]) for _ in range(4))
+
+
+def _parallel(*arguments: Any) -> tuple[Tensor, ...]:
+    return _merge(arguments[-2])
+
+
+def _parallel_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return _merge_fake(arguments[-2])
 
 
 def _parallel_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -246,7 +258,7 @@ _LOGITS_GRADIENT = Operator(
     "(Tensor logits, Tensor labels, Tensor logprobs, Tensor lse, Tensor? grad_logprobs, Tensor? entropy, "
     f"Tensor? grad_entropy, {_SCORING}, int vocab_start, bool inplace) -> Tensor",
     _gradient_of_logits,
-    lambda logits, *_rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    like_first,
 )
 _LOGPROBS = Operator(
     "logprobs",
@@ -261,15 +273,15 @@ _STATS = Operator(
     "logprob_stats",
     f"(Tensor logits, Tensor labels, {_SCORING}, int vocab_start) -> Tensor",
     _stats,
-    lambda logits, labels, *_rest: logits.new_empty((labels.shape[0], NUM_STATS), dtype=float_type(logits)),
+    _stats_fake,
 )
 _MERGE = Operator("stats_merge", "(Tensor stats) -> (Tensor, Tensor, Tensor, Tensor)", _merge, _merge_fake)
 _PARALLEL = Operator(
     "parallel_logprobs",
     f"(Tensor logits, Tensor labels, {_SCORING}, int vocab_start, Tensor stats, bool inplace)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda *arguments: _merge(arguments[-2]),
-    lambda *arguments: _merge_fake(arguments[-2]),
+    _parallel,
+    _parallel_fake,
     save=_parallel_save,
     backward=_backward,
 )

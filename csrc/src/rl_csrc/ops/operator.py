@@ -99,6 +99,11 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Any", torch.autograd.function.once_differentiable)(backward)
 
 
+def like_first(x: Tensor, *_rest: Any) -> Tensor:
+    """The fake of an op whose result is as its first argument is."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def filled(x: Tensor | None, like: Tensor) -> Tensor:
     """An optional result as a schema returns it: empty for None."""
     return like.new_empty(0) if x is None else x

@@ -45,6 +45,7 @@ def policy_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
     dro_beta: float = 0.1,
+    k3_max: float = 10.0,
     kl: Kl = "none",
     kl_coef: float = 0.0,
     ref_logprobs: Tensor | None = None,
@@ -77,8 +78,9 @@ def policy_loss(
         tau_pos: sapo, temperature where the advantage is positive.
         tau_neg: sapo, temperature elsewhere.
         dro_beta: dro, weight of the squared log ratio.
-        kl: estimator of the KL to `ref_logprobs` added to the loss; k3 is capped at 10, and has no gradient beyond;
-            `+` has the gradient of k2.
+        k3_max: cap of k3 (10 as in verl: one token that the reference finds impossible must not outweigh the batch);
+            k3 has no gradient beyond it; infinity: off.
+        kl: estimator of the KL to `ref_logprobs` added to the loss; `+` has the gradient of k2.
         kl_coef: its coefficient.
         ref_logprobs: `[T]`, the reference policy's.
         entropy: `[T]`, for the bonus and its metric.
@@ -104,6 +106,7 @@ def policy_loss(
         tau_pos=tau_pos,
         tau_neg=tau_neg,
         dro_beta=dro_beta,
+        k3_max=k3_max,
         kl=kl,
         kl_coef=kl_coef,
         entropy_coef=entropy_coef,
@@ -131,6 +134,7 @@ class PolicyOptions(TypedDict, total=False):
     tau_pos: float
     tau_neg: float
     dro_beta: float
+    k3_max: float
     kl: Kl
     kl_coef: float
     ref_logprobs: Tensor | None
@@ -209,6 +213,8 @@ def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
         raise ArgumentError(
             f"clip_low is {spec.clip_low} and clip_high {spec.clip_high}; they are distances, 0 or more."
         )
+    if spec.k3_max <= 0:
+        raise ArgumentError(f"k3_max is {spec.k3_max}; wanted more than 0 (10 is usual), or infinity to switch it off.")
     if spec.clip_dual <= 1:
         raise ArgumentError(
             f"clip_dual is {spec.clip_dual}; wanted more than 1 (3 is usual), or None to switch it off."

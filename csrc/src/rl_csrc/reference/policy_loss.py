@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class LossSpec:
     """sapo: temperature elsewhere."""
     dro_beta: float = 0.1
     """dro: weight of the squared log ratio."""
+    k3_max: float = K3_MAX
+    """Cap of the KL estimators k3 and k3+; infinity: off. k3 has no gradient beyond it."""
     kl: Kl = "none"
     """Estimator of the KL to the reference."""
     kl_coef: float = 0.0
@@ -70,7 +72,8 @@ class LossSpec:
         if isinstance(numbers, LossSpec):
             return numbers
         named = zip(cls.__slots__, numbers, strict=True)
-        return cls(**{name: _NAMES[name][int(x)] if name in _NAMES else x for name, x in named})
+        values: dict[str, Any] = {name: _NAMES[name][int(x)] if name in _NAMES else x for name, x in named}
+        return cls(**values)
 
 
 _NAMES: dict[str, tuple[str, ...]] = {"loss": LOSSES, "kl": KLS, "aggregation": AGGREGATIONS}
@@ -185,7 +188,7 @@ def differentiable_policy_loss(
     weighted = term.loss if weights is None else term.loss * select(weights).detach()
     kl = zero.expand_as(lp)
     if spec.kl != "none" and ref_logprobs is not None:
-        kl = _kl(spec.kl, lp - select(ref_logprobs).detach())
+        kl = _kl(spec, lp - select(ref_logprobs).detach())
     entropies = zero.expand_as(lp) if entropy is None else select(entropy)
     if isinstance(denominator, Tensor) and denominator.dim() == 1:
         scale = (1 / denominator)[sequences.of_token]
@@ -291,10 +294,11 @@ def _log1mexp(lp: Tensor) -> Tensor:
     return (-torch.expm1(lp)).clamp(min=1e-7).log()
 
 
-def _kl(kind: str, d: Tensor) -> Tensor:
+def _kl(spec: LossSpec, d: Tensor) -> Tensor:
     """Estimators of KL(policy || reference) from d = logprob - ref_logprob; `+`: that value, the gradient of k2."""
     k2 = d * d / 2
-    match kind:
+    k3 = _k3(d).clamp(max=spec.k3_max)
+    match spec.kl:
         case "k1":
             return d
         case "abs":
@@ -302,13 +306,12 @@ def _kl(kind: str, d: Tensor) -> Tensor:
         case "k2":
             return k2
         case "k3":
-            return _k3(d)
+            return k3
         case "k1+":
             return d.detach() + k2 - k2.detach()
         case _:
-            return _k3(d).detach() + k2 - k2.detach()
+            return k3.detach() + k2 - k2.detach()
 
 
 def _k3(d: Tensor) -> Tensor:
-    """exp(-d) - 1 + d, capped: one token that the reference finds impossible must not outweigh the batch."""
-    return ((-d).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp() - 1 + d).clamp(max=K3_MAX)
+    return (-d).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp() - 1 + d
