@@ -257,7 +257,9 @@ def test_a_reward_model_ranks_pairs_not_seen_and_loads_elsewhere(tmp_path, model
     )  # fmt: skip
     outcome = train_rm(config, lambda _: None)
     assert outcome.eval_metrics["accuracy"] > 0.9
-    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    judge, told = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    assert judge.config.architectures == [type(judge).__name__] == ["Qwen3ForSequenceClassification"]
     pairs = tokenize_pairs(config.eval_path, model).columns
     rows = zip(pairs["prompt_token_ids"].unbind(), pairs["completion_token_ids"].unbind(), strict=True)
     with torch.no_grad():

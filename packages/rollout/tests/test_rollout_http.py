@@ -174,7 +174,7 @@ def test_a_request_that_is_late_is_told_and_leaves(site):
         await site.client.pause("keep")
         late = GenerateRequest(request_id="late", prompt_token_ids=(5,), timeout_s=0.2)
         try:
-            with pytest.raises(RequestTimeoutError, match=r"'late' did not finish within 0\.2 s"):
+            with pytest.raises(RequestTimeoutError, match=r"'late' did not finish within 0\.2 s, its own timeout_s"):
                 await site.client.generate(late)
         finally:
             await site.client.resume()

@@ -189,6 +189,13 @@ def test_the_command_line_serves_it(folder, wanted):
             process.kill()
 
 
+@pytest.mark.parametrize("backend", ["embedded", "vllm"])
+def test_a_reward_model_is_not_served_as_a_language_model(folder, backend, capsys):
+    assert main([str(folder), "--backend", backend]) == 2
+    told = capsys.readouterr().err
+    assert "Qwen3ForSequenceClassification, which scores and generates nothing; serve it by rl-serve --task" in told
+
+
 def test_a_backend_of_generation_is_none_of_scores(capsys):
     assert main(["model", "--task", "score", "--backend", "vllm"]) == 2
     assert "--backend vllm does nothing with --task score" in capsys.readouterr().err

@@ -12,11 +12,11 @@ from rollout_servers import fake_sglang_config, real_model, real_sglang, real_sg
 
 from rl_rollout import (
     ConfigError,
+    FinishReason,
     GenerateRequest,
     GenerationError,
     ModelFolderError,
     RequestError,
-    RequestTimeoutError,
     ServerConfig,
     ServerStartError,
     UnsupportedError,
@@ -129,8 +129,9 @@ def test_a_request_that_is_late_or_left_is_ended_in_the_server(long_folder):
         server.post_generate, server.post_abort = generate, abort
         await server.start()
         long = request(max_new_tokens=4000, ignore_eos=True)
-        with pytest.raises(RequestTimeoutError):
-            await server.generate(replace(long, timeout_s=0.05))
+        late = await server.generate(replace(long, timeout_s=0.5))
+        assert late.finish_reason is FinishReason.TIMEOUT
+        assert 0 < len(late.token_ids) < 4000
         assert await ended.get() == await asked.get()
         left = asyncio.create_task(server.generate(long))
         sent = await asked.get()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rl_agent.types import AgentLoopOutput
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "timeout")
 _MAX_LOGPROB = 1e-3
 """Rounding of a log-softmax over a large vocabulary may leave a log-prob this far above zero."""
 

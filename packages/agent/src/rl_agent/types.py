@@ -103,7 +103,7 @@ class AgentLoopOutput:
     weight_versions: tuple[int, ...]
     """C weight versions; -1 where loss_mask is 0."""
     finish_reason: str
-    """Why the last generation ended: stop, length or abort."""
+    """Why the last generation ended: stop, length, abort or timeout."""
     text: str = ""
     """What the model wrote, in its last turn where there are several; for rewards and logs, never re-tokenised."""
     reward: float | None = None

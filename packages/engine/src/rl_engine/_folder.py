@@ -73,7 +73,7 @@ def load_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = _build(folder, partial(factory.from_config, config, dtype=dtype))
-        return _at_any_width(model if head == Head.LM else _with_zero_head(folder, model))
+        return _finished(model if head == Head.LM else _with_zero_head(folder, model))
     check_weights(folder)
     model, info = _build(
         folder,
@@ -90,7 +90,7 @@ def load_model(
     refuse_tensors(folder, "has, beyond what the architecture takes,", unexpected)
     refuse_tensors(folder, "has with another shape", (key[0] for key in info["mismatched_keys"]))
     _refuse_further_layers(folder, config.get_text_config().num_hidden_layers)
-    return _at_any_width(model)
+    return _finished(model)
 
 
 def empty_model(path: str | Path, *, dtype: torch.dtype | None = None, head: Head = Head.LM) -> PreTrainedModel:
@@ -103,7 +103,7 @@ def empty_model(path: str | Path, *, dtype: torch.dtype | None = None, head: Hea
     config = read_config(folder)
     factory = _factory(config, head)
     with torch.device("meta"):
-        return _at_any_width(_build(folder, lambda: factory.from_config(config, dtype=dtype)))
+        return _finished(_build(folder, lambda: factory.from_config(config, dtype=dtype)))
 
 
 def write_model(path: str | Path, model: PreTrainedModel, weights: dict[str, Tensor], source: str | Path) -> None:
@@ -221,8 +221,10 @@ def _build(folder: Path, build: Any) -> Any:
             logging.enable_progress_bar()
 
 
-def _at_any_width(model: PreTrainedModel) -> PreTrainedModel:
-    """Torch's grouped product takes no float64, so experts run one by one there."""
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose config names the class that it is: the folder's may be another, of the trunk below a new head."""
+    model.config.architectures = [type(model).__name__]
+    # Torch's grouped product takes no float64, so experts run one by one there.
     if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,11 @@ CONNECT_TIMEOUT_S = 10.0
 GRACE_S = 5.0
 """How much longer than the server's own deadline the client waits for the server to say so, seconds."""
 
-Pending = tuple["GenerateRequest", "asyncio.Future[TokenOutput]"]
+MOST_TOGETHER, MOST_BYTES_TOGETHER = 1024, 2**24
+"""Requests that travel in one HTTP request, and their bytes: servers take `max_completions` and `max_body_bytes`."""
+
+Pending = tuple["GenerateRequest", bytes, "asyncio.Future[TokenOutput]"]
+"""A request, its JSON, and who waits for it."""
 
 
 class HttpServer(RolloutServer):
@@ -43,6 +48,8 @@ class HttpServer(RolloutServer):
         self._session: aiohttp.ClientSession | None = None
         self._outbox: list[Pending] = []
         self._in_flight: set[str] = set()
+        self._left: list[str] = []
+        """Requests whose callers have left, to be aborted together."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Aborts on their way, by request id: the next request of that id is sent after it."""
         self._told: dict[str, list[dict[str, Any]]] = {}
@@ -85,13 +92,15 @@ class HttpServer(RolloutServer):
         """See `RolloutServer.generate`."""
         if (leaving := self._leaving.get(request.request_id)) is not None:
             await asyncio.wait([leaving])
+        body = json.dumps(_wire.request_to_json(request)).encode()
         self._enter(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
         if not self._outbox:
             loop.call_soon(self._flush)
-        self._outbox.append((request, future))
-        timeout_s = (request.timeout_s or self.timeout_s) + GRACE_S
+        self._outbox.append((request, body, future))
+        # Without a deadline of its own it takes as long as it takes: the server counts its turn, and beats meanwhile.
+        timeout_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -110,13 +119,13 @@ class HttpServer(RolloutServer):
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `RolloutServer.generate_stream`. Leaving early closes the connection, by which the server knows."""
         self._enter(request)
-        timeout_s = (request.timeout_s or self.timeout_s) + GRACE_S
+        timeout_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
         # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         body = json.dumps(_wire.request_to_json(request)).encode()
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._open().post(f"{self.url}/generate_stream", data=body)
+                response = await self._open().post(f"{self.url}/generate_stream", data=body, timeout=self._until_silent)
             async with response:
                 if response.status != 200:
                     raise await self._failure(response)
@@ -127,12 +136,12 @@ class HttpServer(RolloutServer):
                         chunk = self._read_chunk(await anext(lines, None))
                     reason = chunk.finish_reason
                     yield chunk
+        except aiohttp.ClientError as error:
+            raise self._lost(error) from error
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
             raise self._late(request, timeout_s) from error
-        except aiohttp.ClientError as error:
-            raise self._lost(error) from error
         finally:
             self._in_flight.discard(request.request_id)
 
@@ -149,12 +158,22 @@ class HttpServer(RolloutServer):
             raise RequestError(f"request id {request.request_id!r} is in flight already")
         self._in_flight.add(request.request_id)
 
-    def _late(self, request: GenerateRequest, timeout_s: float) -> RequestTimeoutError:
+    def _late(self, request: GenerateRequest, timeout_s: float | None) -> RequestTimeoutError:
         return RequestTimeoutError(f"{self.url} did not answer request {request.request_id!r} within {timeout_s} s")
 
     def _flush(self) -> None:
         batch, self._outbox = self._outbox, []
-        live = [(request, future) for request, future in batch if not future.done()]
+        live: list[Pending] = []
+        num_bytes = 0
+        for each in batch:
+            _, body, future = each
+            if future.done():
+                continue
+            if live and (len(live) == MOST_TOGETHER or num_bytes + len(body) > MOST_BYTES_TOGETHER):
+                self._spawn(self._send_batch(live))
+                live, num_bytes = [], 0
+            live.append(each)
+            num_bytes += len(body)
         if live:
             self._spawn(self._send_batch(live))
 
@@ -165,17 +184,21 @@ class HttpServer(RolloutServer):
         return task
 
     def _give_up(self, request: GenerateRequest) -> None:
-        request_id = request.request_id
-        self._leaving[request_id] = self._spawn(self._abort_quietly(request_id))
-        self._leaving[request_id].add_done_callback(lambda _: self._leaving.pop(request_id, None))
+        """End it at the server; all that are left in one turn of the loop by one call."""
+        if not self._left:
+            self._leaving_now = self._spawn(self._abort_left())
+        self._left.append(request.request_id)
+        self._leaving[request.request_id] = self._leaving_now
 
     async def _send_batch(self, batch: Sequence[Pending]) -> None:
         """Send requests and settle their futures. Whatever happens, every future is settled."""
-        waiting = {request.request_id: future for request, future in batch}
+        waiting = {request.request_id: future for request, _, future in batch}
         error: Exception = ServerLostError(f"{self.url} closed the connection before it answered")
         try:
-            body = {"requests": [_wire.request_to_json(request) for request, _ in batch], "progress": True}
-            async with self._open().post(f"{self.url}/generate_batch", data=json.dumps(body).encode()) as response:
+            body = b'{"progress": true, "requests": [' + b",".join(body for _, body, _ in batch) + b"]}"
+            async with self._open().post(
+                f"{self.url}/generate_batch", data=body, timeout=self._until_silent
+            ) as response:
                 if response.status != 200:
                     raise await self._failure(response)
                 await self._read_lines(response, waiting)
@@ -209,12 +232,15 @@ class HttpServer(RolloutServer):
         """See `RolloutServer.abort`."""
         await self._call("POST", "/abort", {"request_ids": None if request_ids is None else list(request_ids)})
 
-    async def _abort_quietly(self, request_id: str) -> None:
-        """On behalf of a caller that has gone and has its own error."""
-        try:
-            await self.abort([request_id])
-        except RolloutError:
-            return
+    async def _abort_left(self) -> None:
+        """On behalf of callers that have gone and have their own errors."""
+        await asyncio.sleep(0)
+        left, self._left = self._left, []
+        with contextlib.suppress(RolloutError):
+            await self.abort(left)
+        for request_id in left:
+            if self._leaving.get(request_id) is asyncio.current_task():
+                del self._leaving[request_id]
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutServer.pause`."""
@@ -263,8 +289,16 @@ class HttpServer(RolloutServer):
         except aiohttp.ClientError as error:
             raise self._lost(error) from error
 
+    @property
+    def _until_silent(self) -> aiohttp.ClientTimeout:
+        """Of answers that take as long as they take: the server writes something every few seconds."""
+        return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s + GRACE_S)
+
     def _lost(self, cause: Exception) -> ServerLostError:
-        lost = ServerLostError(f"{self.url} is not there or closed the connection: {cause or type(cause).__name__}")
+        what = f"is not there or closed the connection: {cause or type(cause).__name__}"
+        if isinstance(cause, aiohttp.SocketTimeoutError):
+            what = f"wrote nothing for {self.timeout_s + GRACE_S} s, and it writes every few seconds while it is well"
+        lost = ServerLostError(f"{self.url} {what}")
         lost.__cause__ = cause
         return lost
 
@@ -273,7 +307,7 @@ class HttpServer(RolloutServer):
         text = await response.text()
         try:
             return _wire.error_from_json(json.loads(text)["error"], self.url)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return RolloutError(f"{response.url} answered {response.status}: {text[:500]}")
 
 
@@ -283,7 +317,8 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            yield line
+            if line:  # an empty one tells that the server is there
+                yield line
 
 
 def _with_partial(error: Exception, request_id: str, told: Sequence[dict[str, Any]]) -> Exception:

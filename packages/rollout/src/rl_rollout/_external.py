@@ -12,15 +12,25 @@ import os
 import sys
 import uuid
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._external_options import read_adapters, read_environment, read_model_config, words
+from rl_rollout._external_options import read_adapters, read_environment, words
 from rl_rollout._http import Endpoint
-from rl_rollout._partial import empty_output
+from rl_rollout._partial import deadline_of, empty_output
 from rl_rollout._process import STOP_TIMEOUT_S, ServerProcess
 from rl_rollout._upstream import Upstream
-from rl_rollout._validation import check_adapter, check_extras, check_finite, check_length, check_request, check_version
+from rl_rollout._validation import (
+    check_adapter,
+    check_extras,
+    check_finite,
+    check_length,
+    check_limits,
+    check_request,
+    check_version,
+    read_model_config,
+)
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     RequestError,
@@ -30,7 +40,7 @@ from rl_rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
-from rl_rollout.types import ServerAddress
+from rl_rollout.types import FinishReason, ServerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +51,8 @@ if TYPE_CHECKING:
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig, TokenOutput
 
+GRACE_S = 5.0
+"""How long a request may take to end when its deadline is over, seconds."""
 CHECK_S = 0.2
 """How often a starting server is asked whether it is ready, and an abort is repeated, seconds."""
 
@@ -193,30 +205,59 @@ class ExternalServer(RolloutServer):
         """See `RolloutServer.generate`."""
         self._check(request)
         flight = self._flights[request.request_id] = Flight(request)
-        timeout_s = request.timeout_s or self.config.timeout_s
+        deadline = deadline_of(request)
         try:
-            async with asyncio.timeout(timeout_s):
-                request, images = await self._prepare(request)
-                if not await self._wait_for_gate(flight):
-                    return empty_output(request)
-                flight.is_sent = True
-                output = await self.post_generate(request, images, flight.upstream_id)
-                check_finite(output)
-                check_length(output, self.max_new_tokens(request))
-                return output
-        except TimeoutError as error:
-            if isinstance(error, RolloutError):
-                raise
-            self._leave(flight)
-            raise RequestTimeoutError(
-                f"request {request.request_id!r} did not finish within {timeout_s} s on {self.upstream.where}"
-            ) from error
+            try:
+                async with asyncio.timeout_at(deadline):
+                    request, images = await self._prepare(request)
+                    if not await self._wait_for_gate(flight):
+                        return empty_output(request)
+            except TimeoutError as error:
+                raise self._late(request) from error
+            if deadline is None:  # the server's counts from here: what waits in its queue cannot be told from here
+                deadline = asyncio.get_running_loop().time() + self.config.timeout_s
+            flight.is_sent = True
+            output = await self._generate_until(deadline, request, images, flight)
+            check_finite(output)
+            check_length(output, self.max_new_tokens(request))
+            return output
         except asyncio.CancelledError:
             self._leave(flight)
             raise
         finally:
             del self._flights[request.request_id]
             flight.ended.set()
+
+    async def _generate_until(
+        self, deadline: float, request: GenerateRequest, images: PreparedImages | None, flight: Flight
+    ) -> TokenOutput:
+        """Generate; at the deadline end it there, and return what it has with the reason `timeout`."""
+        work = asyncio.ensure_future(self.post_generate(request, images, flight.upstream_id))
+        try:
+            done, _ = await asyncio.wait([work], timeout=deadline - asyncio.get_running_loop().time())
+            if done:
+                return work.result()
+            await self._abort_left(flight.upstream_id)
+            done, _ = await asyncio.wait([work], timeout=GRACE_S)
+            if done and (output := work.result()).token_ids:
+                is_cut = output.finish_reason is FinishReason.ABORT
+                return replace(output, finish_reason=FinishReason.TIMEOUT) if is_cut else output
+            self._leave(flight)
+            raise self._late(request)
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work])
+
+    def _late(self, request: GenerateRequest) -> RequestTimeoutError:
+        timeout_s, whose = (
+            request.timeout_s or self.config.timeout_s,
+            "its own" if request.timeout_s else "the server's",
+        )
+        return RequestTimeoutError(
+            f"request {request.request_id!r} got no token within {timeout_s} s, {whose} timeout_s, on "
+            f"{self.upstream.where}; raise it, or ask for less at a time"
+        )
 
     def _leave(self, flight: Flight) -> None:
         """End it there too: SGLang sees only after seconds that its connection is gone."""
@@ -232,6 +273,7 @@ class ExternalServer(RolloutServer):
     def _check(self, request: GenerateRequest) -> None:
         self._need_running()
         self._check_prompt(request)
+        check_limits(request, self.config)
         check_extras(request, self.capabilities)
         check_adapter(request, self.adapters)
         if self._refusal:

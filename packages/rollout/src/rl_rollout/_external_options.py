@@ -27,21 +27,6 @@ ADAPTER_OPTIONS = {"adapters": "name to folder of each LoRA adapter, in peft's f
 """Of those that serve adapters."""
 
 
-def read_model_config(model_path: str) -> dict[str, Any]:
-    """`config.json` of a model folder; that of the language model, where there are several.
-
-    Raises:
-        ModelFolderError: it cannot be read.
-    """
-    try:
-        found = json.loads((Path(model_path) / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(
-            f"model folder {model_path!r} has no config.json that can be read ({error}); give a Hugging Face folder"
-        ) from error
-    return {**found, **found.get("text_config", {}), "model_type": found.get("model_type")}
-
-
 def has_vision(model_config: Mapping[str, Any]) -> bool:
     """Whether a model of `read_model_config` looks at images, whoever may show it some."""
     return "vision_config" in model_config

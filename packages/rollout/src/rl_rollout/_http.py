@@ -21,11 +21,12 @@ from aiohttp import web
 
 from rl_rollout import _wire
 from rl_rollout._openai import OpenAIRoutes
+from rl_rollout._validation import check_count
 from rl_rollout.errors import RequestError, RolloutError, ServerStartError
 from rl_rollout.receiver import CkptReceiver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.types import GenerateRequest, ServerConfig, TokenChunk, TokenOutput
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 PROGRESS = b"+"
 """What a line begins with that tells of new tokens and is not the answer."""
 
-MAX_BODY_BYTES = 2**28
-"""Largest request body."""
+HEARTBEAT_S = 2.0
+"""How often an answer that has nothing to tell writes an empty line, seconds: a client knows by it that the server is
+there, however long its request waits."""
 
 NOT_ALLOWED = {
     "error": {
@@ -86,8 +88,17 @@ def is_allowed(request: web.Request, api_token: str | None) -> bool:
     """Whether a request shows the bearer token, where one is asked for; everybody may ask for `/health`."""
     if not api_token or request.path == "/health":
         return True
-    shown = request.headers.get("Authorization", "")
-    return hmac.compare_digest(shown.encode(), f"Bearer {api_token}".encode())
+    shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+    return hmac.compare_digest(shown, f"Bearer {api_token}".encode())
+
+
+def http_error(request: web.Request, error: web.HTTPException, max_body_bytes: int) -> web.Response:
+    """What aiohttp refuses, as JSON."""
+    told = error.reason
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        told = f"the body is larger than max_body_bytes={max_body_bytes}; ask for less at a time, or raise it"
+    body = {"error": {"type": "HttpError", "message": f"{request.method} {request.path}: {told}"}}
+    return web.json_response(body, status=error.status)
 
 
 class Endpoint:
@@ -99,6 +110,7 @@ class Endpoint:
         self._model_name = model_name
         self._teller: TellsProgress | None = server if isinstance(server, TellsProgress) else None
         self._receivers: dict[str, CkptReceiver] = {}
+        self._openai = OpenAIRoutes(server, config, model_name=model_name)
         self._counts: Counter[str] = Counter()
         """Answers by status."""
         self._runner: web.AppRunner | None = None
@@ -126,7 +138,7 @@ class Endpoint:
         Raises:
             ServerStartError: the port is taken, or the interface cannot be bound.
         """
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -140,7 +152,7 @@ class Endpoint:
                 web.post("/wake", self._wake),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
-                *OpenAIRoutes(self._server, self._config, model_name=self._model_name).routes(),
+                *self._openai.routes(),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -158,6 +170,7 @@ class Endpoint:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        self._openai.close()
         for receiver in self._receivers.values():
             await receiver.close()
         self._receivers.clear()
@@ -179,8 +192,7 @@ class Endpoint:
         except RolloutError as error:
             return web.json_response(_wire.error_to_json(error), status=_wire.status_of(error))
         except web.HTTPException as error:
-            body = {"error": {"type": "HttpError", "message": f"{request.method} {request.path}: {error.reason}"}}
-            return web.json_response(body, status=error.status)
+            return http_error(request, error, self._config.max_body_bytes)
         except Exception as error:  # noqa: BLE001  logged, and told to the caller; the server stays up
             _log.exception("%s %s failed", request.method, request.path)
             return web.json_response(_wire.error_to_json(error), status=500)
@@ -200,6 +212,7 @@ class Endpoint:
         _wire.check_fields(message, {"requests": (list,), "progress": (bool,)}, "the batch")
         done: asyncio.Queue[bytes] = asyncio.Queue()
         tells = message.get("progress", False)
+        check_count(len(message.get("requests", [])), self._config)
         tasks = [
             asyncio.create_task(self._generate_line(each, done, tells=tells)) for each in message.get("requests", [])
         ]
@@ -208,7 +221,12 @@ class Endpoint:
             await response.prepare(request)
             num_left = len(tasks)
             while num_left:
-                lines = [await done.get()]
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        lines = [await done.get()]
+                except TimeoutError:
+                    await response.write(b"\n")
+                    continue
                 while not done.empty():
                     lines.append(done.get_nowait())
                 num_left -= sum(not line.startswith(PROGRESS) for line in lines)
@@ -226,10 +244,10 @@ class Endpoint:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         async with aclosing(self._server.generate_stream(_wire.request_from_json(message))) as chunks:
             try:
-                async for chunk in chunks:
-                    if not response.prepared:  # an error before the first token is an ordinary answer
+                async for chunk in _with_beats(chunks):
+                    if not response.prepared:  # an error before the first token is an ordinary answer, if it comes soon
                         await response.prepare(request)
-                    await response.write(_wire.line_of(_wire.chunk_to_json(chunk)))
+                    await response.write(b"\n" if chunk is None else _wire.line_of(_wire.chunk_to_json(chunk)))
             except RolloutError as error:
                 if not response.prepared:
                     raise
@@ -319,3 +337,20 @@ class Endpoint:
         status: Callable[[], dict[str, Any]] | None = getattr(self._server, "status", None)
         found = status() if status else {"status": "ok", "model": self._model_name, "pid": os.getpid()}
         return web.json_response({**found, "capabilities": dataclasses.asdict(self._server.capabilities)})
+
+
+async def _with_beats(chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk | None]:
+    """Chunks as they come, and None whenever none has come for `HEARTBEAT_S`."""
+    while True:
+        coming = asyncio.ensure_future(anext(chunks, None))
+        try:
+            while not (await asyncio.wait([coming], timeout=HEARTBEAT_S))[0]:
+                yield None
+        finally:
+            if not coming.done():  # the caller leaves: the generator may be closed when it does nothing any more
+                coming.cancel()
+                await asyncio.wait([coming])
+        chunk = coming.result()
+        if chunk is None:
+            return
+        yield chunk

@@ -34,7 +34,9 @@ def serve_command(backend: str, config: ServerConfig) -> list[str]:
         *("--host", config.host, "--port", str(config.port), "--device", config.device, "--dtype", config.dtype),
         *("--max-model-len", str(config.max_model_len), "--max-num-seqs", str(config.max_num_seqs)),
         *("--seed", str(config.seed), "--timeout-s", str(config.timeout_s), "--num-threads", str(config.num_threads)),
-        *("--kv-cache-bytes", str(config.kv_cache_bytes)),
+        *("--kv-cache-bytes", str(config.kv_cache_bytes), "--queue-timeout-s", str(config.queue_timeout_s)),
+        *("--max-body-bytes", str(config.max_body_bytes), "--max-completions", str(config.max_completions)),
+        *("--max-stops", str(config.max_stops), "--max-top-logprobs", str(config.max_top_logprobs)),
         *(word for name, value in config.options.items() for word in ("--option", f"{name}={json.dumps(value)}")),
     ]
 

@@ -13,9 +13,10 @@ import asyncio
 import json
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
@@ -23,14 +24,18 @@ from rl_rollout import _wire
 from rl_rollout._openai_fields import CHAT_TYPES, COMPLETION_TYPES, NEUTRAL
 from rl_rollout._text import LazyTokenizer, TextStream, plain_messages
 from rl_rollout._tools import check_tools, load_parser, read_calls
+from rl_rollout._validation import check_count
 from rl_rollout.errors import RequestError, UnsupportedError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import ServerConfig, TokenOutput
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +84,10 @@ class OpenAIRoutes:
         self._server = server
         self._model_name = model_name
         self._names = {model_name, config.model_path}
-        self._max_model_len = config.max_model_len
+        self._config = config
         self._tokenizer = LazyTokenizer(config.model_path)
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="rl-rollout-tokenizer")
+        """One thread, so that a long text holds up other texts and nothing else."""
         self._created = int(time.time())
         parser = config.options.get("tool_parser")
         self._parse_calls = None if parser is None else load_parser(parser)
@@ -93,6 +100,18 @@ class OpenAIRoutes:
             web.post("/v1/chat/completions", self._chat_completions),
         ]
 
+    def close(self) -> None:
+        """End the tokenizer's thread. Idempotent."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _max_model_len(self) -> int:
+        """Of the server, which knows when it has started."""
+        return getattr(self._server, "max_model_len", self._config.max_model_len)
+
+    async def _tokenized(self, encode: Callable[..., T], *given: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode, *given)
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         del request
         model = {
@@ -100,7 +119,7 @@ class OpenAIRoutes:
             "object": "model",
             "created": self._created,
             "owned_by": "rl-rollout",
-            "max_model_len": getattr(self._server, "max_model_len", self._max_model_len),
+            "max_model_len": self._max_model_len,
         }
         return web.json_response({"object": "list", "data": [model]})
 
@@ -110,7 +129,9 @@ class OpenAIRoutes:
             raise RequestError("the request has no field 'prompt'")
         prompt = message["prompt"]
         is_many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-        prompts = tuple(self._prompt(each) for each in (prompt if is_many else [prompt]))
+        given = prompt if is_many else [prompt]
+        check_count(len(given) * max(message.get("n", 1), 1), self._config)
+        prompts = await self._tokenized(lambda: tuple(map(self._prompt, given)))
         return await self._answer(request, self._call(message, prompts, is_chat=False, default_tokens=16))
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -119,7 +140,7 @@ class OpenAIRoutes:
         if images and not self._server.capabilities.takes_images:
             raise UnsupportedError("the model that is served here takes no images; leave the image_url parts out")
         tools = self._tools(message)
-        prompts = (self._tokenizer.encode_chat(messages, tools),)
+        prompts = (await self._tokenized(self._tokenizer.encode_chat, messages, tools),)
         call = self._call(message, prompts, is_chat=True, default_tokens=self._max_model_len)
         return await self._answer(request, replace(call, images=images, may_call_tools=bool(tools)))
 
@@ -163,9 +184,14 @@ class OpenAIRoutes:
         stops = (stop,) if isinstance(stop, str) else tuple(_wire.check_strings(stop, "stop"))
         if "" in stops:
             raise RequestError("stop strings must not be empty")
+        if len(stops) > self._config.max_stops:
+            raise RequestError(
+                f"there are {len(stops)} stop strings, and max_stops={self._config.max_stops}; give fewer"
+            )
         num_choices = message.get("n", 1)
         if num_choices < 1:
             raise RequestError(f"n={num_choices} must be at least 1")
+        check_count(len(prompts) * num_choices, self._config)
         if "prompt_logprobs" in message and (message["prompt_logprobs"] or message.get("stream") or stops):
             raise RequestError("prompt_logprobs must be 0 (the prompt's own tokens), and goes without stream and stop")
         asked = message.get("logprobs", False)
@@ -178,6 +204,11 @@ class OpenAIRoutes:
             raise RequestError("stream_options go with stream=true")
         if "max_tokens" in message and "max_completion_tokens" in message:
             raise RequestError("max_tokens and max_completion_tokens are one setting; leave one of them out")
+        limit = message.get("max_completion_tokens", message.get("max_tokens", default_tokens))
+        if limit > max(self._max_model_len, default_tokens):
+            raise RequestError(
+                f"max_tokens={limit} is above max_model_len={self._max_model_len}, which prompt and completion share"
+            )
         options = message.get("stream_options", {})
         _wire.check_fields(options, {"include_usage": (bool,)}, "stream_options")
         known = {
@@ -187,7 +218,7 @@ class OpenAIRoutes:
             is_chat=is_chat,
             prompts=prompts,
             params=SamplingParams(
-                max_new_tokens=message.get("max_completion_tokens", message.get("max_tokens", default_tokens)),
+                max_new_tokens=limit,
                 stop_token_ids=_wire.token_ids(message.get("stop_token_ids", []), "stop_token_ids"),
                 **known,
             ),

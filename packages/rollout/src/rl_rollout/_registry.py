@@ -56,11 +56,16 @@ def check_config(config: ServerConfig) -> None:
         ("num_threads", 0),
         ("kv_cache_bytes", 0),
         ("port", 0),
+        ("max_body_bytes", 1),
+        ("max_completions", 1),
+        ("max_stops", 0),
+        ("max_top_logprobs", 0),
     ):
         if getattr(config, name) < low:
             raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
-    if config.timeout_s <= 0:
-        raise ConfigError(f"timeout_s={config.timeout_s} must be above 0")
+    for name in ("timeout_s", "queue_timeout_s"):
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{name}={getattr(config, name)} must be above 0")
 
 
 def check_options(options: Mapping[str, Any], known: Mapping[str, str], backend: str) -> None:

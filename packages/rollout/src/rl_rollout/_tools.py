@@ -76,7 +76,7 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
 def _object(arguments: Any) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments  # a call that the model wrote badly: as it wrote it
 
 

@@ -150,7 +150,7 @@ def decode(text: str) -> dict[str, Any]:
     """A JSON object; an empty one for anything else."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout.errors import GenerationError, RequestError, UnsupportedError, WeightUpdateError
+from rl_rollout.errors import GenerationError, ModelFolderError, RequestError, UnsupportedError, WeightUpdateError
 from rl_rollout.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, TokenOutput
+    from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, ServerConfig, TokenOutput
 
 NO_LOGPROB = -9999.0
 """What vLLM tells in place of NaN, of minus infinity, and of what it does not know."""
@@ -49,6 +51,55 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
             f"within the {len(prompt)} tokens of the prompt"
         )
     check_sampling(request.request_id, request.sampling_params)
+
+
+def read_model_config(model_path: str) -> dict[str, Any]:
+    """`config.json` of a model folder that can generate; that of the language model, where there are several.
+
+    Raises:
+        ModelFolderError: it cannot be read, or is that of a model that scores.
+    """
+    try:
+        found = json.loads((Path(model_path) / "config.json").read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(
+            f"model folder {model_path!r} has no config.json that can be read ({error}); give a Hugging Face folder"
+        ) from error
+    for name in found.get("architectures") or ():
+        if str(name).endswith(("ForSequenceClassification", "ForTokenClassification")):
+            raise ModelFolderError(
+                f"{model_path!r} holds a {name}, which scores and generates nothing; serve it by rl-serve --task score"
+            )
+    return {**found, **found.get("text_config", {}), "model_type": found.get("model_type")}
+
+
+def check_count(count: int, config: ServerConfig) -> None:
+    """Refuse to be asked for too much at once.
+
+    Raises:
+        RequestError: names the setting.
+    """
+    if count > config.max_completions:
+        raise RequestError(
+            f"the request asks for {count} sequences, and max_completions={config.max_completions}; ask for fewer, "
+            "or raise it"
+        )
+
+
+def check_limits(request: GenerateRequest, config: ServerConfig) -> None:
+    """Refuse more than a server is configured to bear.
+
+    Raises:
+        RequestError: names the setting.
+    """
+    for name, asked in (
+        ("max_stops", len(request.sampling_params.stop_token_ids)),
+        ("max_top_logprobs", request.num_top_logprobs),
+    ):
+        if asked > (most := getattr(config, name)):
+            raise RequestError(
+                f"request {request.request_id!r} asks for {asked}, and {name}={most}; ask for fewer, or raise it"
+            )
 
 
 def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:

@@ -95,7 +95,7 @@ def object_from_body(body: bytes, path: str) -> dict[str, Any]:
     try:
         message = json.loads(body) if body else {}
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body of {path} is not JSON: {error}") from error
+        raise RequestError(f"the body of {path} is not JSON, or nested too deeply: {error}") from error
     if not isinstance(message, dict):
         raise RequestError(f"the body of {path} must be a JSON object, not {type(message).__name__}")
     return cast("dict[str, Any]", message)

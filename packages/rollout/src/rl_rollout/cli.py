@@ -49,8 +49,17 @@ def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
     parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests decoded at once")
     parser.add_argument("--seed", type=int, default=default.seed, help="of requests that bring none")
     parser.add_argument(
-        "--timeout-s", type=float, default=default.timeout_s, help="deadline of requests that bring none"
+        "--timeout-s", type=float, default=default.timeout_s, help="how long requests without a deadline may generate"
     )
+    for name, what in (
+        ("queue-timeout-s", "how long they may wait for their turn"),
+        ("max-body-bytes", "largest body of an HTTP request"),
+        ("max-completions", "completions that one HTTP request may ask for"),
+        ("max-stops", "stop strings, or stop ids, of one request"),
+        ("max-top-logprobs", "alternatives per token"),
+    ):
+        given = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=type(given), default=given, help=f"{what} (default: %(default)s)")
     parser.add_argument(
         "--num-threads", type=int, default=default.num_threads, help="CPU threads; 0 lets the backend choose"
     )

@@ -268,7 +268,11 @@ class Router(RolloutServer):
                         await self._changed.wait_for(
                             lambda: self._room() or not self._loads or request.request_id in self._aborted
                         )
+                except asyncio.CancelledError:
+                    self._changed.notify(1)  # the room that this one may have been told of is another's
+                    raise
                 except TimeoutError as error:
+                    self._changed.notify(1)
                     raise RequestTimeoutError(
                         f"request {request.request_id!r} got no replica in its time: {len(self._loads)} are given "
                         f"{self._max_in_flight} requests each, and {self._num_waiting} wait"
@@ -295,7 +299,7 @@ class Router(RolloutServer):
         async with self._changed:
             if server in self._loads:
                 self._loads[server] -= 1
-            self._changed.notify_all()
+            self._changed.notify(1)  # of those that wait: there is room for one
 
     async def _leave_out(self, server: RolloutServer, error: ServerLostError) -> None:
         async with self._changed:

@@ -20,10 +20,11 @@ import torch
 from aiohttp import web
 
 from rl_rollout import _wire
-from rl_rollout._http import NOT_ALLOWED, is_allowed, not_bound, url_of
+from rl_rollout._http import NOT_ALLOWED, http_error, is_allowed, not_bound, url_of
 from rl_rollout._positions import check_positions
 from rl_rollout._registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout._text import LazyTokenizer, plain_messages
+from rl_rollout._validation import check_count
 from rl_rollout.errors import (
     ConfigError,
     GenerationError,
@@ -118,7 +119,7 @@ class ScoreServer:
             raise ConfigError(f"host {config.host!r} is reachable from outside; set api_token, or use 127.0.0.1")
         if config.options:
             raise ConfigError(f"options {sorted(config.options)} do nothing with a reward model; leave them out")
-        unused = ("max_num_seqs", "seed", "timeout_s", "kv_cache_bytes")
+        unused = ("max_num_seqs", "seed", "timeout_s", "queue_timeout_s", "kv_cache_bytes")
         check_unused(config, unused, "it does nothing with a reward model")
         self._config = config
         self._tokenizer = LazyTokenizer(config.model_path)
@@ -137,7 +138,7 @@ class ScoreServer:
         config = self._config
         self._model = await asyncio.to_thread(RewardModel, config)
         self._scoring = asyncio.create_task(self._score_waiting(self._model))
-        app = web.Application(client_max_size=2**26, middlewares=[self._guard])
+        app = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._guard])
         app.add_routes([web.post("/pooling", self._pooling), web.get("/health", self._health)])
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -236,6 +237,7 @@ class ScoreServer:
         given: Any = message["input"]
         if isinstance(given, str) or (given and all(_is_id(each) for each in given)):
             given = [given]
+        check_count(len(given), self._config)
         rows: list[Sequence[int]] = []
         for each in given:
             if isinstance(each, str):
@@ -273,6 +275,8 @@ class ScoreServer:
             return await handler(request)
         except RolloutError as error:
             return web.json_response(_wire.error_to_json(error), status=_wire.status_of(error))
+        except web.HTTPException as error:
+            return http_error(request, error, self._config.max_body_bytes)
 
 
 def _is_id(value: Any) -> bool:

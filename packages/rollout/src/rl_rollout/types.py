@@ -21,6 +21,8 @@ class FinishReason(StrEnum):
     """`max_new_tokens` or the context length was reached."""
     ABORT = "abort"
     """The request was aborted; the output holds what was generated until then."""
+    TIMEOUT = "timeout"
+    """Its `timeout_s`, or the server's, was over; the output holds what was generated until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,8 @@ class GenerateRequest:
     session_id: str | None = None
     """Requests of one conversation share it; a router keeps them on one replica."""
     timeout_s: float | None = None
-    """Deadline of this request, seconds, time in the queue included; None takes the server's."""
+    """Deadline of this request, seconds, time in the queue included: a whole answer, what there is with the reason
+    `timeout`, or `RequestTimeoutError` if nothing was generated. None takes the server's, which counts otherwise."""
     num_top_logprobs: int = 0
     """Give this many most likely tokens at every position too."""
     returns_prompt_logprobs: bool = False
@@ -187,7 +190,19 @@ class ServerConfig:
     api_token: str | None = None
     """Bearer token that HTTP callers must show; required when `host` is not loopback."""
     timeout_s: float = 120.0
-    """Deadline of start-up, and of every request that brings none, seconds."""
+    """Deadline of start-up and of commands, and how long a request that brings no deadline may generate, seconds: its
+    output ends then with the reason `timeout`. Time in the queue, or while the server is paused or asleep, does not
+    count (in a third-party server's own queue it does)."""
+    queue_timeout_s: float = 3600.0
+    """How long such a request may wait for its turn before it is refused with `RequestTimeoutError`, seconds."""
+    max_body_bytes: int = 2**26
+    """Largest body of an HTTP request."""
+    max_completions: int = 4096
+    """Most completions that one HTTP request may ask for: its prompts times `n`, or the requests of a batch."""
+    max_stops: int = 256
+    """Most stop token ids, or stop strings, of one request."""
+    max_top_logprobs: int = 1024
+    """Most alternatives per token that one request may ask for."""
     num_threads: int = 0
     """CPU threads of the model; 0 leaves the choice to the backend. On a busy machine 1 is often the fastest."""
     device: str = "auto"

@@ -18,7 +18,7 @@ import openai
 
 from rl_rollout._http import Endpoint
 from rl_rollout._registry import check_options, check_unused
-from rl_rollout._validation import as_logprob, check_extras, check_request
+from rl_rollout._validation import as_logprob, check_extras, check_limits, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     ConfigError,
@@ -184,8 +184,10 @@ class OpenAIServer(RolloutServer):
         except TimeoutError as error:
             if isinstance(error, RolloutError):
                 raise
+            if gathered.token_ids:
+                return replace(gathered.output(is_aborted=True), finish_reason=FinishReason.TIMEOUT)
             raise RequestTimeoutError(
-                f"request {request.request_id!r} did not finish within {timeout_s} s on {self.url}"
+                f"request {request.request_id!r} got no token within {timeout_s} s on {self.url}; raise timeout_s"
             ) from error
         finally:
             work.cancel()
@@ -200,6 +202,7 @@ class OpenAIServer(RolloutServer):
                 "use chat or complete, for text"
             )
         check_request(request, vocab_size=2**31, max_model_len=self._max_model_len)
+        check_limits(request, self.config)
         check_extras(request, self.capabilities)
         if request.request_id in self._in_flight:
             raise RequestError(f"request id {request.request_id!r} is in flight already")

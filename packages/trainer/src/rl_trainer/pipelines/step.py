@@ -167,7 +167,7 @@ def record_of(
         reward=generated.reward,
         accuracy=accuracy,
         num_tokens=sum(t["num_tokens"] for t in tags),
-        num_truncated=sum(t["finish_reason"] == "length" for t in tags),
+        num_truncated=sum(t["finish_reason"] in ("length", "timeout") for t in tags),
         failures=generated.failures,
         metrics=metrics,
         phase_s=phase_s,

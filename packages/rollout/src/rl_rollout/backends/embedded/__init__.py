@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_rollout._registry import check_options
 from rl_rollout._tools import check_parser
+from rl_rollout._validation import read_model_config
 from rl_rollout.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def check_model_folder(model_path: str) -> None:
         raise ModelFolderError(f"model folder {model_path!r} does not exist; give a folder in the Hugging Face layout")
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"model folder {model_path!r} has no config.json; is it a Hugging Face model folder?")
+    read_model_config(model_path)
 
 
 OPTIONS = {

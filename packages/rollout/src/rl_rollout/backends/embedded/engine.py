@@ -8,7 +8,9 @@ takes its place. Keys and values never move.
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+import time
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +28,7 @@ from rl_rollout.backends.embedded.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.table import BatchTable
 from rl_rollout.backends.embedded.telling import new_chunks, note_tokens
-from rl_rollout.errors import GenerationError, RequestError
+from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 OPTIONS = {"block_size": 16, "chunk_tokens": 512}
 """Of `ServerConfig.options`, with defaults: positions per block of the cache, and prompt tokens computed per step."""
+
+_log = logging.getLogger(__name__)
 
 Event = TokenOutput | Exception | TokenChunk
 """What a request gets: chunks if it streams, then its whole output or an error."""
@@ -74,7 +78,12 @@ class Engine:
         self.has_weights = True
         self._is_holding = False
         self._num_unseeded = self._num_arrived = self._num_updates = 0
-        self._held: deque[InFlight] = deque()
+        self._held: OrderedDict[InFlight, None] = OrderedDict()
+        self._begun: OrderedDict[InFlight, None] = OrderedDict()
+        """Those in the batch that brought no deadline, in the order in which they entered it."""
+        self._clock = 0.0
+        """Seconds of stepping: it stands still while there is nothing to do, and while nothing may be computed."""
+        self._stepped_at: float | None = None
         self._by_id: dict[str, InFlight] = {}
         self._wishes = Wishes()
         self._events: list[tuple[str, Event]] = []
@@ -141,7 +150,8 @@ class Engine:
                 root=self._root_of(request, seen),
             )
             self._by_id[request.request_id] = sequence
-            (self._held if self._is_holding else self.scheduler.waiting).append(sequence)
+            sequence.since = self._clock
+            (self._held if self._is_holding else self.scheduler.waiting)[sequence] = None
 
     def _root_of(self, request: GenerateRequest, seen: SeenPrompt | None) -> Hashable:
         # A count of updates, not the version: whatever callers number their weights by, old content is never found.
@@ -155,16 +165,20 @@ class Engine:
         return stream_seed(self.config.seed, self._num_unseeded)
 
     @torch.inference_mode()
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+    def abort(self, request_ids: Sequence[str] | None = None, *, reason: FinishReason = FinishReason.ABORT) -> None:
         """End these requests, all when None, with what they have. Ids that are not in flight have ended already."""
         ids = list(self._by_id) if request_ids is None else request_ids
         found = [self._by_id[i] for i in dict.fromkeys(ids) if i in self._by_id]
-        gone = {sequence for sequence in found if sequence.row < 0}
-        self.scheduler.waiting = deque(s for s in self.scheduler.waiting if s not in gone)
-        self._held = deque(s for s in self._held if s not in gone)
-        for sequence in gone:
-            self._end(sequence, sequence.output([], [], [], 0, FinishReason.ABORT))
-        self._leave([(s.row, FinishReason.ABORT) for s in found if s not in gone])
+        for sequence in found:
+            if sequence.row < 0:
+                self._drop_waiting(sequence)
+                self._end(sequence, sequence.output([], [], [], 0, reason))
+        self._leave([(s.row, reason) for s in found if s.row >= 0])
+
+    def _drop_waiting(self, sequence: InFlight) -> None:
+        """Take one out that is not in the batch, at the same cost whoever else waits."""
+        self.scheduler.waiting.pop(sequence, None)
+        self._held.pop(sequence, None)
 
     def fail(self, error: Exception) -> None:
         """End every request with an error, and forget the batch."""
@@ -173,6 +187,7 @@ class Engine:
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
         self._held.clear()
+        self._begun.clear()
         self.drop_cache()
 
     # ---- control
@@ -187,7 +202,9 @@ class Engine:
     def resume(self) -> None:
         """Undo `pause`."""
         self._is_holding = self.is_frozen = False
-        self.scheduler.waiting.extend(self._held)
+        for sequence in self._held:
+            sequence.since = self._clock
+        self.scheduler.waiting.update(self._held)
         self._held.clear()
 
     def set_version(self, version: int, *, has_moved: bool = True) -> None:
@@ -229,6 +246,34 @@ class Engine:
         capacity = self._max_blocks if self._is_reserved else self.cache.num_blocks
         return BlockPool(self._max_blocks, self.cache.block_size, capacity)
 
+    # ---- deadlines
+
+    def rest(self) -> None:
+        """Stop the clock until the next step."""
+        self._stepped_at = None
+
+    def _expire(self) -> None:
+        """Let the clock go on, and end what brought no deadline and has had the server's."""
+        now = time.monotonic()
+        self._clock += 0.0 if self._stepped_at is None else now - self._stepped_at
+        self._stepped_at = now
+        queue_s, timeout_s = self.config.queue_timeout_s, self.config.timeout_s
+        while self.scheduler.waiting and self._clock - next(iter(self.scheduler.waiting)).since > queue_s:
+            sequence, _ = self.scheduler.waiting.popitem(last=False)
+            message = f"waited for its turn for queue_timeout_s={queue_s:g} s; raise that, or ask for less at a time"
+            self._end(sequence, RequestTimeoutError(f"request {sequence.request.request_id!r} {message}"))
+        late: list[InFlight] = []
+        while self._begun and self._clock - next(iter(self._begun)).since > timeout_s:
+            late.append(self._begun.popitem(last=False)[0])
+        if late:
+            ids = ", ".join(sequence.request.request_id for sequence in late[:3])
+            _log.warning(
+                "%d requests (%s%s) had generated for timeout_s=%g s and end with what they have; raise timeout_s, or "
+                "ask for fewer tokens",
+                *(len(late), ids, ", ..." if len(late) > 3 else "", timeout_s),
+            )
+            self._leave([(sequence.row, FinishReason.TIMEOUT) for sequence in late])
+
     # ---- one step
 
     @torch.inference_mode()
@@ -237,7 +282,10 @@ class Engine:
 
         Call only if `can_step`. Once `interrupt` [1] int64 is not 0, no further one begins.
         """
+        self._expire()
         self._admit()
+        if not (self.scheduler.running or self.scheduler.waiting):
+            return
         native = None if self._wishes.truncating or self._wishes.reading else self.model.fused
         is_each_told = any(sequence.told_every == 1 for sequence in self._wishes.streaming)
         plan = self.scheduler.plan(self._tokens_of, 1 if native is None or is_each_told else MOST_STEPS)
@@ -259,6 +307,9 @@ class Engine:
         admitted = self.scheduler.admit()
         if not admitted:
             return
+        for sequence in admitted:
+            sequence.since = self._clock
+        self._begun.update((sequence, None) for sequence in admitted if sequence.request.timeout_s is None)
         self._wishes.add(admitted)
         stops = [sequence.stops(self.model.eos_token_ids) for sequence in admitted]
         longest = max(len(sequence.prompt) for sequence in admitted)
@@ -396,5 +447,6 @@ class Engine:
 
     def _end(self, sequence: InFlight, event: TokenOutput | Exception) -> None:
         del self._by_id[sequence.request.request_id]
+        self._begun.pop(sequence, None)
         self._wishes.discard(sequence)
         self._events.append((sequence.request.request_id, event))

@@ -40,6 +40,8 @@ class InFlight:
     """Tokens that were handed out."""
     row: int = -1
     """Its row in the batch; -1 while it waits."""
+    since: float = 0.0
+    """When it began to wait, or entered the batch, by the engine's clock, seconds."""
     extras: Extras = field(init=False)
     """What it gets beside its tokens."""
 

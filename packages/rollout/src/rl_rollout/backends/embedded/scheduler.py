@@ -9,7 +9,7 @@ gives its own back and is computed again later.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.chunk_tokens = chunk_tokens
         self.running: list[InFlight] = []
-        self.waiting: deque[InFlight] = deque()
+        self.waiting: OrderedDict[InFlight, None] = OrderedDict()
+        """In the order of their arrival; any of them may leave."""
         self.num_preemptions = 0
         """Times that a sequence gave its blocks back to an older one."""
 
@@ -80,14 +81,15 @@ class Scheduler:
         promised = sum(self._num_missing(s, int(self.table.lengths_host[s.row])) for s in self._pending())
         seen: set[Hashable] = set()
         while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
+            sequence = next(iter(self.waiting))
             key = (sequence.root, sequence.prompt)
             promised += 1 if key in seen else self._num_missing(sequence, len(sequence.prompt))
             if promised > self.pool.num_free:
                 break
             seen.add(key)
             sequence.row = len(self.running)
-            self.running.append(self.waiting.popleft())
+            self.waiting.popitem(last=False)
+            self.running.append(sequence)
             admitted.append(sequence)
         return admitted
 

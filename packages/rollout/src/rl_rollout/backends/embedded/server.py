@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rl_rollout._http import Endpoint
-from rl_rollout._validation import check_adapter, check_extras, check_request, check_version
+from rl_rollout._validation import check_adapter, check_extras, check_limits, check_request, check_version
 from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.model import choose_device, choose_num_threads, load_model
@@ -19,8 +20,8 @@ from rl_rollout.backends.embedded.telling import last_chunk
 from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.backends.embedded.worker import EngineThread
 from rl_rollout.base import RolloutServer
-from rl_rollout.errors import RequestError, RequestTimeoutError, ServerLostError, WeightUpdateError
-from rl_rollout.types import Capabilities, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.errors import RequestError, RequestTimeoutError, RolloutError, ServerLostError, WeightUpdateError
+from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+GRACE_S = 5.0
+"""How long the engine may take to end a request whose deadline is over, seconds."""
 PROGRESS_TOKENS = 32
 """New tokens after which a listener is told."""
 
@@ -54,6 +57,8 @@ class EmbeddedServer(RolloutServer):
         self._capabilities = Capabilities()
         self._is_stopped = False
         self._outbox: list[tuple[GenerateRequest, int]] = []
+        self._forgotten: list[str] = []
+        """Requests whose callers have left, to be ended after the outbox."""
         self._seen: dict[str, SeenPrompt] = {}
         """Images of the requests in the outbox."""
         self._seeing: set[asyncio.Future[Any]] = set()
@@ -152,17 +157,23 @@ class EmbeddedServer(RolloutServer):
         self._futures[request.request_id] = future
         self._submit(request, seen, told_every=0 if on_progress is None else PROGRESS_TOKENS)
         try:
-            async with asyncio.timeout(request.timeout_s or self.config.timeout_s):
-                return await future
-        except TimeoutError as error:
-            self._forget(request)
-            raise self._late(request) from error
+            done, _ = await asyncio.wait([future], timeout=request.timeout_s)
+            return future.result() if done else await self._cut(request, future)
         except asyncio.CancelledError:
             self._forget(request)
             raise
         finally:
+            future.cancel()
             del self._futures[request.request_id]
             self._listeners.pop(request.request_id, None)
+
+    async def _cut(self, request: GenerateRequest, future: asyncio.Future[TokenOutput]) -> TokenOutput:
+        """What a request has when its own deadline is over."""
+        self._end(request, FinishReason.TIMEOUT)
+        done, _ = await asyncio.wait([future], timeout=GRACE_S)
+        if not done or not (output := future.result()).token_ids:
+            raise self._late(request)
+        return output
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `RolloutServer.generate_stream`: token by token."""
@@ -172,12 +183,20 @@ class EmbeddedServer(RolloutServer):
         self._streams[request.request_id] = queue
         self._submit(request, seen, told_every=1)
         # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
-        deadline = self._loop.time() + (request.timeout_s or self.config.timeout_s)
+        deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         num_told, is_over = 0, False
         try:
             while not is_over:
-                async with asyncio.timeout_at(deadline):
-                    event = await queue.get()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        event = await queue.get()
+                except TimeoutError:
+                    self._end(request, FinishReason.TIMEOUT)
+                    async with asyncio.timeout(GRACE_S):
+                        event = await queue.get()
+                    if isinstance(event, TokenOutput) and not event.token_ids:
+                        is_over = True
+                        raise
                 is_over = not isinstance(event, TokenChunk)
                 if isinstance(event, Exception):
                     raise event
@@ -185,6 +204,8 @@ class EmbeddedServer(RolloutServer):
                 num_told += len(chunk.token_ids)
                 yield chunk
         except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
             raise self._late(request) from error
         finally:
             del self._streams[request.request_id]
@@ -208,6 +229,7 @@ class EmbeddedServer(RolloutServer):
     def _check(self, request: GenerateRequest) -> None:
         self._need_running()
         check_request(request, vocab_size=self._model.vocab_size, max_model_len=self._model.max_model_len)
+        check_limits(request, self.config)
         check_extras(request, self.capabilities)
         check_adapter(request, self._model.adapters.names)
         if not self._engine.has_weights:
@@ -225,6 +247,9 @@ class EmbeddedServer(RolloutServer):
             self._seen[request.request_id] = seen
 
     def _flush(self) -> None:
+        if self._forgotten:
+            ids, self._forgotten = self._forgotten, []
+            self._thread.call(lambda engine: engine.abort(ids))
         if self._outbox:
             batch, self._outbox = self._outbox, []
             images, self._seen = self._seen, {}
@@ -237,18 +262,26 @@ class EmbeddedServer(RolloutServer):
             self._post([(request.request_id, error) for request, _ in batch])
 
     def _forget(self, request: GenerateRequest) -> None:
+        """End it; all that are left in one turn of the loop are ended by one command."""
+        if self._outbox:
+            self._flush()
+        if not self._forgotten:
+            self._loop.call_soon(self._flush)
+        self._forgotten.append(request.request_id)
+
+    def _end(self, request: GenerateRequest, reason: FinishReason) -> None:
         self._flush()
-        self._thread.call(lambda engine: engine.abort([request.request_id]))
+        self._thread.call(lambda engine: engine.abort([request.request_id], reason=reason))
 
     def _late(self, request: GenerateRequest) -> RequestTimeoutError:
         return RequestTimeoutError(
-            f"request {request.request_id!r} did not finish within {request.timeout_s or self.config.timeout_s} s on "
-            f"{self._address and self._address.url}"
+            f"request {request.request_id!r} did not finish within {request.timeout_s} s, its own timeout_s, and has "
+            f"no token, on {self._address and self._address.url}; give it more time, or none to count its turn alone"
         )
 
     def _post(self, events: list[tuple[str, Event]]) -> None:
         """In the engine's thread: hand events to the loop in one call."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._hand_out, events)
 
     def _hand_out(self, events: list[tuple[str, Event]]) -> None:

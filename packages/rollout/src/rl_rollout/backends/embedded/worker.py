@@ -7,8 +7,10 @@ for.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +27,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+EXIT_TIMEOUT_S = 30.0
+"""How long the end of this process waits for the step that an engine is in, seconds."""
+
+_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+"""Engines that nobody may have stopped."""
+
+
+def _stop_all() -> None:
+    """At the end of the process: a thread that comes back from native code to an interpreter that is gone aborts it."""
+    for thread in list(_running):
+        if not thread.stop(EXIT_TIMEOUT_S):
+            _log.warning("an engine is still in its step after %g s; the process ends under it", EXIT_TIMEOUT_S)
 
 
 def _promise() -> Future[Any]:
@@ -56,6 +71,9 @@ class EngineThread:
 
     def start(self) -> Future[Engine]:
         """Build the engine in the thread; the future holds it, or why it could not be built."""
+        atexit.unregister(_stop_all)
+        atexit.register(_stop_all)  # once, and before what was registered earlier
+        _running.add(self)
         self._thread.start()
         return self._ready
 
@@ -90,6 +108,8 @@ class EngineThread:
             self._wakeup.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        if not self.is_alive:
+            _running.discard(self)
         return not self.is_alive
 
     def _run(self) -> None:
@@ -114,6 +134,7 @@ class EngineThread:
         """Wait until there is something to do, run the commands, and say whether to go on."""
         with self._wakeup:
             while not (self._commands or self._is_stopping or engine.can_step):
+                engine.rest()
                 self._wakeup.wait()
             if self._is_stopping:
                 return False
