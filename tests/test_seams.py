@@ -169,7 +169,7 @@ def test_a_breach_of_a_seam_is_found(code, expected):
     assert foreign_names(ast.parse(code), "rl_trainer") == expected
 
 
-@pytest.mark.parametrize("module", ["ray", "logging", "rl_ckpt.types", "pydantic.fields", "rl_rollout._client"])
+@pytest.mark.parametrize("module", ["ray", "logging", "rl_ckpt.types", "pydantic.fields", "rl_rollout.http.client"])
 def test_a_heavy_base_is_found(module):
     code = (
         f"from __future__ import annotations\nimport asyncio, torch\nfrom tensordict import TensorDict\nimport {module}"

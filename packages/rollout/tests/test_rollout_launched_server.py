@@ -23,9 +23,9 @@ from rl_rollout import (
     create_server,
     launch_server,
 )
-from rl_rollout._launch import API_TOKEN_VARIABLE
-from rl_rollout._partial import empty_output, extended
 from rl_rollout.cli import main, parse
+from rl_rollout.http.launched import API_TOKEN_VARIABLE
+from rl_rollout.router.resume import empty_output, extended
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 TOKEN = "a-secret"

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from rl_rollout._process import ServerProcess
+from rl_rollout.process import ServerProcess
 
 
 def test_its_output_is_closed_when_the_last_of_its_children_has_ended():

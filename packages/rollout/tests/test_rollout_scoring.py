@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rl_rollout import ConfigError, ModelFolderError, ServerConfig, ServerLostError
-from rl_rollout._launch import READY
 from rl_rollout.cli import main
-from rl_rollout.scoring import ScoreServer
+from rl_rollout.http.launched import READY
+from rl_rollout.reward_server import ScoreServer
 from rl_rollout.testing import write_tiny_model
 
 ROWS = [[5, 6, 7], [9] * 40, [12, 0, 1], [3], [4, 1], [1, 1, 1, 1]]  # padding's and the end's ids among them
@@ -64,7 +64,7 @@ async def ask(session, url, headers=None, **body):
 
 
 def test_scores_are_those_of_the_model_alone_whatever_is_scored_beside(folder, wanted, monkeypatch):
-    monkeypatch.setattr("rl_rollout.scoring.MAX_TOKENS_TOGETHER", 20)  # several passes
+    monkeypatch.setattr("rl_rollout.reward_server.MAX_TOKENS_TOGETHER", 20)  # several passes
 
     async def use(session, url, server):
         together = await ask(session, url, input=ROWS)

@@ -222,7 +222,7 @@ def test_a_reward_model_that_rl_serve_serves_scores_completions(tmp_path):
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from rl_rollout import ServerConfig
-    from rl_rollout.scoring import ScoreServer
+    from rl_rollout.reward_server import ScoreServer
     from rl_rollout.testing import write_tiny_model
 
     folder = write_tiny_model(tmp_path)

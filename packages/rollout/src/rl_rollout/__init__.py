@@ -1,6 +1,5 @@
 """Served generation that RL can trust: token ids in, token ids out, a weight version on every token."""
 
-from rl_rollout._registry import connect_server, create_server, launch_server
 from rl_rollout.base import RolloutServer, WeightReceiver
 from rl_rollout.errors import (
     BackendError,
@@ -17,7 +16,8 @@ from rl_rollout.errors import (
     WeightUpdateError,
 )
 from rl_rollout.receiver import CkptReceiver
-from rl_rollout.router import Router
+from rl_rollout.registry import connect_server, create_server, launch_server
+from rl_rollout.router.router import Router
 from rl_rollout.types import (
     Capabilities,
     FinishReason,

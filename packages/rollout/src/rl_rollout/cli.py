@@ -14,15 +14,15 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._launch import API_TOKEN_VARIABLE, READY
-from rl_rollout._registry import create_server
 from rl_rollout.errors import ConfigError, RolloutError
+from rl_rollout.http.launched import API_TOKEN_VARIABLE, READY
+from rl_rollout.registry import create_server
 from rl_rollout.types import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_rollout.scoring import ScoreServer
+    from rl_rollout.reward_server import ScoreServer
 
 
 def parse(argv: Sequence[str] | None) -> tuple[str, str, ServerConfig, bool]:
@@ -120,7 +120,7 @@ async def serve(task: str, backend: str, config: ServerConfig, *, exits_with_std
 
 
 def _scorer(config: ServerConfig) -> ScoreServer:
-    from rl_rollout.scoring import ScoreServer  # it imports torch
+    from rl_rollout.reward_server import ScoreServer  # it imports torch
 
     return ScoreServer(config)
 

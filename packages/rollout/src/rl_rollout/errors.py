@@ -18,10 +18,7 @@ refuses
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rl_rollout.types import TokenOutput
+from typing import Any
 
 
 class RolloutError(Exception):
@@ -55,8 +52,8 @@ class ServerStartError(RolloutError, RuntimeError):
 class ServerLostError(RolloutError, ConnectionError):
     """A server went away."""
 
-    partial: TokenOutput | None = None
-    """What had come of the request until then, where somebody knows."""
+    partial: Any = None
+    """What had come of the request until then, a `TokenOutput`, where somebody knows."""
 
 
 class OverloadedError(RolloutError, RuntimeError):

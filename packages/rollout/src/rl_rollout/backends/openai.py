@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 
-from rl_rollout._http import Endpoint
-from rl_rollout._registry import check_options, check_unused
-from rl_rollout._validation import as_logprob, check_extras, check_limits, check_request
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     ConfigError,
@@ -30,7 +27,10 @@ from rl_rollout.errors import (
     ServerStartError,
     UnsupportedError,
 )
+from rl_rollout.http.server import Endpoint
+from rl_rollout.registry import check_options, check_unused
 from rl_rollout.types import Capabilities, FinishReason, SamplingParams, ServerAddress, TokenOutput
+from rl_rollout.validation import as_logprob, check_extras, check_limits, check_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

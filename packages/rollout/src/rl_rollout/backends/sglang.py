@@ -21,8 +21,7 @@ import aiohttp
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
-from rl_rollout._external import ExternalServer, TornUpdateError
-from rl_rollout._external_options import (
+from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
     find_preparer,
@@ -30,19 +29,20 @@ from rl_rollout._external_options import (
     read_environment,
     words,
 )
-from rl_rollout._lora import check_plain
-from rl_rollout._partial import empty_output
-from rl_rollout._registry import check_options
-from rl_rollout._validation import versions_of
+from rl_rollout.backends.external.server import ExternalServer, TornUpdateError
 from rl_rollout.errors import ConfigError, GenerationError, RequestError, RolloutError, UnsupportedError
+from rl_rollout.lora_config import check_plain
+from rl_rollout.registry import check_options
+from rl_rollout.router.resume import empty_output
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
+from rl_rollout.validation import versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout._external_options import Adapter
-    from rl_rollout._images import PreparedImages
+    from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
 
 OPTIONS = {

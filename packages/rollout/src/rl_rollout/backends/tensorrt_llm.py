@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout._external import ExternalServer
-from rl_rollout._external_options import COMMON_OPTIONS, words
-from rl_rollout._partial import empty_output, extended
-from rl_rollout._registry import check_options
-from rl_rollout._upstream import closed, error_text
+from rl_rollout.backends.external.options import COMMON_OPTIONS, words
+from rl_rollout.backends.external.server import ExternalServer
+from rl_rollout.backends.external.upstream import closed, error_text
 from rl_rollout.errors import ConfigError, GenerationError, ServerLostError, UnsupportedError
+from rl_rollout.registry import check_options
+from rl_rollout.router.resume import empty_output, extended
 from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout._images import PreparedImages
     from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
 
 OPTIONS = {

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout._external import ExternalServer, TornUpdateError
-from rl_rollout._external_options import (
+from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
     find_preparer,
@@ -29,19 +28,20 @@ from rl_rollout._external_options import (
     read_environment,
     words,
 )
-from rl_rollout._partial import empty_output
-from rl_rollout._registry import check_options
-from rl_rollout._validation import NO_LOGPROB, as_logprob, versions_of
-from rl_rollout._vllm_features import features_of
+from rl_rollout.backends.external.server import ExternalServer, TornUpdateError
+from rl_rollout.backends.external.vllm_features import features_of
 from rl_rollout.errors import ConfigError, RolloutError, UnsupportedError
+from rl_rollout.registry import check_options
+from rl_rollout.router.resume import empty_output
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
+from rl_rollout.validation import NO_LOGPROB, as_logprob, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout._external_options import Adapter
-    from rl_rollout._images import PreparedImages
+    from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
 
 OPTIONS = {

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout._registry import check_options
-from rl_rollout._tools import check_parser
-from rl_rollout._validation import read_model_config
 from rl_rollout.errors import ConfigError, ModelFolderError
+from rl_rollout.http.tools import check_parser
+from rl_rollout.registry import check_options
+from rl_rollout.validation import read_model_config
 
 if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
@@ -68,6 +68,6 @@ def launch_server(config: ServerConfig) -> RolloutServer:
     """A client whose `start` runs `rl-serve --backend embedded` as a process of its own."""
     check_embedded_options(config.options)
     check_model_folder(config.model_path)
-    from rl_rollout._launch import LaunchedServer
+    from rl_rollout.http.launched import LaunchedServer
 
     return LaunchedServer("embedded", config)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_csrc import paged
-from rl_rollout.backends.embedded.cache import KVCache, LayerShape
+from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape
 from rl_rollout.errors import ModelFolderError
 
 if TYPE_CHECKING:

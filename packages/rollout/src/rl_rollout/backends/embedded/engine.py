@@ -18,16 +18,16 @@ import torch
 
 from rl_csrc import sampling
 from rl_rollout.backends.embedded.attention import PagedBatch
-from rl_rollout.backends.embedded.blocks import BlockPool
-from rl_rollout.backends.embedded.cache import KVCache
+from rl_rollout.backends.embedded.batch_state import BatchTable
+from rl_rollout.backends.embedded.block_manager import BlockPool
+from rl_rollout.backends.embedded.cuda_graphs import DecodeGraphs
 from rl_rollout.backends.embedded.generation import MOST_STEPS, Drawn, generate
-from rl_rollout.backends.embedded.graphs import DecodeGraphs
-from rl_rollout.backends.embedded.in_flight import InFlight, Wishes, finish_reason
+from rl_rollout.backends.embedded.kv_cache import KVCache
+from rl_rollout.backends.embedded.output_processor import new_chunks, note_tokens
 from rl_rollout.backends.embedded.packing import Packer, kept
 from rl_rollout.backends.embedded.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
-from rl_rollout.backends.embedded.table import BatchTable
-from rl_rollout.backends.embedded.telling import new_chunks, note_tokens
+from rl_rollout.backends.embedded.sequence import InFlight, Wishes, finish_reason
 from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.images import SeenPrompt
-    from rl_rollout.backends.embedded.model import ServedModel
+    from rl_rollout.backends.embedded.model_runner import ServedModel
+    from rl_rollout.backends.embedded.multimodal import SeenPrompt
     from rl_rollout.backends.embedded.scheduler import Chunk, Plan
     from rl_rollout.base import PauseMode
     from rl_rollout.types import GenerateRequest, ServerConfig

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.cache import KVCache
-    from rl_rollout.backends.embedded.fused import FusedDecoder
+    from rl_rollout.backends.embedded.batch_state import BatchTable
+    from rl_rollout.backends.embedded.cpu_decoder import FusedDecoder
+    from rl_rollout.backends.embedded.kv_cache import KVCache
     from rl_rollout.backends.embedded.scheduler import Plan
-    from rl_rollout.backends.embedded.table import BatchTable
 
 MOST_STEPS = 16
 """Of a call: a block's worth, so that a row holds one block more than it needs at most."""

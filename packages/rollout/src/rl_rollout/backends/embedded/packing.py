@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.cache import KVCache
-    from rl_rollout.backends.embedded.in_flight import InFlight
-    from rl_rollout.backends.embedded.model import ServedModel
+    from rl_rollout.backends.embedded.batch_state import BatchTable
+    from rl_rollout.backends.embedded.kv_cache import KVCache
+    from rl_rollout.backends.embedded.model_runner import ServedModel
     from rl_rollout.backends.embedded.scheduler import Plan
-    from rl_rollout.backends.embedded.table import BatchTable
+    from rl_rollout.backends.embedded.sequence import InFlight
 
 
 class Packer:

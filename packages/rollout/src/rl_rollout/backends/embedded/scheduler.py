@@ -18,10 +18,10 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from rl_rollout.backends.embedded.blocks import BlockPool
-    from rl_rollout.backends.embedded.images import SeenPrompt
-    from rl_rollout.backends.embedded.in_flight import InFlight
-    from rl_rollout.backends.embedded.table import BatchTable
+    from rl_rollout.backends.embedded.batch_state import BatchTable
+    from rl_rollout.backends.embedded.block_manager import BlockPool
+    from rl_rollout.backends.embedded.multimodal import SeenPrompt
+    from rl_rollout.backends.embedded.sequence import InFlight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

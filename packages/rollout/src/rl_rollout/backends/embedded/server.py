@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_rollout._http import Endpoint
-from rl_rollout._validation import check_adapter, check_extras, check_limits, check_request, check_version
-from rl_rollout.backends.embedded.adapters import UPDATE_PREFIX
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.model import choose_device, choose_num_threads, load_model
-from rl_rollout.backends.embedded.telling import last_chunk
+from rl_rollout.backends.embedded.engine_thread import EngineThread
+from rl_rollout.backends.embedded.lora import UPDATE_PREFIX
+from rl_rollout.backends.embedded.model_runner import choose_device, choose_num_threads, load_model
+from rl_rollout.backends.embedded.output_processor import last_chunk
 from rl_rollout.backends.embedded.weights import WeightStore
-from rl_rollout.backends.embedded.worker import EngineThread
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, RequestTimeoutError, RolloutError, ServerLostError, WeightUpdateError
+from rl_rollout.http.server import Endpoint
 from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.validation import check_adapter, check_extras, check_limits, check_request, check_version
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
     from concurrent.futures import Future
 
     from rl_rollout.backends.embedded.engine import Event
-    from rl_rollout.backends.embedded.images import SeenPrompt
+    from rl_rollout.backends.embedded.multimodal import SeenPrompt
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig
 

@@ -1,0 +1,166 @@
+"""The forward pass of Llama's descendants as one native call, for CPUs; the transformers module stays the reference.
+
+`rl_csrc.decoder` computes it, over weights that are laid out for it once per weight version.
+Letters: T packed tokens, B of them with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_csrc.inference.decoder import Decoder, DecoderLayer, PackedLinear, has_kernel, pack_linear
+from rl_rollout.backends.embedded.attention import PagedBatch
+from rl_rollout.backends.embedded.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_csrc.inference.decoder import Drawing
+    from rl_rollout.backends.embedded.attention import AttentionSettings, ProbeBatch
+    from rl_rollout.backends.embedded.kv_cache import LayerShape
+
+KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Classes of transformers whose layers are computed here."""
+MOST_DIFFERENCE = 1e-3
+"""Between the logits of this pass and those of the module, relative to the largest of them."""
+_PROBED_TOKENS = 8
+
+_log = logging.getLogger(__name__)
+
+
+class FusedDecoder:
+    """The pass of a module of `KNOWN` classes, whose weights are read at `repack`."""
+
+    def __init__(self, module: Any, max_model_len: int, settings: Mapping[int, AttentionSettings]) -> None:
+        self._module = module
+        self.max_model_len = max_model_len
+        self._settings = settings
+        cos, sin = module.model.rotary_emb(torch.zeros(1), torch.arange(max_model_len)[None])
+        half = cos.shape[-1] // 2
+        self._cos, self._sin = (part[0, :, :half].contiguous() for part in (cos, sin))
+        self._decoder: Decoder | None = None
+        self.num_threads: int | None = None
+        """Of a call; None: as many as torch has."""
+        self.repack()
+
+    def repack(self) -> None:
+        """The weights have changed; or are gone, and then the packed ones go too."""
+        self._decoder = None
+        module, config = self._module, self._module.config
+        if not module.lm_head.weight.numel():
+            return
+        self._decoder = Decoder(
+            embedding=module.model.embed_tokens.weight,
+            layers=[self._packed(index, layer) for index, layer in enumerate(module.model.layers)],
+            norm=module.model.norm.weight,
+            head=_packed([module.lm_head]),
+            cos=self._cos,
+            sin=self._sin,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            eps=config.rms_norm_eps,
+            scaling=self._settings[0].scaling,
+        )
+
+    def _packed(self, index: int, layer: Any) -> DecoderLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        has_norms = hasattr(attention, "q_norm")
+        return DecoderLayer(
+            input_norm=layer.input_layernorm.weight,
+            qkv=_packed([attention.q_proj, attention.k_proj, attention.v_proj]),
+            query_norm=attention.q_norm.weight if has_norms else None,
+            key_norm=attention.k_norm.weight if has_norms else None,
+            out=_packed([attention.o_proj]),
+            post_norm=layer.post_attention_layernorm.weight,
+            gate_up=_packed([mlp.gate_proj, mlp.up_proj]),
+            down=_packed([mlp.down_proj]),
+            window=self._settings[index].window,
+        )
+
+    def logits(self, ids: Tensor, batch: PagedBatch, which: Tensor | None = None) -> Tensor:
+        """Fill the cache from `ids` [T]; logits [B, V] of all tokens, or of those at `which` [B]."""
+        assert self._decoder is not None
+        places = (batch.positions, batch.rows, batch.block_tables, *self._caches(batch.cache))
+        return self._decoder(ids, *places, which, num_threads=self.num_threads)
+
+    def generate(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        block_tables: Tensor,
+        cache: KVCache,
+        drawing: Drawing,
+        steps: int,
+        interrupt: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Decoder.generate`; row i of `block_tables` is that of token i."""
+        assert self._decoder is not None
+        places = (positions, torch.arange(len(ids)), block_tables, *self._caches(cache))
+        return self._decoder.generate(
+            ids, *places, drawing=drawing, steps=steps, interrupt=interrupt, num_threads=self.num_threads
+        )
+
+    def _caches(self, cache: KVCache) -> tuple[list[Tensor], list[Tensor]]:
+        return [cache.keys[layer] for layer in self._settings], [cache.values[layer] for layer in self._settings]
+
+
+def _packed(layers: list[torch.nn.Linear]) -> PackedLinear:
+    """The weights of several layers one below the other."""
+    biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
+    return pack_linear(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+
+
+def _bias(layer: torch.nn.Linear) -> Tensor | None:
+    return layer.bias
+
+
+def fuse(module: Any, max_model_len: int, probe: ProbeBatch) -> FusedDecoder | None:
+    """The fused pass of a module on a CPU in float32; None elsewhere, and where the architecture is not one of `KNOWN`.
+
+    It is run beside the module once: should they differ, as where a version of transformers computes something else
+    under a known name, a warning is logged and the module is used.
+    """
+    config = module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_known = (
+        type(module).__name__ in KNOWN
+        and has_kernel(module.lm_head.weight)
+        and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in {"default", "linear", "llama3", "yarn"}
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+    )
+    if not is_known:
+        return None
+    fused = FusedDecoder(module, max_model_len, probe.settings)
+    found = _difference(module, fused, probe.shapes)
+    if found <= MOST_DIFFERENCE:
+        return fused
+    _log.warning(
+        "%s of this transformers differs from what is known of it by %.1e of its logits; it is served without the "
+        "fused pass, more slowly",
+        type(module).__name__,
+        found,
+    )
+    return None
+
+
+@torch.inference_mode()
+def _difference(module: Any, fused: FusedDecoder, shapes: Mapping[int, LayerShape]) -> float:
+    """Largest difference between the two passes' logits, over the largest logit."""
+    count = min(_PROBED_TOKENS, fused.max_model_len)
+    positions, rows = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    ids = (positions * 7919 + 1) % module.config.vocab_size
+
+    def batch() -> PagedBatch:
+        cache = KVCache(dict(shapes), block_size=count, dtype=torch.float32, device=ids.device)
+        cache.resize(1)
+        tables = torch.zeros(1, 1, dtype=torch.int64)
+        return PagedBatch(cache, tables, rows, positions, num_single=0, num_blocks=0, chunks=[(0, 0, count)])
+
+    want = module(input_ids=ids[None], position_ids=positions[None], use_cache=False, rl_batch=batch()).logits[0]
+    got = fused.logits(ids, batch())
+    return float((got - want).abs().max() / want.abs().max())

@@ -1,0 +1,142 @@
+"""LoRA adapters by name: read from folders in peft's format, replaced by weight updates, chosen per request.
+
+In an update, tensor `adapters.NAME.` + its name in the folder (`base_model.model.layers.0....lora_A.weight`) belongs to
+adapter NAME, which was loaded when the server started. An update brings all tensors of an adapter or none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_rollout.backends.embedded.linear import LowRank, ServedLinear
+from rl_rollout.errors import ModelFolderError, WeightUpdateError
+from rl_rollout.lora_config import check_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+UPDATE_PREFIX = "adapters."
+_FOLDER_PREFIX = "base_model.model."
+
+
+class AdapterStore:
+    """The adapters of a model.
+
+    Args:
+        layers: Linear layers of the model, by name.
+        folders: Adapter's name to its folder.
+
+    Raises:
+        ModelFolderError: a folder is no LoRA adapter of this model, or asks for what is not served.
+    """
+
+    def __init__(self, layers: Mapping[str, ServedLinear], folders: Mapping[str, str]) -> None:
+        self._layers = layers
+        self._scaling: dict[str, float] = {}
+        self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._staged: dict[str, dict[str, Tensor]] = {}
+        for name, folder in folders.items():
+            self._scaling[name] = _read_scaling(name, Path(folder))
+            self._tensors[name] = self._read_tensors(name, Path(folder))
+            self._install(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that requests may ask for."""
+        return tuple(self._scaling)
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether tensors of an adapter have arrived since `begin`."""
+        return bool(self._staged)
+
+    def begin(self) -> None:
+        """Start an update: nothing has arrived yet."""
+        self._staged.clear()
+
+    def stage(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor of an update, named `adapters.NAME.` and so on.
+
+        Raises:
+            WeightUpdateError: no such adapter or tensor, or another shape.
+        """
+        adapter, _, key = name.removeprefix(UPDATE_PREFIX).partition(".")
+        known = self._tensors.get(adapter)
+        if known is None:
+            raise WeightUpdateError(f"there is no adapter {adapter!r}; loaded are: {', '.join(self.names) or 'none'}")
+        if key not in known:
+            raise WeightUpdateError(f"adapter {adapter!r} has no tensor {key!r}; it has e.g. {next(iter(known))!r}")
+        if tensor.shape != known[key].shape:
+            raise WeightUpdateError(
+                f"{name!r} arrived as {tuple(tensor.shape)}; the adapter holds {tuple(known[key].shape)}"
+            )
+        self._staged.setdefault(adapter, {})[key] = tensor.to(known[key].dtype, copy=True).to(known[key].device)
+
+    def check_complete(self) -> None:
+        """See that every adapter has arrived as a whole.
+
+        Raises:
+            WeightUpdateError: says what is missing.
+        """
+        for adapter, tensors in self._staged.items():
+            if missing := sorted(self._tensors[adapter].keys() - tensors.keys()):
+                raise WeightUpdateError(
+                    f"{len(missing)} tensors of adapter {adapter!r} did not arrive, e.g. {missing[0]!r}"
+                )
+
+    def swap(self) -> None:
+        """Serve what was staged."""
+        self._tensors.update(self._staged)
+        for adapter in self._staged:
+            self._install(adapter)
+        self._staged.clear()
+
+    def _install(self, adapter: str) -> None:
+        tensors = self._tensors[adapter]
+        for key, a in tensors.items():
+            if key.endswith(".lora_A.weight"):
+                b = tensors[key.replace(".lora_A.", ".lora_B.")]
+                layer = self._layers[_layer_name(key)]
+                layer.adapters[adapter] = LowRank(a=a, b=b, scaling=self._scaling[adapter])
+
+    def _read_tensors(self, adapter: str, folder: Path) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        path = folder / "adapter_model.safetensors"
+        if not path.is_file():
+            raise ModelFolderError(f"adapter {adapter!r}: folder {str(folder)!r} has no {path.name}")
+        found = load_file(path)
+        for key, tensor in found.items():
+            layer = self._layers.get(_layer_name(key))
+            if layer is None or not key.endswith((".lora_A.weight", ".lora_B.weight")):
+                raise ModelFolderError(f"adapter {adapter!r}: {key!r} belongs to no linear layer of the model")
+            is_a = key.endswith(".lora_A.weight")
+            other = key.replace(".lora_A.", ".lora_B.") if is_a else key.replace(".lora_B.", ".lora_A.")
+            if other not in found:
+                raise ModelFolderError(f"adapter {adapter!r} has {key!r} and not {other!r}")
+            width = layer.weight.shape[1 if is_a else 0]
+            if tensor.shape[1 if is_a else 0] != width:
+                raise ModelFolderError(
+                    f"adapter {adapter!r}: {key!r} is {tuple(tensor.shape)}; the layer's width is {width}"
+                )
+        like = next(iter(self._layers.values())).weight
+        return {key: tensor.to(like.device, like.dtype) for key, tensor in found.items()}
+
+
+def _layer_name(key: str) -> str:
+    return key.removeprefix(_FOLDER_PREFIX).removesuffix(".weight").removesuffix(".lora_A").removesuffix(".lora_B")
+
+
+def _read_scaling(adapter: str, folder: Path) -> float:
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        raise ModelFolderError(f"adapter {adapter!r}: folder {str(folder)!r} has no {path.name}; is it one of peft's?")
+    config: dict[str, Any] = json.loads(path.read_text())
+    check_plain(adapter, config)
+    rank = config["r"]
+    return config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,253 @@
+"""A Hugging Face causal language model, loaded to run on packed tokens over our own cache."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, PagedBatch, ProbeBatch, register_attention
+from rl_rollout.backends.embedded.cpu_decoder import FusedDecoder, fuse
+from rl_rollout.backends.embedded.extras import ExpertRecorder
+from rl_rollout.backends.embedded.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
+from rl_rollout.backends.embedded.lora import AdapterStore
+from rl_rollout.backends.embedded.multimodal import SeenPrompt, Sight, load_sight
+from rl_rollout.errors import ConfigError, ModelFolderError
+from rl_rollout.positions import check_positions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from rl_rollout.backends.embedded.kv_cache import LayerShape
+    from rl_rollout.types import ServerConfig
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose whole state is keys and values."""
+
+_LOADING = threading.Lock()
+"""Transformers patches torch's initialisation for the time of a load: two at a time in a process spoil one another."""
+
+PARAMETERS_PER_THREAD = 2**20
+FUSED_PARAMETERS_PER_THREAD = 2**18
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model and what the engine must know of it."""
+
+    module: Any
+    """The Hugging Face module, in eval mode."""
+    device: torch.device
+    """Where it is."""
+    dtype: torch.dtype
+    """Of weights, keys and values."""
+    vocab_size: int
+    """Rows of the input embedding."""
+    max_model_len: int
+    """Longest prompt plus completion, tokens."""
+    eos_token_ids: tuple[int, ...]
+    """Ids at which a request stops unless it ignores them."""
+    layer_shapes: dict[int, LayerShape]
+    """What each attention layer keeps."""
+    experts: ExpertRecorder
+    """Of its routers; of none, where the model has no experts or its routers do not tell."""
+    linears: dict[str, ServedLinear]
+    """Its linear layers, by name."""
+    active_adapters: ActiveAdapters
+    """What the linear layers look at in a pass."""
+    adapters: AdapterStore
+    """LoRA adapters that requests may ask for."""
+    sight: Sight | None
+    """Of a vision-language model."""
+    fused: FusedDecoder | None
+    """Computes in place of the module, where that is known and faster."""
+
+    def logits(self, ids: Tensor, positions: Tensor, batch: Batch, kept: Sequence[int] | None = None) -> Tensor:
+        """Fill the cache; logits [T, V] float32 of the token after each of `ids`, or of those at `kept`."""
+        if self.fused is not None:
+            assert isinstance(batch, PagedBatch)
+            return self.fused.logits(ids, batch, None if kept is None else torch.tensor(kept, dtype=torch.int64))
+        # Transformers reads 0 as all, and computes one at least.
+        which = 0 if kept is None else torch.tensor(kept or [0], device=self.device)
+        logits = self._run(ids[None], positions[None], batch, which)[0]
+        return logits[: len(kept) if kept is not None else None].float()
+
+    def note_new_weights(self) -> None:
+        """The module's weights have changed, or are gone: so do their packed copies."""
+        for layer in self.linears.values():
+            layer.repack()
+        if self.fused is not None:
+            self.fused.repack()
+
+    def prefill_seen(self, ids: Tensor, seen: SeenPrompt, batch: Batch) -> None:
+        """Fill the cache with the first of the P tokens of a prompt with images, those of the images among them."""
+        positions = seen.positions[:, : len(ids)].to(self.device)[:, None]
+        images = {
+            "pixel_values": seen.pixel_values.to(self.device),
+            "image_grid_thw": seen.image_grid_thw.to(self.device),
+        }
+        assert self.sight is not None
+        self.sight.given_ids = seen.given_ids[None, : len(ids)].to(self.device)
+        self._run(ids[None], positions, batch, 1, **images)
+
+    def _run(
+        self, input_ids: Tensor, position_ids: Tensor, batch: Batch, logits_to_keep: int | Tensor, **images: Tensor
+    ) -> Tensor:
+        return self.module(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            rl_batch=batch,
+            **images,
+        ).logits
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `ServerConfig.device`.
+
+    Raises:
+        ConfigError: not a device, or none here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: there is no CUDA device here; use cpu")
+    return device
+
+
+def choose_num_threads(num_parameters: int, most: int, *, is_fused: bool) -> int:
+    """Threads of a model on a CPU, where nobody says how many: one for each so many parameters, up to `most`.
+
+    Below, threads wait for one another longer than they compute: in transformers' module two were slower than one with
+    0.8 M parameters, 1.3 times as fast with 2.8 M. The fused pass joins them less often.
+    """
+    return max(1, min(most, num_parameters // (FUSED_PARAMETERS_PER_THREAD if is_fused else PARAMETERS_PER_THREAD)))
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of `ServerConfig.dtype`.
+
+    Raises:
+        ConfigError: not one that is served.
+    """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not served; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_model(config: ServerConfig) -> ServedModel:
+    """Load a folder.
+
+    Raises:
+        ModelFolderError: it cannot be loaded, lacks weights, or its architecture keeps more than keys and values.
+        ConfigError: device or dtype cannot be had.
+    """
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    module = _load_module(config.model_path, dtype).to(device).eval()
+    _check_architecture(module, config.model_path)
+    register_attention()
+    # The language model's attention is ours; a vision tower keeps transformers'.
+    parts = getattr(module.config, "sub_configs", None)
+    names = {part: ATTENTION_NAME if part == "text_config" else "sdpa" for part in parts or ()}
+    module.set_attn_implementation(names or ATTENTION_NAME)
+    text_config = module.config.get_text_config()
+    experts = ExpertRecorder(module)
+    probe = _probe(module, device, text_config.num_hidden_layers, config.model_path, experts)
+    model_limit = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
+    max_model_len = min(config.max_model_len, model_limit)
+    check_positions(text_config, max_model_len)
+    can_be_packed, adapters = can_pack(device, dtype), config.options.get("adapters", {})
+    fused = None if adapters else fuse(module, max_model_len, probe)
+    active = ActiveAdapters()
+    linears = serve_linears(module, active, is_packed=can_be_packed and fused is None)
+    return ServedModel(
+        module=module,
+        device=device,
+        dtype=dtype,
+        vocab_size=module.get_input_embeddings().weight.shape[0],
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(module),
+        layer_shapes=probe.shapes,
+        experts=experts,
+        linears=linears,
+        active_adapters=active,
+        adapters=AdapterStore(_adaptable(linears), adapters),
+        sight=load_sight(module, config.model_path),
+        fused=fused,
+    )
+
+
+def _load_module(path: str, dtype: torch.dtype) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        kind = type(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+        has_text_alone = kind in MODEL_FOR_CAUSAL_LM_MAPPING
+        load: Any = (AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText).from_pretrained
+        with _LOADING:
+            module, info = load(
+                path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelFolderError(f"model folder {path!r} cannot be loaded: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelFolderError(
+            f"model folder {path!r} lacks {len(missing)} weights of {type(module).__name__}, e.g. {missing[0]!r}"
+        )
+    return module
+
+
+def _adaptable(linears: dict[str, ServedLinear]) -> dict[str, ServedLinear]:
+    """Layers that see the packed tokens: not those of a vision tower."""
+    return {name: layer for name, layer in linears.items() if "visual" not in name.split(".")}
+
+
+def _check_architecture(module: Any, path: str) -> None:
+    name = type(module).__name__
+    others = set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - SERVED_LAYERS
+    if others:
+        raise ModelFolderError(
+            f"model folder {path!r}: {name} has layers of type {', '.join(sorted(others))}; "
+            f"the embedded backend serves {', '.join(sorted(SERVED_LAYERS))}"
+        )
+    if not getattr(module, "_supports_attention_backend", False):
+        raise ModelFolderError(f"model folder {path!r}: {name} does not use transformers' attention interface")
+
+
+def _eos_token_ids(module: Any) -> tuple[int, ...]:
+    for source in (getattr(module, "generation_config", None), module.config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
+
+
+@torch.inference_mode()
+def _probe(module: Any, device: torch.device, num_layers: int, path: str, experts: ExpertRecorder) -> ProbeBatch:
+    """Run one token through, to learn what layers keep and ask for, that they hand the batch over, if routers tell."""
+    probe = ProbeBatch()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    experts.is_on = True
+    module(input_ids=zero, position_ids=zero, use_cache=False, rl_batch=probe)
+    experts.is_on = False
+    experts.does_tell = experts.take() is not None
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise ModelFolderError(
+            f"model folder {path!r}: {type(module).__name__} has {num_layers} layers and "
+            f"{len(probe.shapes)} of them asked for attention"
+        )
+    return probe

@@ -1,0 +1,95 @@
+"""Images of a prompt, as a model here takes them.
+
+Positions have three axes (time, height, width), and an image takes fewer of them than it has tokens: from the prompt's
+end on, a token's position is its index plus `shift`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_rollout.multimodal import load_preparer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_rollout.multimodal import ImagePreparer
+    from rl_rollout.types import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SeenPrompt:
+    """The images of one prompt of P tokens, as the model takes them."""
+
+    positions: Tensor
+    """[3, P] int64, on the axes time, height and width."""
+    shift: int
+    """Position of token i, beyond the prompt, minus i."""
+    pixel_values: Tensor
+    """[patches of all images, numbers of a patch] float32"""
+    image_grid_thw: Tensor
+    """[images, 3] int64, patches of each along the axes."""
+    given_ids: Tensor
+    """[P] int64, the prompt; -1 where a model sampled the token, which then stands for no image."""
+    sampled_places: tuple[int, ...]
+    """Where a placeholder was sampled before the end of the last image."""
+    num_seen: int
+    """Tokens up to the end of the last image."""
+
+
+class Sight:
+    """Prepares images for one model. `see` may run in any thread.
+
+    Placeholders that a model sampled stand for nothing: their tokens have the embedding and the position of any other.
+    """
+
+    def __init__(self, module: Any, preparer: ImagePreparer) -> None:
+        self._trunk = module.base_model
+        self._prepare = preparer.prepare
+        self._token_id = preparer.token_id
+        self.check_blind = preparer.check_blind
+        self._find_places = self._trunk.get_placeholder_mask
+        self._trunk.get_placeholder_mask = self._places
+        self.given_ids: Tensor | None = None
+        """[1, T] of the pass under way, `SeenPrompt.given_ids` of its tokens."""
+
+    def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's own search for placeholders."""
+        return self._find_places(input_ids if self.given_ids is None else self.given_ids, *args, **kwargs)
+
+    def see(self, request: GenerateRequest) -> tuple[GenerateRequest, SeenPrompt]:
+        """The request with its images' places written out, and what the model is to see there.
+
+        Raises:
+            RequestError: see `ImagePreparer.prepare`.
+        """
+        request, prepared = self._prepare(request)
+        ids, given = request.prompt_token_ids, prepared.given_ids
+        row = torch.tensor([ids])
+        kinds = (torch.tensor([given]) == self._token_id).int()
+        num_seen = prepared.spans[-1][1]
+        sampled = zip(ids[:num_seen], given, strict=False)
+        grids = prepared.image_grid_thw
+        positions, shift = self._trunk.get_rope_index(row, mm_token_type_ids=kinds, image_grid_thw=grids)
+        return request, SeenPrompt(
+            positions=positions[:, 0],
+            shift=int(shift),
+            pixel_values=prepared.pixel_values,
+            image_grid_thw=grids,
+            given_ids=torch.tensor(given),
+            sampled_places=tuple(i for i, pair in enumerate(sampled) if pair == (self._token_id, -1)),
+            num_seen=num_seen,
+        )
+
+
+def load_sight(module: Any, model_path: str) -> Sight | None:
+    """How the model in this folder is shown images; None if it takes none."""
+    if not (hasattr(module.base_model, "visual") and hasattr(module.base_model, "get_rope_index")):
+        return None
+    config = module.config
+    num_merged = config.vision_config.spatial_merge_size**2
+    preparer = load_preparer(model_path, token_id=config.image_token_id, num_merged=num_merged)
+    return None if preparer is None else Sight(module, preparer)

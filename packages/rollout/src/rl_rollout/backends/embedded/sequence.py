@@ -1,0 +1,155 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rl_rollout.backends.embedded.batch_state import RowValues
+from rl_rollout.backends.embedded.extras import Extras
+from rl_rollout.errors import GenerationError
+from rl_rollout.types import FinishReason, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from rl_rollout.backends.embedded.multimodal import SeenPrompt
+    from rl_rollout.types import GenerateRequest
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """What the engine knows of a request beside its row of the table."""
+
+    request: GenerateRequest
+    told_every: int
+    """Tokens after which the new ones are handed out; 1 is each at once, 0 none before the end."""
+    limit: int
+    """Length at which it ends, tokens."""
+    seed: int
+    """Its own, or one of the server's stream."""
+    arrival: int
+    """Serial number; the smaller, the older."""
+    seen: SeenPrompt | None = None
+    """Images of its prompt."""
+    root: Hashable = None
+    """What its keys and values depend on beside its tokens: the weights, the adapter, the images."""
+    blocks: list[int] = field(default_factory=list[int])
+    """Of the cache, in the order of positions."""
+    num_told: int = 0
+    """Tokens that were handed out."""
+    row: int = -1
+    """Its row in the batch; -1 while it waits."""
+    since: float = 0.0
+    """When it began to wait, or entered the batch, by the engine's clock, seconds."""
+    extras: Extras = field(init=False)
+    """What it gets beside its tokens."""
+
+    def __post_init__(self) -> None:
+        self.extras = Extras(self.request)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Its prompt's token ids."""
+        return self.request.prompt_token_ids
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something is to be told about the prompt, so that it is computed for this request alone."""
+        return self.request.returns_prompt_logprobs or self.request.returns_routed_experts
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether something beside the token is to be told about every step."""
+        return self.request.num_top_logprobs > 0 or self.request.returns_routed_experts
+
+    def due(self, length: int) -> range:
+        """Positions of the tokens that are to be handed out now, when its row has `length` tokens.
+
+        The newest waits unless each is handed out at once: what is known of a request that was lost then never ends
+        with a token at which it would have stopped.
+        """
+        start = len(self.request.prompt_token_ids) + self.num_told
+        end = length if self.told_every == 1 else length - 1
+        return range(start, end) if end - start >= self.told_every else range(0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether it asks for top-k or top-p."""
+        params = self.request.sampling_params
+        return params.top_k > 0 or params.top_p < 1
+
+    def stops(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Ids at which it ends, where the model's are these."""
+        params = self.request.sampling_params
+        return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
+
+    def row_values(self, stop_token_ids: tuple[int, ...], adapter: int) -> RowValues:
+        """How it enters the table."""
+        params = self.request.sampling_params
+        return RowValues(
+            token_ids=self.request.prompt_token_ids,
+            limit=self.limit,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=self.seed,
+            stop_token_ids=stop_token_ids,
+            adapter=adapter,
+            shift=0 if self.seen is None else self.seen.shift,
+        )
+
+    def output(
+        self, ids: list[int], logprobs: list[float], versions: list[int], length: int, reason: FinishReason
+    ) -> TokenOutput:
+        """Cut the completion out of its row's columns, of which the first `length` entries count."""
+        completion = slice(len(self.request.prompt_token_ids), length)
+        return TokenOutput(
+            request_id=self.request.request_id,
+            token_ids=tuple(ids[completion]),
+            logprobs=tuple(logprobs[completion]),
+            weight_versions=tuple(versions[completion]),
+            finish_reason=reason,
+            **self.extras.columns(),
+        )
+
+    def poisoned(self, weight_version: int) -> GenerationError:
+        """What it is told where its logits are not finite."""
+        return GenerationError(
+            f"request {self.request.request_id!r}: the model's logits are not finite; "
+            f"check the weights of version {weight_version}"
+        )
+
+
+@dataclass(slots=True)
+class Wishes:
+    """Sequences of the batch for which a step does something beside drawing by temperature."""
+
+    streaming: set[InFlight] = field(default_factory=set[InFlight])
+    """They are told tokens before the end."""
+    truncating: set[InFlight] = field(default_factory=set[InFlight])
+    greedy: set[InFlight] = field(default_factory=set[InFlight])
+    adapted: set[InFlight] = field(default_factory=set[InFlight])
+    """They have an adapter."""
+    reading: set[InFlight] = field(default_factory=set[InFlight])
+    """They are told something beside tokens."""
+
+    def add(self, admitted: Sequence[InFlight]) -> None:
+        """They are in the batch now."""
+        self.streaming.update(s for s in admitted if s.told_every)
+        self.truncating.update(s for s in admitted if s.truncates)
+        self.greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
+        self.adapted.update(s for s in admitted if s.request.adapter is not None)
+        self.reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
+
+    def discard(self, sequence: InFlight) -> None:
+        """It has ended."""
+        for each in (self.streaming, self.truncating, self.greedy, self.adapted, self.reading):
+            each.discard(sequence)
+
+
+def finish_reason(verdict: int) -> FinishReason | None:
+    """Of a row's verdict: 1 stop token, 2 limit reached, 4 logits not finite, added up. None for the last."""
+    if verdict >= 4:
+        return None
+    return FinishReason.STOP if verdict & 1 else FinishReason.LENGTH

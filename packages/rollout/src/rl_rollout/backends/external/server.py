@@ -1,0 +1,464 @@
+"""What all inference servers of others have in common: a process in an environment of its own, spoken to over HTTP.
+
+The process listens on a UNIX socket or on loopback, known to this process alone; in front of it is the same endpoint
+as that of every other server here. So a client need not know whose engine it talks to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import uuid
+from abc import abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_rollout.backends.external.options import read_adapters, read_environment, words
+from rl_rollout.backends.external.upstream import Upstream
+from rl_rollout.base import RolloutServer
+from rl_rollout.errors import (
+    RequestError,
+    RequestTimeoutError,
+    RolloutError,
+    ServerLostError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from rl_rollout.http.server import Endpoint
+from rl_rollout.process import STOP_TIMEOUT_S, ServerProcess
+from rl_rollout.router.resume import deadline_of, empty_output
+from rl_rollout.types import FinishReason, ServerAddress
+from rl_rollout.validation import (
+    check_adapter,
+    check_extras,
+    check_finite,
+    check_length,
+    check_limits,
+    check_request,
+    check_version,
+    read_model_config,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import aiohttp
+
+    from rl_rollout.base import PauseMode, WeightReceiver
+    from rl_rollout.multimodal import ImagePreparer, PreparedImages
+    from rl_rollout.types import GenerateRequest, ServerConfig, TokenOutput
+
+GRACE_S = 5.0
+"""How long a request may take to end when its deadline is over, seconds."""
+CHECK_S = 0.2
+"""How often a starting server is asked whether it is ready, and an abort is repeated, seconds."""
+
+
+class Flight:
+    """A request between `generate` and its answer."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.upstream_id = uuid.uuid4().hex
+        """What it is called there. Its own id is free once its call has returned, which a server that has yet to see
+        that a connection is gone does not know; and SGLang takes an id for those of all that begin with it."""
+        self.is_sent = False
+        self.aborted = asyncio.Event()
+        self.ended = asyncio.Event()
+
+
+class ExternalServer(RolloutServer):
+    """Starts a server, and translates. A subclass knows its command line and its endpoints.
+
+    Pausing closes a gate on this side as well: what is asked meanwhile is not sent before `resume`, so that it does
+    not depend on what overtakes what on the way.
+    """
+
+    upstream: Upstream
+    """Set by `run_as`."""
+
+    def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
+        self.model_config = model_config = read_model_config(config.model_path)
+        self.config = config
+        self.engine_name = engine_name
+        self.model_name = Path(config.model_path).resolve().name
+        self.vocab_size = int(model_config["vocab_size"])
+        self.max_position_embeddings = int(model_config.get("max_position_embeddings") or sys.maxsize)
+        self.max_model_len = min(config.max_model_len, self.max_position_embeddings)
+        self.adapters = read_adapters(config.options.get("adapters", {}), self.model_name)
+        self.arguments = words(config.options.get("args", []), "args")
+        self.weight_version = 0
+        self._endpoint = Endpoint(self, config, model_name=self.model_name)
+        self._address: ServerAddress | None = None
+        self._is_stopped = self._is_paused = self._is_asleep = False
+        self._refusal = ""
+        """Why nothing is generated until an update succeeds; empty when something may be."""
+        self.preparer: ImagePreparer | None = None
+        """Set by a subclass whose model takes images."""
+        self._flights: dict[str, Flight] = {}
+        self._left: set[asyncio.Task[None]] = set()
+        """Aborts of requests whose callers have left."""
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._update_lock = asyncio.Lock()
+
+    def run_as(
+        self, command: Sequence[str], url: str, connector: Callable[[], aiohttp.BaseConnector], **environment: str
+    ) -> None:
+        """What `start` runs, and how it is reached. The option `env` goes before `environment`."""
+        threads = {"OMP_NUM_THREADS": str(self.config.num_threads)} if self.config.num_threads else {}
+        process = ServerProcess(
+            [sys.executable, "-m", "rl_rollout.process_guard", *command],
+            {**threads, **environment, **read_environment(self.config.options.get("env", {}))},
+            name=self.engine_name,
+        )
+        self.upstream = Upstream(
+            process, name=self.engine_name, url=url, connector=connector, timeout_s=self.config.timeout_s
+        )
+
+    @property
+    def process(self) -> ServerProcess:
+        """What serves."""
+        return self.upstream.process
+
+    # ---- what a subclass knows
+
+    @abstractmethod
+    async def post_generate(
+        self, request: GenerateRequest, images: PreparedImages | None, upstream_id: str
+    ) -> TokenOutput:
+        """Generate, as `upstream_id`. The places of images are written out in the prompt."""
+
+    @abstractmethod
+    async def post_abort(self, upstream_ids: Sequence[str]) -> None:
+        """Ask to end these requests; ids that it does not know are no error."""
+
+    @abstractmethod
+    async def post_pause(self, mode: PauseMode) -> None:
+        """Pause; `wait` is called when nothing is in flight any more."""
+
+    @abstractmethod
+    async def post_resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    async def post_update(self, address: str, version: int) -> None:
+        """Install weights, while nothing is computed.
+
+        Raises:
+            RolloutError: the old version serves, unless it is a `TornUpdateError`.
+        """
+
+    async def after_start(self) -> None:
+        """What there is to say to the server before its first request."""
+
+    async def post_sleep(self, level: int) -> None:
+        """Give memory back. Called while nothing is computed."""
+        raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep at level {level}")
+
+    async def post_wake(self, tags: Sequence[str]) -> None:
+        """Take it again."""
+        raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep, nor wake {list(tags)}")
+
+    # ---- life
+
+    async def start(self) -> ServerAddress:
+        """Start the process, wait until it answers, and bind the endpoint. Idempotent."""
+        if self._address is not None:
+            return self._address
+        if self._is_stopped:
+            raise ServerLostError("this server was stopped; create another")
+        await self._endpoint.check_port()
+        self.process.start()
+        try:
+            await self.process.wait_until(self.upstream.is_ready, timeout_s=self.config.timeout_s, check_s=CHECK_S)
+            await self.after_start()
+            url = await self._endpoint.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._address = ServerAddress(url=url, model=self.model_name, pid=os.getpid())
+        return self._address
+
+    async def stop(self) -> None:
+        """End the process and close the endpoint. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        for task in self._left:
+            task.cancel()
+        await self._endpoint.stop()
+        await self.upstream.close()
+        await self.process.end(grace_s=STOP_TIMEOUT_S)
+
+    async def check_health(self) -> None:
+        """See `RolloutServer.check_health`: whether what it started has ended."""
+        if self.process.returncode is not None:
+            raise ServerLostError(self.process.told_end())
+
+    # ---- requests
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        self._check(request)
+        flight = self._flights[request.request_id] = Flight(request)
+        deadline = deadline_of(request)
+        try:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    request, images = await self._prepare(request)
+                    if not await self._wait_for_gate(flight):
+                        return empty_output(request)
+            except TimeoutError as error:
+                raise self._late(request) from error
+            if deadline is None:  # the server's counts from here: what waits in its queue cannot be told from here
+                deadline = asyncio.get_running_loop().time() + self.config.timeout_s
+            flight.is_sent = True
+            output = await self._generate_until(deadline, request, images, flight)
+            check_finite(output)
+            check_length(output, self.max_new_tokens(request))
+            return output
+        except asyncio.CancelledError:
+            self._leave(flight)
+            raise
+        finally:
+            del self._flights[request.request_id]
+            flight.ended.set()
+
+    async def _generate_until(
+        self, deadline: float, request: GenerateRequest, images: PreparedImages | None, flight: Flight
+    ) -> TokenOutput:
+        """Generate; at the deadline end it there, and return what it has with the reason `timeout`."""
+        work = asyncio.ensure_future(self.post_generate(request, images, flight.upstream_id))
+        try:
+            done, _ = await asyncio.wait([work], timeout=deadline - asyncio.get_running_loop().time())
+            if done:
+                return work.result()
+            await self._abort_left(flight.upstream_id)
+            done, _ = await asyncio.wait([work], timeout=GRACE_S)
+            if done and (output := work.result()).token_ids:
+                is_cut = output.finish_reason is FinishReason.ABORT
+                return replace(output, finish_reason=FinishReason.TIMEOUT) if is_cut else output
+            self._leave(flight)
+            raise self._late(request)
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work])
+
+    def _late(self, request: GenerateRequest) -> RequestTimeoutError:
+        timeout_s, whose = (
+            request.timeout_s or self.config.timeout_s,
+            "its own" if request.timeout_s else "the server's",
+        )
+        return RequestTimeoutError(
+            f"request {request.request_id!r} got no token within {timeout_s} s, {whose} timeout_s, on "
+            f"{self.upstream.where}; raise it, or ask for less at a time"
+        )
+
+    def _leave(self, flight: Flight) -> None:
+        """End it there too: SGLang sees only after seconds that its connection is gone."""
+        if flight.is_sent:
+            task = asyncio.create_task(self._abort_left(flight.upstream_id))
+            self._left.add(task)
+            task.add_done_callback(self._left.discard)
+
+    async def _abort_left(self, upstream_id: str) -> None:
+        with contextlib.suppress(RolloutError):  # it is lost, or ends the request for want of a connection
+            await self.post_abort([upstream_id])
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._need_running()
+        self._check_prompt(request)
+        check_limits(request, self.config)
+        check_extras(request, self.capabilities)
+        check_adapter(request, self.adapters)
+        if self._refusal:
+            raise WeightUpdateError(self._refusal)
+        if request.request_id in self._flights:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+
+    def _check_prompt(self, request: GenerateRequest) -> None:
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+
+    async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages | None]:
+        """The request with the places of its images written out, and the images."""
+        if self.preparer is None:
+            return request, None
+        self.preparer.check_blind(request)
+        if not request.images:
+            return request, None
+        request, images = await asyncio.to_thread(self.preparer.prepare, request)
+        self._check_prompt(request)  # it is longer now
+        return request, images
+
+    async def _wait_for_gate(self, flight: Flight) -> bool:
+        """Wait while paused; False if the request was aborted before it was sent."""
+        if not self._may_send.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._may_send, flight.aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return not flight.aborted.is_set()
+
+    def max_new_tokens(self, request: GenerateRequest) -> int:
+        """What a request asks for and the context leaves."""
+        return min(request.sampling_params.max_new_tokens, self.max_model_len - len(request.prompt_token_ids))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `RolloutServer.abort`. Returns when they have ended."""
+        self._need_running()
+        ids = list(self._flights) if request_ids is None else request_ids
+        await self._abort([self._flights[i] for i in ids if i in self._flights])
+
+    async def _abort(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            flight.aborted.set()
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                # Repeated: an abort may overtake the request that it is meant for.
+                while ids := [f.upstream_id for f in flights if f.is_sent and not f.ended.is_set()]:
+                    await self.post_abort(ids)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(CHECK_S):
+                            await asyncio.gather(*(flight.ended.wait() for flight in flights))
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"{self.upstream.where} did not end {len(flights)} aborted requests within {self.config.timeout_s} s"
+            ) from error
+
+    # ---- control
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutServer.pause`."""
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestError(f"pause mode {mode!r} is not one of abort, wait, keep")
+        self._need_running()
+        flights = list(self._flights.values())
+        self._may_send.clear()
+        self._is_paused = True
+        if mode == "abort":
+            await self._abort(flights)
+        elif mode == "wait":
+            await self._drain([flight for flight in flights if flight.is_sent])
+        await self.post_pause(mode)
+
+    async def _drain(self, flights: Sequence[Flight]) -> None:
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                await asyncio.gather(*(flight.ended.wait() for flight in flights))
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"{self.upstream.where} did not finish the requests in flight within {self.config.timeout_s} s; "
+                "new ones are held"
+            ) from error
+
+    async def resume(self) -> None:
+        """See `RolloutServer.resume`."""
+        self._need_running()
+        self._is_paused = False
+        await self._go_on()
+
+    @property
+    def _stands_still(self) -> bool:
+        """Whether nothing may be computed: also not what is in flight, while there are no weights that it may use."""
+        return self._is_paused or self._is_asleep or bool(self._refusal)
+
+    async def _go_on(self) -> None:
+        """Compute again, unless something stands against it."""
+        if not self._stands_still:
+            await self.post_resume()
+            self._may_send.set()
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
+        self._may_send.clear()
+
+    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
+        """See `RolloutServer.update_weights`. Decoding stands still meanwhile.
+
+        The server's own processes open their receivers by `receive.address`, a URL of rl-ckpt.
+        """
+        if not self.capabilities.updates_weights:
+            why = " beside adapters" if self.adapters else ""
+            raise UnsupportedError(f"{self.engine_name} as it was started takes no new weights{why}")
+        async with self._update_lock:
+            self._need_running()
+            address, is_lost = receive.address, False
+            try:
+                check_version(version)
+                if "://" not in address:
+                    raise WeightUpdateError("the address is no URL of rl-ckpt, e.g. shm://policy")
+                if not self._stands_still:
+                    await self.post_pause("keep")
+                await self.post_update(address, version)
+                self.weight_version, self._refusal = version, ""
+            except ServerLostError:
+                is_lost = True
+                raise
+            except TornUpdateError as error:
+                self._refuse(f"version {version} was installed by half ({error}); an update must succeed first")
+                raise WeightUpdateError(f"{self._refusal}; the server refuses until then") from error
+            except RolloutError as error:
+                who = self._refusal or f"version {self.weight_version} still serves"
+                raise WeightUpdateError(
+                    f"version {version} was not installed from {address!r}: {error}; {who}"
+                ) from error
+            finally:
+                if not self._is_stopped and not is_lost:
+                    await self._go_on()
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `RolloutServer.sleep`."""
+        if level not in (1, 2):
+            raise RequestError(f"sleep level {level!r} is not 1 (KV cache) or 2 (KV cache and weights)")
+        if level not in self.capabilities.sleep_levels:
+            raise UnsupportedError(f"{self.engine_name} as it was started cannot sleep at level {level}")
+        async with self._update_lock:
+            self._need_running()
+            self._may_send.clear()
+            self._is_asleep = True
+            await self.post_sleep(level)
+            if level == 2:
+                self._refuse("the weights were released by sleep(level=2); wake the server and update them")
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """See `RolloutServer.wake`."""
+        unknown = sorted(set(tags) - {"weights", "kv_cache"})
+        if unknown or not tags:
+            raise RequestError(f"wake tags {list(tags)} must be some of weights, kv_cache")
+        async with self._update_lock:
+            self._need_running()
+            if not self._is_asleep:
+                return
+            await self.post_wake(tags)
+            if "kv_cache" in tags:
+                self._is_asleep = False
+                await self._go_on()
+
+    def status(self) -> dict[str, Any]:
+        """What `/health` tells: counts are of requests."""
+        num_sent = sum(flight.is_sent for flight in self._flights.values())
+        return {
+            "status": "no weights" if self._refusal else "ok",
+            "model": self.model_name,
+            "pid": os.getpid(),
+            "weight_version": self.weight_version,
+            "num_running": num_sent,
+            "num_waiting": len(self._flights) - num_sent,
+            "is_paused": self._is_paused,
+            "is_asleep": self._is_asleep,
+        }
+
+    def _need_running(self) -> None:
+        if self._address is None or self._is_stopped:
+            raise ServerLostError(f"the {self.engine_name} server of {self.model_name!r} is not running; call start()")
+
+
+class TornUpdateError(RolloutError):
+    """Within a backend: an update failed after the model was changed."""

@@ -1,0 +1,164 @@
+"""The HTTP endpoint of an inference server that runs as a process of ours, and what its failures are called."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError, ServerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rl_rollout.process import ServerProcess
+
+GRACE_S = 5.0
+"""How much longer than the server's deadline an answer to a command is waited for, seconds."""
+EXIT_TIMEOUT_S = 2.0
+"""How long to wait for the end of a process whose connection was lost, seconds."""
+
+
+class Upstream:
+    """Calls a server.
+
+    Args:
+        process: What serves.
+        name: What errors call it.
+        url: Its base URL.
+        connector: Makes what reaches it, in the event loop.
+        timeout_s: Deadline of commands, seconds.
+    """
+
+    def __init__(
+        self,
+        process: ServerProcess,
+        *,
+        name: str,
+        url: str,
+        connector: Callable[[], aiohttp.BaseConnector],
+        timeout_s: float,
+    ) -> None:
+        self.process = process
+        self.name = name
+        self._url = url
+        self._connector = connector
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def where(self) -> str:
+        """What errors say about the place."""
+        return f"{self.name} (pid {self.process.pid})"
+
+    async def is_ready(self) -> bool:
+        """Whether its `/health` answers 200."""
+        try:
+            async with asyncio.timeout(GRACE_S), self.request("GET", "/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def close(self) -> None:
+        """Leave all connections. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+
+    def request(self, method: str, path: str, body: Any = None, **query: str) -> Any:
+        """One HTTP request, as aiohttp's context manager of the response."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=GRACE_S)
+            self._session = aiohttp.ClientSession(connector=self._connector(), timeout=timeout)
+        return self._session.request(method, self._url + path, json=body, params=query)
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **query: str
+    ) -> dict[str, Any]:
+        """One HTTP request to the server; its JSON answer.
+
+        Args:
+            method: GET or POST.
+            path: Of the endpoint.
+            body: JSON.
+            timeout_s: Deadline, seconds; None leaves it to the caller's.
+            **query: In the URL.
+
+        Raises:
+            RequestError: it answered 4xx.
+            GenerationError: it answered 5xx.
+            ServerLostError: it is not there, closed the connection, or answered 5xx as it is no longer well.
+            RequestTimeoutError: it did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self.request(method, path, body, **query) as response:
+                await self.check(response, path)
+                return decode(await response.text())
+        except TimeoutError as error:
+            if timeout_s is None:
+                raise
+            raise RequestTimeoutError(f"{self.where} did not answer {path} within {timeout_s} s") from error
+        except aiohttp.ClientError as error:
+            raise await self.lost(closed(error)) from error
+
+    async def command(self, path: str, body: Any = None, **query: str) -> dict[str, Any]:
+        """`call` by POST, with the deadline of commands."""
+        return await self.call("POST", path, body, timeout_s=self._timeout_s + GRACE_S, **query)
+
+    async def check(self, response: aiohttp.ClientResponse, path: str) -> None:
+        """Raise what an answer other than 200 means.
+
+        Raises:
+            RequestError: it is 4xx.
+            ServerLostError: it is 5xx, and the server is no longer well: one of its processes is gone.
+            GenerationError: it is anything else.
+        """
+        if response.status == 200:
+            return
+        what = f"{self.name} answered {response.status} to {path}: {error_text(await response.text())}"
+        if 400 <= response.status < 500:
+            raise RequestError(what)
+        if await self._is_unwell():
+            raise await self.lost(what)
+        errors = "".join(f"\n  | {line}" for line in self.process.first_errors)
+        raise GenerationError(what + (f"; the first errors in its log:{errors}" if errors else ""))
+
+    async def _is_unwell(self) -> bool:
+        """Whether it says so, or is not there. One that is too busy to say may be well."""
+        try:
+            async with asyncio.timeout(GRACE_S), self.request("GET", "/health") as response:
+                return response.status != 200
+        except TimeoutError:
+            return False
+        except aiohttp.ClientError:
+            return True
+
+    async def lost(self, why: str) -> ServerLostError:
+        """What to raise when it is gone: how the process ended, if it did."""
+        if await self.process.has_ended(EXIT_TIMEOUT_S):
+            return ServerLostError(self.process.told_end())
+        return ServerLostError(f"{self.where} is lost: {why}")
+
+
+def closed(error: aiohttp.ClientError) -> str:
+    """How a connection failed."""
+    return f"it closed the connection: {error or type(error).__name__}"
+
+
+def decode(text: str) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def error_text(text: str) -> str:
+    """The sentence in an error's answer, whatever its shape."""
+    found: Mapping[str, Any] = decode(text)
+    told = found.get("error", found.get("detail", found.get("message")))
+    if isinstance(told, dict):
+        told = told.get("message")
+    return str(told or text)[:1000]

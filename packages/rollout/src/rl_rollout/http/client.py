@@ -1,0 +1,331 @@
+"""A `RolloutServer` over HTTP: the client of a server in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from rl_rollout.base import RolloutServer
+from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
+from rl_rollout.http import messages as wire
+from rl_rollout.types import Capabilities, ServerAddress
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+
+    from rl_rollout.base import PauseMode, WeightReceiver
+    from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
+
+CONNECT_TIMEOUT_S = 10.0
+"""Deadline of opening a connection, seconds."""
+GRACE_S = 5.0
+"""How much longer than the server's own deadline the client waits for the server to say so, seconds."""
+
+MOST_TOGETHER, MOST_BYTES_TOGETHER = 1024, 2**24
+"""Requests that travel in one HTTP request, and their bytes: servers take `max_completions` and `max_body_bytes`."""
+
+Pending = tuple["GenerateRequest", bytes, "asyncio.Future[TokenOutput]"]
+"""A request, its JSON, and who waits for it."""
+
+
+class HttpServer(RolloutServer):
+    """Talks to one server.
+
+    Requests that are made in the same turn of the event loop travel in one HTTP request, and their answers come back
+    in one stream as they end: a thousand short requests do not cost a thousand round trips.
+    """
+
+    def __init__(self, url: str, *, api_token: str | None = None, timeout_s: float = 120.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"server address {url!r} is not an http:// URL")
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._api_token = api_token
+        self._session: aiohttp.ClientSession | None = None
+        self._outbox: list[Pending] = []
+        self._in_flight: set[str] = set()
+        self._left: list[str] = []
+        """Requests whose callers have left, to be aborted together."""
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Aborts on their way, by request id: the next request of that id is sent after it."""
+        self._told: dict[str, list[dict[str, Any]]] = {}
+        """New tokens of the requests in flight, as they were told."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._capabilities = Capabilities()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the server says that it can do."""
+        return self._capabilities
+
+    async def start(self) -> ServerAddress:
+        """See that the server answers. It has been started by somebody else."""
+        health = await self._call("GET", "/health")
+        self._capabilities = wire.capabilities_from_json(health["capabilities"])
+        return ServerAddress(url=self.url, model=health["model"], pid=health["pid"])
+
+    async def stop(self) -> None:
+        """Close the connections; the server goes on. Idempotent."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def health(self) -> dict[str, Any]:
+        """What the server tells of itself: status, weight version, numbers of requests."""
+        return await self._call("GET", "/health")
+
+    async def check_health(self) -> None:
+        """See `RolloutServer.check_health`. One that does not answer in time is as good as gone."""
+        try:
+            await self.health()
+        except RequestTimeoutError as error:
+            raise ServerLostError(str(error)) from error
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        if (leaving := self._leaving.get(request.request_id)) is not None:
+            await asyncio.wait([leaving])
+        body = json.dumps(wire.request_to_json(request)).encode()
+        self._enter(request)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[TokenOutput] = loop.create_future()
+        if not self._outbox:
+            loop.call_soon(self._flush)
+        self._outbox.append((request, body, future))
+        # Without a deadline of its own it takes as long as it takes: the server counts its turn, and beats meanwhile.
+        timeout_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            if future.done() and not future.cancelled():
+                raise  # the server's own, which says more
+            self._give_up(request)
+            raise self._late(request, timeout_s) from error
+        except asyncio.CancelledError:
+            self._give_up(request)
+            raise
+        finally:
+            self._in_flight.discard(request.request_id)
+            self._told.pop(request.request_id, None)
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `RolloutServer.generate_stream`. Leaving early closes the connection, by which the server knows."""
+        self._enter(request)
+        timeout_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
+        # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        body = json.dumps(wire.request_to_json(request)).encode()
+        try:
+            async with asyncio.timeout_at(deadline):
+                response = await self._open().post(f"{self.url}/generate_stream", data=body, timeout=self._until_silent)
+            async with response:
+                if response.status != 200:
+                    raise await self._failure(response)
+                lines = _lines(response)
+                reason = None
+                while reason is None:
+                    async with asyncio.timeout_at(deadline):
+                        chunk = self._read_chunk(await anext(lines, None))
+                    reason = chunk.finish_reason
+                    yield chunk
+        except aiohttp.ClientError as error:
+            raise self._lost(error) from error
+        except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
+            raise self._late(request, timeout_s) from error
+        finally:
+            self._in_flight.discard(request.request_id)
+
+    def _read_chunk(self, line: bytes | None) -> TokenChunk:
+        if line is None:
+            raise ServerLostError(f"{self.url} closed the connection before the end of a stream")
+        message = wire.message_of(line)
+        if "error" in message:
+            raise wire.error_from_json(message["error"], self.url)
+        return wire.chunk_from_json(message)
+
+    def _enter(self, request: GenerateRequest) -> None:
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in flight already")
+        self._in_flight.add(request.request_id)
+
+    def _late(self, request: GenerateRequest, timeout_s: float | None) -> RequestTimeoutError:
+        return RequestTimeoutError(f"{self.url} did not answer request {request.request_id!r} within {timeout_s} s")
+
+    def _flush(self) -> None:
+        batch, self._outbox = self._outbox, []
+        live: list[Pending] = []
+        num_bytes = 0
+        for each in batch:
+            _, body, future = each
+            if future.done():
+                continue
+            if live and (len(live) == MOST_TOGETHER or num_bytes + len(body) > MOST_BYTES_TOGETHER):
+                self._spawn(self._send_batch(live))
+                live, num_bytes = [], 0
+            live.append(each)
+            num_bytes += len(body)
+        if live:
+            self._spawn(self._send_batch(live))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _give_up(self, request: GenerateRequest) -> None:
+        """End it at the server; all that are left in one turn of the loop by one call."""
+        if not self._left:
+            self._leaving_now = self._spawn(self._abort_left())
+        self._left.append(request.request_id)
+        self._leaving[request.request_id] = self._leaving_now
+
+    async def _send_batch(self, batch: Sequence[Pending]) -> None:
+        """Send requests and settle their futures. Whatever happens, every future is settled."""
+        waiting = {request.request_id: future for request, _, future in batch}
+        error: Exception = ServerLostError(f"{self.url} closed the connection before it answered")
+        try:
+            body = b'{"progress": true, "requests": [' + b",".join(body for _, body, _ in batch) + b"]}"
+            async with self._open().post(
+                f"{self.url}/generate_batch", data=body, timeout=self._until_silent
+            ) as response:
+                if response.status != 200:
+                    raise await self._failure(response)
+                await self._read_lines(response, waiting)
+        except aiohttp.ClientError as cause:
+            error = self._lost(cause)
+        except Exception as cause:  # noqa: BLE001  it is every waiting caller's to see
+            error = cause
+        finally:
+            for request_id, future in waiting.items():
+                if not future.done():
+                    future.set_exception(_with_partial(error, request_id, self._told.get(request_id, [])))
+
+    async def _read_lines(
+        self,
+        response: aiohttp.ClientResponse,
+        waiting: dict[str, asyncio.Future[TokenOutput]],
+    ) -> None:
+        async for line in _lines(response):
+            message = wire.message_of(line.removeprefix(b"+"))
+            future = waiting[message["request_id"]]
+            if future.done():
+                continue  # its caller gave up
+            if line.startswith(b"+"):
+                self._told.setdefault(message["request_id"], []).append(message)
+            elif "error" in message:
+                future.set_exception(wire.error_from_json(message["error"], self.url))
+            else:
+                future.set_result(wire.output_from_json(message))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `RolloutServer.abort`."""
+        await self._call("POST", "/abort", {"request_ids": None if request_ids is None else list(request_ids)})
+
+    async def _abort_left(self) -> None:
+        """On behalf of callers that have gone and have their own errors."""
+        await asyncio.sleep(0)
+        left, self._left = self._left, []
+        with contextlib.suppress(RolloutError):
+            await self.abort(left)
+        for request_id in left:
+            if self._leaving.get(request_id) is asyncio.current_task():
+                del self._leaving[request_id]
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutServer.pause`."""
+        await self._call("POST", "/pause", {"mode": mode})
+
+    async def resume(self) -> None:
+        """See `RolloutServer.resume`."""
+        await self._call("POST", "/resume")
+
+    async def update_weights(self, receive: WeightReceiver, version: int) -> None:
+        """See `RolloutServer.update_weights`. The server's process opens its own receiver by `receive.address`."""
+        await self._call("POST", "/update_weights", {"address": receive.address, "version": version})
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `RolloutServer.sleep`."""
+        await self._call("POST", "/sleep", {"level": level})
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """See `RolloutServer.wake`."""
+        await self._call("POST", "/wake", {"tags": list(tags)})
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._api_token}"} if self._api_token else {}
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            )
+        return self._session
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s + GRACE_S),
+                self._open().request(method, self.url + path, json=body) as response,
+            ):
+                if response.status != 200:
+                    raise await self._failure(response)
+                return await response.json()
+        except TimeoutError as error:
+            if isinstance(error, RolloutError):
+                raise
+            message = f"{self.url}{path} did not answer within {self.timeout_s + GRACE_S} s"
+            raise RequestTimeoutError(message) from error
+        except aiohttp.ClientError as error:
+            raise self._lost(error) from error
+
+    @property
+    def _until_silent(self) -> aiohttp.ClientTimeout:
+        """Of answers that take as long as they take: the server writes something every few seconds."""
+        return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s + GRACE_S)
+
+    def _lost(self, cause: Exception) -> ServerLostError:
+        what = f"is not there or closed the connection: {cause or type(cause).__name__}"
+        if isinstance(cause, aiohttp.SocketTimeoutError):
+            what = f"wrote nothing for {self.timeout_s + GRACE_S} s, and it writes every few seconds while it is well"
+        lost = ServerLostError(f"{self.url} {what}")
+        lost.__cause__ = cause
+        return lost
+
+    async def _failure(self, response: aiohttp.ClientResponse) -> RolloutError:
+        """The error that an answer tells."""
+        text = await response.text()
+        try:
+            return wire.error_from_json(json.loads(text)["error"], self.url)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return RolloutError(f"{response.url} answered {response.status}: {text[:500]}")
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The whole lines of a body as they come."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line:  # an empty one tells that the server is there
+                yield line
+
+
+def _with_partial(error: Exception, request_id: str, told: Sequence[dict[str, Any]]) -> Exception:
+    """The same loss, with what this request had got until then."""
+    if not isinstance(error, ServerLostError):
+        return error
+    lost = ServerLostError(str(error))
+    lost.__cause__ = error.__cause__
+    lost.partial = wire.partial_from_json(request_id, told)
+    return lost

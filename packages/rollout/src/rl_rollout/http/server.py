@@ -1,0 +1,356 @@
+"""The HTTP endpoint of a server that lives in this process.
+
+`POST /generate`, `/generate_batch` and `/generate_stream` take and give token ids; `/abort /pause /resume
+/update_weights /sleep /wake` are the methods of `RolloutServer`; `/health` and `/v1/models` tell what is served;
+`_openai.py` adds the OpenAI-compatible ones. An error is `{"error": {"type", "message", "code"}}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import logging
+import os
+import socket
+from collections import Counter
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from aiohttp import web
+
+from rl_rollout.errors import RequestError, RolloutError, ServerStartError
+from rl_rollout.http import messages as wire
+from rl_rollout.http.openai import OpenAIRoutes
+from rl_rollout.receiver import CkptReceiver
+from rl_rollout.validation import check_count
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.types import GenerateRequest, ServerConfig, TokenChunk, TokenOutput
+
+PROGRESS = b"+"
+"""What a line begins with that tells of new tokens and is not the answer."""
+
+HEARTBEAT_S = 2.0
+"""How often an answer that has nothing to tell writes an empty line, seconds: a client knows by it that the server is
+there, however long its request waits."""
+
+NOT_ALLOWED = {
+    "error": {
+        "type": "AuthorizationError",
+        "message": "this server asks for a bearer token in the Authorization header",
+    }
+}
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """A server that tells of new tokens before the end."""
+
+    tells_progress: bool
+
+    async def generate(
+        self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
+    ) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        ...
+
+
+def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[TokenChunk], None]:
+    """What writes a line of every chunk."""
+
+    def tell(chunk: TokenChunk) -> None:
+        lines.put_nowait(PROGRESS + wire.line_of({"request_id": request_id, **wire.chunk_to_json(chunk)}))
+
+    return tell
+
+
+def not_bound(config: ServerConfig, error: OSError) -> ServerStartError:
+    """What to raise where a port cannot be bound."""
+    return ServerStartError(
+        f"port {config.port} of {config.host} cannot be bound ({error.strerror or error}); choose another port, or 0 "
+        "for a free one"
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    """The base URL of a bound port; where it is bound on every interface, by a name that others can reach."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_allowed(request: web.Request, api_token: str | None) -> bool:
+    """Whether a request shows the bearer token, where one is asked for; everybody may ask for `/health`."""
+    if not api_token or request.path == "/health":
+        return True
+    shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+    return hmac.compare_digest(shown, f"Bearer {api_token}".encode())
+
+
+def http_error(request: web.Request, error: web.HTTPException, max_body_bytes: int) -> web.Response:
+    """What aiohttp refuses, as JSON."""
+    told = error.reason
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        told = f"the body is larger than max_body_bytes={max_body_bytes}; ask for less at a time, or raise it"
+    body = {"error": {"type": "HttpError", "message": f"{request.method} {request.path}: {told}"}}
+    return web.json_response(body, status=error.status)
+
+
+class Endpoint:
+    """Answers HTTP for one server. Knows the server by its abstract interface, and by `status()` where it has one."""
+
+    def __init__(self, server: RolloutServer, config: ServerConfig, *, model_name: str) -> None:
+        self._server = server
+        self._config = config
+        self._model_name = model_name
+        self._teller: TellsProgress | None = server if isinstance(server, TellsProgress) else None
+        self._receivers: dict[str, CkptReceiver] = {}
+        self._openai = OpenAIRoutes(server, config, model_name=model_name)
+        self._counts: Counter[str] = Counter()
+        """Answers by status."""
+        self._runner: web.AppRunner | None = None
+
+    async def check_port(self) -> None:
+        """See that the port is free, before what takes minutes is started.
+
+        Raises:
+            ServerStartError: it is taken, or the interface cannot be bound.
+        """
+        if not self._config.port:
+            return
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                asyncio.Protocol, self._config.host, self._config.port
+            )
+        except OSError as error:
+            raise not_bound(self._config, error) from error
+        server.close()
+        await server.wait_closed()
+
+    async def start(self) -> str:
+        """Bind, and return the base URL.
+
+        Raises:
+            ServerStartError: the port is taken, or the interface cannot be bound.
+        """
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/generate_batch", self._generate_batch),
+                web.post("/generate_stream", self._generate_stream),
+                web.post("/abort", self._abort),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.post("/update_weights", self._update_weights),
+                web.post("/sleep", self._sleep),
+                web.post("/wake", self._wake),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                *self._openai.routes(),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._config.host, self._config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self.stop()
+            raise not_bound(self._config, error) from error
+        return url_of(self._config.host, self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close the port and the weight-transfer sessions. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        self._openai.close()
+        for receiver in self._receivers.values():
+            await receiver.close()
+        self._receivers.clear()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Ask for the token; turn errors into JSON."""
+        if not is_allowed(request, self._config.api_token):
+            return web.json_response(NOT_ALLOWED, status=401)
+        response = await self._answer(request, handler)
+        resource = request.match_info.route.resource  # None of a path that is not served: callers invent those
+        path = "unknown" if resource is None else resource.canonical
+        self._counts[f'path="{path}",status="{response.status}"'] += 1
+        return response
+
+    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RolloutError as error:
+            return web.json_response(wire.error_to_json(error), status=wire.status_of(error))
+        except web.HTTPException as error:
+            return http_error(request, error, self._config.max_body_bytes)
+        except Exception as error:  # noqa: BLE001  logged, and told to the caller; the server stays up
+            _log.exception("%s %s failed", request.method, request.path)
+            return web.json_response(wire.error_to_json(error), status=500)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        message = wire.object_from_body(await request.read(), request.path)
+        output = await self._server.generate(wire.request_from_json(message))
+        return web.json_response(wire.output_to_json(output))
+
+    async def _generate_batch(self, request: web.Request) -> web.StreamResponse:
+        """`{"requests": [...]}` in; one JSON line per request out, as they end, each an output or an error.
+
+        With `"progress": true`, lines that begin with `+` tell of new tokens in between, where the server can: what
+        a client knows when this process dies.
+        """
+        message = wire.object_from_body(await request.read(), request.path)
+        wire.check_fields(message, {"requests": (list,), "progress": (bool,)}, "the batch")
+        done: asyncio.Queue[bytes] = asyncio.Queue()
+        tells = message.get("progress", False)
+        check_count(len(message.get("requests", [])), self._config)
+        tasks = [
+            asyncio.create_task(self._generate_line(each, done, tells=tells)) for each in message.get("requests", [])
+        ]
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        try:
+            await response.prepare(request)
+            num_left = len(tasks)
+            while num_left:
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        lines = [await done.get()]
+                except TimeoutError:
+                    await response.write(b"\n")
+                    continue
+                while not done.empty():
+                    lines.append(done.get_nowait())
+                num_left -= sum(not line.startswith(PROGRESS) for line in lines)
+                await response.write(b"".join(lines))
+            await response.write_eof()
+        finally:
+            # A client that went away takes its requests with it.
+            for task in tasks:
+                task.cancel()
+        return response
+
+    async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
+        """A request in; a JSON line per chunk out, the last of them with a `finish_reason`, or an error."""
+        message = wire.object_from_body(await request.read(), request.path)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        async with aclosing(self._server.generate_stream(wire.request_from_json(message))) as chunks:
+            try:
+                async for chunk in _with_beats(chunks):
+                    if not response.prepared:  # an error before the first token is an ordinary answer, if it comes soon
+                        await response.prepare(request)
+                    await response.write(b"\n" if chunk is None else wire.line_of(wire.chunk_to_json(chunk)))
+            except RolloutError as error:
+                if not response.prepared:
+                    raise
+                await response.write(wire.line_of(wire.error_to_json(error)))
+        await response.write_eof()
+        return response
+
+    async def _generate_line(self, message: Any, done: asyncio.Queue[bytes], *, tells: bool) -> None:
+        request: GenerateRequest | None = None
+        try:
+            request = wire.request_from_json(message)
+            if tells and self._teller is not None and not request.has_extras:
+                output = await self._teller.generate(request, progress_line(request.request_id, done))
+            else:
+                output = await self._server.generate(request)
+            answer = wire.output_to_json(output)
+        except Exception as error:  # noqa: BLE001  it is this line's answer; the others go on
+            known_id = (
+                request.request_id if request else message.get("request_id") if isinstance(message, dict) else None
+            )
+            answer = {"request_id": known_id, **wire.error_to_json(error)}
+        done.put_nowait(wire.line_of(answer))
+
+    async def _abort(self, request: web.Request) -> web.StreamResponse:
+        message = wire.object_from_body(await request.read(), request.path)
+        wire.check_fields(message, {"request_ids": (list, type(None))}, "abort")
+        ids = message.get("request_ids")
+        await self._server.abort(None if ids is None else wire.check_strings(ids, "request_ids"))
+        return web.json_response({})
+
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        message = wire.object_from_body(await request.read(), request.path)
+        wire.check_fields(message, {"mode": (str,)}, "pause")
+        if message.get("mode") not in ("abort", "wait", "keep"):
+            raise RequestError(f"pause mode {message.get('mode')!r} is not one of abort, wait, keep")
+        await self._server.pause(cast("PauseMode", message["mode"]))
+        return web.json_response({})
+
+    async def _resume(self, request: web.Request) -> web.StreamResponse:
+        del request
+        await self._server.resume()
+        return web.json_response({})
+
+    async def _update_weights(self, request: web.Request) -> web.StreamResponse:
+        """`{"address", "version"}`: this process opens the receiving end, once per address."""
+        message = wire.object_from_body(await request.read(), request.path)
+        wire.check_fields(message, {"address": (str,), "version": (int,)}, "update_weights")
+        if set(message) != {"address", "version"}:
+            raise RequestError("update_weights needs the fields 'address' and 'version'")
+        address: str = message["address"]
+        if address not in self._receivers:
+            self._receivers[address] = CkptReceiver(address, timeout_s=self._config.timeout_s)
+        await self._server.update_weights(self._receivers[address], message["version"])
+        return web.json_response({"version": message["version"]})
+
+    async def _sleep(self, request: web.Request) -> web.StreamResponse:
+        message = wire.object_from_body(await request.read(), request.path)
+        wire.check_fields(message, {"level": (int,)}, "sleep")
+        await self._server.sleep(message.get("level", 1))
+        return web.json_response({})
+
+    async def _wake(self, request: web.Request) -> web.StreamResponse:
+        message = wire.object_from_body(await request.read(), request.path)
+        wire.check_fields(message, {"tags": (list,)}, "wake")
+        tags = message.get("tags")
+        await (self._server.wake() if tags is None else self._server.wake(wire.check_strings(tags, "tags")))
+        return web.json_response({})
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        """Numbers of the status as gauges, and answers counted by path and status.
+
+        Format: https://prometheus.io/docs/instrumenting/exposition_formats
+        """
+        del request
+        status: Callable[[], dict[str, Any]] | None = getattr(self._server, "status", None)
+        lines: list[str] = []
+        for name, value in (status() if status else {}).items():
+            if name != "pid" and isinstance(value, int | float):
+                lines += [f"# TYPE rl_rollout_{name} gauge", f"rl_rollout_{name} {float(value)}"]
+        lines.append("# TYPE rl_rollout_http_requests_total counter")
+        lines += [f"rl_rollout_http_requests_total{{{labels}}} {count}" for labels, count in self._counts.items()]
+        return web.Response(text="\n".join(lines) + "\n", headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        del request
+        await self._server.check_health()
+        status: Callable[[], dict[str, Any]] | None = getattr(self._server, "status", None)
+        found = status() if status else {"status": "ok", "model": self._model_name, "pid": os.getpid()}
+        return web.json_response({**found, "capabilities": dataclasses.asdict(self._server.capabilities)})
+
+
+async def _with_beats(chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk | None]:
+    """Chunks as they come, and None whenever none has come for `HEARTBEAT_S`."""
+    while True:
+        coming = asyncio.ensure_future(anext(chunks, None))
+        try:
+            while not (await asyncio.wait([coming], timeout=HEARTBEAT_S))[0]:
+                yield None
+        finally:
+            if not coming.done():  # the caller leaves: the generator may be closed when it does nothing any more
+                coming.cancel()
+                await asyncio.wait([coming])
+        chunk = coming.result()
+        if chunk is None:
+            return
+        yield chunk

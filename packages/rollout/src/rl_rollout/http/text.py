@@ -1,0 +1,163 @@
+"""From token ids to text, piece by piece."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rl_rollout.errors import RequestError
+from rl_rollout.http.tools import with_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_UNFINISHED = "\ufffd"
+"""What a tokenizer gives for bytes that are no whole character yet."""
+
+
+class TextStream:
+    """The text of a completion while its tokens arrive.
+
+    Text that may still be taken back is held: the newest token (it may be a stop token, which is no part of the
+    text), an unfinished character, and what could be the beginning of a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._ids: list[int] = []
+        self._context = 0
+        """First token that is decoded with new ones: characters may depend on the tokens before them."""
+        self._read = 0
+        """Tokens whose text was taken."""
+        self._held = ""
+        self.is_stopped = False
+        """Whether a stop string was found; what follows it is dropped."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take new tokens; return the text that is certain by now."""
+        self._ids.extend(ids)
+        return self._emit(self._decode_to(len(self._ids) - 1), is_last=False)
+
+    def finish(self, *, drop_last: bool) -> str:
+        """Return the rest, without the last token's text if that was a stop token."""
+        end = len(self._ids) - 1 if drop_last else len(self._ids)
+        return self._emit(self._decode_to(end, is_last=True), is_last=True)
+
+    def _decode_to(self, end: int, *, is_last: bool = False) -> str:
+        if end <= self._read:
+            return ""
+        before = self._decode(self._context, self._read)
+        after = self._decode(self._context, end)
+        if after.endswith(_UNFINISHED) and not is_last:
+            return ""
+        self._context, self._read = self._read, end
+        return after[len(before) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
+
+    def _emit(self, new: str, *, is_last: bool) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + new
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.is_stopped, self._held = True, ""
+            return text[: min(found)]
+        num_held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - num_held
+        self._held = text[cut:]
+        return text[:cut]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def plain_messages(messages: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Messages as chat templates take them, and their images in order.
+
+    Content in parts becomes one string where all are text; else an `image_url` part becomes `{"type": "image"}`.
+
+    Raises:
+        RequestError: no message, one without a role, a part that is neither text nor an image's data URL.
+    """
+    if not messages or not all(isinstance(each, dict) and "role" in each for each in messages):
+        raise RequestError("the request needs 'messages': a list of objects with 'role' and 'content'")
+    images: list[str] = []
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [_plain_part(part, images) for part in content]
+            is_text = all(part["type"] == "text" for part in parts)
+            content = "".join(part["text"] for part in parts) if is_text else parts
+        plain.append(with_objects({**message, "content": content}))
+    return plain, tuple(images)
+
+
+def _plain_part(part: Any, images: list[str]) -> dict[str, Any]:
+    match part:
+        case {"type": "text", "text": str()}:
+            return part
+        case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:image/"):
+            images.append(url)
+            return {"type": "image"}
+        case {"type": "image_url"}:
+            raise RequestError("an image_url must be a data URL (data:image/png;base64,...); nothing is downloaded")
+        case _:
+            raise RequestError(f"a part of a message's content is {part!r:.100}; it must be text or image_url")
+
+
+class LazyTokenizer:
+    """The tokenizer of a model folder, loaded when text is first asked for."""
+
+    def __init__(self, model_path: str) -> None:
+        self._model_path = model_path
+        self._tokenizer: Any = None
+
+    def get(self) -> Any:
+        """A Hugging Face tokenizer.
+
+        Raises:
+            RequestError: the folder has none, so only token ids are served.
+        """
+        if self._tokenizer is None:
+            try:
+                from transformers import AutoTokenizer
+
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    self._model_path, local_files_only=True, trust_remote_code=False
+                )
+            except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
+                raise RequestError(
+                    f"model folder {self._model_path!r} has no tokenizer that can be loaded ({error}); "
+                    "text is not served here, use /generate with token ids"
+                ) from error
+        return self._tokenizer
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a plain prompt."""
+        return tuple(self.get().encode(text))
+
+    def encode_chat(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant writes.
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or the template refuses the messages or leaves the tools
+                out.
+        """
+        tokenizer = self.get()
+        if not getattr(tokenizer, "chat_template", None):
+            raise RequestError("the tokenizer has no chat template; use /v1/completions")
+        render = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = render(tools=list(tools) or None)
+            is_told = not tools or text != render()
+        except Exception as error:  # jinja2's errors, and whatever a template raises
+            raise RequestError(f"the chat template refused the messages: {error}") from error
+        if not is_told:
+            raise RequestError("the model's chat template has no place for tools; it would never hear of them")
+        return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,141 @@
+"""From the name of a backend to a server. Knows entry points and nothing about any backend."""
+
+from __future__ import annotations
+
+import importlib
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from rl_rollout.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_rollout.base import RolloutServer
+    from rl_rollout.types import ServerAddress, ServerConfig
+
+GROUP = "rl_rollout.backends"
+"""Entry points of this group name a module with `create_server(config)`; one that launches differently from
+`rl-serve` has a `launch_server(config)` too."""
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+"""Hosts that are served without a token."""
+
+
+def load_backend(name: str) -> Any:
+    """The module of a backend.
+
+    Raises:
+        BackendError: no such backend, or it cannot be imported here.
+    """
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        raise BackendError(f"no rollout backend {name!r}; installed here: {', '.join(sorted(found)) or 'none'}")
+    try:
+        return importlib.import_module(found[name].module)
+    except ImportError as error:
+        raise BackendError(_pip_line(name, error)) from error
+
+
+def _pip_line(name: str, error: ImportError) -> str:
+    return f"rollout backend {name!r} cannot be imported ({error}); try: pip install 'rl-rollout[{name}]'"
+
+
+def check_config(config: ServerConfig) -> None:
+    """Refuse what no backend can serve.
+
+    Raises:
+        ConfigError: a number out of range, or an open interface without a token.
+    """
+    if config.host not in LOOPBACK_HOSTS and not config.api_token:
+        raise ConfigError(f"host {config.host!r} is reachable from outside; set api_token, or use 127.0.0.1")
+    for name, low in (
+        ("max_model_len", 2),
+        ("max_num_seqs", 1),
+        ("num_threads", 0),
+        ("kv_cache_bytes", 0),
+        ("port", 0),
+        ("max_body_bytes", 1),
+        ("max_completions", 1),
+        ("max_stops", 0),
+        ("max_top_logprobs", 0),
+    ):
+        if getattr(config, name) < low:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
+    for name in ("timeout_s", "queue_timeout_s"):
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{name}={getattr(config, name)} must be above 0")
+
+
+def check_options(options: Mapping[str, Any], known: Mapping[str, str], backend: str) -> None:
+    """Refuse options that a backend does not have. `known` tells what each is.
+
+    Raises:
+        ConfigError: names the option, and those that there are.
+    """
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            what = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known) or 'none'}"
+            raise ConfigError(f"backend {backend!r} has no option {name!r}; {what}")
+
+
+def check_unused(config: ServerConfig, names: Sequence[str], why: str) -> None:
+    """Refuse settings that have no effect.
+
+    Raises:
+        ConfigError: one is not its default; says why it would be ignored.
+    """
+    default = type(config)(model_path="")
+    for name in names:
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"{name}={getattr(config, name)!r}: {why}; leave it out")
+
+
+def create_server(backend: str, config: ServerConfig) -> RolloutServer:
+    """A server that lives in this process. `await server.start()` loads the model and opens its HTTP endpoint.
+
+    Raises:
+        BackendError: unknown, or not importable here; says what to install.
+        ConfigError, ModelFolderError: it could not serve this.
+    """
+    check_config(config)
+    module = load_backend(backend)
+    try:
+        return module.create_server(config)
+    except ImportError as error:
+        raise BackendError(_pip_line(backend, error)) from error
+
+
+def launch_server(backend: str, config: ServerConfig) -> RolloutServer:
+    """A server in a process of its own, which ends when this one does. `start()` starts it and waits until it answers.
+
+    Raises:
+        BackendError: unknown here.
+        ConfigError, ModelFolderError: it could not serve this.
+    """
+    check_config(config)
+    own_way = getattr(load_backend(backend), "launch_server", None)
+    if own_way is not None:
+        return own_way(config)
+    from rl_rollout.http.launched import LaunchedServer  # the HTTP client is imported by those who use it
+
+    return LaunchedServer(backend, config)
+
+
+def connect_server(
+    address: str | ServerAddress, *, api_token: str | None = None, timeout_s: float = 120.0
+) -> RolloutServer:
+    """A client for a server that runs somewhere: pass the address between processes, connect in each.
+
+    `stop()` leaves the server running.
+
+    Args:
+        address: Its base URL, or what its `start` returned.
+        api_token: Bearer token, where the server asks for one.
+        timeout_s: Deadline of requests that bring none, seconds.
+    """
+    from rl_rollout.http.client import HttpServer  # the HTTP client is imported by those who use it
+
+    return HttpServer(address if isinstance(address, str) else address.url, api_token=api_token, timeout_s=timeout_s)

@@ -1,0 +1,144 @@
+"""Random models of a few ten thousand parameters, as Hugging Face folders. Public through `rl_rollout.testing.fake`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_rollout.testing.served import TINY_ALPHABET
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+VISION = ("<vision>", "<image>", "<video>", "</vision>")
+"""Tokens of a vision-language model, after the alphabet."""
+VISION_NAMES = ("vision_bos_token", "image_token", "video_token", "vision_eos_token")
+"""What transformers' processors call them."""
+
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+VISION_TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<vision><image></vision>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def write_tiny_model(folder: Path, *, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
+    """Write a random model of a few ten thousand parameters and a character-level tokenizer as a Hugging Face folder.
+
+    Args:
+        folder: Written to; made if it is not there.
+        family: `qwen3`, `llama`, or any model type that transformers knows and that takes the same config fields.
+        seed: Of the weights.
+        **overrides: Fields of the model's config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    vocab_size = _write_tokenizer(folder, (), PLAIN_TEMPLATE)
+    sizes = _sizes(vocab_size) | {"tie_word_embeddings": family == "qwen3"}
+    return _write_model(folder, AutoModelForCausalLM, AutoConfig.for_model(family, **(sizes | overrides)), seed)
+
+
+def write_tiny_vl_model(
+    folder: Path, *, family: str = "qwen2_5_vl", seed: int = 0, patch_size: int = 4, **overrides: Any
+) -> Path:
+    """`write_tiny_model` for a vision-language model: with an image processor, and `<vision><image></vision>` in chats.
+
+    Args:
+        folder: Written to; made if it is not there.
+        family: `qwen2_5_vl` or `qwen3_vl`.
+        seed: Of the weights.
+        patch_size: Pixels of a patch's side; an image has a feature for each two by two of them.
+        **overrides: Fields of the language model's config.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    vocab_size = _write_tokenizer(folder, VISION, VISION_TEMPLATE)
+    text = _sizes(vocab_size) | overrides
+    feature = (2 * patch_size) ** 2
+    size = {"shortest_edge": feature, "longest_edge": 16 * feature}  # pixels of the smallest and the largest image
+    Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(
+        folder
+    )
+    vision = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": patch_size}
+    vision |= {"out_hidden_size": text["hidden_size"], "initializer_range": 0.2}
+    vision |= {
+        "qwen2_5_vl": {"window_size": 4 * patch_size, "fullatt_block_indexes": [1]},
+        "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    }[family]
+    half = text["head_dim"] // 2
+    sections = {"qwen2_5_vl": [half // 4, half // 4, half // 2], "qwen3_vl": [half // 2, half // 4, half // 4]}[family]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    ids = {
+        f"{name}_token_id": vocab_size - len(VISION) + index
+        for index, name in enumerate(("vision_start", "image", "video", "vision_end"))
+    }
+    config = AutoConfig.for_model(
+        family,
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **ids,
+    )
+    return _write_model(folder, AutoModelForImageTextToText, config, seed)
+
+
+def load_weights(folder: Path | str) -> dict[str, Tensor]:
+    """The weights in a model folder, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(f"{folder}/model.safetensors")
+
+
+def _sizes(vocab_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        # Wide enough that random logits differ clearly, so that greedy decoding has no near ties.
+        "initializer_range": 0.2,
+    }
+
+
+def _write_tokenizer(folder: Path, special: tuple[str, ...], chat_template: str) -> int:
+    """Write a tokenizer whose every character is a token; the size of its vocabulary."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *TINY_ALPHABET, *special))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        extra_special_tokens=dict(zip(VISION_NAMES, special, strict=False)),
+    )
+    wrapped.chat_template = chat_template
+    wrapped.save_pretrained(folder)
+    return len(vocab)
+
+
+def _write_model(folder: Path, auto_class: Any, config: Any, seed: int) -> Path:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        auto_class.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder

@@ -1,0 +1,143 @@
+"""Decode graphs: which bucket a step takes, and what its static buffers hold. On a GPU, the graphs themselves."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from rl_csrc import paged
+from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
+from rl_rollout.backends.embedded.attention import PagedBatch
+from rl_rollout.backends.embedded.cuda_graphs import DecodeGraphs, round_up, round_up_columns
+from rl_rollout.backends.embedded.engine import Engine
+from rl_rollout.backends.embedded.kv_cache import KVCache
+from rl_rollout.backends.embedded.model_runner import load_model
+from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
+
+PROMPTS = [tuple(3 + (7 * i + n) % 45 for i in range(n)) for n in (1, 5, 13, 34, 13)]
+
+
+def requests():
+    for i, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_new_tokens=8 + 5 * i, temperature=0.0, ignore_eos=True)
+        yield GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params), 0
+
+
+def run(engine):
+    engine.submit(requests())
+    while engine.can_step:
+        engine.step()
+    return {name: output.token_ids for name, output in engine.take_events()}
+
+
+def plain(folder, **config):
+    config = ServerConfig(model_path=str(folder), **config)
+    engine = Engine(replace(load_model(config), fused=None), config)  # which no GPU has
+    engine.graphs = None
+    return engine
+
+
+def test_sizes_are_powers_of_two_and_those_of_columns_lie_closer():
+    assert [round_up(n) for n in (1, 2, 3, 4, 5, 64, 65, 256)] == [1, 2, 4, 4, 8, 64, 128, 256]
+    columns = [round_up_columns(n) for n in range(1, 70)]
+    assert sorted(set(columns)) == [1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80]
+    assert all(count <= size <= max(1.25 * count, 8) for count, size in enumerate(columns, start=1))
+
+
+def test_a_step_over_static_buffers_gives_the_same_tokens(qwen3_folder):
+    want = run(plain(qwen3_folder))
+    engine = plain(qwen3_folder, kv_cache_bytes=2**20)
+    captured, calls = [], []
+
+    def capture(work):
+        captured.append(work)
+
+        def replay():
+            calls.append(work)
+            return work()
+
+        return replay
+
+    spare = engine.reserve_cache()
+    engine.graphs = DecodeGraphs(engine.model, engine.cache, spare, lambda device: capture)
+    assert run(engine) == want
+    # Rows fall from 5 to 1, columns rise from 4 to 8: few graphs, many steps.
+    assert len(captured) <= 6
+    assert len(calls) > 20
+    assert engine.scheduler.pool.limit == spare  # no sequence is ever given that block
+    assert engine.cache.num_blocks == spare + 1
+    before = len(captured)
+    engine.set_version(1, has_moved=False)
+    assert run(engine) == want
+    assert len(captured) == before
+    engine.set_version(2)
+    assert run(engine) == want
+    assert len(captured) == 2 * before  # new weights lie elsewhere: all captured anew
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+def test_a_decode_step_asks_the_host_nothing(family, tmp_path, monkeypatch):
+    """A CUDA graph cannot be captured of a step that waits for a number; tensors without content have none to give."""
+    monkeypatch.setattr(paged, "has_kernel", lambda query: False)
+    sizes = {"attn_logit_softcapping": 30.0, "sliding_window": 8} if family == "gemma2" else {}
+    config = ServerConfig(model_path=str(write_tiny_model(tmp_path / family, family=family, **sizes)))
+    model = replace(load_model(config), fused=None)
+    cache = KVCache(model.layer_shapes, block_size=4, dtype=model.dtype, device=model.device)
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
+        cache.resize(9)
+        rows, positions = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+        batch = PagedBatch(cache, torch.zeros(4, 2, dtype=torch.int64), rows, positions, num_single=4, num_blocks=2)
+        assert model.logits(rows, positions, batch).shape == (4, model.vocab_size)
+        with pytest.raises(DataDependentOutputException):
+            positions.max().item()
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu_give_the_tokens_of_plain_steps(qwen3_folder):
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+    config = ServerConfig(model_path=str(qwen3_folder), device="cuda", dtype="float32", kv_cache_bytes=2**24)
+    engine = Engine(load_model(config), config)
+    assert engine.graphs is not None
+    want = run(plain(qwen3_folder, device="cuda", dtype="float32", kv_cache_bytes=2**24))
+    assert run(engine) == want == run(plain(qwen3_folder, device="cpu"))
+    engine.set_version(1, has_moved=False)
+    assert run(engine) == want
+    engine.set_version(2)
+    assert run(engine) == want
+    engine.drop_cache()
+    assert run(engine) == want
+
+
+@pytest.mark.gpu
+def test_new_weights_reach_the_graphs_of_a_gpu_while_it_decodes(qwen3_folder):
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+    weights = load_weights(qwen3_folder)
+    others = {name: tensor.roll(1, dims=0) if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+
+    async def scenario(device):
+        config = ServerConfig(model_path=str(qwen3_folder), device=device, dtype="float32", kv_cache_bytes=2**24)
+        server = create_server("embedded", config)
+        await server.start()
+        asked = [request for request, _ in requests()]
+        try:
+            old = await asyncio.gather(*map(server.generate, asked))
+            going = [replace(request, request_id=f"{request.request_id} going") for request in asked]
+            task = asyncio.gather(*map(server.generate, going))
+            await server.update_weights(FakeReceiver(others, 1), 1)
+            await task
+            new = await asyncio.gather(*map(server.generate, asked))
+            await server.sleep(2)
+            await server.wake()
+            await server.update_weights(FakeReceiver(weights, 2), 2)
+            again = await asyncio.gather(*map(server.generate, asked))
+        finally:
+            await server.stop()
+        return [[output.token_ids for output in outputs] for outputs in (old, new, again)]
+
+    found = asyncio.run(scenario("cuda"))
+    assert found == asyncio.run(scenario("cpu"))
+    assert found[0] == found[2] != found[1]
