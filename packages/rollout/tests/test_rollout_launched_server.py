@@ -19,13 +19,13 @@ from rl_rollout import (
     ServerConfig,
     ServerLostError,
     ServerStartError,
+    TokenOutput,
     connect_server,
     create_server,
     launch_server,
 )
 from rl_rollout.cli import main, parse
-from rl_rollout.http.launched import API_TOKEN_VARIABLE
-from rl_rollout.router.resume import empty_output, extended
+from rl_rollout.http.client import API_TOKEN_VARIABLE
 from rl_rollout.testing import Served, ServerConformance, load_weights, write_tiny_model
 
 TOKEN = "a-secret"
@@ -171,7 +171,7 @@ def test_a_replica_that_is_killed_is_gone_on_from_where_it_was(long_folder):
     async def collected(request, stream):
         chunks = [chunk async for chunk in stream]
         assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-        return reduce(extended, chunks, empty_output(request))
+        return reduce(TokenOutput.extended, chunks, TokenOutput.empty(request))
 
     whole, again, lost, asked = asyncio.run(scenario())
     assert [output.token_ids for output in again] == [output.token_ids for output in whole]

@@ -1,4 +1,9 @@
-"""A server's process: started, watched for its last lines, and ended with all that it started."""
+"""Supervisor of child processes: started, watched for their last lines, and ended with all that they started.
+
+`python -m rl_rollout.process COMMAND...` guards a command: inference servers start processes of their own, which
+outlive whoever started them. The guard, the command and all that it starts are one process group; it ends when the
+guard's standard input is closed or the command has ended.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -18,8 +24,11 @@ from rl_rollout.errors import ServerStartError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+
 NUM_LAST_LINES = 20
 NUM_FIRST_ERRORS = 3
+TERMINATE_S = 8.0
+"""How long a guarded group may take to end after SIGTERM, seconds."""
 STOP_TIMEOUT_S = 10.0
 """How long a process may take to end by itself before it is killed, seconds."""
 EXIT_CHECK_S = 0.02
@@ -162,3 +171,28 @@ class ServerProcess:
         first = "".join(f"\n  | {line}" for line in buried)
         lines = "".join(f"\n  | {line}" for line in self._last_lines)
         return f"{what}; " + (f"its first errors:{first}\n" if first else "") + f"its last lines:{lines}"
+
+
+def main(command: list[str]) -> int:
+    """Guard a command; returns its exit code."""
+    signal.signal(signal.SIGTERM, _stay)  # a handler, and not SIG_IGN, which the command would inherit
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    code = process.wait()
+    os.killpg(0, signal.SIGTERM)
+    return code if code >= 0 else 128 - code
+
+
+def _stay(number: int, frame: object) -> None:
+    """The guard signals its own group, and goes on."""
+
+
+def _end_with_stdin() -> None:
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever written to it: this returns when the other end is closed
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(TERMINATE_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

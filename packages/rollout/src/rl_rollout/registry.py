@@ -119,7 +119,7 @@ def launch_server(backend: str, config: ServerConfig) -> RolloutServer:
     own_way = getattr(load_backend(backend), "launch_server", None)
     if own_way is not None:
         return own_way(config)
-    from rl_rollout.http.launched import LaunchedServer  # the HTTP client is imported by those who use it
+    from rl_rollout.http.client import LaunchedServer  # the HTTP client is imported by those who use it
 
     return LaunchedServer(backend, config)
 

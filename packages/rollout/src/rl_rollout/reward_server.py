@@ -30,10 +30,9 @@ from rl_rollout.errors import (
 from rl_rollout.http import messages as wire
 from rl_rollout.http.server import NOT_ALLOWED, http_error, is_allowed, not_bound, url_of
 from rl_rollout.http.text import LazyTokenizer, plain_messages
-from rl_rollout.positions import check_positions
 from rl_rollout.registry import LOOPBACK_HOSTS, check_unused
 from rl_rollout.types import ServerAddress
-from rl_rollout.validation import check_count
+from rl_rollout.validation import check_count, check_positions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,22 @@ class TokenOutput:
     routed_experts: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """[P + C - 1][MoE layers][experts per token] expert ids, in the order of the router; the last token was never
     fed. Empty unless asked for."""
+
+    @classmethod
+    def empty(cls, request: GenerateRequest) -> TokenOutput:
+        """Of a request that ended before its first token."""
+        reason = FinishReason.ABORT
+        return cls(request_id=request.request_id, token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
+
+    def extended(self, chunk: TokenChunk) -> TokenOutput:
+        """This output and what came after it, with its reason if it tells one."""
+        return replace(
+            self,
+            finish_reason=self.finish_reason if chunk.finish_reason is None else chunk.finish_reason,
+            token_ids=self.token_ids + chunk.token_ids,
+            logprobs=self.logprobs + chunk.logprobs,
+            weight_versions=self.weight_versions + chunk.weight_versions,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout.errors import GenerationError, ModelFolderError, RequestError, UnsupportedError, WeightUpdateError
+from rl_rollout.errors import (
+    ConfigError,
+    GenerationError,
+    ModelFolderError,
+    RequestError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from rl_rollout.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, ServerConfig, TokenOutput
+
 
 NO_LOGPROB = -9999.0
 """What vLLM tells in place of NaN, of minus infinity, and of what it does not know."""
@@ -212,3 +221,64 @@ def versions_of(spans: Sequence[Mapping[str, Any]], count: int, engine_name: str
             f"{engine_name} told the weight versions of {len(versions)} tokens, and there are {count}"
         )
     return versions
+
+
+_PLAIN = {
+    "bias": "none",
+    "use_dora": False,
+    "use_qalora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "alora_invocation_tokens": None,
+}
+"""Settings of peft that are served at this value alone."""
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""`init_lora_weights` under which an adapter is one of the base model as it lies on disk. Others (`pissa`, `olora`)
+train beside a base of their own; peft writes `true` where it converts such an adapter to the base on disk."""
+
+
+def check_plain(adapter: str, config: Mapping[str, Any], *, is_scaled_by_root: bool = True) -> None:
+    """Refuse what would be served as another model than peft's.
+
+    Args:
+        adapter: Its name.
+        config: Peft's.
+        is_scaled_by_root: Whether the engine knows `use_rslora`.
+
+    Raises:
+        ModelFolderError: says which setting, and what is served.
+    """
+    if config.get("peft_type") != "LORA":
+        raise ModelFolderError(f"adapter {adapter!r} is of type {config.get('peft_type')!r}; LORA is served")
+    for name, served in (_PLAIN if is_scaled_by_root else {**_PLAIN, "use_rslora": False}).items():
+        if (config.get(name) or served) != served:
+            raise ModelFolderError(f"adapter {adapter!r} has {name}={config[name]!r}; {served!r} is served")
+    init = config.get("init_lora_weights", True)
+    if init not in _KEEPS_BASE:
+        raise ModelFolderError(
+            f"adapter {adapter!r} has init_lora_weights={init!r}, which changed the base model that it was trained "
+            "beside; save it with peft's path_initial_model_for_weight_conversion"
+        )
+
+
+def check_positions(text_config: Any, max_model_len: int) -> None:
+    """See that a token's position turns it alike whoever is beside it.
+
+    Transformers chooses the frequencies of `longrope` by the largest position of a pass, for all that is in it.
+
+    Raises:
+        ConfigError: tells the length up to which it does.
+    """
+    found: Any = getattr(text_config, "rope_parameters", None) or {}
+    for rope in (found, *found.values()):  # where kinds of layers differ, one each
+        if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope":
+            continue
+        limit = rope["original_max_position_embeddings"]
+        if max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={max_model_len}: this model (longrope) turns all tokens of a batch by other "
+                f"frequencies once one of them is beyond {limit}, so that what is computed would depend on neighbours; "
+                f"set it to {limit} at most, or use the backend vllm"
+            )

@@ -26,7 +26,7 @@ from rl_rollout import (
 )
 from rl_rollout.backends.openai import Gathered
 from rl_rollout.testing import FakeReceiver, load_weights
-from rl_rollout.testing.conformance_control import in_time
+from rl_rollout.testing.conformance import in_time
 
 KEY = "a-secret"
 

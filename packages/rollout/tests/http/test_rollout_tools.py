@@ -51,7 +51,7 @@ def ask(folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     point = SimpleNamespace(name="stars", load=lambda: parse)
     monkeypatch.setattr(
-        "rl_rollout.http.tools.entry_points", lambda group, name=None: [point] if group == PARSERS else []
+        "rl_rollout.http.text.entry_points", lambda group, name=None: [point] if group == PARSERS else []
     )
     seen = []
 

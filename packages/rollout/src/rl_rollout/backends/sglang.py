@@ -21,26 +21,25 @@ import aiohttp
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
-from rl_rollout.backends.external.options import (
+from rl_rollout.backends.external.server import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
+    ExternalServer,
+    TornUpdateError,
     find_preparer,
     has_vision,
     read_environment,
     words,
 )
-from rl_rollout.backends.external.server import ExternalServer, TornUpdateError
 from rl_rollout.errors import ConfigError, GenerationError, RequestError, RolloutError, UnsupportedError
-from rl_rollout.lora_config import check_plain
 from rl_rollout.registry import check_options
-from rl_rollout.router.resume import empty_output
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
-from rl_rollout.validation import versions_of
+from rl_rollout.validation import check_plain, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.options import Adapter
+    from rl_rollout.backends.external.server import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -307,7 +306,7 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
         raise GenerationError(f"sglang ended {request.request_id!r}: {told['finish_reason'].get('message')}")
     ids = tuple(answer["output_ids"] or ())
     if not ids:
-        return empty_output(request)
+        return TokenOutput.empty(request)
     pairs = told["output_token_logprobs"][: len(ids)]
     logprobs = told["output_token_sampling_logprobs"] if is_cut(request) else [pair[0] for pair in pairs]
     extras: dict[str, Any] = {}

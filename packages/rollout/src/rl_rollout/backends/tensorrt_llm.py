@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout.backends.external.options import COMMON_OPTIONS, words
-from rl_rollout.backends.external.server import ExternalServer
+from rl_rollout.backends.external.server import COMMON_OPTIONS, ExternalServer, words
 from rl_rollout.backends.external.upstream import closed, error_text
 from rl_rollout.errors import ConfigError, GenerationError, ServerLostError, UnsupportedError
 from rl_rollout.registry import check_options
-from rl_rollout.router.resume import empty_output, extended
 from rl_rollout.types import Capabilities, FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -223,7 +221,7 @@ def put_together(request: GenerateRequest, chunks: Sequence[TokenChunk], *, is_a
 
 
 def _joined(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> TokenOutput:
-    output = empty_output(request)
+    output = TokenOutput.empty(request)
     for chunk in chunks:
-        output = extended(output, chunk)
+        output = output.extended(chunk)
     return output

@@ -10,6 +10,7 @@ are prepared here, and given to vLLM with their places in the prompt.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -20,29 +21,31 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rl_rollout.backends.external.options import (
+from rl_rollout.backends.external.server import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
+    ExternalServer,
+    TornUpdateError,
     find_preparer,
     has_vision,
     read_environment,
     words,
 )
-from rl_rollout.backends.external.server import ExternalServer, TornUpdateError
-from rl_rollout.backends.external.vllm_features import features_of
 from rl_rollout.errors import ConfigError, RolloutError, UnsupportedError
 from rl_rollout.registry import check_options
-from rl_rollout.router.resume import empty_output
 from rl_rollout.types import Capabilities, FinishReason, TokenOutput
 from rl_rollout.validation import NO_LOGPROB, as_logprob, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.options import Adapter
+    from torch import Tensor
+
+    from rl_rollout.backends.external.server import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
+
 
 OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m vllm.entrypoints.openai.api_server",
@@ -278,7 +281,7 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
     choice = answer["choices"][0]
     ids = tuple(choice["token_ids"] or ())
     if not ids:
-        return empty_output(request)
+        return TokenOutput.empty(request)
     content = choice["logprobs"]["content"]
     extras: dict[str, Any] = {}
     if request.num_top_logprobs:
@@ -310,3 +313,40 @@ def read_experts(encoded: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
     array: Any = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     return tuple(tuple(map(tuple, token)) for token in array.tolist())
+
+
+RAW_VIEW = 3
+"""Extension type of the bytes of a tensor."""
+
+
+def features_of(images: PreparedImages) -> dict[str, Any]:
+    """`features` of a request. vLLM knows an image again by the hash of its data URL."""
+    from msgspec import msgpack  # needed for this alone
+
+    grids = images.image_grid_thw
+    pixels = images.pixel_values.split(grids.prod(-1).tolist())
+    items = [_item(*pair) for pair in zip(pixels, grids, strict=True)]
+    return {
+        "mm_hashes": {"image": [hashlib.sha256(url.encode()).hexdigest() for url in images.urls]},
+        "mm_placeholders": {"image": [{"offset": start, "length": end - start} for start, end in images.spans]},
+        "kwargs_data": {"image": [base64.b64encode(msgpack.encode(item)).decode() for item in items]},
+    }
+
+
+def _item(pixel_values: Tensor, grid_thw: Tensor) -> dict[str, Any]:
+    """One image: its fields, each with how vLLM is to put those of several images together."""
+    rows = [[0, len(pixel_values), None]]
+    return {
+        "pixel_values": {
+            "data": _tensor(pixel_values),
+            "field": ("flat", {"keep_on_cpu": False, "slices": rows, "dim": 0}),
+        },
+        "image_grid_thw": {"data": _tensor(grid_thw), "field": ("batched", {"keep_on_cpu": True})},
+    }
+
+
+def _tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], Any]:
+    from msgspec.msgpack import Ext
+
+    data = tensor.contiguous().numpy().tobytes()
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), Ext(RAW_VIEW, data)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
+import sys
 import uuid
+from array import array
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, cast
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
 from rl_rollout import errors
 from rl_rollout.errors import RequestError, RolloutError
-from rl_rollout.http.messages_experts import experts_from_json, experts_to_json
 from rl_rollout.types import Capabilities, FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
 
 SAMPLING_TYPES: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
@@ -268,3 +273,45 @@ def check_strings(found: Any, what: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise RequestError(f"{what} must be a list of strings")
     return [str(each) for each in found]
+
+
+Experts = tuple[tuple[tuple[int, ...], ...], ...]
+"""[tokens][layers][experts per token] expert ids."""
+
+_CODES: dict[str, Literal["B", "h"]] = {"uint8": "B", "int16": "h"}
+"""Of Python's arrays, by dtype."""
+
+
+def experts_to_json(experts: Experts) -> dict[str, Any]:
+    """Pack ids of at least one token; all tokens have the same layers, and all layers the same number of experts."""
+    flat = list(chain.from_iterable(chain.from_iterable(experts)))
+    dtype = "uint8" if min(flat) >= 0 and max(flat) < 2**8 else "int16"
+    numbers = _little_endian(array(_CODES[dtype], flat))
+    shape = [len(experts), len(experts[0]), len(experts[0][0])]
+    return {"shape": shape, "dtype": dtype, "data": base64.b64encode(numbers.tobytes()).decode()}
+
+
+def experts_from_json(found: Any) -> Experts:
+    """The reverse of `experts_to_json`.
+
+    Raises:
+        RolloutError: it is neither that nor nested lists.
+    """
+    if isinstance(found, list):
+        return tuple(tuple(map(tuple, token)) for token in found)
+    try:
+        shape, code = found["shape"], _CODES[found["dtype"]]
+        numbers = array(code, base64.b64decode(found["data"], validate=True))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RolloutError(f"routed_experts cannot be read: {error!r}; wanted shape, dtype and data") from error
+    if prod(shape) != len(numbers):
+        raise RolloutError(f"routed_experts has {len(numbers)} numbers for the shape {shape}")
+    rows: Any = memoryview(_little_endian(numbers)).cast("B").cast(code, shape).tolist()
+    return tuple(tuple(map(tuple, token)) for token in rows)
+
+
+def _little_endian(numbers: array[int]) -> array[int]:
+    """To the order of the wire, or from it."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

@@ -22,9 +22,7 @@ from aiohttp import web
 
 from rl_rollout.errors import RequestError, UnsupportedError
 from rl_rollout.http import messages as wire
-from rl_rollout.http.openai_fields import CHAT_TYPES, COMPLETION_TYPES, NEUTRAL
-from rl_rollout.http.text import LazyTokenizer, TextStream, plain_messages
-from rl_rollout.http.tools import check_tools, load_parser, read_calls
+from rl_rollout.http.text import LazyTokenizer, TextStream, check_tools, load_parser, plain_messages, read_calls
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
 from rl_rollout.validation import check_count
 
@@ -33,6 +31,48 @@ if TYPE_CHECKING:
 
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import ServerConfig, TokenOutput
+
+
+_NUMBER = (int, float)
+_COMMON: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "max_tokens": (int,),
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": (int,),
+    "n": (int,),
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "stop": (str, list),
+    "stop_token_ids": (list,),
+    "ignore_eos": (bool,),
+    "return_token_ids": (bool,),
+    "seed": (int,),
+    "user": (str,),
+    "metadata": (dict,),
+}
+COMPLETION_TYPES = {**_COMMON, "prompt": (str, list), "logprobs": (int,), "prompt_logprobs": (int,)}
+CHAT_TYPES = {
+    **_COMMON,
+    "messages": (list,),
+    "max_completion_tokens": (int,),
+    "logprobs": (bool,),
+    "top_logprobs": (int,),
+    "tools": (list,),
+    "tool_choice": (str, dict),
+    "parallel_tool_calls": (bool,),
+}
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}
+"""Fields of OpenAI's that are accepted at the value that changes nothing."""
 
 
 T = TypeVar("T")

@@ -7,22 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_rollout.errors import RequestTimeoutError
-from rl_rollout.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
     from rl_rollout.errors import ServerLostError
-    from rl_rollout.types import GenerateRequest, TokenChunk
-
-
-def empty_output(request: GenerateRequest) -> TokenOutput:
-    """Of a request that ended before its first token."""
-    return TokenOutput(
-        request_id=request.request_id,
-        token_ids=(),
-        logprobs=(),
-        weight_versions=(),
-        finish_reason=FinishReason.ABORT,
-    )
+    from rl_rollout.types import GenerateRequest, TokenOutput
 
 
 def deadline_of(request: GenerateRequest) -> float | None:
@@ -87,15 +75,4 @@ def joined(done: TokenOutput, rest: TokenOutput, *, num_prompt_tokens: int) -> T
         prompt_logprobs=prompt_logprobs,
         # The second part tells the experts of all tokens that it was given, those of the first included.
         routed_experts=done.routed_experts + rest.routed_experts[len(done.routed_experts) :],
-    )
-
-
-def extended(done: TokenOutput, chunk: TokenChunk) -> TokenOutput:
-    """An output and what came after it, with its reason if it tells one."""
-    return replace(
-        done,
-        finish_reason=done.finish_reason if chunk.finish_reason is None else chunk.finish_reason,
-        token_ids=done.token_ids + chunk.token_ids,
-        logprobs=done.logprobs + chunk.logprobs,
-        weight_versions=done.weight_versions + chunk.weight_versions,
     )

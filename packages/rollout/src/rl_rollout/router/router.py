@@ -19,14 +19,14 @@ from rl_rollout.errors import (
 )
 from rl_rollout.receiver import CkptReceiver
 from rl_rollout.router.placement import Placement
-from rl_rollout.router.resume import check_due, deadline_of, due, empty_output, extended, joined, rest_of
-from rl_rollout.types import FinishReason, ServerAddress, TokenChunk
+from rl_rollout.router.resume import check_due, deadline_of, due, joined, rest_of
+from rl_rollout.types import FinishReason, ServerAddress, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 
     from rl_rollout.base import PauseMode, WeightReceiver
-    from rl_rollout.types import Capabilities, GenerateRequest, TokenOutput
+    from rl_rollout.types import Capabilities, GenerateRequest
 
 
 class Router(RolloutServer):
@@ -179,7 +179,7 @@ class Router(RolloutServer):
         """
         deadline = deadline_of(request)
         with self._entered(request):
-            done = empty_output(request)
+            done = TokenOutput.empty(request)
             left: GenerateRequest | None = request
             while left is not None:
                 part, is_last = await self._generate_part(left, deadline)
@@ -193,13 +193,13 @@ class Router(RolloutServer):
         """What one replica gives, and whether that is all."""
         server = await self._take_turn(request, deadline)
         if server is None:
-            return empty_output(request), True
+            return TokenOutput.empty(request), True
         try:
             output = await server.generate(due(request, deadline))
         except ServerLostError as error:
             await self._leave_out(server, error)
             check_due(request, deadline, error)
-            return error.partial or empty_output(request), False
+            return error.partial or TokenOutput.empty(request), False
         finally:
             await self._give_back(server)
         return output, self._is_over(request, output.finish_reason, server)
@@ -214,7 +214,7 @@ class Router(RolloutServer):
         deadline = deadline_of(request)
         with self._entered(request):
             left: GenerateRequest | None = request
-            done = empty_output(request)
+            done = TokenOutput.empty(request)
             while left is not None:
                 server = await self._take_turn(left, deadline)
                 if server is None:
@@ -222,7 +222,7 @@ class Router(RolloutServer):
                 try:
                     async with aclosing(server.generate_stream(due(left, deadline))) as chunks:
                         async for chunk in chunks:
-                            done = extended(done, chunk)
+                            done = done.extended(chunk)
                             if self._is_over(request, chunk.finish_reason, server):
                                 yield chunk
                                 return

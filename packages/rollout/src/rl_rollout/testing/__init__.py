@@ -15,9 +15,8 @@ A backend passes the suite like this:
         pass
 """
 
-from rl_rollout.testing.conformance import ServerConformance
+from rl_rollout.testing.conformance import Served, ServerConformance
 from rl_rollout.testing.fake import FakeReceiver, FakeServer
-from rl_rollout.testing.served import Served
 from rl_rollout.testing.tiny_models import load_weights, write_tiny_model, write_tiny_vl_model
 
 __all__ = [

@@ -1,10 +1,8 @@
-"""Random models of a few ten thousand parameters, as Hugging Face folders. Public through `rl_rollout.testing.fake`."""
+"""Random models of a few ten thousand parameters, as Hugging Face folders. Public through `rl_rollout.testing`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-from rl_rollout.testing.served import TINY_ALPHABET
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +15,9 @@ VISION = ("<vision>", "<image>", "<video>", "</vision>")
 VISION_NAMES = ("vision_bos_token", "image_token", "video_token", "vision_eos_token")
 """What transformers' processors call them."""
 
+TINY_ALPHABET = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz?.,:"
+"""Characters of a tiny model's tokenizer, one token each, after `<pad>` (0), `<eos>` (1) and `<unk>` (2)."""
+VOCAB_SIZE = 3 + len(TINY_ALPHABET)
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 VISION_TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"

@@ -31,8 +31,8 @@ from rl_rollout import (
     UnsupportedError,
     create_server,
 )
-from rl_rollout.backends.external.vllm_features import features_of
 from rl_rollout.backends.sglang import check_prompt_length, one_place_each
+from rl_rollout.backends.vllm import features_of
 from rl_rollout.multimodal import ImagePreparer
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_vl_model
 

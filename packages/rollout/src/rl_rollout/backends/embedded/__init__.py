@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import ConfigError, ModelFolderError
-from rl_rollout.http.tools import check_parser
+from rl_rollout.http.text import check_parser
 from rl_rollout.registry import check_options
 from rl_rollout.validation import read_model_config
 
@@ -68,6 +68,6 @@ def launch_server(config: ServerConfig) -> RolloutServer:
     """A client whose `start` runs `rl-serve --backend embedded` as a process of its own."""
     check_embedded_options(config.options)
     check_model_folder(config.model_path)
-    from rl_rollout.http.launched import LaunchedServer
+    from rl_rollout.http.client import LaunchedServer
 
     return LaunchedServer("embedded", config)

@@ -1,27 +1,32 @@
 """The forward pass of Llama's descendants as one native call, for CPUs; the transformers module stays the reference.
 
-`rl_csrc.decoder` computes it, over weights that are laid out for it once per weight version.
+`rl_csrc.inference.decoder` computes it, over weights that are laid out for it once per weight version.
 Letters: T packed tokens, B of them with logits, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_csrc.inference.decoder import Decoder, DecoderLayer, PackedLinear, has_kernel, pack_linear
+from rl_csrc.inference.decoder import Decoder, DecoderLayer, Drawing, PackedLinear, has_kernel, pack_linear
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_csrc.inference.decoder import Drawing
+    import numpy as np
+
     from rl_rollout.backends.embedded.attention import AttentionSettings, ProbeBatch
+    from rl_rollout.backends.embedded.batch_state import BatchTable
     from rl_rollout.backends.embedded.kv_cache import LayerShape
+    from rl_rollout.backends.embedded.scheduler import Plan
+
 
 KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Classes of transformers whose layers are computed here."""
@@ -164,3 +169,57 @@ def _difference(module: Any, fused: FusedDecoder, shapes: Mapping[int, LayerShap
     want = module(input_ids=ids[None], position_ids=positions[None], use_cache=False, rl_batch=batch()).logits[0]
     got = fused.logits(ids, batch())
     return float((got - want).abs().max() / want.abs().max())
+
+
+MOST_STEPS = 16
+"""Of a call: a block's worth, so that a row holds one block more than it needs at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The newest token of each of B rows."""
+
+    ids: np.ndarray
+    """[B] int64"""
+    logprobs: np.ndarray
+    """[B] float32"""
+
+
+def generate(
+    decoder: FusedDecoder,
+    cache: KVCache,
+    table: BatchTable,
+    plan: Plan,
+    weight_version: int,
+    interrupt: Tensor | None,
+) -> Drawn:
+    """Take up to `plan.steps` steps with all rows, whose tokens are in the cache but for the newest.
+
+    Tokens, log-probs, versions, lengths and what is computed are brought up to date in the table. `interrupt` is that
+    of `Decoder.generate`.
+    """
+    count, steps = len(plan.rows), plan.steps
+    table.reserve(0, int(table.lengths_host[:count].max()) + steps, 1)
+    lengths = table.lengths[:count]
+    tokens, logprobs, versions = (column[:count] for column in (table.tokens, table.logprobs, table.versions))
+    drawing = Drawing(
+        temperature=table.temperature[:count],
+        streams=table.streams[:count],
+        is_greedy=table.is_greedy[:count],
+        limits=torch.from_numpy(table.limits[:count]),
+        stop_ids=torch.from_numpy(table.stop_ids[:count]),
+    )
+    newest = (lengths - 1)[:, None]
+    ids, scored, counts = decoder.generate(
+        tokens.gather(1, newest)[:, 0], newest[:, 0], table.block_tables[:count], cache, drawing, steps, interrupt
+    )
+    # What is written behind a row's new tokens is written again before it is read.
+    places = lengths[:, None] + torch.arange(steps)
+    tokens.scatter_(1, places, ids)
+    logprobs.scatter_(1, places, scored)
+    versions.scatter_(1, places, weight_version)
+    lengths += counts
+    table.lengths_host[:count] += counts.numpy()
+    table.computed[:count] += counts.numpy()
+    last = (counts - 1)[:, None]
+    return Drawn(ids=ids.gather(1, last)[:, 0].numpy(), logprobs=scored.gather(1, last)[:, 0].numpy())

@@ -20,11 +20,11 @@ from rl_csrc import sampling
 from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.batch_state import BatchTable
 from rl_rollout.backends.embedded.block_manager import BlockPool
+from rl_rollout.backends.embedded.cpu_decoder import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.cuda_graphs import DecodeGraphs
-from rl_rollout.backends.embedded.generation import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.kv_cache import KVCache
+from rl_rollout.backends.embedded.model_runner import Packer, kept
 from rl_rollout.backends.embedded.output_processor import new_chunks, note_tokens
-from rl_rollout.backends.embedded.packing import Packer, kept
 from rl_rollout.backends.embedded.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.sequence import InFlight, Wishes, finish_reason

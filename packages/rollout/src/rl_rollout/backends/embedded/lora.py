@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_rollout.backends.embedded.linear import LowRank, ServedLinear
 from rl_rollout.errors import ModelFolderError, WeightUpdateError
-from rl_rollout.lora_config import check_plain
+from rl_rollout.validation import check_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
