@@ -191,6 +191,7 @@ BREACHES = {
     "servers-are-processes": ("rl_engine/types.py", "import vllm"),
     "csrc-layers": ("rl_csrc/reference/logprobs.py", "from rl_csrc.ops import check"),
     "ckpt-layers": ("rl_ckpt/tensors/spec.py", "import rl_ckpt.protocol"),
+    "rollout-layers": ("rl_rollout/http/text.py", "import rl_rollout.registry"),
     "nothing-needs-the-bench": ("rl_csrc/__init__.py", "import rl_bench"),
 }
 # Runs in a process of its own, whose working directory holds a copy of every package ahead of the installed ones.
