@@ -1,4 +1,4 @@
-"""The interface of a rollout server: one replica of a served model, token ids in and token ids out."""
+"""Interface of a rollout server: one replica of a served model, token ids in and token ids out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rl-serve MODEL`: serve a model folder from the command line."""
+"""Command line `rl-serve MODEL`: serve a model folder."""
 
 from __future__ import annotations
 

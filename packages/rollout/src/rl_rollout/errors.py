@@ -1,4 +1,4 @@
-"""The errors of rl-rollout.
+"""Errors of rl-rollout.
 
 RolloutError
 ├── BackendError (ValueError)             no such backend, or it cannot be imported here

@@ -1,4 +1,4 @@
-"""The receiving end of a weight-transfer session, opened when it is first needed."""
+"""Weight receiver of rl-ckpt, opened when it is first needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the name of a backend to a server. Knows entry points and nothing about any backend."""
+"""Registry of backends: from a name to a server, by entry points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model, served: a score for every token-id sequence, text or conversation. `rl-serve MODEL --task score`.
+"""Reward-model server: a score for every token-id sequence, text or conversation. `rl-serve MODEL --task score`.
 
 The model is a Hugging Face sequence classifier with one label, as rl-engine's `rl-rm` writes; a sequence's score is
 that of its last token. `POST /pooling` takes and gives what vLLM's endpoint of that name does. In: `input` (a text,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS_TOGETHER = 16384
 """Of the padded sequences of one forward pass."""
-_FIELDS: dict[str, tuple[type, ...]] = {"input": (str, list), "messages": (list,), "model": (str,)}
 _log = logging.getLogger(__name__)
 
 
@@ -219,8 +218,7 @@ class ScoreServer:
                 each.score.set_exception(GenerationError(f"the reward model gave {score} for a score"))
 
     async def _pooling(self, request: web.Request) -> web.StreamResponse:
-        message = wire.object_from_body(await request.read(), request.path)
-        wire.check_fields(message, _FIELDS, "the request")
+        message = wire.read_body(await request.read(), wire.PoolingMessage, request.path)
         rows = await asyncio.to_thread(self._rows_of, message)
         scores = await self.score(rows)
         data = [{"index": index, "object": "pooling", "data": [score]} for index, score in enumerate(scores)]
@@ -228,12 +226,12 @@ class ScoreServer:
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return web.json_response({"object": "list", "data": data, "usage": usage})
 
-    def _rows_of(self, message: dict[str, Any]) -> list[Sequence[int]]:
-        if ("input" in message) == ("messages" in message):
+    def _rows_of(self, message: wire.PoolingMessage) -> list[Sequence[int]]:
+        if (message.input is None) == (message.messages is None):
             raise RequestError("the request needs one of 'input' and 'messages'")
-        if "messages" in message:
-            return [self._conversation(message["messages"])]
-        given: Any = message["input"]
+        if message.messages is not None:
+            return [self._conversation(message.messages)]
+        given: Any = message.input
         if isinstance(given, str) or (given and all(_is_id(each) for each in given)):
             given = [given]
         check_count(len(given), self._config)

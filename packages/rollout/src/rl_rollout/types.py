@@ -1,4 +1,4 @@
-"""The values that rl-rollout takes and gives."""
+"""Values that rl-rollout takes and gives: requests, outputs, capabilities, configuration."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class ServerConfig:
     output ends then with the reason `timeout`. Time in the queue, or while the server is paused or asleep, does not
     count (in a third-party server's own queue it does)."""
     queue_timeout_s: float = 3600.0
-    """How long such a request may wait for its turn before it is refused with `RequestTimeoutError`, seconds."""
+    """How long any request may wait for its turn before it is refused with `RequestTimeoutError`, seconds."""
     max_body_bytes: int = 2**26
     """Largest body of an HTTP request."""
     max_completions: int = 4096

@@ -1,4 +1,4 @@
-"""What a request must hold before any engine sees it, and an output before any caller does."""
+"""Validation of requests, outputs, model folders and adapters. No I/O beyond `config.json`."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from rl_rollout import (
     SamplingParams,
     ServerConfig,
     TokenOutput,
-    _images,
     create_server,
+    multimodal,
 )
 
 SAMPLING = {
@@ -83,11 +83,11 @@ class Pictures:
     def __init__(self, server):
         self.known = {}
         self.token_id = None
-        if (sight := server._model.sight) is not None:
+        if (sight := server._model.image_reader) is not None:
             self.token_id = sight._token_id
-            prepare = _images.ImagePreparer(self.processed, token_id=self.token_id, num_merged=4).prepare
+            prepare = multimodal.ImagePreparer(self.processed, token_id=self.token_id, num_merged=4).prepare
             sight._prepare = prepare
-            _images._decoded = lambda request_id, index, key: self.known[key]
+            multimodal._decoded = lambda request_id, index, key: self.known[key]
 
     @staticmethod
     def processed(images, return_tensors):

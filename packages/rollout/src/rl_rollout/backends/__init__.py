@@ -1,1 +1,1 @@
-"""One backend per module; found by entry points, imported when asked for."""
+"""Backends, one per module: found by entry points, imported when asked for."""

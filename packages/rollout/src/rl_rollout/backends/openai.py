@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible URL, for evaluation, judges and distillation teachers. Nothing there can be trained.
+"""OpenAI backend: any OpenAI-compatible URL, for evaluation, judges and distillation teachers. Not for training.
 
 `ServerConfig.model_path` is the name of the model at the URL. Token ids go in and out where the server gives
 `return_token_ids` (vLLM does, and every server of this package); what it can do is found out by `start`. Log-probs are

@@ -1,4 +1,4 @@
-"""SGLang, started as a process in its own environment and spoken to over HTTP. Written for SGLang 0.5.23.
+"""SGLang backend: a subprocess in an environment of its own, over HTTP. Written for SGLang 0.5.23.
 
 Token ids go in and come out of `/generate`. Log-probs are those of the distribution that was sampled from: SGLang's are
 of logits / temperature, and where top-k cuts something off, its "behaviour log-probs" are asked for instead.

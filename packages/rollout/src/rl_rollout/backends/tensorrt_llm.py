@@ -1,4 +1,4 @@
-"""TensorRT-LLM's `trtllm-serve`, started as a process in its own environment. Never run: written from its sources.
+"""TensorRT-LLM backend: `trtllm-serve` as a subprocess. Never run: written from its sources.
 
 Token ids go in and come out of `/v1/completions` (`detokenize: false`), streamed, so that an aborted request has what
 came until then. Its log-probs are of the raw logits: a request whose temperature, top-k or top-p would make them

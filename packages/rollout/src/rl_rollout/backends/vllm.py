@@ -1,4 +1,4 @@
-"""vLLM, started as a process in its own environment and spoken to over HTTP. Run against vLLM 0.32.
+"""vLLM backend: a subprocess in an environment of its own, over HTTP. Run against vLLM 0.32.
 
 Token ids go in and come out of `/inference/v1/generate`; `/pause`, `/resume`, `/abort_requests` and the weight-transfer
 endpoints are those of vLLM's development mode, on a UNIX socket in a folder of this user alone. Log-probs are those

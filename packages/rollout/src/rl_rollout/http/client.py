@@ -1,4 +1,4 @@
-"""A `RolloutServer` over HTTP: the client of a server in another process."""
+"""HTTP clients: of a server that runs somewhere, and of one that is launched as a process of its own."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class HttpServer(RolloutServer):
         """See `RolloutServer.generate`."""
         if (leaving := self._leaving.get(request.request_id)) is not None:
             await asyncio.wait([leaving])
-        body = json.dumps(wire.request_to_json(request)).encode()
+        body = wire.request_to_body(request)
         self._enter(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
@@ -127,7 +127,7 @@ class HttpServer(RolloutServer):
         timeout_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
         # A deadline on every wait, and none while the caller holds a chunk: that time is the caller's own.
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        body = json.dumps(wire.request_to_json(request)).encode()
+        body = wire.request_to_body(request)
         try:
             async with asyncio.timeout_at(deadline):
                 response = await self._open().post(f"{self.url}/generate_stream", data=body, timeout=self._until_silent)

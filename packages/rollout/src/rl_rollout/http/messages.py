@@ -1,4 +1,4 @@
-"""The JSON that clients and servers exchange, and the values that it stands for."""
+"""Messages between clients and servers: JSON, and the values that it stands for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import base64
 import dataclasses
 import json
 import math
+import re
 import sys
 import uuid
 from array import array
 from difflib import get_close_matches
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -24,40 +25,74 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-SAMPLING_TYPES: dict[str, tuple[type, ...]] = {
-    "max_new_tokens": (int,),
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "stop_token_ids": (list,),
-    "ignore_eos": (bool,),
-    "seed": (int, type(None)),
-}
-"""JSON types of the sampling fields."""
+M = TypeVar("M", bound=msgspec.Struct)
 
-REQUEST_TYPES: dict[str, tuple[type, ...]] = {
-    "request_id": (str,),
-    "prompt_token_ids": (list,),
-    "sampling_params": (dict,),
-    "session_id": (str, type(None)),
-    "timeout_s": (int, float, type(None)),
-    "num_top_logprobs": (int,),
-    "returns_prompt_logprobs": (bool,),
-    "returns_routed_experts": (bool,),
-    "adapter": (str, type(None)),
-    "images": (list,),
-    "sampled_spans": (list,),
-}
-"""JSON types of a request's fields."""
 
-_PLAIN_FIELDS = REQUEST_TYPES.keys() - {
-    *("request_id", "prompt_token_ids", "sampling_params", "images", "sampled_spans"),
-}
+def _message_of(value: type, **changed: tuple[Any, ...]) -> Any:
+    """The message of a value type: its fields, with their defaults, and no others."""
+    hints = get_type_hints(value)
+    fields: list[tuple[Any, ...]] = []
+    for field in dataclasses.fields(value):
+        told = changed.get(field.name, (hints[field.name],))
+        default = () if field.default is dataclasses.MISSING else (field.default,)
+        fields.append((field.name, told[0], *(told[1:] or default)))
+    return msgspec.defstruct(
+        f"{value.__name__}Message", fields, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+    )
 
-_DEFAULTS = {
-    kind: tuple((field.name, field.default) for field in dataclasses.fields(kind))
-    for kind in (GenerateRequest, SamplingParams)
-}
+
+SamplingMessage = _message_of(SamplingParams)
+RequestMessage = _message_of(
+    GenerateRequest, request_id=(str, ""), sampling_params=(SamplingMessage, SamplingMessage())
+)
+
+
+class BatchMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/generate_batch`."""
+
+    requests: list[msgspec.Raw] = []
+    """Read one by one: a bad one spoils no other."""
+    progress: bool = False
+
+
+class AbortMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/abort`; null is all."""
+
+    request_ids: list[str] | None = None
+
+
+class PauseMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/pause`."""
+
+    mode: str = ""
+
+
+class UpdateMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/update_weights`: this process opens the receiving end of `address`."""
+
+    address: str
+    version: int
+
+
+class SleepMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/sleep`."""
+
+    level: int = 1
+
+
+class WakeMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/wake`."""
+
+    tags: tuple[str, ...] = ("weights", "kv_cache")
+
+
+class PoolingMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`/pooling` of a reward model: one of `input` and `messages`."""
+
+    input: str | list[Any] | None = None
+    messages: list[Any] | None = None
+    model: str | None = None
+
 
 _EXTRAS = ("top_logprobs", "prompt_logprobs")
 """Fields of an output that are sent as they are, if they were asked for; routed experts are packed."""
@@ -91,88 +126,61 @@ def message_of(line: bytes) -> dict[str, Any]:
         return json.loads(line)
 
 
-def object_from_body(body: bytes, path: str) -> dict[str, Any]:
-    """The body of a request as a JSON object; an empty body is an empty object.
+_UNKNOWN = re.compile("unknown field `(.*?)`")
+
+
+def read_body(body: bytes, kind: type[M], path: str) -> M:
+    """A message in JSON; an empty body is an empty object.
 
     Raises:
-        RequestError: it is not one.
+        RequestError: it is none; names the field, and the nearest known one.
     """
     try:
-        message = json.loads(body) if body else {}
-    except (ValueError, RecursionError) as error:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{path}: {error}{_hint(str(error), kind)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body of {path} is not JSON, or nested too deeply: {error}") from error
-    if not isinstance(message, dict):
-        raise RequestError(f"the body of {path} must be a JSON object, not {type(message).__name__}")
-    return cast("dict[str, Any]", message)
 
 
-def check_fields(found: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], what: str) -> None:
-    """Refuse unknown fields and wrong types.
-
-    Raises:
-        RequestError: names the field, and the nearest known one.
-    """
-    for name, value in found.items():
-        if name not in types:
-            near = get_close_matches(name, types, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(types)}"
-            raise RequestError(f"{what} has an unknown field {name!r}; {hint}")
-        allowed = types[name]
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            wanted = " or ".join("null" if each is type(None) else each.__name__ for each in allowed)
-            raise RequestError(f"{what}: field {name!r} is {type(value).__name__}, and must be {wanted}")
+def _hint(told: str, kind: type[msgspec.Struct]) -> str:
+    if (found := _UNKNOWN.search(told)) is None:
+        return ""
+    known = [*kind.__struct_fields__, *(SamplingMessage.__struct_fields__ if kind is RequestMessage else ())]
+    near = get_close_matches(found[1], known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
-def token_ids(found: Any, what: str) -> tuple[int, ...]:
-    """A list of token ids.
-
-    Raises:
-        RequestError: it is something else.
-    """
-    if not isinstance(found, list) or not all(type(i) is int for i in found):
-        raise RequestError(f"{what} must be a list of token ids (integers)")
-    return tuple(found)
+def request_to_body(request: GenerateRequest) -> bytes:
+    """A request as JSON; only what differs from the defaults is sent."""
+    fields = {name: getattr(request, name) for name in RequestMessage.__struct_fields__}
+    params = {name: getattr(request.sampling_params, name) for name in SamplingMessage.__struct_fields__}
+    return msgspec.json.encode(RequestMessage(**{**fields, "sampling_params": SamplingMessage(**params)}))
 
 
-def request_to_json(request: GenerateRequest) -> dict[str, Any]:
-    """Only what differs from the defaults is sent."""
-    return {**_changed(request), "sampling_params": _changed(request.sampling_params)}
-
-
-def _changed(value: GenerateRequest | SamplingParams) -> dict[str, Any]:
-    return {name: found for name, default in _DEFAULTS[type(value)] if (found := getattr(value, name)) != default}
-
-
-def request_from_json(message: Any) -> GenerateRequest:
+def request_from_body(body: bytes, path: str = "the request") -> GenerateRequest:
     """Read one request; one without an id is given one.
 
     Raises:
         RequestError: unknown field, wrong type, or no prompt.
     """
-    if not isinstance(message, dict):
-        raise RequestError(f"a request must be a JSON object, not {type(message).__name__}")
-    check_fields(message, REQUEST_TYPES, "the request")
-    if "prompt_token_ids" not in message:
-        raise RequestError("the request has no field 'prompt_token_ids'")
-    params = dict(message.get("sampling_params", {}))
-    check_fields(params, SAMPLING_TYPES, "sampling_params")
-    if "stop_token_ids" in params:
-        params["stop_token_ids"] = token_ids(params["stop_token_ids"], "stop_token_ids")
-    return GenerateRequest(
-        request_id=message["request_id"] if "request_id" in message else uuid.uuid4().hex,
-        prompt_token_ids=token_ids(message["prompt_token_ids"], "prompt_token_ids"),
-        sampling_params=SamplingParams(**params),
-        images=tuple(check_strings(message.get("images", []), "images")),
-        sampled_spans=_spans(message.get("sampled_spans", [])),
-        **{name: message[name] for name in _PLAIN_FIELDS & message.keys()},
-    )
+    message: Any = read_body(body, RequestMessage, path)
+    fields = {name: getattr(message, name) for name in RequestMessage.__struct_fields__}
+    params = {name: getattr(message.sampling_params, name) for name in SamplingMessage.__struct_fields__}
+    fields["request_id"] = message.request_id or uuid.uuid4().hex
+    return GenerateRequest(**{**fields, "sampling_params": SamplingParams(**params)})
 
 
-def _spans(found: list[Any]) -> tuple[tuple[int, int], ...]:
-    pairs = [tuple(each) if isinstance(each, list) else () for each in found]
-    if not all(len(pair) == 2 and all(type(i) is int for i in pair) for pair in pairs):
-        raise RequestError("sampled_spans must be a list of pairs of integers, [start, end)")
-    return cast("tuple[tuple[int, int], ...]", tuple(pairs))
+class _Id(msgspec.Struct):
+    request_id: Any = None
+
+
+def request_id_of(body: bytes) -> Any:
+    """The id in a request that cannot be served, whatever else it holds; None where there is none."""
+    try:
+        return msgspec.json.decode(body, type=_Id).request_id
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def output_to_json(output: TokenOutput) -> dict[str, Any]:
@@ -262,17 +270,6 @@ def error_from_json(message: Mapping[str, Any], peer: str) -> RolloutError:
 def status_of(error: BaseException) -> int:
     """HTTP status that an error is answered with."""
     return next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
-
-
-def check_strings(found: Any, what: str) -> list[str]:
-    """A list of strings.
-
-    Raises:
-        RequestError: it is something else.
-    """
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise RequestError(f"{what} must be a list of strings")
-    return [str(each) for each in found]
 
 
 Experts = tuple[tuple[tuple[int, ...], ...], ...]

@@ -1,7 +1,7 @@
-"""The OpenAI-compatible endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, whole or streamed.
+"""OpenAI-compatible endpoints: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, whole or streamed.
 
-Tools need a parser (see `_tools.py`); a turn that may call them is told whole, in a stream too. Beyond OpenAI's fields:
-`top_k`, `stop_token_ids`, `ignore_eos`; `return_token_ids`, which adds `token_ids` to every choice and
+Tools need a parser (option `tool_parser`); a turn that may call them is told whole, in a stream too. Beyond OpenAI's
+fields: `top_k`, `stop_token_ids`, `ignore_eos`; `return_token_ids`, which adds `token_ids` to every choice and
 `prompt_token_ids`; and, for completions, `prompt_logprobs` (0), in the format of vLLM. With `n` above 1 and a seed,
 choice i is drawn with seed + i. A field that is not honoured is refused.
 Format: https://platform.openai.com/docs/api-reference
@@ -18,6 +18,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from rl_rollout.errors import RequestError, UnsupportedError
@@ -33,35 +34,59 @@ if TYPE_CHECKING:
     from rl_rollout.types import ServerConfig, TokenOutput
 
 
-_NUMBER = (int, float)
-_COMMON: dict[str, tuple[type, ...]] = {
-    "model": (str,),
-    "max_tokens": (int,),
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": (int,),
-    "n": (int,),
-    "stream": (bool,),
-    "stream_options": (dict,),
-    "stop": (str, list),
-    "stop_token_ids": (list,),
-    "ignore_eos": (bool,),
-    "return_token_ids": (bool,),
-    "seed": (int,),
-    "user": (str,),
-    "metadata": (dict,),
-}
-COMPLETION_TYPES = {**_COMMON, "prompt": (str, list), "logprobs": (int,), "prompt_logprobs": (int,)}
-CHAT_TYPES = {
-    **_COMMON,
-    "messages": (list,),
-    "max_completion_tokens": (int,),
-    "logprobs": (bool,),
-    "top_logprobs": (int,),
-    "tools": (list,),
-    "tool_choice": (str, dict),
-    "parallel_tool_calls": (bool,),
-}
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream tells beside its pieces."""
+
+    include_usage: bool = False
+
+
+class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take; null is as good as nothing."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    seed: int | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    echo: Any = None
+    best_of: Any = None
+    suffix: Any = None
+    response_format: Any = None
+
+
+class CompletionMessage(_Common, kw_only=True, forbid_unknown_fields=True):
+    """`/v1/completions`."""
+
+    prompt: str | list[int | str | tuple[int, ...]] | None = None
+    """A text, token ids, or a list of either."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class ChatCompletionMessage(_Common, kw_only=True, forbid_unknown_fields=True):
+    """`/v1/chat/completions`."""
+
+    messages: list[Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -164,18 +189,20 @@ class OpenAIRoutes:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        message = await self._read(request, COMPLETION_TYPES)
+        message = await self._read(request, CompletionMessage)
         if "prompt" not in message:
             raise RequestError("the request has no field 'prompt'")
         prompt = message["prompt"]
-        is_many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-        given = prompt if is_many else [prompt]
+        is_ids = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
+        given: list[str | Sequence[int]] = prompt if isinstance(prompt, list) and not is_ids else [prompt]
+        if any(isinstance(each, int) for each in given):
+            raise RequestError("prompt must be a text, a list of token ids (integers), or a list of these")
         check_count(len(given) * max(message.get("n", 1), 1), self._config)
         prompts = await self._tokenized(lambda: tuple(map(self._prompt, given)))
         return await self._answer(request, self._call(message, prompts, is_chat=False, default_tokens=16))
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        message = await self._read(request, CHAT_TYPES)
+        message = await self._read(request, ChatCompletionMessage)
         messages, images = plain_messages(message.get("messages"))
         if images and not self._server.capabilities.takes_images:
             raise UnsupportedError("the model that is served here takes no images; leave the image_url parts out")
@@ -203,25 +230,25 @@ class OpenAIRoutes:
 
     # ---- reading
 
-    async def _read(self, request: web.Request, types: dict[str, tuple[type, ...]]) -> dict[str, Any]:
-        found = wire.object_from_body(await request.read(), request.path)
-        message = {name: value for name, value in found.items() if value is not None}
+    async def _read(self, request: web.Request, kind: type[_Common]) -> dict[str, Any]:
+        """The fields that a request gives."""
+        found = wire.read_body(await request.read(), kind, request.path)
+        message = {name: value for name in kind.__struct_fields__ if (value := getattr(found, name)) is not None}
         for name in NEUTRAL.keys() & message.keys():
             if (value := message.pop(name)) not in NEUTRAL[name]:
                 raise RequestError(f"{name}={value!r} is not supported by this server; leave it out")
-        wire.check_fields(message, types, "the request")
         if message.get("model", self._model_name) not in self._names:
             raise RequestError(f"model {message['model']!r} is not served here; this server has {self._model_name!r}")
         return message
 
-    def _prompt(self, prompt: Any) -> tuple[int, ...]:
-        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else wire.token_ids(prompt, "prompt")
+    def _prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
 
     def _call(
         self, message: dict[str, Any], prompts: tuple[tuple[int, ...], ...], *, is_chat: bool, default_tokens: int
     ) -> Call:
         stop = message.get("stop", [])
-        stops = (stop,) if isinstance(stop, str) else tuple(wire.check_strings(stop, "stop"))
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise RequestError("stop strings must not be empty")
         if len(stops) > self._config.max_stops:
@@ -249,8 +276,6 @@ class OpenAIRoutes:
             raise RequestError(
                 f"max_tokens={limit} is above max_model_len={self._max_model_len}, which prompt and completion share"
             )
-        options = message.get("stream_options", {})
-        wire.check_fields(options, {"include_usage": (bool,)}, "stream_options")
         known = {
             name: message[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed") if name in message
         }
@@ -259,12 +284,12 @@ class OpenAIRoutes:
             prompts=prompts,
             params=SamplingParams(
                 max_new_tokens=limit,
-                stop_token_ids=wire.token_ids(message.get("stop_token_ids", []), "stop_token_ids"),
+                stop_token_ids=message.get("stop_token_ids", ()),
                 **known,
             ),
             num_choices=num_choices,
             is_streaming=message.get("stream", False),
-            includes_usage=options.get("include_usage", False),
+            includes_usage=message.get("stream_options", StreamOptions()).include_usage,
             stops=stops,
             has_logprobs=asked is not False,
             num_top_logprobs=num_top_logprobs,

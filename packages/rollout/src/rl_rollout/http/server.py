@@ -1,8 +1,8 @@
-"""The HTTP endpoint of a server that lives in this process.
+"""HTTP endpoint of a server that lives in this process.
 
 `POST /generate`, `/generate_batch` and `/generate_stream` take and give token ids; `/abort /pause /resume
 /update_weights /sleep /wake` are the methods of `RolloutServer`; `/health` and `/v1/models` tell what is served;
-`_openai.py` adds the OpenAI-compatible ones. An error is `{"error": {"type", "message", "code"}}`.
+`openai.py` adds the OpenAI-compatible ones. An error is `{"error": {"type", "message", "code"}}`.
 """
 
 from __future__ import annotations
@@ -198,8 +198,7 @@ class Endpoint:
             return web.json_response(wire.error_to_json(error), status=500)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        message = wire.object_from_body(await request.read(), request.path)
-        output = await self._server.generate(wire.request_from_json(message))
+        output = await self._server.generate(wire.request_from_body(await request.read(), request.path))
         return web.json_response(wire.output_to_json(output))
 
     async def _generate_batch(self, request: web.Request) -> web.StreamResponse:
@@ -208,13 +207,12 @@ class Endpoint:
         With `"progress": true`, lines that begin with `+` tell of new tokens in between, where the server can: what
         a client knows when this process dies.
         """
-        message = wire.object_from_body(await request.read(), request.path)
-        wire.check_fields(message, {"requests": (list,), "progress": (bool,)}, "the batch")
+        message = wire.read_body(await request.read(), wire.BatchMessage, request.path)
+        check_count(len(message.requests), self._config)
         done: asyncio.Queue[bytes] = asyncio.Queue()
-        tells = message.get("progress", False)
-        check_count(len(message.get("requests", [])), self._config)
         tasks = [
-            asyncio.create_task(self._generate_line(each, done, tells=tells)) for each in message.get("requests", [])
+            asyncio.create_task(self._generate_line(bytes(each), done, tells=message.progress))
+            for each in message.requests
         ]
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
@@ -240,9 +238,9 @@ class Endpoint:
 
     async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
         """A request in; a JSON line per chunk out, the last of them with a `finish_reason`, or an error."""
-        message = wire.object_from_body(await request.read(), request.path)
+        asked = wire.request_from_body(await request.read(), request.path)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        async with aclosing(self._server.generate_stream(wire.request_from_json(message))) as chunks:
+        async with aclosing(self._server.generate_stream(asked)) as chunks:
             try:
                 async for chunk in _with_beats(chunks):
                     if not response.prepared:  # an error before the first token is an ordinary answer, if it comes soon
@@ -255,35 +253,30 @@ class Endpoint:
         await response.write_eof()
         return response
 
-    async def _generate_line(self, message: Any, done: asyncio.Queue[bytes], *, tells: bool) -> None:
+    async def _generate_line(self, body: bytes, done: asyncio.Queue[bytes], *, tells: bool) -> None:
         request: GenerateRequest | None = None
         try:
-            request = wire.request_from_json(message)
+            request = wire.request_from_body(body)
             if tells and self._teller is not None and not request.has_extras:
                 output = await self._teller.generate(request, progress_line(request.request_id, done))
             else:
                 output = await self._server.generate(request)
             answer = wire.output_to_json(output)
         except Exception as error:  # noqa: BLE001  it is this line's answer; the others go on
-            known_id = (
-                request.request_id if request else message.get("request_id") if isinstance(message, dict) else None
-            )
+            known_id = request.request_id if request else wire.request_id_of(body)
             answer = {"request_id": known_id, **wire.error_to_json(error)}
         done.put_nowait(wire.line_of(answer))
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
-        message = wire.object_from_body(await request.read(), request.path)
-        wire.check_fields(message, {"request_ids": (list, type(None))}, "abort")
-        ids = message.get("request_ids")
-        await self._server.abort(None if ids is None else wire.check_strings(ids, "request_ids"))
+        message = wire.read_body(await request.read(), wire.AbortMessage, request.path)
+        await self._server.abort(message.request_ids)
         return web.json_response({})
 
     async def _pause(self, request: web.Request) -> web.StreamResponse:
-        message = wire.object_from_body(await request.read(), request.path)
-        wire.check_fields(message, {"mode": (str,)}, "pause")
-        if message.get("mode") not in ("abort", "wait", "keep"):
-            raise RequestError(f"pause mode {message.get('mode')!r} is not one of abort, wait, keep")
-        await self._server.pause(cast("PauseMode", message["mode"]))
+        mode = wire.read_body(await request.read(), wire.PauseMessage, request.path).mode
+        if mode not in ("abort", "wait", "keep"):
+            raise RequestError(f"pause mode {mode!r} is not one of abort, wait, keep")
+        await self._server.pause(cast("PauseMode", mode))
         return web.json_response({})
 
     async def _resume(self, request: web.Request) -> web.StreamResponse:
@@ -292,28 +285,19 @@ class Endpoint:
         return web.json_response({})
 
     async def _update_weights(self, request: web.Request) -> web.StreamResponse:
-        """`{"address", "version"}`: this process opens the receiving end, once per address."""
-        message = wire.object_from_body(await request.read(), request.path)
-        wire.check_fields(message, {"address": (str,), "version": (int,)}, "update_weights")
-        if set(message) != {"address", "version"}:
-            raise RequestError("update_weights needs the fields 'address' and 'version'")
-        address: str = message["address"]
-        if address not in self._receivers:
-            self._receivers[address] = CkptReceiver(address, timeout_s=self._config.timeout_s)
-        await self._server.update_weights(self._receivers[address], message["version"])
-        return web.json_response({"version": message["version"]})
+        """This process opens the receiving end, once per address."""
+        message = wire.read_body(await request.read(), wire.UpdateMessage, request.path)
+        if message.address not in self._receivers:
+            self._receivers[message.address] = CkptReceiver(message.address, timeout_s=self._config.timeout_s)
+        await self._server.update_weights(self._receivers[message.address], message.version)
+        return web.json_response({"version": message.version})
 
     async def _sleep(self, request: web.Request) -> web.StreamResponse:
-        message = wire.object_from_body(await request.read(), request.path)
-        wire.check_fields(message, {"level": (int,)}, "sleep")
-        await self._server.sleep(message.get("level", 1))
+        await self._server.sleep(wire.read_body(await request.read(), wire.SleepMessage, request.path).level)
         return web.json_response({})
 
     async def _wake(self, request: web.Request) -> web.StreamResponse:
-        message = wire.object_from_body(await request.read(), request.path)
-        wire.check_fields(message, {"tags": (list,)}, "wake")
-        tags = message.get("tags")
-        await (self._server.wake() if tags is None else self._server.wake(wire.check_strings(tags, "tags")))
+        await self._server.wake(wire.read_body(await request.read(), wire.WakeMessage, request.path).tags)
         return web.json_response({})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""From token ids to text, piece by piece."""
+"""Tokenizer, incremental detokeniser, chat templates and tool calls of the OpenAI-compatible endpoints."""
 
 from __future__ import annotations
 

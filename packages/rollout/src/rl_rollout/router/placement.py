@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one that holds its session, or its prefix, or the least loaded. No I/O."""
+"""Placement: which replica gets a request, by session, by prefix, else by load. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A completion in several parts: what is left to ask for, and of its time, and the parts put together."""
+"""Resume of a partial completion on another replica: what is left to ask for, of its time too, and both joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many replicas behind the interface of one."""
+"""Router: many replicas behind the interface of one."""
 
 from __future__ import annotations
 

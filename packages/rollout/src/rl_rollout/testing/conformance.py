@@ -1,4 +1,4 @@
-"""What every rollout server must do, as tests. Public through `rl_rollout.testing`."""
+"""Conformance suite of rollout servers. Public through `rl_rollout.testing`."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def run_to_end(engine):
 def fed_tokens(engine):
     """Every token that the model is given from now on; in place of those that one native call feeds, as many zeros."""
     fed = []
-    real, real_generate = engine.packer.batch, engine.model.fused.generate
+    real, real_generate = engine.batch_builder.batch, engine.model.fused.generate
 
     def batch(*arguments):
         packed, ids = real(*arguments)
@@ -101,7 +101,7 @@ def fed_tokens(engine):
         fed.extend([0] * int(drawn[2].sum()))
         return drawn
 
-    engine.packer.batch, engine.model.fused.generate = batch, generate
+    engine.batch_builder.batch, engine.model.fused.generate = batch, generate
     return fed
 
 

@@ -35,7 +35,7 @@ async def answer_of(server, asked):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "tensorrt_llm"])
 def test_the_command_line_serves_the_engines_of_others(backend, qwen3_folder):
-    fake = Path(__file__).parent / f"peers/fake_{backend.replace('tensorrt_llm', 'trtllm')}.py"
+    fake = Path(__file__).parents[2] / f"peers/fake_{backend.replace('tensorrt_llm', 'trtllm')}.py"
     options = {"command": [sys.executable, str(fake)]}
     config = ServerConfig(model_path=str(qwen3_folder), num_threads=1, timeout_s=START_S, options=options)
     got = asyncio.run(answer_of(launch_server(backend, config), request()))

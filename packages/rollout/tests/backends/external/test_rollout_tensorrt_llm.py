@@ -21,7 +21,7 @@ from rl_rollout import (
 from rl_rollout.backends.tensorrt_llm import put_together, read_event
 from rl_rollout.testing import FakeReceiver, load_weights
 
-FAKE = [sys.executable, str(Path(__file__).parent / "peers/fake_trtllm.py")]
+FAKE = [sys.executable, str(Path(__file__).parents[2] / "peers/fake_trtllm.py")]
 START_S = 240.0
 LONG = 1900
 

@@ -1,4 +1,4 @@
-"""Our own continuous-batching engine over any Hugging Face causal language model."""
+"""Embedded backend: our own continuous-batching engine over any Hugging Face causal language model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over the engine's own cache, under transformers' attention interface.
+"""Paged attention over the KV cache, under transformers' attention interface.
 
 The model is always run on packed tokens, shape [1, T]: no padding enters a linear layer. Which token belongs to which
 sequence is known to the batch object that the engine passes through the model as the keyword `rl_batch`; the

@@ -1,4 +1,4 @@
-"""What the engine knows of each sequence in the batch, as tensors with one row per sequence."""
+"""Batch state: what is known of each running sequence, as tensors with one row per sequence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _HOST_COLUMNS = ("lengths_host", "limits", "computed", "num_blocks")
 _TOKEN_DTYPES = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}
 
 
-class BatchTable:
+class BatchState:
     """Rows 0..n-1 are in use. R rows, L positions, S stop ids (padded with -1)."""
 
     lengths: Tensor

@@ -1,4 +1,4 @@
-"""Which blocks of the cache belong to whom, and which prefixes they hold. Bookkeeping alone: no tensors.
+"""Block manager of the KV cache: who holds which block, and which prefixes blocks hold. No tensors.
 
 A block is written by one sequence only, the one that took it; blocks that several hold are full, never written again.
 Full blocks are found again by what they hold: the key of a block is the key of the one before it and its own tokens,

@@ -1,4 +1,4 @@
-"""The forward pass of Llama's descendants as one native call, for CPUs; the transformers module stays the reference.
+"""CPU decoder: the forward pass of Llama-like models as one native call. The transformers module is the reference.
 
 `rl_csrc.inference.decoder` computes it, over weights that are laid out for it once per weight version.
 Letters: T packed tokens, B of them with logits, V vocabulary.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rl_rollout.backends.embedded.attention import AttentionSettings, ProbeBatch
-    from rl_rollout.backends.embedded.batch_state import BatchTable
+    from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.kv_cache import LayerShape
     from rl_rollout.backends.embedded.scheduler import Plan
 
@@ -188,7 +188,7 @@ class Drawn:
 def generate(
     decoder: FusedDecoder,
     cache: KVCache,
-    table: BatchTable,
+    table: BatchState,
     plan: Plan,
     weight_version: int,
     interrupt: Tensor | None,

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU as CUDA graphs: one launch instead of one per kernel.
+"""CUDA graphs of decode steps: one launch instead of one per kernel.
 
 A graph is captured for a number of rows and a number of block-table columns, both rounded up, when a step first wants
 it, and replayed over static buffers. Rows that are too many look at a block that belongs to nobody. A

@@ -1,8 +1,8 @@
-"""Continuous batching: requests join and leave between steps.
+"""Engine of continuous batching: requests join and leave between steps.
 
-Synchronous and single-threaded: `worker.py` runs it in a thread. A step is planned by the scheduler, then one forward
-pass over packed tokens of all kinds (newest tokens, chunks of prompts) fills the cache and gives the logits of those
-whose turn it is to get a token. The sequences in the batch are rows 0..n-1 of the table; when one leaves, the last row
+Synchronous and single-threaded; `engine_thread.py` runs it. A step is planned by the scheduler, then one forward pass
+over packed tokens of all kinds (newest tokens, chunks of prompts) fills the cache and gives the logits of those whose
+turn it is to get a token. The sequences in the batch are rows 0..n-1 of the table; when one leaves, the last row
 takes its place. Keys and values never move.
 """
 
@@ -18,16 +18,16 @@ import torch
 
 from rl_csrc import sampling
 from rl_rollout.backends.embedded.attention import PagedBatch
-from rl_rollout.backends.embedded.batch_state import BatchTable
+from rl_rollout.backends.embedded.batch_state import BatchState
 from rl_rollout.backends.embedded.block_manager import BlockPool
 from rl_rollout.backends.embedded.cpu_decoder import MOST_STEPS, Drawn, generate
 from rl_rollout.backends.embedded.cuda_graphs import DecodeGraphs
 from rl_rollout.backends.embedded.kv_cache import KVCache
-from rl_rollout.backends.embedded.model_runner import Packer, kept
+from rl_rollout.backends.embedded.model_runner import BatchBuilder, kept
 from rl_rollout.backends.embedded.output_processor import new_chunks, note_tokens
 from rl_rollout.backends.embedded.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
-from rl_rollout.backends.embedded.sequence import InFlight, Wishes, finish_reason
+from rl_rollout.backends.embedded.sequence import SequenceState, SpecialSequences, finish_reason
 from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_rollout.backends.embedded.model_runner import ServedModel
-    from rl_rollout.backends.embedded.multimodal import SeenPrompt
+    from rl_rollout.backends.embedded.multimodal import ImagePrompt
     from rl_rollout.backends.embedded.scheduler import Chunk, Plan
     from rl_rollout.base import PauseMode
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -62,8 +62,8 @@ class Engine:
         self.cache = KVCache(
             model.layer_shapes, block_size=options["block_size"], dtype=model.dtype, device=model.device
         )
-        self.table = BatchTable(model.device)
-        self.packer = Packer(self.table, self.cache)
+        self.table = BatchState(model.device)
+        self.batch_builder = BatchBuilder(self.table, self.cache)
         self._max_blocks = self.cache.most_blocks(config.kv_cache_bytes)
         self._is_reserved = False
         self.scheduler = Scheduler(
@@ -78,14 +78,14 @@ class Engine:
         self.has_weights = True
         self._is_holding = False
         self._num_unseeded = self._num_arrived = self._num_updates = 0
-        self._held: OrderedDict[InFlight, None] = OrderedDict()
-        self._begun: OrderedDict[InFlight, None] = OrderedDict()
+        self._held: OrderedDict[SequenceState, None] = OrderedDict()
+        self._begun: OrderedDict[SequenceState, None] = OrderedDict()
         """Those in the batch that brought no deadline, in the order in which they entered it."""
         self._clock = 0.0
         """Seconds of stepping: it stands still while there is nothing to do, and while nothing may be computed."""
         self._stepped_at: float | None = None
-        self._by_id: dict[str, InFlight] = {}
-        self._wishes = Wishes()
+        self._by_id: dict[str, SequenceState] = {}
+        self._special = SpecialSequences()
         self._events: list[tuple[str, Event]] = []
 
     # ---- what is going on
@@ -124,7 +124,7 @@ class Engine:
     # ---- requests
 
     def submit(
-        self, requests: Iterable[tuple[GenerateRequest, int]], images: Mapping[str, SeenPrompt] | None = None
+        self, requests: Iterable[tuple[GenerateRequest, int]], images: Mapping[str, ImagePrompt] | None = None
     ) -> None:
         """Take requests that were checked, under ids that are not in flight, each with how often tokens are told.
 
@@ -140,7 +140,7 @@ class Engine:
                 continue
             self._num_arrived += 1
             seen = images.get(request.request_id) if images else None
-            sequence = InFlight(
+            sequence = SequenceState(
                 request=request,
                 told_every=told_every,
                 limit=limit,
@@ -153,7 +153,7 @@ class Engine:
             sequence.since = self._clock
             (self._held if self._is_holding else self.scheduler.waiting)[sequence] = None
 
-    def _root_of(self, request: GenerateRequest, seen: SeenPrompt | None) -> Hashable:
+    def _root_of(self, request: GenerateRequest, seen: ImagePrompt | None) -> Hashable:
         # A count of updates, not the version: whatever callers number their weights by, old content is never found.
         return self._num_updates, request.adapter, request.images, () if seen is None else seen.sampled_places
 
@@ -175,7 +175,7 @@ class Engine:
                 self._end(sequence, sequence.output([], [], [], 0, reason))
         self._leave([(s.row, reason) for s in found if s.row >= 0])
 
-    def _drop_waiting(self, sequence: InFlight) -> None:
+    def _drop_waiting(self, sequence: SequenceState) -> None:
         """Take one out that is not in the batch, at the same cost whoever else waits."""
         self.scheduler.waiting.pop(sequence, None)
         self._held.pop(sequence, None)
@@ -262,7 +262,7 @@ class Engine:
             sequence, _ = self.scheduler.waiting.popitem(last=False)
             message = f"waited for its turn for queue_timeout_s={queue_s:g} s; raise that, or ask for less at a time"
             self._end(sequence, RequestTimeoutError(f"request {sequence.request.request_id!r} {message}"))
-        late: list[InFlight] = []
+        late: list[SequenceState] = []
         while self._begun and self._clock - next(iter(self._begun)).since > timeout_s:
             late.append(self._begun.popitem(last=False)[0])
         if late:
@@ -286,8 +286,8 @@ class Engine:
         self._admit()
         if not (self.scheduler.running or self.scheduler.waiting):
             return
-        native = None if self._wishes.truncating or self._wishes.reading else self.model.fused
-        is_each_told = any(sequence.told_every == 1 for sequence in self._wishes.streaming)
+        native = None if self._special.truncating or self._special.reading else self.model.fused
+        is_each_told = any(sequence.told_every == 1 for sequence in self._special.streaming)
         plan = self.scheduler.plan(self._tokens_of, 1 if native is None or is_each_told else MOST_STEPS)
         self.table.flush_blocks()
         self.cache.resize(self.scheduler.pool.capacity + self._is_reserved)
@@ -296,10 +296,10 @@ class Engine:
         else:
             self._settle(plan.rows, generate(native, self.cache, self.table, plan, self.weight_version, interrupt))
 
-    def _tokens_of(self, sequence: InFlight) -> list[int]:
+    def _tokens_of(self, sequence: SequenceState) -> list[int]:
         return self.table.tokens[sequence.row, : self._length(sequence)].tolist()
 
-    def _length(self, sequence: InFlight) -> int:
+    def _length(self, sequence: SequenceState) -> int:
         return int(self.table.lengths_host[sequence.row])
 
     def _admit(self) -> None:
@@ -310,7 +310,7 @@ class Engine:
         for sequence in admitted:
             sequence.since = self._clock
         self._begun.update((sequence, None) for sequence in admitted if sequence.request.timeout_s is None)
-        self._wishes.add(admitted)
+        self._special.add(admitted)
         stops = [sequence.stops(self.model.eos_token_ids) for sequence in admitted]
         longest = max(len(sequence.prompt) for sequence in admitted)
         self.table.reserve(len(self.scheduler.running), longest + 1, max(len(each) for each in stops))
@@ -328,21 +328,21 @@ class Engine:
             return
         others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
         drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
-        single = self.packer.rows(plan.rows)
-        batch, ids = self.packer.batch(plan, single)
+        single = self.batch_builder.rows(plan.rows)
+        batch, ids = self.batch_builder.batch(plan, single)
         asked = [chunk.sequence.extras.wants_logits(chunk.start) for chunk in chunks]
-        self.packer.choose_adapters(self.model, batch.rows, self._wishes.adapted)
-        self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._wishes.reading)
+        self.batch_builder.choose_adapters(self.model, batch.rows, self._special.adapted)
+        self.model.experts.is_on = any(s.request.returns_routed_experts for s in self._special.reading)
         shifts = table.shifts[batch.rows]
-        if self.graphs is not None and not (chunks or self._wishes.adapted or self.model.experts.is_on):
+        if self.graphs is not None and not (chunks or self._special.adapted or self.model.experts.is_on):
             tables = table.block_tables[batch.rows, : batch.num_blocks]
             logits = self.graphs.logits(ids, batch.positions, shifts, tables)
         else:
             logits = self.model.logits(ids, batch.positions + shifts, batch, kept(plan, asked))
         self.cache.copy(plan.copies)
         experts = self.model.experts.take()
-        if self._wishes.reading:
-            note_tokens(plan, self._wishes.reading, table, logits[len(drawn) :], asked, experts)
+        if self._special.reading:
+            note_tokens(plan, self._special.reading, table, logits[len(drawn) :], asked, experts)
         table.computed[plan.rows] += 1
         for chunk in chunks:
             self._note_computed(chunk)
@@ -363,7 +363,7 @@ class Engine:
         for chunk, seen in plan.images:
             row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self.model.device)
             rows = torch.full_like(positions, row)
-            self.packer.choose_adapters(self.model, rows, self._wishes.adapted)
+            self.batch_builder.choose_adapters(self.model, rows, self._special.adapted)
             self.model.experts.is_on = False
             spans = [(row, 0, chunk.count)]
             batch = PagedBatch(
@@ -380,8 +380,8 @@ class Engine:
         which = slice(count) if np.array_equal(drawn, np.arange(count)) else rows
         lengths = table.lengths[which]
         temperature = table.temperature[which]
-        is_greedy = table.is_greedy[which] if self._wishes.greedy else None
-        if self._wishes.truncating:
+        is_greedy = table.is_greedy[which] if self._special.greedy else None
+        if self._special.truncating:
             logits, temperature = cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
         ids, logprobs = sampling.draw(
             logits, temperature=temperature, streams=table.streams[which], positions=lengths, is_greedy=is_greedy
@@ -392,8 +392,8 @@ class Engine:
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
         told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step
-        place = dict(zip(drawn.tolist(), range(count), strict=True)) if self._wishes.reading else {}
-        for sequence in self._wishes.reading:
+        place = dict(zip(drawn.tolist(), range(count), strict=True)) if self._special.reading else {}
+        for sequence in self._special.reading:
             if sequence.row in place:
                 its = place[sequence.row]
                 sequence.extras.note_draw(logits[its] / temperature[its])
@@ -405,9 +405,9 @@ class Engine:
         is_stopped = (told.ids[:, None] == table.stop_ids[drawn]).any(axis=1)
         is_full = table.lengths_host[drawn] >= table.limits[drawn]
         verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(told.logprobs)
-        if self._wishes.streaming:
+        if self._special.streaming:
             place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True))
-            self._events.extend(new_chunks(self._wishes.streaming, table, verdict, place))
+            self._events.extend(new_chunks(self._special.streaming, table, verdict, place))
         ended = np.flatnonzero(verdict)
         self._leave([(int(drawn[i]), finish_reason(int(verdict[i]))) for i in ended])
 
@@ -445,8 +445,8 @@ class Engine:
             self.scheduler.running[row] = sequence
         del self.scheduler.running[count:]
 
-    def _end(self, sequence: InFlight, event: TokenOutput | Exception) -> None:
+    def _end(self, sequence: SequenceState, event: TokenOutput | Exception) -> None:
         del self._by_id[sequence.request.request_id]
         self._begun.pop(sequence, None)
-        self._wishes.discard(sequence)
+        self._special.discard(sequence)
         self._events.append((sequence.request.request_id, event))

@@ -1,4 +1,4 @@
-"""The thread that runs the engine, and how an event loop talks to it.
+"""Engine thread: runs the engine, and takes commands from an event loop.
 
 The event loop posts commands and whole batches of requests; the thread runs commands between steps and posts back
 everything that a step brought in one call. So neither side does work per request and token that the other has to wait

@@ -1,4 +1,4 @@
-"""Keys and values of everything in flight, in blocks of positions. Which block is whose, `blocks.py` knows."""
+"""KV cache in blocks of positions. Who holds which block, `block_manager.py` knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model, loaded to run on packed tokens over our own cache."""
+"""Model runner: a Hugging Face causal language model over packed tokens and the paged KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, PagedB
 from rl_rollout.backends.embedded.cpu_decoder import FusedDecoder, fuse
 from rl_rollout.backends.embedded.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
 from rl_rollout.backends.embedded.lora import AdapterStore
-from rl_rollout.backends.embedded.multimodal import SeenPrompt, Sight, load_sight
+from rl_rollout.backends.embedded.multimodal import ImagePrompt, ImageReader, load_image_reader
 from rl_rollout.backends.embedded.sequence import ExpertRecorder
 from rl_rollout.errors import ConfigError, ModelFolderError
 from rl_rollout.validation import check_positions
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.batch_state import BatchTable
+    from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape
     from rl_rollout.backends.embedded.scheduler import Plan
-    from rl_rollout.backends.embedded.sequence import InFlight
+    from rl_rollout.backends.embedded.sequence import SequenceState
     from rl_rollout.types import ServerConfig
 
 
@@ -68,7 +68,7 @@ class ServedModel:
     """What the linear layers look at in a pass."""
     adapters: AdapterStore
     """LoRA adapters that requests may ask for."""
-    sight: Sight | None
+    image_reader: ImageReader | None
     """Of a vision-language model."""
     fused: FusedDecoder | None
     """Computes in place of the module, where that is known and faster."""
@@ -90,15 +90,15 @@ class ServedModel:
         if self.fused is not None:
             self.fused.repack()
 
-    def prefill_seen(self, ids: Tensor, seen: SeenPrompt, batch: Batch) -> None:
+    def prefill_seen(self, ids: Tensor, seen: ImagePrompt, batch: Batch) -> None:
         """Fill the cache with the first of the P tokens of a prompt with images, those of the images among them."""
         positions = seen.positions[:, : len(ids)].to(self.device)[:, None]
         images = {
             "pixel_values": seen.pixel_values.to(self.device),
             "image_grid_thw": seen.image_grid_thw.to(self.device),
         }
-        assert self.sight is not None
-        self.sight.given_ids = seen.given_ids[None, : len(ids)].to(self.device)
+        assert self.image_reader is not None
+        self.image_reader.given_ids = seen.given_ids[None, : len(ids)].to(self.device)
         self._run(ids[None], positions, batch, 1, **images)
 
     def _run(
@@ -191,7 +191,7 @@ def load_model(config: ServerConfig) -> ServedModel:
         linears=linears,
         active_adapters=active,
         adapters=AdapterStore(_adaptable(linears), adapters),
-        sight=load_sight(module, config.model_path),
+        image_reader=load_image_reader(module, config.model_path),
         fused=fused,
     )
 
@@ -258,10 +258,10 @@ def _probe(module: Any, device: torch.device, num_layers: int, path: str, expert
     return probe
 
 
-class Packer:
+class BatchBuilder:
     """Makes tensors of plans."""
 
-    def __init__(self, table: BatchTable, cache: KVCache) -> None:
+    def __init__(self, table: BatchState, cache: KVCache) -> None:
         self._table = table
         self._cache = cache
         self._first_rows = torch.arange(64, device=table.device)
@@ -298,7 +298,7 @@ class Packer:
         )
         return batch, table.tokens[rows, positions]
 
-    def choose_adapters(self, model: ServedModel, rows: Tensor, sequences: Iterable[InFlight]) -> None:
+    def choose_adapters(self, model: ServedModel, rows: Tensor, sequences: Iterable[SequenceState]) -> None:
         """Tell the linear layers which of the packed tokens, given by their rows, have an adapter.
 
         `sequences` are those of the batch that have one.

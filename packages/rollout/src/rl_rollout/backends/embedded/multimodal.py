@@ -1,4 +1,4 @@
-"""Images of a prompt, as a model here takes them.
+"""Images of a prompt, as features and positions of the served model.
 
 Positions have three axes (time, height, width), and an image takes fewer of them than it has tokens: from the prompt's
 end on, a token's position is its index plus `shift`.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SeenPrompt:
+class ImagePrompt:
     """The images of one prompt of P tokens, as the model takes them."""
 
     positions: Tensor
@@ -40,7 +40,7 @@ class SeenPrompt:
     """Tokens up to the end of the last image."""
 
 
-class Sight:
+class ImageReader:
     """Prepares images for one model. `see` may run in any thread.
 
     Placeholders that a model sampled stand for nothing: their tokens have the embedding and the position of any other.
@@ -54,13 +54,13 @@ class Sight:
         self._find_places = self._trunk.get_placeholder_mask
         self._trunk.get_placeholder_mask = self._places
         self.given_ids: Tensor | None = None
-        """[1, T] of the pass under way, `SeenPrompt.given_ids` of its tokens."""
+        """[1, T] of the pass under way, `ImagePrompt.given_ids` of its tokens."""
 
     def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's own search for placeholders."""
         return self._find_places(input_ids if self.given_ids is None else self.given_ids, *args, **kwargs)
 
-    def see(self, request: GenerateRequest) -> tuple[GenerateRequest, SeenPrompt]:
+    def see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt]:
         """The request with its images' places written out, and what the model is to see there.
 
         Raises:
@@ -74,7 +74,7 @@ class Sight:
         sampled = zip(ids[:num_seen], given, strict=False)
         grids = prepared.image_grid_thw
         positions, shift = self._trunk.get_rope_index(row, mm_token_type_ids=kinds, image_grid_thw=grids)
-        return request, SeenPrompt(
+        return request, ImagePrompt(
             positions=positions[:, 0],
             shift=int(shift),
             pixel_values=prepared.pixel_values,
@@ -85,11 +85,11 @@ class Sight:
         )
 
 
-def load_sight(module: Any, model_path: str) -> Sight | None:
+def load_image_reader(module: Any, model_path: str) -> ImageReader | None:
     """How the model in this folder is shown images; None if it takes none."""
     if not (hasattr(module.base_model, "visual") and hasattr(module.base_model, "get_rope_index")):
         return None
     config = module.config
     num_merged = config.vision_config.spatial_merge_size**2
     preparer = load_preparer(model_path, token_id=config.image_token_id, num_merged=num_merged)
-    return None if preparer is None else Sight(module, preparer)
+    return None if preparer is None else ImageReader(module, preparer)

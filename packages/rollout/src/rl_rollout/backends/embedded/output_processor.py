@@ -1,4 +1,4 @@
-"""What requests are told of a step before they end: new tokens of streams, and what was asked for beside tokens."""
+"""Output processor: new tokens of streams after each step, and what requests asked for beside tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.batch_state import BatchTable
+    from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.scheduler import Plan
-    from rl_rollout.backends.embedded.sequence import InFlight
+    from rl_rollout.backends.embedded.sequence import SequenceState
     from rl_rollout.types import TokenOutput
 
 
 def new_chunks(
-    streaming: Iterable[InFlight], table: BatchTable, verdict: np.ndarray, place: Mapping[int, int]
+    streaming: Iterable[SequenceState], table: BatchState, verdict: np.ndarray, place: Mapping[int, int]
 ) -> Iterator[tuple[str, TokenChunk]]:
     """New tokens of those who want them before the end, by request id.
 
@@ -49,8 +49,8 @@ def new_chunks(
 
 def note_tokens(
     plan: Plan,
-    reading: Iterable[InFlight],
-    table: BatchTable,
+    reading: Iterable[SequenceState],
+    table: BatchState,
     logits: Tensor,
     asked: Sequence[bool],
     experts: Tensor | None,

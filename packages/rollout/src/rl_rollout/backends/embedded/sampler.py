@@ -1,4 +1,4 @@
-"""What the next token of every row of a batch is drawn from. The draw itself is `rl_csrc.sampling`'s.
+"""Sampler: temperature, top-k, top-p and seeds of each row. The draw itself is `rl_csrc.sampling`.
 
 Shapes: B rows, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""What each step computes. Pure planning over host numbers: no model, no device.
+"""Scheduler: plans what each step computes, over host numbers. No model, no device.
 
 Requests are served in the order of their arrival. A step feeds the newest token of every sequence whose other tokens
 are in the cache, and, within a budget, chunks of those that are not: a long prompt takes several steps, in each of
@@ -18,17 +18,17 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from rl_rollout.backends.embedded.batch_state import BatchTable
+    from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.block_manager import BlockPool
-    from rl_rollout.backends.embedded.multimodal import SeenPrompt
-    from rl_rollout.backends.embedded.sequence import InFlight
+    from rl_rollout.backends.embedded.multimodal import ImagePrompt
+    from rl_rollout.backends.embedded.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Tokens [start, start + count) of a sequence that are computed together."""
 
-    sequence: InFlight
+    sequence: SequenceState
     start: int
     count: int
     is_last: bool
@@ -39,7 +39,7 @@ class Chunk:
 class Split:
     """A sequence that takes over what a chunk's sequence has computed."""
 
-    sequence: InFlight
+    sequence: SequenceState
     chunk: int
     """Index among the step's chunks."""
 
@@ -51,7 +51,7 @@ class Plan:
     rows: np.ndarray
     """int64, rows whose newest token is fed; ascending."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
-    images: list[tuple[Chunk, SeenPrompt]] = field(default_factory=list["tuple[Chunk, SeenPrompt]"])
+    images: list[tuple[Chunk, ImagePrompt]] = field(default_factory=list["tuple[Chunk, ImagePrompt]"])
     """Prompts with images: their tokens, but the newest."""
     splits: list[Split] = field(default_factory=list[Split])
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -63,20 +63,20 @@ class Plan:
 class Scheduler:
     """Sequences in the batch are rows 0..n-1 of the table, in no order."""
 
-    def __init__(self, pool: BlockPool, table: BatchTable, *, max_num_seqs: int, chunk_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, table: BatchState, *, max_num_seqs: int, chunk_tokens: int) -> None:
         self.pool = pool
         self.table = table
         self.max_num_seqs = max_num_seqs
         self.chunk_tokens = chunk_tokens
-        self.running: list[InFlight] = []
-        self.waiting: OrderedDict[InFlight, None] = OrderedDict()
+        self.running: list[SequenceState] = []
+        self.waiting: OrderedDict[SequenceState, None] = OrderedDict()
         """In the order of their arrival; any of them may leave."""
         self.num_preemptions = 0
         """Times that a sequence gave its blocks back to an older one."""
 
-    def admit(self) -> list[InFlight]:
+    def admit(self) -> list[SequenceState]:
         """Take waiting sequences into the batch, in their order, while there are rows, and blocks for their tokens."""
-        admitted: list[InFlight] = []
+        admitted: list[SequenceState] = []
         # Who is in the batch already and not computed yet comes first.
         promised = sum(self._num_missing(s, int(self.table.lengths_host[s.row])) for s in self._pending())
         seen: set[Hashable] = set()
@@ -93,7 +93,7 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def plan(self, tokens_of: Callable[[InFlight], Sequence[int]], most_steps: int = 1) -> Plan:
+    def plan(self, tokens_of: Callable[[SequenceState], Sequence[int]], most_steps: int = 1) -> Plan:
         """Decide what the next step computes, and take the blocks for it.
 
         Args:
@@ -133,7 +133,7 @@ class Scheduler:
             self._hold(self.running[row], self.pool.take(int(missing[row])))
         return most_steps
 
-    def _plan_chunks(self, plan: Plan, tokens_of: Callable[[InFlight], Sequence[int]], budget: int) -> None:
+    def _plan_chunks(self, plan: Plan, tokens_of: Callable[[SequenceState], Sequence[int]], budget: int) -> None:
         leaders: dict[Hashable, int] = {}
         being_seen: set[Hashable] = set()
         size = self.pool.block_size
@@ -177,7 +177,7 @@ class Scheduler:
             plan.chunks.append(Chunk(sequence=sequence, start=start, count=count, is_last=is_last))
             budget -= count
 
-    def _find_prefix(self, sequence: InFlight, tokens: Sequence[int]) -> None:
+    def _find_prefix(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
         """Hold the blocks of a known prefix; of a prompt with images, only if it reaches beyond them."""
         found = self.pool.find(sequence.root, tokens[:-1])
         if sequence.seen is not None and len(found) * self.pool.block_size < sequence.seen.num_seen:
@@ -185,7 +185,7 @@ class Scheduler:
             return
         self._hold(sequence, found)
 
-    def _split(self, plan: Plan, sequence: InFlight, leader: int, length: int) -> None:
+    def _split(self, plan: Plan, sequence: SequenceState, leader: int, length: int) -> None:
         num_full = length // self.pool.block_size
         blocks = plan.chunks[leader].sequence.blocks
         if length > num_full * self.pool.block_size:
@@ -199,14 +199,14 @@ class Scheduler:
         self._hold(sequence, [*blocks[:num_full], *own])
         plan.splits.append(Split(sequence=sequence, chunk=leader))
 
-    def drop_blocks(self, sequence: InFlight, *, is_spoiled: bool = False) -> list[int]:
+    def drop_blocks(self, sequence: SequenceState, *, is_spoiled: bool = False) -> list[int]:
         """Give back what a sequence holds; it must be computed again. Returns the blocks that nobody holds now."""
         released = self.pool.give_back(sequence.blocks, is_spoiled=is_spoiled)
         sequence.blocks = []
         self.table.computed[sequence.row] = self.table.num_blocks[sequence.row] = 0
         return released
 
-    def _make_room(self, sequence: InFlight, needed: int) -> None:
+    def _make_room(self, sequence: SequenceState, needed: int) -> None:
         """See that so many blocks are free, as far as those younger than this sequence hold some."""
         while needed > self.pool.num_free:
             victim = max((s for s in self.running if s.blocks), key=lambda s: s.arrival, default=sequence)
@@ -215,19 +215,19 @@ class Scheduler:
             self.drop_blocks(victim)
             self.num_preemptions += 1
 
-    def _hold(self, sequence: InFlight, blocks: Sequence[int]) -> None:
+    def _hold(self, sequence: SequenceState, blocks: Sequence[int]) -> None:
         self.table.append_blocks(sequence.row, blocks)
         sequence.blocks.extend(blocks)
 
-    def _pending(self) -> list[InFlight]:
+    def _pending(self) -> list[SequenceState]:
         """Sequences with tokens to compute before their newest one, or without a block for it, the oldest first."""
         count, table = len(self.running), self.table
         lengths, computed, held = table.lengths_host[:count], table.computed[:count], table.num_blocks[:count]
         is_pending = (lengths - computed > 1) | (lengths > held * self.pool.block_size)
         return self._by_age(np.flatnonzero(is_pending))
 
-    def _by_age(self, rows: np.ndarray) -> list[InFlight]:
+    def _by_age(self, rows: np.ndarray) -> list[SequenceState]:
         return sorted((self.running[row] for row in rows.tolist()), key=lambda s: s.arrival)
 
-    def _num_missing(self, sequence: InFlight, length: int) -> int:
+    def _num_missing(self, sequence: SequenceState, length: int) -> int:
         return -(-length // self.pool.block_size) - len(sequence.blocks)

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""Sequence: the state of one request in the engine, and which sequences of a batch are special."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.multimodal import SeenPrompt
+    from rl_rollout.backends.embedded.multimodal import ImagePrompt
     from rl_rollout.types import GenerateRequest
 
 
@@ -97,7 +97,7 @@ class ExpertRecorder:
 
 
 @dataclass(slots=True, eq=False)
-class InFlight:
+class SequenceState:
     """What the engine knows of a request beside its row of the table."""
 
     request: GenerateRequest
@@ -109,7 +109,7 @@ class InFlight:
     """Its own, or one of the server's stream."""
     arrival: int
     """Serial number; the smaller, the older."""
-    seen: SeenPrompt | None = None
+    seen: ImagePrompt | None = None
     """Images of its prompt."""
     root: Hashable = None
     """What its keys and values depend on beside its tokens: the weights, the adapter, the images."""
@@ -201,19 +201,19 @@ class InFlight:
 
 
 @dataclass(slots=True)
-class Wishes:
+class SpecialSequences:
     """Sequences of the batch for which a step does something beside drawing by temperature."""
 
-    streaming: set[InFlight] = field(default_factory=set[InFlight])
+    streaming: set[SequenceState] = field(default_factory=set[SequenceState])
     """They are told tokens before the end."""
-    truncating: set[InFlight] = field(default_factory=set[InFlight])
-    greedy: set[InFlight] = field(default_factory=set[InFlight])
-    adapted: set[InFlight] = field(default_factory=set[InFlight])
+    truncating: set[SequenceState] = field(default_factory=set[SequenceState])
+    greedy: set[SequenceState] = field(default_factory=set[SequenceState])
+    adapted: set[SequenceState] = field(default_factory=set[SequenceState])
     """They have an adapter."""
-    reading: set[InFlight] = field(default_factory=set[InFlight])
+    reading: set[SequenceState] = field(default_factory=set[SequenceState])
     """They are told something beside tokens."""
 
-    def add(self, admitted: Sequence[InFlight]) -> None:
+    def add(self, admitted: Sequence[SequenceState]) -> None:
         """They are in the batch now."""
         self.streaming.update(s for s in admitted if s.told_every)
         self.truncating.update(s for s in admitted if s.truncates)
@@ -221,7 +221,7 @@ class Wishes:
         self.adapted.update(s for s in admitted if s.request.adapter is not None)
         self.reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
 
-    def discard(self, sequence: InFlight) -> None:
+    def discard(self, sequence: SequenceState) -> None:
         """It has ended."""
         for each in (self.streaming, self.truncating, self.greedy, self.adapted, self.reading):
             each.discard(sequence)

@@ -1,4 +1,4 @@
-"""The embedded backend as a `RolloutServer`: asyncio in front, the engine's thread behind, HTTP beside."""
+"""Embedded server: a `RolloutServer` with an event loop in front, the engine thread behind, HTTP beside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rl_rollout.backends.embedded.engine import Event
-    from rl_rollout.backends.embedded.multimodal import SeenPrompt
+    from rl_rollout.backends.embedded.multimodal import ImagePrompt
     from rl_rollout.base import PauseMode, WeightReceiver
     from rl_rollout.types import GenerateRequest, ServerConfig
 
@@ -59,7 +59,7 @@ class EmbeddedServer(RolloutServer):
         self._outbox: list[tuple[GenerateRequest, int]] = []
         self._forgotten: list[str] = []
         """Requests whose callers have left, to be ended after the outbox."""
-        self._seen: dict[str, SeenPrompt] = {}
+        self._seen: dict[str, ImagePrompt] = {}
         """Images of the requests in the outbox."""
         self._seeing: set[asyncio.Future[Any]] = set()
         """Images that are being prepared."""
@@ -97,7 +97,7 @@ class EmbeddedServer(RolloutServer):
         self._capabilities = Capabilities(
             gives_routed_experts=self._model.experts.does_tell,
             has_adapters=bool(self._model.adapters.names),
-            takes_images=self._model.sight is not None,
+            takes_images=self._model.image_reader is not None,
         )
         if self._model.fused is not None:
             # Threads that compute later begin with the number that was set last, which was the engine's 1.
@@ -212,14 +212,14 @@ class EmbeddedServer(RolloutServer):
             if not is_over:
                 self._forget(request)
 
-    async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, SeenPrompt | None]:
+    async def _see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt | None]:
         """The request, checked, with its images prepared."""
         self._check(request)
-        sight, seen = self._model.sight, None
-        if sight is not None:
-            sight.check_blind(request)
+        image_reader, seen = self._model.image_reader, None
+        if image_reader is not None:
+            image_reader.check_blind(request)
             if request.images:
-                work = asyncio.ensure_future(asyncio.to_thread(sight.see, request))
+                work = asyncio.ensure_future(asyncio.to_thread(image_reader.see, request))
                 self._seeing.add(work)
                 work.add_done_callback(self._seeing.discard)
                 request, seen = await work
@@ -237,7 +237,7 @@ class EmbeddedServer(RolloutServer):
         if request.request_id in self._futures or request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in flight already")
 
-    def _submit(self, request: GenerateRequest, seen: SeenPrompt | None, *, told_every: int) -> None:
+    def _submit(self, request: GenerateRequest, seen: ImagePrompt | None, *, told_every: int) -> None:
         """Hand over everything that came in one turn of the loop at once."""
         if not self._outbox:
             self._loop.call_soon(self._flush)

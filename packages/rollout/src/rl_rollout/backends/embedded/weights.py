@@ -1,4 +1,4 @@
-"""New weights: staged beside the served ones, checked, then swapped in whole.
+"""Weight updates: staged beside the served weights, checked, then swapped in whole.
 
 The served weights are not touched until every tensor has arrived, so a failed update leaves the old version as it
 was. The price is a second copy of the weights, kept from one update to the next.

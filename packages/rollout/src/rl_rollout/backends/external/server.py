@@ -1,4 +1,4 @@
-"""What all inference servers of others have in common: a process in an environment of its own, spoken to over HTTP.
+"""Base class of backends that run a third-party server (vLLM, SGLang) as a subprocess and talk to it over HTTP.
 
 The process listens on a UNIX socket or on loopback, known to this process alone; in front of it is the same endpoint
 as that of every other server here. So a client need not know whose engine it talks to.

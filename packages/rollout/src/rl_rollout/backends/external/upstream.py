@@ -1,4 +1,4 @@
-"""The HTTP endpoint of an inference server that runs as a process of ours, and what its failures are called."""
+"""HTTP client of a third-party server that runs as a subprocess, and its failures as our errors."""
 
 from __future__ import annotations
 
