@@ -60,6 +60,7 @@ PROMPT = {"prompt": [5, 6], "max_tokens": 2}
         ("/v1/completions", {**PROMPT, "prompt": ["1"] * 3, "n": 3}, "asks for 9 sequences"),
         ("/v1/completions", {**PROMPT, "best_of": 10**6}, "best_of=1000000 is not supported"),
         ("/v1/completions", {**PROMPT, "max_tokens": 10**12}, "max_tokens=1000000000000 is above max_model_len="),
+        ("/v1/completions", {**PROMPT, "prompt": "1" * 100_000}, "longer than max_model_len=256 tokens can be"),
         ("/v1/completions", {**PROMPT, "stop": ["a"] * 5}, "there are 5 stop strings, and max_stops=4"),
         ("/v1/completions", {**PROMPT, "stop_token_ids": [9] * 5}, "asks for 5, and max_stops=4"),
         ("/v1/completions", {**PROMPT, "logprobs": 6}, "asks for 6, and max_top_logprobs=5"),

@@ -165,10 +165,11 @@ def request_from_body(body: bytes, path: str = "the request") -> GenerateRequest
         RequestError: unknown field, wrong type, or no prompt.
     """
     message: Any = read_body(body, RequestMessage, path)
-    fields = {name: getattr(message, name) for name in RequestMessage.__struct_fields__}
-    params = {name: getattr(message.sampling_params, name) for name in SamplingMessage.__struct_fields__}
+    fields: dict[str, Any] = {name: getattr(message, name) for name in RequestMessage.__struct_fields__}
+    given = message.sampling_params
+    sampling: dict[str, Any] = {name: getattr(given, name) for name in SamplingMessage.__struct_fields__}
     fields["request_id"] = message.request_id or uuid.uuid4().hex
-    return GenerateRequest(**{**fields, "sampling_params": SamplingParams(**params)})
+    return GenerateRequest(**{**fields, "sampling_params": SamplingParams(**sampling)})
 
 
 class _Id(msgspec.Struct):

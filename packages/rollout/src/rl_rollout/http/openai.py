@@ -207,7 +207,7 @@ class OpenAIRoutes:
         if images and not self._server.capabilities.takes_images:
             raise UnsupportedError("the model that is served here takes no images; leave the image_url parts out")
         tools = self._tools(message)
-        prompts = (await self._tokenized(self._tokenizer.encode_chat, messages, tools),)
+        prompts = (await self._tokenized(self._tokenizer.encode_chat, messages, tools, self._max_model_len),)
         call = self._call(message, prompts, is_chat=True, default_tokens=self._max_model_len)
         return await self._answer(request, replace(call, images=images, may_call_tools=bool(tools)))
 
@@ -242,7 +242,7 @@ class OpenAIRoutes:
         return message
 
     def _prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        return self._tokenizer.encode(prompt, self._max_model_len) if isinstance(prompt, str) else tuple(prompt)
 
     def _call(
         self, message: dict[str, Any], prompts: tuple[tuple[int, ...], ...], *, is_chat: bool, default_tokens: int

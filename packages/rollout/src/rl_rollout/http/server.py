@@ -15,7 +15,7 @@ import os
 import socket
 from collections import Counter
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from aiohttp import web
 
@@ -28,7 +28,7 @@ from rl_rollout.validation import check_count
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rl_rollout.base import PauseMode, RolloutServer
+    from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerConfig, TokenChunk, TokenOutput
 
 PROGRESS = b"+"
@@ -276,7 +276,7 @@ class Endpoint:
         mode = wire.read_body(await request.read(), wire.PauseMessage, request.path).mode
         if mode not in ("abort", "wait", "keep"):
             raise RequestError(f"pause mode {mode!r} is not one of abort, wait, keep")
-        await self._server.pause(cast("PauseMode", mode))
+        await self._server.pause(mode)
         return web.json_response({})
 
     async def _resume(self, request: web.Request) -> web.StreamResponse:

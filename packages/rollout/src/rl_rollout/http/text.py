@@ -120,6 +120,8 @@ class LazyTokenizer:
     def __init__(self, model_path: str) -> None:
         self._model_path = model_path
         self._tokenizer: Any = None
+        self._longest: int | None = None
+        """Characters of the longest token."""
 
     def get(self) -> Any:
         """A Hugging Face tokenizer.
@@ -141,11 +143,24 @@ class LazyTokenizer:
                 ) from error
         return self._tokenizer
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a plain prompt."""
+    def encode(self, text: str, most: int | None = None) -> tuple[int, ...]:
+        """Token ids of a plain prompt.
+
+        Raises:
+            RequestError: it is longer than `most` of the longest tokens, and is not even tokenised.
+        """
+        self._check_length(text, most)
         return tuple(self.get().encode(text))
 
-    def encode_chat(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> tuple[int, ...]:
+    def _check_length(self, text: str, most: int | None) -> None:
+        if self._longest is None:
+            self._longest = max(map(len, self.get().get_vocab()))
+        if most is not None and len(text) > most * self._longest:
+            raise RequestError(f"a text of {len(text)} characters is longer than max_model_len={most} tokens can be")
+
+    def encode_chat(
+        self, messages: Sequence[Any], tools: Sequence[Any] = (), most: int | None = None
+    ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant writes.
 
         Raises:
@@ -161,6 +176,7 @@ class LazyTokenizer:
             is_told = not tools or text != render()
         except Exception as error:  # jinja2's errors, and whatever a template raises
             raise RequestError(f"the chat template refused the messages: {error}") from error
+        self._check_length(text, most)
         if not is_told:
             raise RequestError("the model's chat template has no place for tools; it would never hear of them")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
