@@ -148,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     On SIGUSR2 it writes the stacks of its threads to standard error, also while its interpreter is stuck.
     """
-    faulthandler.register(signal.SIGUSR2)
+    if sys.__stderr__ is not None:  # a caller may have put something without a descriptor in the place of sys.stderr
+        faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     try:
         task, backend, config, exits_with_stdin = parse(argv)
         asyncio.run(serve(task, backend, config, exits_with_stdin=exits_with_stdin))
