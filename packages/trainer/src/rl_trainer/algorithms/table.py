@@ -1,8 +1,13 @@
-"""The registered algorithms as a Markdown table: ALGORITHMS.md is `python -m rl_trainer.algorithms.table`."""
+"""The registered algorithms as Markdown tables: `python -m rl_trainer.algorithms.table ALGORITHMS.md` renews them.
+
+What stands in the file from `WRITTEN` on is written by hand, and stays.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import ADVANTAGES
@@ -12,15 +17,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+WRITTEN = "## Beside other implementations\n"
+
+
 def render() -> str:
-    """The whole document."""
-    return "\n".join(_lines()) + "\n"
+    """The part of the document that is made from the registry."""
+    return "\n".join(_lines()) + "\n\n"
+
+
+def renew(file: Path) -> None:
+    """Write that part anew, and leave the rest."""
+    text = file.read_text()
+    file.write_text(render() + text[text.index(WRITTEN) :])
 
 
 def _lines() -> Iterator[str]:
     yield "# Algorithms"
     yield ""
-    yield "Made by `python -m rl_trainer.algorithms.table` from what is registered; a test keeps it so."
+    yield "`python -m rl_trainer.algorithms.table ALGORITHMS.md` makes the tables of names from the registries; a test"
+    yield "keeps them so."
     yield ""
     yield "## `algorithm.advantage`"
     yield ""
@@ -47,4 +62,4 @@ def _first_paragraph(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(render(), end="")  # noqa: T201 - it is what the command is for
+    renew(Path(sys.argv[1]))
