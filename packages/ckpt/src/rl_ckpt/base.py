@@ -136,7 +136,7 @@ class CheckpointEngine(ABC):
         """
         raise UsageError(f"{self.address} has no registered sources; pass the weights to send_weights")
 
-    async def serve_late(self) -> SyncReport | None:
+    async def resend_current(self) -> SyncReport | None:
         """Send the version in force again, to those receivers alone that wait for a sync and do not have it.
 
         Who joined late, or was poisoned by a failed sync, need not wait for the next version. A sender calls it between

@@ -147,11 +147,11 @@ def _without(whole: Box, part: Box) -> list[Box]:
     """The rest of a box without a box inside it, as boxes that do not overlap."""
     rest: list[Box] = []
     for axis, ((first, end), (part_first, part_end)) in enumerate(zip(whole, part, strict=True)):
-        before, behind = part[:axis], whole[axis + 1 :]
+        before, out_of_date = part[:axis], whole[axis + 1 :]
         if first < part_first:
-            rest.append((*before, (first, part_first), *behind))
+            rest.append((*before, (first, part_first), *out_of_date))
         if part_end < end:
-            rest.append((*before, (part_end, end), *behind))
+            rest.append((*before, (part_end, end), *out_of_date))
     return rest
 
 

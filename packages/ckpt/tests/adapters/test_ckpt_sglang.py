@@ -84,7 +84,7 @@ class Sglang(ServedModel):
 def served(request, tmp_path_factory):
     """A server, and whether its model has tied embeddings."""
     folder = tmp_path_factory.mktemp("sglang")
-    tiny_model(0, is_tied=request.param).save_pretrained(folder / "model")
+    tiny_model(0, has_aliases=request.param).save_pretrained(folder / "model")
     server = Sglang(folder / "model", folder / "log")
     try:
         server.wait(START_S)
@@ -95,10 +95,10 @@ def served(request, tmp_path_factory):
 
 class TestSglang(ServedSuite):
     def test_the_request_of_a_failed_sync_says_why_and_the_version_stays(self, served):
-        server, is_tied = served
+        server, has_aliases = served
         with session(server, f"uds://{new_name()}") as sender:
-            server.sync(sender, tiny_model(1, is_tied=is_tied).named_parameters(), 1)
-            part = list(tiny_model(2, is_tied=is_tied).named_parameters())[:5]
+            server.sync(sender, tiny_model(1, has_aliases=has_aliases).named_parameters(), 1)
+            part = list(tiny_model(2, has_aliases=has_aliases).named_parameters())[:5]
             with pytest.raises(rl_ckpt.SyncAbortedError):
                 server.sync(sender, part, 2)
             assert "tensors that the engine holds did not come" in server.refusal

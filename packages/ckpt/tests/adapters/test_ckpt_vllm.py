@@ -94,7 +94,7 @@ def collect():
 def served(request, tmp_path_factory):
     """A server, and whether its model has tied embeddings."""
     folder = tmp_path_factory.mktemp("vllm")
-    tiny_model(0, is_tied=request.param).save_pretrained(folder / "model")
+    tiny_model(0, has_aliases=request.param).save_pretrained(folder / "model")
     server = Vllm(folder / "model", folder / "log")
     try:
         server.wait(START_S)
@@ -124,8 +124,8 @@ def save_adapter(folder, model):
 class TestVllm(ServedSuite):
     def test_a_sync_of_a_part_is_asked_for(self, served):
         """The first of a session never is one; vLLM tells the version that is in force."""
-        server, is_tied = served
-        old, new = tiny_model(1, is_tied=is_tied), tiny_model(2, is_tied=is_tied)
+        server, has_aliases = served
+        old, new = tiny_model(1, has_aliases=has_aliases), tiny_model(2, has_aliases=has_aliases)
         with session(server, f"uds://{new_name()}") as sender:
             server.sync(sender, old.named_parameters(), 1)
         with session(server, f"uds://{new_name()}") as sender:

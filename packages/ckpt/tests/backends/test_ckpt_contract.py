@@ -122,7 +122,7 @@ class TestTcpKilled(KillSuite):
 class TestGlooKilled(KillSuite):
     token = TestGloo.token
     new_address = TestGloo.new_address
-    sender_messages = (*KillSuite.sender_messages, "Proof", "Regroup")
+    sender_messages = (*KillSuite.sender_messages, "Proof", "NewGroup")
     receiver_messages = (*KillSuite.receiver_messages, "Proof")
 
 

@@ -10,7 +10,7 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, DigestError, ReceiverState, SyncAbortedError
-from rl_ckpt.protocol.channel import Link
+from rl_ckpt.protocol.channel import Channel
 from rl_ckpt.testing import CheckpointEngineSuite, VersionSuite, assert_same, failure, fake_cuda, new_name, receive_all
 from rl_ckpt.transports.cuda_driver import CudaDriver
 
@@ -224,7 +224,7 @@ def test_the_device_is_waited_for_before_anything_is_said_of_what_lies_there(cud
         weights = model()
         sender.register_source(weights)
         into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        cuda.settle = lambda: weights["layers.3"].data.fill_(7)  # the kernel ends
+        cuda.synchronize = lambda: weights["layers.3"].data.fill_(7)  # the kernel ends
         await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
         assert_same(into, weights)
         assert into["layers.3"][0, 0] == 7
@@ -266,7 +266,7 @@ def test_what_is_declared_behind_a_source_that_cannot_be_mapped_is_known(cuda):
         sender.register_source(weights)
         ring, opening = set(cuda.exported), cuda.open
         cuda.open = lambda handle, size: opening(handle if handle in ring else b"?", size)
-        exporting, heard = cuda.export, Link.receive
+        exporting, heard = cuda.export, Channel.receive
 
         def slowly(address):  # the receiver has heard of the sync before
             time.sleep(0.3)
@@ -274,18 +274,18 @@ def test_what_is_declared_behind_a_source_that_cannot_be_mapped_is_known(cuda):
 
         cuda.export = slowly
 
-        def in_one(link):  # and hears all the rest at once
-            if link is not receiver._caller.line.link or len(cuda.exported) == len(ring):
-                return heard(link)
+        def in_one(channel):  # and hears all the rest at once
+            if channel is not receiver._connector.connection.channel or len(cuda.exported) == len(ring):
+                return heard(channel)
             time.sleep(0.3)
-            return heard(link)
+            return heard(channel)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Link, "receive", in_one)
+            patch.setattr(Channel, "receive", in_one)
             receiving = asyncio.ensure_future(receive_all(receiver))
             await failure(SyncAbortedError, sender.send_weights(version=1))
             await failure(BackendError, receiving)
-        assert receiver._caller.line is not None
+        assert receiver._connector.connection is not None
         cuda.open = opening
         got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(version=1))
         assert_same(got, weights)

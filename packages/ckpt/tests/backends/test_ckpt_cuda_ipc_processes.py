@@ -12,7 +12,7 @@ import torch
 
 import rl_ckpt
 from rl_ckpt import BackendError, Resharding, ShardSpec
-from rl_ckpt.protocol.channel import Link
+from rl_ckpt.protocol.channel import Channel
 from rl_ckpt.protocol.messages import Session
 from rl_ckpt.testing import assert_same, failure, new_name, sample_weights
 from rl_ckpt.testing.gpu import FakeGpu, fake_gpu
@@ -144,7 +144,7 @@ def test_differences_and_a_late_comer(gpu):
             assert said_by(first) == digests
             late = child(code, url)
             async with asyncio.timeout(60):
-                while await sender.serve_late() is None:  # noqa: ASYNC110  # it is the poll that is tested
+                while await sender.resend_current() is None:  # noqa: ASYNC110  # it is the poll that is tested
                     await asyncio.sleep(0.05)
             assert said_by(late) == digests[-1:]
 
@@ -251,13 +251,13 @@ def test_a_sender_that_dies_before_its_memory_was_mapped_is_said_to_have_died(mo
 
     mapping = CudaReceive.map_slots
 
-    def kill_first(self, session: Session, link: Link):
+    def kill_first(self, session: Session, channel: Channel):
         if not killed:
             killed.append(first.pid)
             first.kill()
             first.wait(60)
             successor.append(child(code, url, 2))
-        return mapping(self, session, link)
+        return mapping(self, session, channel)
 
     monkeypatch.setattr(CudaReceive, "map_slots", kill_first)
     first, successor = child(code, url, 1), []

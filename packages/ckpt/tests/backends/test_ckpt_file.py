@@ -368,9 +368,9 @@ def test_targets_that_share_memory_cannot_hold_two_contents(url):
     async def work():
         sender, receiver = ends(url)
         async with sender, receiver:
-            tied = torch.zeros(3)
+            alias = torch.zeros(3)
             await sender.send_weights([("a", torch.ones(3)), ("b", torch.zeros(3))], version=1)
-            error = await failure(TensorError, receiver.receive_into({"a": tied, "b": tied}))
+            error = await failure(TensorError, receiver.receive_into({"a": alias, "b": alias}))
             assert "'a', 'b' share memory" in str(error), error
             assert (receiver.version, receiver.state) == (None, ReceiverState.POISONED)
 

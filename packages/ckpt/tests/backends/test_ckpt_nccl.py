@@ -15,7 +15,7 @@ import rl_ckpt
 from rl_ckpt import BackendError, SyncAbortedError
 from rl_ckpt.testing import failure
 from rl_ckpt.testing.ends import weights_of
-from rl_ckpt.transports.group import Group, _surviving
+from rl_ckpt.transports.group import BroadcastGroup, _surviving
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each end")
 
@@ -56,8 +56,8 @@ def test_an_abort_that_waits_for_a_peer_holds_nobody_up(monkeypatch):
             ended.set()
             raise RuntimeError("ProcessGroup abort timed out")
 
-    monkeypatch.setattr(Group, "_join", lambda _: Stuck())
-    group = Group(lambda: None, 1, 0, 2, host="", timeout_s=1, device=torch.device("cuda", 0))
+    monkeypatch.setattr(BroadcastGroup, "_join", lambda _: Stuck())
+    group = BroadcastGroup(lambda: None, 1, 0, 2, host="", timeout_s=1, device=torch.device("cuda", 0))
     while group._group is None:
         time.sleep(0.01)
     group.leave()

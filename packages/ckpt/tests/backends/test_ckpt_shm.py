@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_ckpt import AddressError, ProtocolError, Role, SessionConfig, connect
-from rl_ckpt.protocol.channel import Link
+from rl_ckpt.protocol.channel import Channel
 from rl_ckpt.protocol.messages import Session
 from rl_ckpt.testing import assert_same, failure, new_name, receive_all
 
@@ -79,7 +79,7 @@ def test_fifty_syncs_declare_their_tensors_once():
                 await asyncio.gather(
                     sender.send_weights(weights_of(version % 8).items(), version=version), receive_all(receiver)
                 )
-            assert len(receiver._caller.line.specs) == len(sender._schema.specs) == 8
+            assert len(receiver._connector.connection.specs) == len(sender._manifest.specs) == 8
 
     asyncio.run(work())
 
@@ -97,16 +97,16 @@ def receive_transport():
 )
 def test_a_ring_that_is_not_what_it_says_is_refused(num_bytes, seals):
     ours, theirs = socket.socketpair()
-    link = Link(ours, "sender pid 1")
+    channel = Channel(ours, "sender pid 1")
     if num_bytes is not None:
         memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
         os.ftruncate(memory, num_bytes)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
-        link.descriptors.append(memory)
+        channel.descriptors.append(memory)
     with pytest.raises(ProtocolError, match="sender pid 1 shared"):
-        receive_transport().map_slots(Session(4096, 2), link)
-    assert link.descriptors == []
-    link.close()
+        receive_transport().map_slots(Session(4096, 2), channel)
+    assert channel.descriptors == []
+    channel.close()
     theirs.close()
 
 
@@ -122,18 +122,18 @@ def test_a_sender_of_another_user_is_not_trusted():
         print("open", flush=True)
         input()
     """
-    stranger = subprocess.Popen(
+    unauthenticated_peer = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert stranger.stdout.readline() == "open\n"
+    assert unauthenticated_peer.stdout.readline() == "open\n"
 
     async def work():
         async with connect(f"shm://{name}", role="receive") as receiver:
             return await failure(AddressError, receive_all(receiver))
 
     error = asyncio.run(work())
-    stranger.communicate("\n")
-    assert f"held by pid {stranger.pid} of user 65534" in str(error)
+    unauthenticated_peer.communicate("\n")
+    assert f"held by pid {unauthenticated_peer.pid} of user 65534" in str(error)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -151,14 +151,14 @@ def test_a_receiver_of_another_user_is_turned_away():
         address = f"shm://{name}"
         async with connect(address, role="send") as sender, connect(address, role="receive") as receiver:
             await sender.prepare()
-            stranger = await asyncio.create_subprocess_exec(
+            unauthenticated_peer = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", textwrap.dedent(code), stdout=subprocess.PIPE
             )
             await asyncio.sleep(0.3)
             _, report = await asyncio.gather(
                 receive_all(receiver), sender.send_weights(weights_of(0).items(), version=0)
             )
-            said, _ = await stranger.communicate()
+            said, _ = await unauthenticated_peer.communicate()
             return said, report
 
     said, report = asyncio.run(work())

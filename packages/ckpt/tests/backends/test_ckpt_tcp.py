@@ -94,10 +94,10 @@ def test_a_connection_that_was_reset_since_it_was_dialled():
     poll = select.poll()
     poll.register(connection, 0)
     assert poll.poll(5000)
-    link = tcp.link_of(connection)
+    channel = tcp.channel_of(connection)
     with pytest.raises(PeerLostError, match="sender went away"):
-        link.addresses()
-    link.close()
+        channel.addresses()
+    channel.close()
 
 
 def test_ipv6():
@@ -166,8 +166,8 @@ def test_nobody_waits_for_a_stranger(said):
         async with sender:
             await sender.prepare()
             host, port = sender.address.removeprefix("tcp://").split(":")
-            with socket.create_connection((host, int(port))) as stranger:
-                stranger.sendall(said)
+            with socket.create_connection((host, int(port))) as unauthenticated_peer:
+                unauthenticated_peer.sendall(said)
                 async with receiver() as end:
                     assert len((await exchange(sender, end)).receipts) == 1
                     assert len((await exchange(sender, end, 2)).receipts) == 1

@@ -23,9 +23,9 @@ from rl_ckpt.protocol.messages import (
     Hello,
     Manifest,
     Mapped,
+    NewGroup,
     Proof,
     Ready,
-    Regroup,
     Seal,
     Session,
     Sources,
@@ -58,7 +58,7 @@ message = st.one_of(
     st.builds(Seal, u32, u32, u64, u64),
     st.builds(Staged, u64, u64, u32, u32, u64, u32, u32),
     st.builds(Commit, u64),
-    st.builds(Regroup, u32, u32, u32, u32),
+    st.builds(NewGroup, u32, u32, u32, u32),
     st.builds(
         Sources,
         st.lists(st.tuples(st.binary(min_size=64, max_size=64), u64), max_size=4).map(tuple),
@@ -83,16 +83,16 @@ def test_a_manifest_written_out_by_hand():
     body = struct.pack("<IIBBHIQQ", 3, 2, code, 2, 3, 2**32 - 1, 5, 6) + b"a.b"
     body += struct.pack("<BBHIQQ", code, 2, 1, 3, 5, 6) + b"c"
     first = TensorSpec(name="a.b", dtype=torch.bfloat16, shape=(5, 6))
-    manifest = Manifest(3, (first, TensorSpec(name="c", dtype=torch.bfloat16, shape=(5, 6), tied_to=3)))
+    manifest = Manifest(3, (first, TensorSpec(name="c", dtype=torch.bfloat16, shape=(5, 6), alias_of=3)))
     assert encode(manifest, 0)[20:] == body
     assert decode(5, body) == manifest
-    assert [spec.tied_to for spec in decode(5, body).specs] == [None, 3]
+    assert [spec.alias_of for spec in decode(5, body).specs] == [None, 3]
     assert manifest.specs[0].num_bytes == 60
 
 
 def test_a_tensor_is_tied_to_one_before_it_or_refused():
-    spec = TensorSpec(name="a", dtype=torch.bool, shape=(), tied_to=4)
-    assert decode(5, encode(Manifest(5, (spec,)), 0)[20:]).specs[0].tied_to == 4
+    spec = TensorSpec(name="a", dtype=torch.bool, shape=(), alias_of=4)
+    assert decode(5, encode(Manifest(5, (spec,)), 0)[20:]).specs[0].alias_of == 4
     with pytest.raises(ProtocolError, match="tied to 4"):
         decode(5, encode(Manifest(4, (spec,)), 0)[20:])
 

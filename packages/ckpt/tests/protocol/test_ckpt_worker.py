@@ -54,7 +54,7 @@ def test_a_call_that_is_cancelled_twice_holds_up_the_next_one_and_is_no_error():
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        following = asyncio.ensure_future(worker.run(lambda: worker.waker.is_woken))
+        following = asyncio.ensure_future(worker.run(lambda: worker.canceller.is_cancelled))
         await asyncio.sleep(0.05)
         assert not following.done()
         may_end.set()

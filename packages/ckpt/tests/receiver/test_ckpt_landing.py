@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import rl_csrc
 from rl_ckpt import DigestError, ProtocolError, ReceiverState, TensorError
 from rl_ckpt.protocol.messages import Bucket
-from rl_ckpt.receiver.slots import Shelf
-from rl_ckpt.receiver.unpacker import Landing, Scratch
+from rl_ckpt.receiver.slots import HeldBuckets
+from rl_ckpt.receiver.unpacker import Scratch, Unpacker
 from rl_ckpt.tensors import delta
 from rl_ckpt.tensors.buckets import BucketPlan, Codec, Span, aligned
 from rl_ckpt.tensors.digest import combine, leaves_of
@@ -19,12 +19,12 @@ BUCKET_BYTES = 1024
 SPECS = [
     TensorSpec(name="a", dtype=torch.float32, shape=(10, 3)),
     TensorSpec(name="b", dtype=torch.uint8, shape=(3000,)),
-    TensorSpec(name="b, too", dtype=torch.uint8, shape=(3000,), tied_to=1),
+    TensorSpec(name="b, too", dtype=torch.uint8, shape=(3000,), alias_of=1),
     TensorSpec(name="c", dtype=torch.bfloat16, shape=()),
     TensorSpec(name="d", dtype=torch.int64, shape=(0, 7)),
     TensorSpec(name="e", dtype=torch.float16, shape=(128,)),
-    TensorSpec(name="e, too", dtype=torch.float16, shape=(128,), tied_to=5),
-    TensorSpec(name="e, once more", dtype=torch.float16, shape=(128,), tied_to=5),
+    TensorSpec(name="e, too", dtype=torch.float16, shape=(128,), alias_of=5),
+    TensorSpec(name="e, once more", dtype=torch.float16, shape=(128,), alias_of=5),
 ]
 
 
@@ -34,7 +34,7 @@ class Ring:
     def __init__(self):
         self.memory = torch.randint(0, 256, (3 * BUCKET_BYTES,), dtype=torch.uint8)
         self.slots = [self.memory[BUCKET_BYTES : 2 * BUCKET_BYTES]]
-        self.is_lent = False
+        self.is_sender_memory = False
 
     def fetch(self, bucket, contents):
         return False
@@ -43,15 +43,15 @@ class Ring:
         return False
 
 
-def landing(targets=None, has_base=False):
-    return Landing(
+def unpacker(targets=None, has_base=False):
+    return Unpacker(
         version=1,
         previous=ReceiverState.IDLE,
         sender="sender pid 1",
         bucket_bytes=BUCKET_BYTES,
         specs=SPECS,
         scratch=Scratch(),
-        shelf=Shelf(1, is_debug=False),
+        held_buckets=HeldBuckets(1, is_debug=False),
         has_base=has_base,
         targets=targets,
     )
@@ -61,11 +61,11 @@ def honest(slot):
     """The buckets that a sender would send of `SPECS`, digests of whatever is in the slot."""
     plan, buckets = BucketPlan(BUCKET_BYTES), {}
     for tensor, spec in enumerate(SPECS):
-        if spec.tied_to is not None:
-            span = Span(tensor, Codec.TIED, 0, 0, plan.offset, 0, 0, rl_csrc.digest(b""))
+        if spec.alias_of is not None:
+            span = Span(tensor, Codec.ALIAS, 0, 0, plan.offset, 0, 0, rl_csrc.digest(b""))
             buckets[plan.bucket].append(span)
             continue
-        for piece in plan.place(spec.num_bytes):
+        for piece in plan.add(spec.num_bytes):
             digest = rl_csrc.digest(slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
             span = Span(
                 tensor, Codec.RAW, 0, piece.offset, piece.bucket_offset, piece.num_bytes, spec.num_bytes, digest
@@ -80,9 +80,9 @@ def honest(slot):
 def test_what_an_honest_sender_sends_is_taken():
     ring, into = Ring(), {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
     for targets in (None, into):
-        one, names = landing(targets), []
+        one, names = unpacker(targets), []
         for bucket in honest(ring.slots[0]):
-            names += [name for name, _ in one.land(bucket, ring)]
+            names += [name for name, _ in one.unpack(bucket, ring)]
         assert one.is_whole()
         assert names == ([spec.name for spec in SPECS] if targets is None else [])
         assert len(one.digests) == len(SPECS)
@@ -94,52 +94,52 @@ def test_a_tie_that_does_not_follow_its_tensor_is_refused():
     ring = Ring()
     buckets = honest(ring.slots[0])
     last = buckets[-1]
-    tie = last.spans[-1]
+    add_aliases = last.spans[-1]
     for wrong in (
-        [(*last.spans, tie)],
-        [(*last.spans, tie._replace(tensor=2))],
-        [last.spans[:-1], (tie._replace(bucket_offset=0),)],
+        [(*last.spans, add_aliases)],
+        [(*last.spans, add_aliases._replace(tensor=2))],
+        [last.spans[:-1], (add_aliases._replace(bucket_offset=0),)],
         [(*last.spans[:-3], last.spans[-2]._replace(bucket_offset=last.spans[-3].bucket_offset))],
-        [(*last.spans[:-1], tie._replace(tensor=0))],
+        [(*last.spans[:-1], add_aliases._replace(tensor=0))],
     ):
-        one = landing()
+        one = unpacker()
         for bucket in buckets[:-1]:
-            one.land(bucket, ring)
+            one.unpack(bucket, ring)
         *before, spans = wrong
         for sequence, some in enumerate(before, last.sequence):
-            one.land(Bucket(sequence, 0, last.used_bytes, some), ring)
+            one.unpack(Bucket(sequence, 0, last.used_bytes, some), ring)
         used = last.used_bytes if len(spans) > 1 else 0
         with pytest.raises(ProtocolError, match="does not fit after what came before"):
-            one.land(Bucket(one.num_buckets, 0, used, spans), ring)
+            one.unpack(Bucket(one.num_buckets, 0, used, spans), ring)
 
 
 def test_a_tensor_that_was_not_declared_is_refused():
     span = Span(len(SPECS), Codec.RAW, 0, 0, 0, 0, 0, rl_csrc.digest(b""))
     with pytest.raises(ProtocolError, match="has declared 8"):
-        landing().land(Bucket(0, 0, 0, (span,)), Ring())
+        unpacker().unpack(Bucket(0, 0, 0, (span,)), Ring())
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_a_difference_is_applied_to_plain_memory_only(is_strided):
     """A copy of a strided target would get it, with the digest that is due."""
     spec, base = SPECS[0], torch.randn(10, 3)
-    snapshot = delta.Snapshot()
-    snapshot.note(spec, leaves_of(snapshot.replace(spec, as_bytes(base))))
+    base_copy = delta.BaseCopy()
+    base_copy.note(spec, leaves_of(base_copy.replace(spec, as_bytes(base))))
     fresh = base.clone()
     fresh[0, 0] += 1
-    ((part,),) = snapshot.advance(spec, as_bytes(fresh))
+    ((part,),) = base_copy.advance(spec, as_bytes(fresh))
     target = base.t().contiguous().t() if is_strided else base.clone()
-    ring, one = Ring(), landing({"a": target}, has_base=True)
+    ring, one = Ring(), unpacker({"a": target}, has_base=True)
     num_bytes = len(part.content)
     ring.slots[0][:num_bytes] = part.content
     span = Span(0, Codec.DELTA, 0, 0, 0, num_bytes, num_bytes, combine(leaves_of(part.content)))
     bucket = Bucket(0, 0, aligned(num_bytes), (span,))
     if is_strided:
         with pytest.raises(ProtocolError, match="which this end did not ask for"):
-            one.land(bucket, ring)
+            one.unpack(bucket, ring)
         assert torch.equal(target, base)
     else:
-        one.land(bucket, ring)
+        one.unpack(bucket, ring)
         assert torch.equal(target, fresh)
 
 
@@ -159,7 +159,7 @@ def test_one_wrong_field_is_always_found(data):
     targets = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS} if is_into else None
     if targets is not None:
         targets["b"] = guard[1000:4000]
-    one, buckets = landing(targets, has_base=data.draw(st.booleans())), honest(ring.slots[0])
+    one, buckets = unpacker(targets, has_base=data.draw(st.booleans())), honest(ring.slots[0])
     which = data.draw(st.integers(0, len(buckets) - 1))
     spans = list(buckets[which].spans)
     index = data.draw(st.integers(0, len(spans) - 1))
@@ -171,7 +171,7 @@ def test_one_wrong_field_is_always_found(data):
 
     def run():
         for bucket in buckets:
-            one.land(bucket, ring)
+            one.unpack(bucket, ring)
 
     with pytest.raises((ProtocolError, DigestError, TensorError)):
         run()
@@ -185,10 +185,13 @@ def test_one_wrong_field_is_always_found(data):
     st.lists(st.builds(Span, small, st.integers(0, 4), wide, wide, wide, wide, wide, wide), max_size=6), small, small
 )
 def test_any_bucket_is_read_or_refused(spans, slot, used_bytes):
-    ring, one = Ring(), landing({spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}, has_base=True)
+    ring, one = (
+        Ring(),
+        unpacker({spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}, has_base=True),
+    )
     before = ring.memory.clone()
     try:
-        one.land(Bucket(0, slot, used_bytes, tuple(spans)), ring)
+        one.unpack(Bucket(0, slot, used_bytes, tuple(spans)), ring)
     except (ProtocolError, DigestError, TensorError):
         pass
     else:
@@ -204,9 +207,9 @@ def test_any_difference_is_applied_or_refused_whole(content, is_plausible):
     if is_plausible:  # an honest one with some bytes overwritten
         fresh = base.clone()
         fresh[::7] += 1
-        snapshot = delta.Snapshot()
-        snapshot.note(spec, leaves_of(snapshot.replace(spec, as_bytes(base))))
-        ((part,),) = snapshot.advance(spec, as_bytes(fresh))
+        base_copy = delta.BaseCopy()
+        base_copy.note(spec, leaves_of(base_copy.replace(spec, as_bytes(base))))
+        ((part,),) = base_copy.advance(spec, as_bytes(fresh))
         raw = bytearray(part.content.tolist())
         for i, value in enumerate(content[:4]):
             raw[(value * 7 + i) % len(raw)] ^= value

@@ -145,7 +145,7 @@ def test_a_receiver_serves_a_late_comer_when_the_trainer_is_dead(scheme):
         assert_same(mine, weights_of(5))
         holder.kill()
         async with Holder(late, f"shm://{new_name()}", lambda: mine, timeout_s=TIMEOUT_S) as next_holder:
-            assert await next_holder.serve_late() is None
+            assert await next_holder.resend_current() is None
             later = await nodes.stack.enter_async_context(
                 connect(next_holder.address, role="receive", timeout_s=TIMEOUT_S)
             )
@@ -155,7 +155,7 @@ def test_a_receiver_serves_a_late_comer_when_the_trainer_is_dead(scheme):
             assert (report.version, later.digest) == (5, late.digest)
             waiting = asyncio.ensure_future(receive_all(later))
             await asyncio.sleep(0.05)
-            assert await next_holder.serve_late() is None  # it has it
+            assert await next_holder.resend_current() is None  # it has it
             waiting.cancel()
             await asyncio.wait([waiting])
 
@@ -165,7 +165,7 @@ def test_a_receiver_serves_a_late_comer_when_the_trainer_is_dead(scheme):
 async def served(node):
     """Serve until somebody was."""
     async with asyncio.timeout(TIMEOUT_S):
-        while (report := await node.serve_late()) is None:  # noqa: ASYNC110  # it is the poll that is tested
+        while (report := await node.resend_current()) is None:  # noqa: ASYNC110  # it is the poll that is tested
             await asyncio.sleep(0.02)
     return report
 
@@ -213,7 +213,7 @@ def test_a_holder_gives_nothing_that_its_receiver_was_not_given(tmp_path):
         sender, receiver = await nodes.end(nodes.above, Role.SEND), await nodes.end(nodes.above, Role.RECEIVE)
         mine = {name: tensor.clone() for name, tensor in weights_of(0).items()}
         async with Holder(receiver, nodes.below, lambda: mine, timeout_s=TIMEOUT_S) as holder:
-            assert "no version to give" in str(await failure(UsageError, holder.serve_late()))
+            assert "no version to give" in str(await failure(UsageError, holder.resend_current()))
             await asyncio.gather(sender.send_weights(weights_of(1).items(), version=1), receiver.receive_into(mine))
             mine["t3"][7] ^= 1
             late = await nodes.end(nodes.below, Role.RECEIVE)

@@ -295,15 +295,15 @@ def test_who_comes_late_below_is_served_by_the_relay():
     async def work(tree):
         weights = weights_of(1)
         relay = tree.relays[1]
-        await failure(UsageError, relay.serve_late())
+        await failure(UsageError, relay.resend_current())
         await tree.sync(weights, 1)
-        assert await relay.serve_late() is None
+        assert await relay.resend_current() is None
         late = rl_ckpt.connect(tree.urls[2], role="receive", timeout_s=60)
         await tree.stack.enter_async_context(late)
 
         async def serve():
             async with asyncio.timeout(60):
-                while (report := await relay.serve_late()) is None:  # noqa: ASYNC110  # it is the poll that is tested
+                while (report := await relay.resend_current()) is None:  # noqa: ASYNC110  # it is the poll that is tested
                     await asyncio.sleep(0.02)
                 return report
 

@@ -26,7 +26,7 @@ def run(work, url="shm://{}", **options):
 async def late(sender):
     """Serve until somebody was."""
     async with asyncio.timeout(30):
-        while (report := await sender.serve_late()) is None:  # noqa: ASYNC110  # it is the poll that is tested
+        while (report := await sender.resend_current()) is None:  # noqa: ASYNC110  # it is the poll that is tested
             await asyncio.sleep(0.02)
     return report
 
@@ -42,7 +42,7 @@ def test_a_joiner_after_a_sync_of_a_part_gets_the_whole():
         assert_same(await receiving, weights | part)
         waiting = asyncio.ensure_future(receive_all(joiner))
         await asyncio.sleep(0.05)
-        assert await sender.serve_late() is None  # it has it, under the digest of the whole
+        assert await sender.resend_current() is None  # it has it, under the digest of the whole
         got, *_ = await asyncio.gather(
             waiting, receive_all(first), sender.send_weights(weights.items(), version=3, num_peers=2)
         )
@@ -75,7 +75,7 @@ def test_a_receiver_that_fell_out_recovers_without_the_others():
 
 def test_without_a_copy_and_after_a_failed_sync_it_says_so():
     async def no_copy(sender, *_):
-        assert "keeps no copy" in str(await failure(UsageError, sender.serve_late()))
+        assert "keeps no copy" in str(await failure(UsageError, sender.resend_current()))
 
     run(no_copy)
 

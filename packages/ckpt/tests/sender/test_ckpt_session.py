@@ -332,17 +332,17 @@ def test_a_trainer_can_refuse_samples_of_a_digest_that_it_never_committed():
             rl_ckpt.connect(url, role="receive", timeout_s=30) as server,
         ):
             held = {"w": torch.zeros(4, 4)}
-            in_force = []
+            committed_versions = []
             for version in (1, 2):
                 weights = {"w": torch.full((4, 4), float(version))}
                 stamp = server.digest
                 report, _ = await asyncio.gather(
                     sender.send_weights(weights.items(), version=version), server.receive_into(held)
                 )
-                in_force = [report.digest]
-                assert stamp not in in_force  # sampled before: under nothing, then under version 1
-                assert server.digest in in_force
+                committed_versions = [report.digest]
+                assert stamp not in committed_versions  # sampled before: under nothing, then under version 1
+                assert server.digest in committed_versions
             held["w"][0, 0] += 1
-            assert rl_ckpt.tree_digest(held) not in in_force
+            assert rl_ckpt.tree_digest(held) not in committed_versions
 
     asyncio.run(main())

@@ -78,7 +78,7 @@ async def _hold(pipe: Connection, above: str, below: str, token: str | None) -> 
         node = Holder(receiver, below, lambda: targets, timeout_s=TIMEOUT_S, token=token, bucket_bytes=BUCKET_BYTES)
         async with node as holder:
             while True:  # it is to be killed
-                report = await holder.serve_late()
+                report = await holder.resend_current()
                 if report is None:
                     await asyncio.sleep(0.02)
                 else:

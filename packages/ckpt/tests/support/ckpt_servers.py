@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PROMPT = (3, 17, 41, 5, 9, 77)
 
 
-def tiny_model(seed: int, *, is_tied: bool = False) -> nn.Module:
+def tiny_model(seed: int, *, has_aliases: bool = False) -> nn.Module:
     """Qwen3 in float32, with weights so large that another seed has quite other log-probs. Needs transformers."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -47,7 +47,7 @@ def tiny_model(seed: int, *, is_tied: bool = False) -> nn.Module:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=128,
-        tie_word_embeddings=is_tied,
+        tie_word_embeddings=has_aliases,
         initializer_range=0.3,
     )
     return Qwen3ForCausalLM(config).float().eval()
@@ -225,8 +225,8 @@ class ServedSuite:
         self, served: tuple[ServedModel, bool]
     ) -> None:
         """The model was touched: another receiver votes no when the server has voted yes."""
-        server, is_tied = served
-        old, new = tiny_model(0, is_tied=is_tied), tiny_model(1, is_tied=is_tied)
+        server, has_aliases = served
+        old, new = tiny_model(0, has_aliases=has_aliases), tiny_model(1, has_aliases=has_aliases)
         assert server.serves(old)
         assert not server.serves(new)
         url = f"uds://{new_name()}"
@@ -238,10 +238,10 @@ class ServedSuite:
 
     def test_the_model_computes_with_what_was_sent(self, served: tuple[ServedModel, bool]) -> None:
         """And the receipt attests all of it."""
-        server, is_tied = served
+        server, has_aliases = served
         with session(server, f"uds://{new_name()}") as sender:
             for version in (1, 2):
-                new = tiny_model(version, is_tied=is_tied)
+                new = tiny_model(version, has_aliases=has_aliases)
                 weights = new.state_dict()  # with lm_head, tied or not
                 report = server.sync(sender, weights.items(), version)
                 assert server.serves(new)
@@ -252,8 +252,8 @@ class ServedSuite:
 
     def test_a_bit_flipped_in_flight_leaves_the_version_before(self, served: tuple[ServedModel, bool]) -> None:
         """And the server takes the next one."""
-        server, is_tied = served
-        first, second = tiny_model(3, is_tied=is_tied), tiny_model(4, is_tied=is_tied)
+        server, has_aliases = served
+        first, second = tiny_model(3, has_aliases=has_aliases), tiny_model(4, has_aliases=has_aliases)
         port = new_port()
         proxy = FlippingProxy(port)
         try:
@@ -273,8 +273,8 @@ class ServedSuite:
 
     def test_a_sync_that_fails_after_the_model_was_loaded_is_undone(self, served: tuple[ServedModel, bool]) -> None:
         """In a new session, as after a trainer's restart."""
-        server, is_tied = served
-        first, second = tiny_model(5, is_tied=is_tied), tiny_model(6, is_tied=is_tied)
+        server, has_aliases = served
+        first, second = tiny_model(5, has_aliases=has_aliases), tiny_model(6, has_aliases=has_aliases)
         with session(server, f"shm://{new_name()}") as sender:
             server.sync(sender, first.named_parameters(), 1)
         url = f"shm://{new_name()}"
@@ -288,8 +288,8 @@ class ServedSuite:
 
     def test_a_version_that_does_not_fit_the_model_is_undone(self, served: tuple[ServedModel, bool]) -> None:
         """A tensor of another shape, or of a name that the model's loader does not know, deep in a layer."""
-        server, is_tied = served
-        first, second = tiny_model(7, is_tied=is_tied), tiny_model(8, is_tied=is_tied)
+        server, has_aliases = served
+        first, second = tiny_model(7, has_aliases=has_aliases), tiny_model(8, has_aliases=has_aliases)
         weights = second.state_dict()
         misfit = {**weights, "model.layers.1.self_attn.k_proj.weight": torch.ones(3, 64)}
         items = list(weights.items())

@@ -166,7 +166,7 @@ class Held(Mapping[str, "Tensor"]):
             if tensor.numel():
                 self._aliases.setdefault(_pointer(tensor), []).append(path)
         self._bindings = dict(bindings) | {
-            name: tied for name in given if name not in bindings if (tied := _tied(model, name, bindings))
+            name: alias for name in given if name not in bindings if (alias := _tied(model, name, bindings))
         }
         self._names = dict.fromkeys(name for name in given if self._is_readable(name))
 

@@ -112,7 +112,7 @@ class _Engine:
         self._url = ""
         self._loaded: set[str] = set()
         """The model's tensors that the last load filled."""
-        self._in_force: set[str] = set()
+        self._committed: set[str] = set()
         """Those that loading the version in force fills."""
         self._kept: dict[str, Tensor] = {}
         """The others, as they were before a load."""
@@ -124,14 +124,14 @@ class _Engine:
             self._url = url
         try:
             self.installer.take(version)
-            self._in_force = self._loaded
+            self._committed = self._loaded
         finally:
             self._kept = {}
 
     def _load(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         loader: Any = self._model
         self._kept = {
-            name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items() if name not in self._in_force
+            name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items() if name not in self._committed
         }
         recorder = LoadRecorder(self._model, weights)
         with recorder, torch.no_grad():

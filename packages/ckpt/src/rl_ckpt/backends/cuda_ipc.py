@@ -21,7 +21,7 @@ from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
 from rl_ckpt.transports.cuda_driver import CudaDriver, Driver
 from rl_ckpt.transports.mapped_source import map_source
-from rl_ckpt.transports.unix import UnixListener, dial, link_of, require_linux
+from rl_ckpt.transports.unix import UnixListener, channel_of, dial, require_linux
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
-    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.types import SessionConfig
@@ -96,10 +96,10 @@ class CudaSend(ListeningSend):
 
         return map_source(items, allocation_of, driver.export)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device."""
         if self._driver is not None:
-            self._driver.settle()
+            self._driver.synchronize()
 
     def memory(self) -> bytes:
         """Where the ring is."""
@@ -114,7 +114,7 @@ class CudaSend(ListeningSend):
 class CudaReceive(ReceiveTransport):
     """Dials the name, and maps what it is told of."""
 
-    is_lent = True
+    is_sender_memory = True
 
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
@@ -122,27 +122,27 @@ class CudaReceive(ReceiveTransport):
         self._ring: Tensor | None = None
         self._segments: dict[tuple[bytes, int], Tensor] = {}
 
-    def dial(self) -> Link | None:
+    def dial(self) -> Channel | None:
         """Connect, if there is a sender; raises `AddressError` if it belongs to another user."""
         connection = dial(self._config)
-        return None if connection is None else link_of(connection)
+        return None if connection is None else channel_of(connection)
 
-    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+    def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """Map the ring."""
         num_bytes = session.num_slots * session.bucket_bytes
         if len(session.memory) != _RING.size or not 0 < num_bytes <= MAX_RING_BYTES:
-            raise ProtocolError(f"{link.peer} announced a session without a ring on a GPU")
+            raise ProtocolError(f"{channel.peer} announced a session without a ring on a GPU")
         device_id, handle, size, offset = _RING.unpack(session.memory)
         if offset + num_bytes > size:
-            raise ProtocolError(f"{link.peer} announced a ring of {num_bytes} bytes at {offset} of {size}")
+            raise ProtocolError(f"{channel.peer} announced a ring of {num_bytes} bytes at {offset} of {size}")
         self._driver = driver_of(device_id.decode())
         self._ring = self._driver.open(handle, size)
         return list(self._ring[offset : offset + num_bytes].split(session.bucket_bytes))
 
-    def map_segments(self, segments: Sequence[tuple[bytes, int]], link: Link) -> Sequence[Tensor]:
+    def map_segments(self, segments: Sequence[tuple[bytes, int]], channel: Channel) -> Sequence[Tensor]:
         """Map a registered source. What is mapped already stays so; what is not named any more is given back."""
         if self._driver is None:
-            raise ProtocolError(f"{link.peer} offered memory to map before its session")
+            raise ProtocolError(f"{channel.peer} offered memory to map before its session")
         for key in segments:
             if key not in self._segments:
                 self._segments[key] = self._driver.open(*key)  # what was mapped before stays, should this fail

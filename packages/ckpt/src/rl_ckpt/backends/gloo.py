@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import checked_options
-from rl_ckpt.transports.group import GlooReceive, GlooSend, require_gloo
-from rl_ckpt.transports.tcp import Listener, dial, link_of, token_of
+from rl_ckpt.transports.group import GroupReceive, GroupSend, require_gloo
+from rl_ckpt.transports.tcp import Listener, channel_of, dial, token_of
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -35,5 +35,5 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     require_gloo(config.address)
     token = token_of(config)
     if config.role is Role.SEND:
-        return Sender(config, GlooSend(config, Listener, 0, token))
-    return Receiver(config, GlooReceive(config, dial, link_of, token))
+        return Sender(config, GroupSend(config, Listener, 0, token))
+    return Receiver(config, GroupReceive(config, dial, channel_of, token))

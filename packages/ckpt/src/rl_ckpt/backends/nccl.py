@@ -16,15 +16,15 @@ import torch
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import checked_options
-from rl_ckpt.transports.group import GlooReceive, GlooSend, require_nccl
-from rl_ckpt.transports.tcp import Listener, dial, link_of, token_of
+from rl_ckpt.transports.group import GroupReceive, GroupSend, require_nccl
+from rl_ckpt.transports.tcp import Listener, channel_of, dial, token_of
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
-    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.types import SessionConfig
 
@@ -41,14 +41,14 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     require_nccl(config.address)
     if config.role is Role.SEND:
         return Sender(config, NcclSend(config, Listener, 0, token))
-    return Receiver(config, NcclReceive(config, dial, link_of, token))
+    return Receiver(config, NcclReceive(config, dial, channel_of, token))
 
 
 def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class NcclSend(GlooSend):
+class NcclSend(GroupSend):
     """Rank 0 of every group, with its ring on a GPU."""
 
     bucket_bytes = 64 << 20
@@ -59,10 +59,10 @@ class NcclSend(GlooSend):
         return [torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_slots)]
 
 
-class NcclReceive(GlooReceive):
+class NcclReceive(GroupReceive):
     """Any other rank, with its slots on a GPU."""
 
-    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+    def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """Memory for what is broadcast."""
         self.device = _current_device()
-        return super().map_slots(session, link)
+        return super().map_slots(session, channel)

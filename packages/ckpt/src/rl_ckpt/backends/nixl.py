@@ -20,16 +20,16 @@ from rl_ckpt.errors import CkptError, PeerLostError, ProtocolError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_options
-from rl_ckpt.transports.tcp import Listener, dial, link_of, token_of
+from rl_ckpt.transports.tcp import Listener, channel_of, dial, token_of
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
-    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
-    from rl_ckpt.transports.base import Waits
+    from rl_ckpt.transports.base import PayloadWaits
     from rl_ckpt.types import SessionConfig
 
 CHUNK_BYTES = 1 << 20
@@ -82,7 +82,7 @@ class NixlSend(ListeningSend):
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Take the port, a free one for port 0; allocate and register."""
         self._listener = listener = Listener(self._config)
-        self.address = f"nixl://{listener.place}"
+        self.address = f"nixl://{listener.address}"
         self._ring = torch.empty(num_slots * bucket_bytes, dtype=torch.uint8)
         self._agent = _agent("sender")
         self._agent.register_memory([self._ring])
@@ -156,25 +156,25 @@ class NixlReceive(ReceiveTransport):
         self._slots: list[Tensor] = []
         self._peer = "the sender"
 
-    def dial(self) -> Link | None:
+    def dial(self) -> Channel | None:
         """Connect, if there is a sender."""
         connection = dial(self._config)
-        return None if connection is None else link_of(connection)
+        return None if connection is None else channel_of(connection)
 
-    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+    def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """As many slots as the sender has."""
-        self._peer = link.peer
+        self._peer = channel.peer
         num_bytes = session.num_slots * session.bucket_bytes
         if len(session.memory) <= _ADDRESS.size or not 0 < num_bytes <= MAX_RING_BYTES:
-            raise ProtocolError(f"{link.peer} announced a session without a ring that NIXL could read")
+            raise ProtocolError(f"{channel.peer} announced a session without a ring that NIXL could read")
         try:
             self._session, self._reader = session, Reader(session)
         except Exception as error:  # NIXL has a class for each of its errors, and no common one that it exports
-            raise PeerLostError(f"NIXL could not reach the ring of {link.peer}: {error!r}") from error
+            raise PeerLostError(f"NIXL could not reach the ring of {channel.peer}: {error!r}") from error
         self._slots = list(self._reader.slots)
         return self._slots
 
-    def pull(self, slot: int, content: Tensor, waits: Waits) -> None:
+    def pull(self, slot: int, content: Tensor, waits: PayloadWaits) -> None:
         """Read a bucket."""
         if self._reader is None or self._session is None:
             raise PeerLostError(f"the ring of {self._peer} was let go")

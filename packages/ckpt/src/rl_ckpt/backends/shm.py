@@ -15,7 +15,7 @@ from rl_ckpt.errors import ProtocolError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
-from rl_ckpt.transports.unix import UnixListener, cut, dial, link_of, make_ring, require_linux
+from rl_ckpt.transports.unix import UnixListener, channel_of, cut, dial, make_ring, require_linux
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
-    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.types import SessionConfig
 
@@ -78,24 +78,24 @@ class ShmReceive(ReceiveTransport):
         self._memory: mmap.mmap | None = None
         self._bucket_bytes = 0
 
-    def dial(self) -> Link | None:
+    def dial(self) -> Channel | None:
         """Connect, if there is a sender; raises `AddressError` if it belongs to another user."""
         connection = dial(self._config)
-        return None if connection is None else link_of(connection)
+        return None if connection is None else channel_of(connection)
 
-    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+    def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """Map the memfd that came with the session.
 
         The mapping is private, so that a consumer that writes to a tensor it was handed spoils no other receiver's.
         """
-        if not link.descriptors:
-            raise ProtocolError(f"{link.peer} shared its ring without a file descriptor")
-        descriptor = link.descriptors.pop()
+        if not channel.descriptors:
+            raise ProtocolError(f"{channel.peer} shared its ring without a file descriptor")
+        descriptor = channel.descriptors.pop()
         num_bytes = session.num_slots * session.bucket_bytes
         try:
             is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not is_sealed or num_bytes == 0 or os.fstat(descriptor).st_size != num_bytes:
-                raise ProtocolError(f"{link.peer} shared a file that is no sealed ring of {num_bytes} bytes")
+                raise ProtocolError(f"{channel.peer} shared a file that is no sealed ring of {num_bytes} bytes")
             memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)

@@ -12,7 +12,7 @@ from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import checked_options
 from rl_ckpt.transports.streams import StreamReceive, stream_count
-from rl_ckpt.transports.tcp import Listener, TcpSend, dial, link_of, token_of
+from rl_ckpt.transports.tcp import Listener, TcpSend, channel_of, dial, token_of
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -30,4 +30,4 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     token = token_of(config)
     if config.role is Role.SEND:
         return Sender(config, TcpSend(config, Listener, num_streams, token))
-    return Receiver(config, StreamReceive(config, dial, link_of, token))
+    return Receiver(config, StreamReceive(config, dial, channel_of, token))

@@ -12,7 +12,7 @@ from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.transports.base import checked_name
 from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count
-from rl_ckpt.transports.unix import UnixListener, dial, link_of, make_ring, require_linux
+from rl_ckpt.transports.unix import UnixListener, channel_of, dial, make_ring, require_linux
 from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def open_session(config: SessionConfig) -> CheckpointEngine:
     num_streams = stream_count(checked_name(config, "streams"), config, default=1)
     if config.role is Role.SEND:
         return Sender(config, UdsSend(config, UnixListener, num_streams, None))
-    return Receiver(config, StreamReceive(config, dial, link_of, None))
+    return Receiver(config, StreamReceive(config, dial, channel_of, None))
 
 
 class UdsSend(StreamSend):

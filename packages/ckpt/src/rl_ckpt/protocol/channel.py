@@ -36,7 +36,7 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-class Waker:
+class Canceller:
     """Ends the waits of another thread: they raise `SyncAbortedError`."""
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ class Waker:
         self._reason: str | None = None
 
     @property
-    def is_woken(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether waits end at once."""
         return self._reason is not None
 
     def fileno(self) -> int:
-        """Becomes readable on `wake`."""
+        """Becomes readable on `cancel`."""
         return self._reader.fileno()
 
-    def wake(self, reason: str) -> None:
+    def cancel(self, reason: str) -> None:
         """End the present wait, and every later one until `clear`."""
         if self._reason is None:
             self._reason = reason
@@ -78,7 +78,7 @@ class Waker:
         self._writer.close()
 
 
-class Bell:
+class Waker:
     """Ends the wait of another thread for its descriptor."""
 
     def __init__(self) -> None:
@@ -90,12 +90,12 @@ class Bell:
         """Can be read once it was rung, until it is silenced."""
         return self._reader.fileno()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Whatever is to be found out must be there before."""
         with suppress(BlockingIOError):  # it rings already
             self._writer.send(b"!")
 
-    def silence(self) -> None:
+    def clear(self) -> None:
         """And look then."""
         with suppress(BlockingIOError):
             while self._reader.recv(4096):
@@ -108,7 +108,7 @@ class Bell:
 
 
 def wait_for(
-    waker: Waker, deadline: Deadline, *, readable: Sequence[int] = (), writable: Sequence[int] = ()
+    canceller: Canceller, deadline: Deadline, *, readable: Sequence[int] = (), writable: Sequence[int] = ()
 ) -> list[int]:
     """The descriptors that can be read or written now, or [] when the deadline has passed.
 
@@ -116,24 +116,24 @@ def wait_for(
         SyncAbortedError: the waker was woken.
     """
     poll = select.poll()
-    poll.register(waker.fileno(), select.POLLIN)
+    poll.register(canceller.fileno(), select.POLLIN)
     for descriptor in readable:
         poll.register(descriptor, select.POLLIN)
     for descriptor in writable:
         poll.register(descriptor, select.POLLOUT)
     events = poll.poll(deadline.remaining_s() * 1000)
-    waker.check()
-    return [descriptor for descriptor, _ in events if descriptor != waker.fileno()]
+    canceller.check()
+    return [descriptor for descriptor, _ in events if descriptor != canceller.fileno()]
 
 
-class Link:
+class Channel:
     """A connected stream socket that carries the messages of WIRE.md. Owns the socket."""
 
-    def __init__(self, connection: socket.socket, peer: str, *, place: str = "") -> None:
+    def __init__(self, connection: socket.socket, peer: str, *, address: str = "") -> None:
         connection.setblocking(False)
         self.peer = peer
         """Name of the other end, for messages."""
-        self.place = place
+        self.address = address
         """Where it is, if the kernel does not know who it is: its process id then comes with its greeting."""
         self.is_closed = False
         """Whether the peer has closed its end. What it sent before has been returned by `receive`."""
@@ -158,7 +158,7 @@ class Link:
         """What to raise when the peer has closed its end."""
         return PeerLostError(f"{self.peer} went away{self._cause}")
 
-    def is_hung_up(self, timeout_s: float) -> bool:
+    def is_closed_by_peer(self, timeout_s: float) -> bool:
         """Whether the peer has closed its end, or does so within this time, seconds. Takes nothing in."""
         poll = select.poll()
         poll.register(self.fileno(), getattr(select, "POLLRDHUP", 0))  # that alone, which Linux has
@@ -166,8 +166,8 @@ class Link:
 
     def introduce(self, role: str, pid: int) -> None:
         """Take the name that the peer's greeting gave it, if the kernel told none."""
-        if self.place:
-            self.peer = f"{role} pid {pid} at {self.place}"
+        if self.address:
+            self.peer = f"{role} pid {pid} at {self.address}"
 
     def trust(self) -> None:
         """Take messages of any size from now on: it is known who sends them."""
@@ -184,7 +184,7 @@ class Link:
         return self._socket
 
     def send(
-        self, message: Message, sync: int, *, waker: Waker, deadline: Deadline, descriptors: Sequence[int] = ()
+        self, message: Message, sync: int, *, canceller: Canceller, deadline: Deadline, descriptors: Sequence[int] = ()
     ) -> None:
         """Send one whole message, waiting while the peer's socket is full.
 
@@ -197,7 +197,7 @@ class Link:
             data = data[sent:]
             if sent:
                 descriptors = ()
-            if data and not wait_for(waker, deadline, writable=[self.fileno()]):
+            if data and not wait_for(canceller, deadline, writable=[self.fileno()]):
                 raise PeerTimeoutError(f"{self.peer} took no control message within {deadline.timeout_s:g} s")
 
     def try_send(self, message: Message, sync: int) -> bool:

@@ -84,7 +84,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Regroup:
+class NewGroup:
     """Sender to receiver: take this rank in a new group, whose members meet at that port of the sender's."""
 
     generation: int
@@ -190,7 +190,7 @@ class Sources:
 
     segments: tuple[tuple[bytes, int], ...]
     """The handle and the size of each, bytes."""
-    places: tuple[tuple[int, int, int], ...]
+    locations: tuple[tuple[int, int, int], ...]
     """Of each tensor: its index, the segment, and where it starts in that, bytes."""
 
 
@@ -218,7 +218,7 @@ Message: TypeAlias = (
     | Abort
     | Proof
     | Stream
-    | Regroup
+    | NewGroup
     | Sources
     | Mapped
 )
@@ -229,7 +229,7 @@ MAX_BODY_BYTES = 1 << 26
 GREETING_BYTES = 1 << 16
 """Longest body of a message of a peer that is not known yet."""
 MAX_NDIM = 64
-NOT_TIED = 2**32 - 1
+NOT_ALIAS = 2**32 - 1
 """Stands for "none" where the tensor that another is tied to is expected."""
 
 _HEADER = struct.Struct("<4sHHIII")
@@ -261,7 +261,7 @@ _KINDS: dict[int, type[Message]] = {
     12: Abort,
     13: Proof,
     14: Stream,
-    15: Regroup,
+    15: NewGroup,
     16: Sources,
     17: Mapped,
 }
@@ -270,7 +270,7 @@ _FIXED: dict[type[Message], struct.Struct] = {
     Hello: struct.Struct(f"<HHI{NONCE_BYTES}s"),
     Proof: struct.Struct(f"<{PROOF_BYTES}s"),
     Stream: struct.Struct("<QII"),
-    Regroup: struct.Struct("<IIII"),
+    NewGroup: struct.Struct("<IIII"),
     Ready: struct.Struct("<QQQII"),
     Begin: struct.Struct("<QQ"),
     Free: struct.Struct("<I"),
@@ -370,8 +370,8 @@ def _encode_body(message: Message) -> bytes:
         parts = [_MANIFEST.pack(message.first, len(message.specs))]
         for spec in message.specs:
             name = spec.name.encode()
-            tied_to = NOT_TIED if spec.tied_to is None else spec.tied_to
-            parts.append(_SPEC.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), tied_to))
+            alias_of = NOT_ALIAS if spec.alias_of is None else spec.alias_of
+            parts.append(_SPEC.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), alias_of))
             parts.append(struct.pack(f"<{len(spec.shape)}Q", *spec.shape) + name)
         return b"".join(parts)
     if isinstance(message, Bucket):
@@ -382,9 +382,9 @@ def _encode_body(message: Message) -> bytes:
         head = _SESSION.pack(message.bucket_bytes, message.num_slots, message.num_streams, message.ticket)
         return head + message.memory
     if isinstance(message, Sources):
-        parts = [_SOURCES.pack(len(message.segments), len(message.places))]
+        parts = [_SOURCES.pack(len(message.segments), len(message.locations))]
         parts += [_SEGMENT.pack(*segment) for segment in message.segments]
-        return b"".join(parts + [_PLACE.pack(*place) for place in message.places])
+        return b"".join(parts + [_PLACE.pack(*location) for location in message.locations])
     if isinstance(message, Mapped):
         count = len(message.digests)
         return _MAPPED.pack(message.sequence, message.first, count, 0) + struct.pack(f"<{count}Q", *message.digests)
@@ -400,11 +400,11 @@ def _decode_manifest(body: bytes) -> Manifest:
     specs: list[TensorSpec] = []
     for _ in range(count):
         index = first + len(specs)
-        code, ndim, name_bytes, tied_to = _SPEC.unpack_from(body, at)
+        code, ndim, name_bytes, alias_of = _SPEC.unpack_from(body, at)
         if not 1 <= code <= len(DTYPES) or ndim > MAX_NDIM:
             raise ValueError(f"tensor {index} has dtype code {code} and {ndim} axes")
-        if index <= tied_to != NOT_TIED:
-            raise ValueError(f"tensor {index} is tied to {tied_to}, which does not come before it")
+        if index <= alias_of != NOT_ALIAS:
+            raise ValueError(f"tensor {index} is tied to {alias_of}, which does not come before it")
         at += _SPEC.size
         shape = struct.unpack_from(f"<{ndim}Q", body, at)
         at += 8 * ndim
@@ -415,7 +415,7 @@ def _decode_manifest(body: bytes) -> Manifest:
                 name=body[at : at + name_bytes].decode(),
                 dtype=DTYPES[code - 1],
                 shape=shape,
-                tied_to=None if tied_to == NOT_TIED else tied_to,
+                alias_of=None if alias_of == NOT_ALIAS else alias_of,
             )
         )
         at += name_bytes
@@ -433,10 +433,10 @@ def _decode_bucket(body: bytes) -> Bucket:
 
 
 def _decode_sources(body: bytes) -> Sources:
-    num_segments, num_places = _SOURCES.unpack_from(body)
-    places_at = _SOURCES.size + num_segments * _SEGMENT.size
-    if len(body) != places_at + num_places * _PLACE.size:
-        raise ValueError(f"{num_segments} segments and {num_places} tensors do not fit it")
-    segments = tuple((handle, size) for handle, size in _SEGMENT.iter_unpack(body[_SOURCES.size : places_at]))
-    places = tuple((tensor, segment, offset) for tensor, segment, offset in _PLACE.iter_unpack(body[places_at:]))
-    return Sources(segments, places)
+    num_segments, num_locations = _SOURCES.unpack_from(body)
+    locations_at = _SOURCES.size + num_segments * _SEGMENT.size
+    if len(body) != locations_at + num_locations * _PLACE.size:
+        raise ValueError(f"{num_segments} segments and {num_locations} tensors do not fit it")
+    segments = tuple((handle, size) for handle, size in _SEGMENT.iter_unpack(body[_SOURCES.size : locations_at]))
+    locations = tuple((tensor, segment, offset) for tensor, segment, offset in _PLACE.iter_unpack(body[locations_at:]))
+    return Sources(segments, locations)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rl_ckpt.errors import PeerTimeoutError, UsageError
-from rl_ckpt.protocol.channel import Waker
+from rl_ckpt.protocol.channel import Canceller
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable
@@ -27,7 +27,7 @@ class Worker:
     """Calls blocking functions, never two at once. `run` keeps the order of threads: all its calls share one."""
 
     def __init__(self, owner: str) -> None:
-        self.waker = Waker()
+        self.canceller = Canceller()
         self._owner = owner
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Worker:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError as error:
-            self.waker.wake(str(error) or f"the call on {self._owner} was cancelled")
+            self.canceller.cancel(str(error) or f"the call on {self._owner} was cancelled")
             self._ending = future
             future.add_done_callback(self._forget)
             if on_cancel is not None:
@@ -108,7 +108,7 @@ class Worker:
         """Let the next call wait again. What the cancelled one would have said is of no use to anybody."""
         self._ending = None
         future.exception()
-        self.waker.clear()
+        self.canceller.clear()
 
     def close(self, release: Callable[[], None], timeout_s: float) -> None:
         """End the call under way, then call `release`. Idempotent, and nothing in a forked child.
@@ -118,7 +118,7 @@ class Worker:
         """
         if self._is_closed or os.getpid() != self._pid:
             return
-        self.waker.wake(f"{self._owner} was closed")
+        self.canceller.cancel(f"{self._owner} was closed")
         if not self._lock.acquire(timeout=timeout_s):
             raise PeerTimeoutError(
                 f"{self._owner} could not be closed: its last call did not end within {timeout_s:g} s"
@@ -126,7 +126,7 @@ class Worker:
         try:
             self._is_closed = True
             release()
-            self.waker.close()
+            self.canceller.close()
         finally:
             self._lock.release()
         if self._pool is not None:

@@ -17,7 +17,7 @@ from rl_ckpt.errors import (
     ProtocolError,
     SyncAbortedError,
 )
-from rl_ckpt.protocol.channel import Deadline, Link, Waker, is_proof, proof_of, wait_for
+from rl_ckpt.protocol.channel import Canceller, Channel, Deadline, is_proof, proof_of, wait_for
 from rl_ckpt.protocol.messages import (
     NO_VERSION,
     NONCE_BYTES,
@@ -30,20 +30,20 @@ from rl_ckpt.protocol.messages import (
     HelloRole,
     Manifest,
     Message,
+    NewGroup,
     Proof,
     Ready,
-    Regroup,
     Session,
     Sources,
 )
-from rl_ckpt.receiver.mapped import Mirror
+from rl_ckpt.receiver.mapped import MappedSource
 from rl_ckpt.tensors.spec import TensorSpec
-from rl_ckpt.transports.streams import Inlet
+from rl_ckpt.transports.streams import BucketReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_ckpt.protocol.channel import Bell
+    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.types import SessionConfig
 
@@ -56,12 +56,12 @@ PULL_PAUSE_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class Connection:
     """The connection to a sender and what it has said about the session. Owns the link and the streams."""
 
-    link: Link
+    channel: Channel
     transport: ReceiveTransport
-    waker: Waker
+    canceller: Canceller
     address: str
     """URL of the session."""
     timeout_s: float
@@ -70,9 +70,9 @@ class Line:
     """What the sender must prove its knowledge of the token over."""
     session: Session | None = None
     """What the sender said of it; None before."""
-    inlet: Inlet | None = None
+    reader: BucketReader | None = None
     """Where its buckets come from; None before that is known."""
-    mirror: Mirror | None = None
+    mapped_source: MappedSource | None = None
     """Its registered source, if this end has mapped that."""
     inbox: deque[tuple[int, Message]] = field(default_factory=deque[tuple[int, Message]])
     """`(sync, message)` that arrived and was not looked at."""
@@ -84,76 +84,76 @@ class Line:
     @property
     def peer(self) -> str:
         """Name of the sender."""
-        return self.link.peer
+        return self.channel.peer
 
     def greet(self, deadline: Deadline) -> None:
         """Say hello, and do not wait for the answer."""
-        self.post(Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid(), self.nonce), deadline)
+        self.send_until(Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid(), self.nonce), deadline)
 
-    def join(self, deadline: Deadline) -> Inlet:
+    def join(self, deadline: Deadline) -> BucketReader:
         """Hear the sender's greeting, and what the session is."""
         hello = self.next(deadline, "did not answer the greeting")
         if not isinstance(hello, Hello) or (hello.wire_version, hello.role) != (WIRE_VERSION, HelloRole.SENDER):
             raise ProtocolError(f"{self.peer} answered {hello}; this end speaks version {WIRE_VERSION} to a sender")
-        self.link.introduce("sender", hello.pid)
+        self.channel.introduce("sender", hello.pid)
         if self.transport.token is not None:
             self._authenticate(self.transport.token, hello.nonce, deadline)
         session = self.next(deadline, "did not share its session")
         if not isinstance(session, Session):
             raise ProtocolError(f"{self.peer} sent {type(session).__name__} where it should share its session")
-        slots = self._mapped(lambda: self.transport.map_slots(session, self.link))
+        slots = self._mapped(lambda: self.transport.map_slots(session, self.channel))
         self.session = session
-        self.link.trust()
-        self.inlet = Inlet(
+        self.channel.trust()
+        self.reader = BucketReader(
             self.transport,
             session,
             slots,
             self,
         )
-        return self.inlet
+        return self.reader
 
     def _mapped(self, mapping: Callable[[], T]) -> T:
         """What maps memory of the sender's; where that fails because the sender has died, its death is the error."""
         try:
             return mapping()
         except BackendError as error:
-            if self.link.is_hung_up(DYING_S):
-                raise self.link.loss() from error
+            if self.channel.is_closed_by_peer(DYING_S):
+                raise self.channel.loss() from error
             raise
 
     def _authenticate(self, token: bytes, nonce: bytes, deadline: Deadline) -> None:
         proof = self.next(deadline, "did not prove that it knows the token")
         if not isinstance(proof, Proof) or not is_proof(proof.mac, token, "sender", self.nonce, nonce):
             raise AddressError(f"{self.peer} of {self.address} has another token than this end; give the same to both")
-        self.post(Proof(proof_of(token, "receiver", self.nonce, nonce)), deadline)
+        self.send_until(Proof(proof_of(token, "receiver", self.nonce, nonce)), deadline)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message."""
-        self.post(message, Deadline(self.timeout_s))
+        self.send_until(message, Deadline(self.timeout_s))
 
-    def hear(self, failing: str) -> Message:
+    def receive(self, failing: str) -> Message:
         """The next message of this sync; see `next`."""
         return self.next(Deadline(self.timeout_s), failing)
 
-    def leave(self, reason: AbortReason, text: str) -> bool:
+    def abort(self, reason: AbortReason, text: str) -> bool:
         """Call the sync off, without waiting. False if the connection is of no use any more."""
-        if self.inlet is not None:
-            self.inlet.close()
-        is_told = not self.link.is_closed and self.link.try_send(Abort(reason, text), self.sync)
+        if self.reader is not None:
+            self.reader.close()
+        is_told = not self.channel.is_closed and self.channel.try_send(Abort(reason, text), self.sync)
         return is_told and reason is not AbortReason.PROTOCOL
 
     def close(self) -> None:
         """Hang up."""
-        self.mirror = None
-        if self.inlet is not None:
-            self.inlet.close()
-            self.inlet = None  # it refers back to the line: the ring would stay mapped until a collection
-        self.link.close()
+        self.mapped_source = None
+        if self.reader is not None:
+            self.reader.close()
+            self.reader = None  # it refers back to the line: the ring would stay mapped until a collection
+        self.channel.close()
 
-    def post(self, message: Message, deadline: Deadline) -> None:
+    def send_until(self, message: Message, deadline: Deadline) -> None:
         """Send a message, within the sync that was asked for last."""
         sync = 0 if isinstance(message, Hello | Proof) else self.sync
-        self.link.send(message, sync, waker=self.waker, deadline=deadline)
+        self.channel.send(message, sync, canceller=self.canceller, deadline=deadline)
 
     def next(self, deadline: Deadline, failing: str) -> Message:
         """The next message of this sync. An abort or the sender's death is heard before what it makes worthless.
@@ -163,11 +163,11 @@ class Line:
         """
         while True:
             self._read()
-            if self.link.is_closed and not any(isinstance(message, Commit) for _, message in self.inbox):
-                raise self.link.loss()
+            if self.channel.is_closed and not any(isinstance(message, Commit) for _, message in self.inbox):
+                raise self.channel.loss()
             if self.inbox:
                 return self.inbox.popleft()[1]
-            if not wait_for(self.waker, deadline, readable=[self.link.fileno()]):
+            if not wait_for(self.canceller, deadline, readable=[self.channel.fileno()]):
                 raise PeerTimeoutError(f"{self.peer} {failing} within {deadline.timeout_s:g} s")
 
     def readable(self, descriptor: int) -> None:
@@ -175,9 +175,9 @@ class Line:
         deadline = Deadline(self.timeout_s)
         while True:
             self._read()
-            if self.link.is_closed:
-                raise self.link.loss()
-            ready = wait_for(self.waker, deadline, readable=[descriptor, self.link.fileno()])
+            if self.channel.is_closed:
+                raise self.channel.loss()
+            ready = wait_for(self.canceller, deadline, readable=[descriptor, self.channel.fileno()])
             if descriptor in ready:
                 return
             if not ready:
@@ -188,27 +188,27 @@ class Line:
         deadline = Deadline(self.timeout_s)
         while not is_done():
             self._read()
-            if self.link.is_closed:
-                raise self.link.loss()
+            if self.channel.is_closed:
+                raise self.channel.loss()
             if not deadline.remaining_s():
                 raise PeerTimeoutError(f"{self.peer} let nothing be read of its memory within {deadline.timeout_s:g} s")
-            wait_for(self.waker, Deadline(PULL_PAUSE_S), readable=[self.link.fileno()])
+            wait_for(self.canceller, Deadline(PULL_PAUSE_S), readable=[self.channel.fileno()])
 
-    def until_rung(self, bell: Bell) -> None:
+    def until_woken(self, waker: Waker) -> None:
         """Wait for another thread, whose own waits have deadlines, and hear meanwhile if the sync is off."""
         ready: list[int] = []
-        while bell.fileno() not in ready:
+        while waker.fileno() not in ready:
             self._read()
-            if self.link.is_closed:
-                raise self.link.loss()
-            ready = wait_for(self.waker, Deadline(self.timeout_s), readable=[bell.fileno(), self.link.fileno()])
+            if self.channel.is_closed:
+                raise self.channel.loss()
+            ready = wait_for(self.canceller, Deadline(self.timeout_s), readable=[waker.fileno(), self.channel.fileno()])
 
     def ended(self) -> None:
         """Hear why the sender has closed a stream."""
         deadline = Deadline(self.timeout_s)
-        while not self.link.is_closed:
+        while not self.channel.is_closed:
             self._read()
-            if not wait_for(self.waker, deadline, readable=[self.link.fileno()]):
+            if not wait_for(self.canceller, deadline, readable=[self.channel.fileno()]):
                 break
         raise PeerLostError(f"{self.peer} closed a connection for payload")
 
@@ -219,7 +219,7 @@ class Line:
             SyncAbortedError: the sender has called off the sync that was asked for last.
         """
         try:
-            messages = self.link.receive()
+            messages = self.channel.receive()
         except ProtocolError as error:
             raise ProtocolError(f"{self.peer}: {error}") from error
         abort: Abort | None = None
@@ -229,8 +229,8 @@ class Line:
                 if message.first != len(self.specs):
                     raise ProtocolError(f"{self.peer} declares tensor {message.first}; {len(self.specs)} is next")
                 self.specs += message.specs
-            elif isinstance(message, Regroup):
-                self.transport.regroup(message, self.link)
+            elif isinstance(message, NewGroup):
+                self.transport.new_group(message, self.channel)
             elif isinstance(message, Sources):
                 sources = message
             elif isinstance(message, Abort) and sync == self.sync:
@@ -242,8 +242,8 @@ class Line:
             raise SyncAbortedError(f"{self.peer} called the sync off: {abort.text}")
         if sources is not None:  # after what came behind it: if this fails, the session goes on
             told = sources.segments
-            segments = self._mapped(lambda: self.transport.map_segments(told, self.link))
-            self.mirror = Mirror(sources, segments, self.specs, self.peer)
+            segments = self._mapped(lambda: self.transport.map_segments(told, self.channel))
+            self.mapped_source = MappedSource(sources, segments, self.specs, self.peer)
 
 
 DIAL_AGAIN_S = 0.02
@@ -259,15 +259,15 @@ def reason_of(error: BaseException) -> AbortReason:
     return _REASONS.get(type(error), AbortReason.FAILED)
 
 
-class Caller:
+class Connector:
     """Owns the connection to the sender, one after the other."""
 
-    def __init__(self, config: SessionConfig, transport: ReceiveTransport, waker: Waker) -> None:
-        self.line: Line | None = None
+    def __init__(self, config: SessionConfig, transport: ReceiveTransport, canceller: Canceller) -> None:
+        self.connection: Connection | None = None
         """The connection, while there is one."""
         self._config = config
         self._transport = transport
-        self._waker = waker
+        self._canceller = canceller
 
     def connect(self) -> None:
         """Wait until there is a sender.
@@ -277,7 +277,7 @@ class Caller:
         """
         self._dial(Deadline(self._config.timeout_s))
 
-    def ask(self, ready: Ready) -> tuple[Line, Begin]:
+    def request_sync(self, ready: Ready) -> tuple[Connection, Begin]:
         """Ask for the next sync, and wait until it begins. `opened` of the message is filled in.
 
         Raises:
@@ -286,56 +286,60 @@ class Caller:
         deadline = Deadline(self._config.timeout_s)
         while True:
             try:
-                line = self._dial(deadline)
-                return line, self._ask(line, ready, deadline)
+                connection = self._dial(deadline)
+                return connection, self._request_sync(connection, ready, deadline)
             except PeerLostError as error:
-                self.hang_up()  # it died before this sync began: wait for its successor
+                self.close()  # it died before this sync began: wait for its successor
                 if not self._pause(deadline):
                     raise PeerTimeoutError(f"{error}, and none began a sync within {deadline.timeout_s:g} s") from error
             except BaseException as error:
-                self.leave(reason_of(error), str(error) or repr(error))
-                self.hang_up()
+                self.abort(reason_of(error), str(error) or repr(error))
+                self.close()
                 raise
 
-    def leave(self, reason: AbortReason, text: str) -> None:
+    def abort(self, reason: AbortReason, text: str) -> None:
         """Tell the sender, if it can still hear it, and hang up if it cannot or if the two are out of step."""
-        if self.line is not None and not self.line.leave(reason, text):
-            self.hang_up()
+        if self.connection is not None and not self.connection.abort(reason, text):
+            self.close()
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close the connection. Idempotent."""
-        if self.line is not None:
-            self.line.close()
-            self.line = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
             self._transport.release()
 
-    def _dial(self, deadline: Deadline) -> Line:
+    def _dial(self, deadline: Deadline) -> Connection:
         """The connection, a new one if there is none."""
         address = self._config.address
-        while self.line is None:
-            link = self._transport.dial()
-            if link is not None:
-                self.line = Line(link, self._transport, self._waker, address, timeout_s=self._config.timeout_s)
-                self.line.greet(deadline)
+        while self.connection is None:
+            channel = self._transport.dial()
+            if channel is not None:
+                self.connection = Connection(
+                    channel, self._transport, self._canceller, address, timeout_s=self._config.timeout_s
+                )
+                self.connection.greet(deadline)
             elif not self._pause(deadline):
                 raise PeerTimeoutError(f"no sender came to {address} within {deadline.timeout_s:g} s")
-        return self.line
+        return self.connection
 
     def _pause(self, deadline: Deadline) -> bool:
         """Wait a moment before dialling again. False when the deadline has passed."""
-        wait_for(self._waker, Deadline(min(DIAL_AGAIN_S, deadline.remaining_s())))
+        wait_for(self._canceller, Deadline(min(DIAL_AGAIN_S, deadline.remaining_s())))
         return deadline.remaining_s() > 0
 
-    def _ask(self, line: Line, ready: Ready, deadline: Deadline) -> Begin:
-        inlet = line.inlet or line.join(deadline)
-        line.inbox.clear()  # what is left of a sync that was given up
-        line.sync += 1
+    def _request_sync(self, connection: Connection, ready: Ready, deadline: Deadline) -> Begin:
+        reader = connection.reader or connection.join(deadline)
+        connection.inbox.clear()  # what is left of a sync that was given up
+        connection.sync += 1
         try:
-            inlet.open(line.sync, self._config.timeout_s)
+            reader.open(connection.sync, self._config.timeout_s)
         except OSError as error:
-            raise PeerLostError(f"{line.peer} took no connection for payload: {error}") from error
-        line.post(replace(ready, opened=inlet.opened), deadline)
-        message = line.next(deadline, "began no sync")
+            raise PeerLostError(f"{connection.peer} took no connection for payload: {error}") from error
+        connection.send_until(replace(ready, opened=reader.opened), deadline)
+        message = connection.next(deadline, "began no sync")
         if isinstance(message, Begin) and message.base in {ready.held, NO_VERSION}:
             return message
-        raise ProtocolError(f"{line.peer} sent {message} where a sync should begin; version {ready.held} is held here")
+        raise ProtocolError(
+            f"{connection.peer} sent {message} where a sync should begin; version {ready.held} is held here"
+        )

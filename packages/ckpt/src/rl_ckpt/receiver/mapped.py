@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.protocol.messages import Mapped, Sources
-    from rl_ckpt.receiver.unpacker import Landing
+    from rl_ckpt.receiver.unpacker import Unpacker
 
 
 @dataclass(slots=True)
@@ -34,43 +34,43 @@ class _Route:
     contents: list[Tensor]
 
 
-class Mirror:
+class MappedSource:
     """The receiver's side: the sender's memory, mapped, and what lies in it."""
 
     def __init__(self, sources: Sources, segments: Sequence[Tensor], specs: Sequence[TensorSpec], sender: str) -> None:
         self._sender = sender
-        self._places: list[tuple[TensorSpec, Tensor]] = []
+        self._locations: list[tuple[TensorSpec, Tensor]] = []
         self._routes: dict[int, _Route] = {}
-        for tensor, segment, offset in sources.places:
+        for tensor, segment, offset in sources.locations:
             if tensor >= len(specs) or segment >= len(segments):
                 raise ProtocolError(f"{sender} placed tensor {tensor} in segment {segment}; it has told of neither")
             spec, memory = specs[tensor], segments[segment]
             if offset % spec.dtype.itemsize or offset + spec.num_bytes > memory.numel():
                 raise ProtocolError(f"{sender} placed {spec} at {offset} of a segment of {memory.numel()} bytes")
-            self._places.append((spec, memory[offset : offset + spec.num_bytes]))
+            self._locations.append((spec, memory[offset : offset + spec.num_bytes]))
 
-    def land(self, landing: Landing, message: Mapped) -> list[tuple[str, Tensor]]:
+    def unpack(self, unpacker: Unpacker, message: Mapped) -> list[tuple[str, Tensor]]:
         """Copy what is ready to where it belongs, or for a consumer that iterates to memory of its own; verify it.
 
         Raises:
             ProtocolError, DigestError, TensorError: see their names.
         """
-        places = self._places[message.first : message.first + len(message.digests)]
-        if len(places) != len(message.digests) or not places:
+        locations = self._locations[message.first : message.first + len(message.digests)]
+        if len(locations) != len(message.digests) or not locations:
             raise ProtocolError(
-                f"{self._sender} told of {len(message.digests)} mapped tensors, of {len(places)} it has"
+                f"{self._sender} told of {len(message.digests)} mapped tensors, of {len(locations)} it has"
             )
-        specs = [spec for spec, _ in places]
-        targets = landing.begin_mapped(message.sequence, specs)
-        route = self._route(message.first, places, targets)
+        specs = [spec for spec, _ in locations]
+        targets = unpacker.begin_mapped(message.sequence, specs)
+        route = self._route(message.first, locations, targets)
         rl_csrc.bucket_copy(route.pieces, route.contents)
         for spec, found, sent in zip(specs, digests_of(route.contents), message.digests, strict=True):
             if found != sent:
                 raise DigestError(
-                    f"{spec.name!r} of version {landing.version} landed with digest {found:#018x}; {self._sender} has "
+                    f"{spec.name!r} of version {unpacker.version} landed with digest {found:#018x}; {self._sender} has "
                     f"{sent:#018x}. It is not handed out"
                 )
-            landing.digests[spec] = found
+            unpacker.digests[spec] = found
         items: list[tuple[str, Tensor]] = []
         for index, spec in enumerate(specs):
             if targets is None:
@@ -80,9 +80,9 @@ class Mirror:
         return items
 
     def _route(
-        self, first: int, places: Sequence[tuple[TensorSpec, Tensor]], targets: Sequence[Tensor] | None
+        self, first: int, locations: Sequence[tuple[TensorSpec, Tensor]], targets: Sequence[Tensor] | None
     ) -> _Route:
-        pieces = [piece for _, piece in places]
+        pieces = [piece for _, piece in locations]
         if targets is None:
             return _Route([], pieces, [torch.empty_like(piece) for piece in pieces])
         addresses = [

@@ -31,11 +31,11 @@ from rl_ckpt.protocol.messages import (
     Staged,
 )
 from rl_ckpt.protocol.worker import Worker
-from rl_ckpt.receiver.connection import Caller, reason_of
-from rl_ckpt.receiver.slots import Shelf
-from rl_ckpt.receiver.staging import Stage
-from rl_ckpt.receiver.unpacker import Landing, Scratch, is_base, readable_codecs
-from rl_ckpt.tensors.aliasing import Sharing
+from rl_ckpt.receiver.connection import Connector, reason_of
+from rl_ckpt.receiver.slots import HeldBuckets
+from rl_ckpt.receiver.staging import Staging
+from rl_ckpt.receiver.unpacker import Scratch, Unpacker, is_base, readable_codecs
+from rl_ckpt.tensors.aliasing import AliasCheck
 from rl_ckpt.tensors.digest import tree_digest
 from rl_ckpt.types import Metadata, ReceiverState
 
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import Hold
-    from rl_ckpt.protocol.channel import Bell
-    from rl_ckpt.receiver.connection import Line
-    from rl_ckpt.receiver.mapped import Mirror
+    from rl_ckpt.protocol.channel import Waker
+    from rl_ckpt.receiver.connection import Connection
+    from rl_ckpt.receiver.mapped import MappedSource
     from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.types import SessionConfig, SyncReport
 
 
-class Passage(Protocol):
+class RelayPipe(Protocol):
     """Who is told of all that has landed: a relay, which passes it on."""
 
     @property
-    def outcome(self) -> Bell:
+    def outcome(self) -> Waker:
         """Rung when its own receivers have voted, or not."""
         ...
 
@@ -80,13 +80,13 @@ class Receiver(CheckpointEngine):
         self.address = config.address
         self._config = config
         self._worker = Worker(f"the receiver of {config.address}")
-        self._caller = Caller(config, transport, self._worker.waker)
-        self._landing: Landing | None = None
-        self._passage: Passage | None = None
+        self._connector = Connector(config, transport, self._worker.canceller)
+        self._unpacker: Unpacker | None = None
+        self._pipe: RelayPipe | None = None
         """Who is told of everything that has landed, where this is a relay."""
         self._scratch = Scratch()
-        self._stage = Stage()
-        self._sharing = Sharing()
+        self._staging = Staging()
+        self._alias_check = AliasCheck()
         self._handed_at: float | None = None
         """Since when the consumer has its tensors."""
         self._state = ReceiverState.IDLE
@@ -104,7 +104,7 @@ class Receiver(CheckpointEngine):
     @property
     def version(self) -> int | None:
         """Version that is landing, or else of the last committed sync."""
-        return self._version if self._landing is None else self._landing.version
+        return self._version if self._unpacker is None else self._unpacker.version
 
     @property
     def state(self) -> ReceiverState:
@@ -121,7 +121,7 @@ class Receiver(CheckpointEngine):
         """Wait until the sender exists, and join its session."""
         if num_peers != 1:
             raise UsageError(f"num_peers is {num_peers}; a receiver has one peer, its sender")
-        await self._worker.run(self._caller.connect)
+        await self._worker.run(self._connector.connect)
 
     async def send_weights(
         self,
@@ -157,236 +157,244 @@ class Receiver(CheckpointEngine):
                 yield batch
 
     async def _batches(self, clone: bool) -> AsyncGenerator[list[tuple[str, Tensor]]]:
-        landing = await self.begin(None)
+        unpacker = await self.begin(None)
         try:
-            while (tensors := await self._worker.run(self._next_step(landing))) is not None:
+            while (tensors := await self._worker.run(self._next_step(unpacker))) is not None:
                 yield [(name, tensor.clone()) for name, tensor in tensors] if clone else tensors
         finally:
-            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+            self._give_up(unpacker, AbortReason.FAILED, "its consumer stopped before the end")
 
     def hold(self) -> Hold:
         """Keep the tensors that were handed out last. See `CheckpointEngine`."""
-        if self._landing is None:
+        if self._unpacker is None:
             raise UsageError(f"hold() is for tensors of a sync that is under way; there is none at {self.address}")
         self._scratch.forget()
-        return self._landing.shelf.hold()
+        return self._unpacker.held_buckets.hold()
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Land tensors where they belong. See `CheckpointEngine`."""
-        landing = await self.begin(targets, staged=staged)
-        await self.take(landing, strict=strict)
-        return landing.version
+        unpacker = await self.begin(targets, staged=staged)
+        await self.take(unpacker, strict=strict)
+        return unpacker.version
 
     def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Synchronous twin of `receive_weights`: does everything in the calling thread."""
-        landing = self._worker.call(lambda: self._begin(None))
+        unpacker = self._worker.call(lambda: self._begin(None))
         try:
-            while (tensors := self._worker.call(self._next_step(landing))) is not None:
+            while (tensors := self._worker.call(self._next_step(unpacker))) is not None:
                 for name, tensor in tensors:
                     yield name, tensor.clone() if clone else tensor
         finally:
-            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+            self._give_up(unpacker, AbortReason.FAILED, "its consumer stopped before the end")
 
     def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
         """Synchronous twin of `receive_into`: does everything in the calling thread."""
-        landing = self._worker.call(lambda: self._begin(targets, staged=staged))
+        unpacker = self._worker.call(lambda: self._begin(targets, staged=staged))
         try:
-            self._worker.call(lambda: self._take_all(landing, strict))
+            self._worker.call(lambda: self._take_all(unpacker, strict))
         finally:
-            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
-        return landing.version
+            self._give_up(unpacker, AbortReason.FAILED, "its consumer stopped before the end")
+        return unpacker.version
 
     async def close(self) -> None:
         """Leave the session. Idempotent."""
         await asyncio.to_thread(self._worker.close, self._release, self._config.timeout_s)
 
     def _release(self) -> None:
-        if self._landing is not None:
-            self._give_up(self._landing, AbortReason.FAILED, "it was closed")
-        self._caller.hang_up()
+        if self._unpacker is not None:
+            self._give_up(self._unpacker, AbortReason.FAILED, "it was closed")
+        self._connector.close()
 
-    async def begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
+    async def begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Unpacker:
         """Wait until a sync begins; whoever calls it goes on with `take`, or leaves it to `receive_into`."""
         try:
             return await self._worker.run(lambda: self._begin(targets, staged=staged))
         except asyncio.CancelledError:
-            if self._landing is not None:  # it began in the very moment of the cancellation
-                self._give_up(self._landing, AbortReason.FAILED, "it was cancelled")
+            if self._unpacker is not None:  # it began in the very moment of the cancellation
+                self._give_up(self._unpacker, AbortReason.FAILED, "it was cancelled")
             raise
 
-    async def take(self, landing: Landing, *, strict: bool, passage: Passage | None = None) -> None:
+    async def take(self, unpacker: Unpacker, *, strict: bool, pipe: RelayPipe | None = None) -> None:
         """Land all of a sync that has begun in its targets, to the commit; tell a passage of what has landed."""
-        self._passage = passage
+        self._pipe = pipe
         try:
-            await self._worker.run(lambda: self._take_all(landing, strict))
+            await self._worker.run(lambda: self._take_all(unpacker, strict))
         finally:
-            self._passage = None
-            self._give_up(landing, AbortReason.FAILED, "its consumer stopped before the end")
+            self._pipe = None
+            self._give_up(unpacker, AbortReason.FAILED, "its consumer stopped before the end")
 
-    def _begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Landing:
+    def _begin(self, targets: Mapping[str, Tensor] | None, *, staged: bool = False) -> Unpacker:
         """Ask for the next sync and wait until it starts."""
-        if self._landing is not None:
-            self._give_up(self._landing, AbortReason.FAILED, "its consumer began anew")
+        if self._unpacker is not None:
+            self._give_up(self._unpacker, AbortReason.FAILED, "its consumer began anew")
         held = NO_VERSION
-        stage = self._stage if staged and targets is not None else None
-        if targets is not None and targets is self._base and self._state is ReceiverState.COMMITTED and stage is None:
+        staging = self._staging if staged and targets is not None else None
+        if targets is not None and targets is self._base and self._state is ReceiverState.COMMITTED and staging is None:
             held = NO_VERSION if self._version is None else self._version
         has = self._version if self._state is ReceiverState.COMMITTED else None
         ready = Ready(held, NO_VERSION if has is None else has, self._digest or 0, codecs=readable_codecs())
-        line, begin = self._caller.ask(ready)
+        connection, begin = self._connector.request_sync(ready)
         try:
-            return self._land_on(line, begin, targets, stage)
+            return self._land_on(connection, begin, targets, staging)
         except BaseException as error:  # targets that nothing can be landed in front of
-            self._caller.leave(reason_of(error), str(error) or repr(error))
+            self._connector.abort(reason_of(error), str(error) or repr(error))
             raise
 
-    def _land_on(self, line: Line, begin: Begin, targets: Mapping[str, Tensor] | None, stage: Stage | None) -> Landing:
-        self._landing = Landing(
+    def _land_on(
+        self, connection: Connection, begin: Begin, targets: Mapping[str, Tensor] | None, staging: Staging | None
+    ) -> Unpacker:
+        self._unpacker = Unpacker(
             version=begin.version,
             previous=self._state,
-            sender=line.peer,
-            bucket_bytes=line.session.bucket_bytes if line.session is not None else 0,
-            shelf=Shelf(line.session.num_slots if line.session is not None else 0, is_debug=self._config.debug),
-            specs=line.specs,
+            sender=connection.peer,
+            bucket_bytes=connection.session.bucket_bytes if connection.session is not None else 0,
+            held_buckets=HeldBuckets(
+                connection.session.num_slots if connection.session is not None else 0, is_debug=self._config.debug
+            ),
+            specs=connection.specs,
             scratch=self._scratch,
             has_base=begin.base != NO_VERSION,
-            targets=targets if targets is None or stage is None else stage.open(targets),
-            stage=stage,
+            targets=targets if targets is None or staging is None else staging.open(targets),
+            staging=staging,
         )
         self._state, self._handed_at = ReceiverState.PREPARING, None
-        return self._landing
+        return self._unpacker
 
-    def _next_step(self, landing: Landing) -> Callable[[], list[tuple[str, Tensor]] | None]:
-        if landing.is_over:
+    def _next_step(self, unpacker: Unpacker) -> Callable[[], list[tuple[str, Tensor]] | None]:
+        if unpacker.is_over:
             raise UsageError(f"this sync of {self.address} was given up; call receive_weights again for the next")
-        return lambda: self._advance(landing, strict=False)
+        return lambda: self._advance(unpacker, strict=False)
 
-    def _take_all(self, landing: Landing, strict: bool) -> None:
-        while self._advance(landing, strict) is not None:
+    def _take_all(self, unpacker: Unpacker, strict: bool) -> None:
+        while self._advance(unpacker, strict) is not None:
             pass
 
-    def _advance(self, landing: Landing, strict: bool) -> list[tuple[str, Tensor]] | None:
+    def _advance(self, unpacker: Unpacker, strict: bool) -> list[tuple[str, Tensor]] | None:
         """Free the bucket handed out last; the tensors of the next one, or None after the commit."""
-        line = self._line_of(landing)
+        connection = self._connection_of(unpacker)
         if self._handed_at is not None:
-            landing.install_s += time.perf_counter() - self._handed_at
+            unpacker.install_s += time.perf_counter() - self._handed_at
             self._handed_at = None
         try:
-            for sequence in landing.shelf.recycle():
-                line.say(Free(sequence))
+            for sequence in unpacker.held_buckets.recycle():
+                connection.send(Free(sequence))
             while True:
-                message = line.hear("sent nothing more")
-                if isinstance(message, Bucket) and line.inlet is not None:
-                    if tensors := landing.land(message, line.inlet):
+                message = connection.receive("sent nothing more")
+                if isinstance(message, Bucket) and connection.reader is not None:
+                    if tensors := unpacker.unpack(message, connection.reader):
                         self._handed_at = time.perf_counter()
-                        return landing.shelf.hand_out(message.sequence, tensors)
-                    line.say(Free(message.sequence))
-                elif isinstance(message, Mapped) and line.mirror is not None:
-                    if tensors := self._mirror(landing, line.mirror, message):
-                        return landing.shelf.hand_out(message.sequence, tensors)
-                    line.say(Free(message.sequence))
+                        return unpacker.held_buckets.hand_out(message.sequence, tensors)
+                    connection.send(Free(message.sequence))
+                elif isinstance(message, Mapped) and connection.mapped_source is not None:
+                    if tensors := self._copy_mapped(unpacker, connection.mapped_source, message):
+                        return unpacker.held_buckets.hand_out(message.sequence, tensors)
+                    connection.send(Free(message.sequence))
                 elif isinstance(message, Seal):
-                    for sequence in landing.shelf.close():
-                        line.say(Free(sequence))
-                    self._finish(line, landing, message, strict)
+                    for sequence in unpacker.held_buckets.close():
+                        connection.send(Free(sequence))
+                    self._finish(connection, unpacker, message, strict)
                     return None
                 else:
-                    raise ProtocolError(f"{line.peer} sent {type(message).__name__} inside a sync")
-                if self._passage is not None:
-                    self._passage.landed()
+                    raise ProtocolError(f"{connection.peer} sent {type(message).__name__} inside a sync")
+                if self._pipe is not None:
+                    self._pipe.landed()
         except BaseException as error:
-            self._give_up(landing, reason_of(error), str(error) or repr(error))
+            self._give_up(unpacker, reason_of(error), str(error) or repr(error))
             if not isinstance(error, Exception):  # an interrupt: what was heard may be lost, and the next sync with it
-                self._caller.hang_up()
+                self._connector.close()
             raise
 
-    def _mirror(self, landing: Landing, mirror: Mirror, message: Mapped) -> list[tuple[str, Tensor]]:
+    def _copy_mapped(
+        self, unpacker: Unpacker, mapped_source: MappedSource, message: Mapped
+    ) -> list[tuple[str, Tensor]]:
         since = time.perf_counter()
-        tensors = mirror.land(landing, message)
+        tensors = mapped_source.unpack(unpacker, message)
         self._handed_at = time.perf_counter()
-        landing.verify_s += self._handed_at - since
+        unpacker.verify_s += self._handed_at - since
         if not tensors:
             self._handed_at = None
         return tensors
 
-    def _line_of(self, landing: Landing) -> Line:
-        if self._caller.line is None or landing.is_over:
+    def _connection_of(self, unpacker: Unpacker) -> Connection:
+        if self._connector.connection is None or unpacker.is_over:
             raise UsageError(f"this sync of {self.address} was given up; call receive_weights again for the next")
-        return self._caller.line
+        return self._connector.connection
 
-    def _finish(self, line: Line, landing: Landing, seal: Seal, strict: bool) -> None:
+    def _finish(self, connection: Connection, unpacker: Unpacker, seal: Seal, strict: bool) -> None:
         """Vote, and wait for the verdict."""
-        digest = landing.digest
-        landed = (landing.num_buckets, len(landing.digests), landing.num_bytes, digest)
-        if landed != (seal.num_buckets, seal.num_tensors, seal.num_bytes, seal.digest) or not landing.is_whole():
-            raise DigestError(f"{line.peer} sent {seal}; (buckets, tensors, bytes, digest) here {landed}")
-        if strict and (missing := landing.missing()):
+        digest = unpacker.digest
+        landed = (unpacker.num_buckets, len(unpacker.digests), unpacker.num_bytes, digest)
+        if landed != (seal.num_buckets, seal.num_tensors, seal.num_bytes, seal.digest) or not unpacker.is_whole():
+            raise DigestError(f"{connection.peer} sent {seal}; (buckets, tensors, bytes, digest) here {landed}")
+        if strict and (missing := unpacker.missing()):
             raise TensorError(
                 f"{len(missing)} tensors were to be received into and did not come, {missing[0]!r} the first; "
                 "strict=False allows that"
             )
-        if self._passage is not None:
-            self._passage.end()
-            line.until_rung(self._passage.outcome)
-            self._passage.require_votes(digest)
+        if self._pipe is not None:
+            self._pipe.end()
+            connection.until_woken(self._pipe.outcome)
+            self._pipe.require_votes(digest)
         vote = Staged(
-            landing.version,
+            unpacker.version,
             digest,
-            len(landing.digests),
-            verify_ns=int(landing.verify_s * 1e9),
-            install_ns=int(landing.install_s * 1e9),
+            len(unpacker.digests),
+            verify_ns=int(unpacker.verify_s * 1e9),
+            install_ns=int(unpacker.install_s * 1e9),
         )
-        if landing.stage is not None:
-            landing.stage.install(spec.name for spec in landing.digests)
-        if landing.targets is not None:
-            targets = landing.targets if landing.stage is None else landing.stage.targets
-            self._sharing.require_equal(targets, landing.digests.items())
-        vote = self._attest(landing, vote)
+        if unpacker.staging is not None:
+            unpacker.staging.install(spec.name for spec in unpacker.digests)
+        if unpacker.targets is not None:
+            targets = unpacker.targets if unpacker.staging is None else unpacker.staging.targets
+            self._alias_check.require_equal(targets, unpacker.digests.items())
+        vote = self._attest(unpacker, vote)
         self._state = ReceiverState.STAGED
-        line.say(vote)
+        connection.send(vote)
         try:
-            verdict = line.hear("gave no verdict")
+            verdict = connection.receive("gave no verdict")
         except SyncAbortedError:
-            landing.is_called_off = not self._worker.waker.is_woken
+            unpacker.is_called_off = not self._worker.canceller.is_cancelled
             raise
-        if verdict != Commit(landing.version):
-            raise ProtocolError(f"{line.peer} sent {verdict} where a verdict on {landing.version} is due")
-        landing.is_over, self._landing = True, None
-        self._version, self._digest, self._state = landing.version, digest, ReceiverState.COMMITTED
-        if landing.stage is not None:
-            landing.stage.close()
+        if verdict != Commit(unpacker.version):
+            raise ProtocolError(f"{connection.peer} sent {verdict} where a verdict on {unpacker.version} is due")
+        unpacker.is_over, self._unpacker = True, None
+        self._version, self._digest, self._state = unpacker.version, digest, ReceiverState.COMMITTED
+        if unpacker.staging is not None:
+            unpacker.staging.close()
             self._base = None
         else:
-            self._base = landing.targets if landing.targets is not None and is_base(landing.targets) else None
-        line.link.try_send(Committed(landing.version), line.sync)
+            self._base = unpacker.targets if unpacker.targets is not None and is_base(unpacker.targets) else None
+        connection.channel.try_send(Committed(unpacker.version), connection.sync)
 
-    def _attest(self, landing: Landing, vote: Staged) -> Staged:
+    def _attest(self, unpacker: Unpacker, vote: Staged) -> Staged:
         """The vote, with what the engine holds."""
         held = None if self._held is None else self._held()
         if held is None:
             return vote
-        sent = {spec.name for spec in landing.digests}
+        sent = {spec.name for spec in unpacker.digests}
         bound = [name for name in held if name in sent]
         digest = tree_digest((name, held[name]) for name in bound)  # one by one: they may be read back from a device
         return replace(vote, is_attested=1, held_digest=digest, num_bound=len(bound), num_expected=len(held))
 
-    def _give_up(self, landing: Landing, reason: AbortReason, text: str) -> None:
+    def _give_up(self, unpacker: Unpacker, reason: AbortReason, text: str) -> None:
         """Leave a sync that is not over. Tells the sender without waiting; never raises."""
-        if landing.is_over:
+        if unpacker.is_over:
             return
-        landing.is_over = True
-        if self._landing is landing:
-            self._landing = None
+        unpacker.is_over = True
+        if self._unpacker is unpacker:
+            self._unpacker = None
             self._base = None
-            is_mixed = landing.is_touched if landing.stage is None else not self._restore(landing, landing.stage)
-            self._state = ReceiverState.POISONED if is_mixed else landing.previous
-            self._caller.leave(reason, text)
+            is_mixed = (
+                unpacker.is_touched if unpacker.staging is None else not self._restore(unpacker, unpacker.staging)
+            )
+            self._state = ReceiverState.POISONED if is_mixed else unpacker.previous
+            self._connector.abort(reason, text)
 
-    def _restore(self, landing: Landing, stage: Stage) -> bool:
+    def _restore(self, unpacker: Unpacker, staging: Staging) -> bool:
         """Put back what was before. False if it may not be served: the version may be in force, or that failed."""
-        is_in_doubt = self._state is ReceiverState.STAGED and not landing.is_called_off
+        is_in_doubt = self._state is ReceiverState.STAGED and not unpacker.is_called_off
         try:
-            stage.undo()
+            staging.undo()
         except Exception:  # noqa: BLE001  # the error that ended the sync is the one to raise; the state tells of this one
             return False
         return not is_in_doubt

@@ -16,7 +16,7 @@ POISON = 0xFF
 """Every byte of a tensor that must not be looked at any more: NaN in all floating-point formats of 16 bits or more."""
 
 
-class Shelf:
+class HeldBuckets:
     """The buckets of one sync, from being handed out to being free.
 
     Args:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Stage:
+class Staging:
     """As large as the targets; kept from one sync to the next."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from rl_ckpt.errors import DigestError, ProtocolError, TensorError
 from rl_ckpt.tensors import delta
 from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span, aligned
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
-from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain_on, place_of, require_memory
+from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain_on, memory_key, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.protocol.messages import Bucket
-    from rl_ckpt.receiver.slots import Shelf
-    from rl_ckpt.receiver.staging import Stage
+    from rl_ckpt.receiver.slots import HeldBuckets
+    from rl_ckpt.receiver.staging import Staging
     from rl_ckpt.types import ReceiverState
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
+class Unpacker:
     """What has landed of one sync."""
 
     version: int
@@ -45,13 +45,13 @@ class Landing:
     """The manifest, which grows."""
     scratch: Scratch
     """Of the session."""
-    shelf: Shelf
+    held_buckets: HeldBuckets
     """What the consumer looks at."""
     has_base: bool
     """Whether differences are allowed."""
     targets: Mapping[str, Tensor] | None
     """Where the consumer wants its tensors, or the stage in front of it; None: it iterates."""
-    stage: Stage | None = None
+    staging: Staging | None = None
     """Where the whole version lands before the consumer's tensors are touched."""
     is_called_off: bool = False
     """Whether the sender itself has said after the vote that the version is not in force."""
@@ -86,7 +86,7 @@ class Landing:
         """Over all that landed."""
         return model_digest(self.digests.items())
 
-    def land(self, bucket: Bucket, memory: Memory) -> list[tuple[str, Tensor]]:
+    def unpack(self, bucket: Bucket, memory: BucketSource) -> list[tuple[str, Tensor]]:
         """Verify the next bucket; return the tensors that are whole with it and were not put where they belong.
 
         Raises:
@@ -99,19 +99,21 @@ class Landing:
                 f"{sequence} is due, of at most {self.bucket_bytes} in one of {len(slots)} slots"
             )
         slot = slots[bucket.slot]
-        places = self._places(bucket, slot.device, is_lent=memory.is_lent)
-        self.is_touched = self.is_touched or any(place.is_target for place in places)  # from here on, whatever happens
-        is_fetched = memory.fetch(bucket, lambda: contents_of(bucket, places, slot))
+        destinations = self._destinations(bucket, slot.device, is_sender_memory=memory.is_sender_memory)
+        self.is_touched = self.is_touched or any(
+            destination.is_target for destination in destinations
+        )  # from here on, whatever happens
+        is_fetched = memory.fetch(bucket, lambda: contents_of(bucket, destinations, slot))
         since = time.perf_counter()
-        found = self._check(bucket, places, slot, None if is_fetched else memory)
+        found = self._check(bucket, destinations, slot, None if is_fetched else memory)
         checked = time.perf_counter()
         self.num_buckets += 1
         items: list[tuple[str, Tensor]] = []
-        for place, leaves in zip(places, found, strict=True):
+        for destination, leaves in zip(destinations, found, strict=True):
             self._pieces += leaves
-            if place.span.is_last:
-                content = place.content if place.content is not None else piece_of(slot, place.span)
-                self._complete(place, content, items)
+            if destination.span.is_last:
+                content = destination.content if destination.content is not None else piece_of(slot, destination.span)
+                self._complete(destination, content, items)
         self._content = None
         self.is_touched = self.is_touched or bool(items)
         self.verify_s += checked - since
@@ -136,7 +138,7 @@ class Landing:
         self.is_touched = True
         return targets
 
-    def begun(self) -> tuple[TensorSpec, int] | None:
+    def progress(self) -> tuple[TensorSpec, int] | None:
         """The tensor that is not whole yet, and how many of its bytes are verified and where they belong."""
         span = self._partial
         if span is None or self.targets is None:
@@ -156,8 +158,8 @@ class Landing:
         """Whether no tensor is begun and not ended."""
         return self._partial is None
 
-    def _places(self, bucket: Bucket, device: torch.device, *, is_lent: bool) -> list[Place]:
-        places: list[Place] = []
+    def _destinations(self, bucket: Bucket, device: torch.device, *, is_sender_memory: bool) -> list[Destination]:
+        destinations: list[Destination] = []
         end = 0
         self._last = None
         for span in bucket.spans:
@@ -169,13 +171,13 @@ class Landing:
             end = aligned(span.bucket_offset + span.num_bytes)
             is_whole = span.is_last and end_of(span, spec) == spec.num_bytes
             self._partial = None if is_whole else span
-            places.append(self._choose(span, spec, device, is_lent=is_lent))
+            destinations.append(self._choose(span, spec, device, is_sender_memory=is_sender_memory))
             if is_whole:
                 self._names.add(spec.name)
-                self._last = span.tensor if spec.tied_to is None else spec.tied_to
+                self._last = span.tensor if spec.alias_of is None else spec.alias_of
         if end != bucket.used_bytes:
             raise ProtocolError(f"{self.sender} sent a bucket of {bucket.used_bytes} bytes with spans for {end}")
-        return places
+        return destinations
 
     def _follows(self, span: Span, spec: TensorSpec) -> bool:
         """Whether the span continues the tensor that is begun, or begins one."""
@@ -186,8 +188,8 @@ class Landing:
             return False
         if span.num_bytes < span.total_bytes and (span.num_bytes == 0 or span.bucket_offset):
             return False
-        if spec.tied_to is not None or span.codec == Codec.TIED:
-            return before is None and self._is_tied(span, spec)
+        if spec.alias_of is not None or span.codec == Codec.ALIAS:
+            return before is None and self._is_alias(span, spec)
         if before is None:
             return span.start == span.offset == 0 and spec.name not in self._names
         if before.is_last:  # another part of the same tensor
@@ -200,19 +202,19 @@ class Landing:
             before.offset + before.num_bytes,
         )
 
-    def _is_tied(self, span: Span, spec: TensorSpec) -> bool:
+    def _is_alias(self, span: Span, spec: TensorSpec) -> bool:
         """Whether the span says that a tensor is the one before it once more."""
-        if spec.tied_to is None or spec.tied_to != self._last or spec.name in self._names:
+        if spec.alias_of is None or spec.alias_of != self._last or spec.name in self._names:
             return False
-        first = self.specs[spec.tied_to]
-        is_empty = span.codec == Codec.TIED and span.start == span.offset == 0
+        first = self.specs[spec.alias_of]
+        is_empty = span.codec == Codec.ALIAS and span.start == span.offset == 0
         return is_empty and (first.dtype, first.shape) == (spec.dtype, spec.shape)
 
     def _is_sized(self, span: Span, spec: TensorSpec) -> bool:
         """Whether a part of this tensor can have this length."""
         if span.codec == Codec.RAW and span.start == 0 and span.total_bytes == spec.num_bytes:
             return True
-        if span.codec == Codec.TIED:
+        if span.codec == Codec.ALIAS:
             return span.total_bytes == 0
         if not self.has_base or span.start % LEAF_BYTES or span.start >= max(1, spec.num_bytes):
             return False
@@ -221,19 +223,21 @@ class Landing:
             return span.total_bytes == num_bytes
         return span.codec in (Codec.DELTA, Codec.DELTA_ZSTD) and 0 < span.total_bytes < num_bytes
 
-    def _choose(self, span: Span, spec: TensorSpec, device: torch.device, *, is_lent: bool) -> Place:
+    def _choose(self, span: Span, spec: TensorSpec, device: torch.device, *, is_sender_memory: bool) -> Destination:
         """Decide where the piece goes."""
         is_whole = span.num_bytes == span.total_bytes
         target = None if self.targets is None else self._target(spec)
         if span.codec == Codec.RAW and target is not None and is_plain_on(target, device):
             content = part_of(as_bytes(target), span.start, span.total_bytes)
-            return Place(span, spec, content, is_target=True)
+            return Destination(span, spec, content, is_target=True)
         if span.codec == Codec.RAW and span.total_bytes < spec.num_bytes:
             raise ProtocolError(f"{self.sender} sent a leaf of {spec.name!r}, which this end did not ask for")
-        if is_lent and is_whole and self.targets is None:
-            return Place(span, spec, torch.empty(span.total_bytes, dtype=torch.uint8, device=device), is_target=False)
+        if is_sender_memory and is_whole and self.targets is None:
+            return Destination(
+                span, spec, torch.empty(span.total_bytes, dtype=torch.uint8, device=device), is_target=False
+            )
         content = None if is_whole else self.scratch.get(span.total_bytes, device)
-        return Place(span, spec, content, is_target=False)
+        return Destination(span, spec, content, is_target=False)
 
     def _target(self, spec: TensorSpec) -> Tensor:
         targets = self.targets or {}
@@ -248,28 +252,31 @@ class Landing:
         require_memory(spec.name, target)
         return target
 
-    def _check(self, bucket: Bucket, places: Sequence[Place], slot: Tensor, memory: Memory | None) -> list[list[int]]:
+    def _check(
+        self, bucket: Bucket, destinations: Sequence[Destination], slot: Tensor, memory: BucketSource | None
+    ) -> list[list[int]]:
         """Bring pieces where they go, unless they were fetched there, and compare digests; return those of leaves."""
-        found = _bring(places, slot, is_fetched=memory is None)
-        wrong = _differing(places, found)
+        found = _bring(destinations, slot, is_fetched=memory is None)
+        wrong = _differing(destinations, found)
         if wrong is not None and memory is not None and memory.refresh(bucket.slot):
-            found = _bring(places, slot, is_fetched=False)
-            wrong = _differing(places, found)
+            found = _bring(destinations, slot, is_fetched=False)
+            wrong = _differing(destinations, found)
         if wrong is not None:
-            span = places[wrong].span
+            span = destinations[wrong].span
             raise DigestError(
                 f"bucket {bucket.sequence} of version {self.version} landed with digest {combine(found[wrong]):#018x} "
-                f"for {span.num_bytes} bytes of {places[wrong].spec.name!r}; {self.sender} sent {span.digest:#018x}. "
+                f"for {span.num_bytes} bytes of {destinations[wrong].spec.name!r}; {self.sender} sent "
+                f"{span.digest:#018x}. "
                 "None of its tensors is handed out"
             )
         return found
 
-    def _complete(self, place: Place, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
+    def _complete(self, destination: Destination, content: Tensor, items: list[tuple[str, Tensor]]) -> None:
         """Do with a whole part what the consumer wants."""
-        span, spec = place.span, place.spec
-        if span.codec == Codec.TIED:
+        span, spec = destination.span, destination.spec
+        if span.codec == Codec.ALIAS:
             self._pieces = []
-            self._tie(spec, items)
+            self._copy_alias(spec, items)
             return
         if span.codec == Codec.RAW:
             is_cut_into_leaves = span.num_bytes == span.total_bytes or self.bucket_bytes % LEAF_BYTES == 0
@@ -284,25 +291,25 @@ class Landing:
         self._content = content
         if self.targets is None:
             items.append((spec.name, from_bytes(content, spec)))
-        elif span.codec == Codec.RAW and not place.is_target:
+        elif span.codec == Codec.RAW and not destination.is_target:
             self.is_touched = True
             self._target(spec).detach().copy_(from_bytes(content, spec))
             if content.is_cuda:  # the copy is only begun, and the sender may fill the slot again after this
                 torch.cuda.current_stream(content.device).synchronize()
 
-    def _tie(self, spec: TensorSpec, items: list[tuple[str, Tensor]]) -> None:
+    def _copy_alias(self, spec: TensorSpec, items: list[tuple[str, Tensor]]) -> None:
         """Give a tensor the elements of the one that it is tied to, which has just become whole."""
         content = self._content
-        if spec.tied_to is None or content is None:
+        if spec.alias_of is None or content is None:
             raise ProtocolError(f"{self.sender} tied {spec.name!r} to nothing")
-        first = self.specs[spec.tied_to]
+        first = self.specs[spec.alias_of]
         digest = self.digests[spec] = self.digests[first]
         self.num_bytes += spec.num_bytes
         if self.targets is None:
             items.append((spec.name, from_bytes(content, spec)))
             return
         target, source = self._target(spec), self._target(first)
-        if place_of(target) == place_of(source):
+        if memory_key(target) == memory_key(source):
             return
         if is_plain_on(source, content.device):
             content = as_bytes(source)
@@ -329,17 +336,17 @@ class Landing:
         return delta.apply(content, leaf, spec)
 
 
-def _bring(places: Sequence[Place], slot: Tensor, *, is_fetched: bool) -> list[list[int]]:
+def _bring(destinations: Sequence[Destination], slot: Tensor, *, is_fetched: bool) -> list[list[int]]:
     """Copy pieces from the slot to where they go, if they are not there; return the digests of their leaves."""
     pieces = [
-        (place.content, place.span.offset, place.span.bucket_offset, place.span.num_bytes)
-        for place in places
-        if place.content is not None and not is_fetched
+        (destination.content, destination.span.offset, destination.span.bucket_offset, destination.span.num_bytes)
+        for destination in destinations
+        if destination.content is not None and not is_fetched
     ]
     copied = iter(unpack_leaves(slot, pieces) if pieces else ())
     found: list[list[int]] = []
-    for place in places:
-        span, content = place.span, place.content
+    for destination in destinations:
+        span, content = destination.span, destination.content
         if content is None:
             found.append(leaves_of(piece_of(slot, span)))
         else:
@@ -347,18 +354,18 @@ def _bring(places: Sequence[Place], slot: Tensor, *, is_fetched: bool) -> list[l
     return found
 
 
-def _differing(places: Sequence[Place], found: Sequence[list[int]]) -> int | None:
+def _differing(destinations: Sequence[Destination], found: Sequence[list[int]]) -> int | None:
     """The first piece whose digest is not what was sent."""
-    digests = enumerate(zip(places, found, strict=True))
-    return next((i for i, (place, leaves) in digests if combine(leaves) != place.span.digest), None)
+    digests = enumerate(zip(destinations, found, strict=True))
+    return next((i for i, (destination, leaves) in digests if combine(leaves) != destination.span.digest), None)
 
 
-class Memory(Protocol):
+class BucketSource(Protocol):
     """Where the bytes of a bucket come from."""
 
     slots: Sequence[Tensor]
     """uint8 [bucket_bytes] each."""
-    is_lent: bool
+    is_sender_memory: bool
     """Whether they are the sender's own, and can be written: tensors in them are not handed out."""
 
     def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
@@ -389,7 +396,7 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """Where the piece of a span goes."""
 
     span: Span
@@ -407,7 +414,7 @@ def leaf_bytes(span: Span, spec: TensorSpec) -> int:
 
 def end_of(span: Span, spec: TensorSpec) -> int:
     """Where the part of a span ends in its tensor, bytes."""
-    if span.codec == Codec.TIED:
+    if span.codec == Codec.ALIAS:
         return spec.num_bytes
     return span.start + (span.total_bytes if span.codec == Codec.RAW else leaf_bytes(span, spec))
 
@@ -433,15 +440,15 @@ def part_of(content: Tensor, start: int, num_bytes: int) -> Tensor:
     return content if num_bytes == content.numel() else content[start : start + num_bytes]
 
 
-def contents_of(bucket: Bucket, places: Sequence[Place], slot: Tensor) -> list[Tensor]:
+def contents_of(bucket: Bucket, destinations: Sequence[Destination], slot: Tensor) -> list[Tensor]:
     """The memory that the bytes of a bucket go to, in their order; the slot's own for what is not wanted elsewhere."""
     contents: list[Tensor] = []
     in_slot = 0
-    for place in places:
-        span = place.span
-        if place.content is not None:
+    for destination in destinations:
+        span = destination.span
+        if destination.content is not None:
             contents.append(slot[in_slot : span.bucket_offset])
-            contents.append(place.content[span.offset : span.offset + span.num_bytes])
+            contents.append(destination.content[span.offset : span.offset + span.num_bytes])
             in_slot = span.bucket_offset + span.num_bytes
     contents.append(slot[in_slot : bucket.used_bytes])
     return [content for content in contents if content.numel()]

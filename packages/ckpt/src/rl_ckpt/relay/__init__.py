@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from rl_ckpt.errors import UsageError
 from rl_ckpt.receiver.receiver import Receiver
 from rl_ckpt.registry import connect
-from rl_ckpt.relay.pipe import Passage
+from rl_ckpt.relay.pipe import RelayPipe
 from rl_ckpt.sender.sender import Sender
 from rl_ckpt.types import ReceiverState
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import CheckpointEngine
-    from rl_ckpt.sender.sender import Offer
+    from rl_ckpt.sender.sender import PreparedVersion
     from rl_ckpt.types import SyncReport
 
 
@@ -95,27 +95,27 @@ class Relay:
         """
         await self.prepare()
         receiver, sender = cast("Receiver", self._receiver), cast("Sender", self._sender)
-        landing = await receiver.begin(targets, staged=staged)
-        passage = Passage(landing)
-        offering = asyncio.ensure_future(sender.offer(passage, landing.version, num_peers=num_peers))
-        offering.add_done_callback(passage.settle)
+        unpacker = await receiver.begin(targets, staged=staged)
+        pipe = RelayPipe(unpacker)
+        preparing = asyncio.ensure_future(sender.prepare_version(pipe, unpacker.version, num_peers=num_peers))
+        preparing.add_done_callback(pipe.set_result)
         try:
-            await receiver.take(landing, strict=strict, passage=passage)
+            await receiver.take(unpacker, strict=strict, pipe=pipe)
         except BaseException as error:
-            await self._call_off(offering, f"its sender has not got the version itself: {error!r}")
+            await self._call_off(preparing, f"its sender has not got the version itself: {error!r}")
             raise
         finally:
-            passage.close()
+            pipe.close()
         self._targets = targets
-        return await asyncio.to_thread(offering.result().commit)
+        return await asyncio.to_thread(preparing.result().commit)
 
-    async def _call_off(self, offering: asyncio.Future[Offer], text: str) -> None:
-        offering.cancel(text)
-        await asyncio.wait([offering])
-        if not offering.cancelled() and offering.exception() is None:
-            await asyncio.to_thread(offering.result().abort, text)
+    async def _call_off(self, preparing: asyncio.Future[PreparedVersion], text: str) -> None:
+        preparing.cancel(text)
+        await asyncio.wait([preparing])
+        if not preparing.cancelled() and preparing.exception() is None:
+            await asyncio.to_thread(preparing.result().abort, text)
 
-    async def serve_late(self) -> SyncReport | None:
+    async def resend_current(self) -> SyncReport | None:
         """Give the version in force to those below that wait and do not have it, from this node's tensors.
 
         Raises:
@@ -184,7 +184,7 @@ class Holder:
             raise UsageError(f"a holder needs votes to {self.address}; file:// has none")
         await self._sender.prepare()
 
-    async def serve_late(self) -> SyncReport | None:
+    async def resend_current(self) -> SyncReport | None:
         """Give the version in force to those who wait for it and do not have it. None: nobody waits.
 
         Call it between syncs of the receiver, as often as you like.
@@ -214,5 +214,5 @@ async def _serve(receiver: CheckpointEngine, sender: CheckpointEngine, held: Map
     version, digest = receiver.version, receiver.digest
     if receiver.state is not ReceiverState.COMMITTED or version is None or digest is None:
         raise UsageError(f"{sender.address} has no version to give: the state of its receiver is {receiver.state}")
-    serve_from = cast("Sender", sender).serve_from
-    return await asyncio.to_thread(lambda: serve_from(held.items(), version, digest))
+    resend_from = cast("Sender", sender).resend_from
+    return await asyncio.to_thread(lambda: resend_from(held.items(), version, digest))

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import DigestError
-from rl_ckpt.protocol.channel import Bell
+from rl_ckpt.protocol.channel import Waker
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.receiver.unpacker import Landing
-    from rl_ckpt.sender.sender import Offer
+    from rl_ckpt.receiver.unpacker import Unpacker
+    from rl_ckpt.sender.sender import PreparedVersion
     from rl_ckpt.tensors.spec import TensorSpec
 
 
-class Passage:
+class RelayPipe:
     """One version on its way through a node."""
 
-    def __init__(self, landing: Landing) -> None:
-        self.news = Bell()
+    def __init__(self, unpacker: Unpacker) -> None:
+        self.news = Waker()
         """Rung when more has landed; for the sending thread."""
-        self.outcome = Bell()
+        self.outcome = Waker()
         """Rung when those below have voted, or not; for the receiving thread."""
-        self.offer: Offer | None = None
+        self.offer: PreparedVersion | None = None
         """What those below have voted for."""
         self._error: BaseException | None = None
-        self._landing = landing
-        self._begun: dict[TensorSpec, int] = {}
+        self._unpacker = unpacker
+        self._progress: dict[TensorSpec, int] = {}
         """Of each tensor the bytes that are in place."""
         self._order: list[TensorSpec] = []
         """In which they came."""
         self._num_whole = 0
         self._is_whole = False
         self._num_taken = 0
-        self._ties: dict[str, list[str]] = {}
+        self._aliases: dict[str, list[str]] = {}
         """Names of tensors that have the elements of another, under the name of that."""
 
     # ---- the receiving thread
@@ -54,28 +54,28 @@ class Passage:
         """
         if self._error is not None:
             raise self._error
-        landing = self._landing
-        count = len(landing.digests) - self._num_whole
-        whole = list(islice(reversed(landing.digests), count))
+        unpacker = self._unpacker
+        count = len(unpacker.digests) - self._num_whole
+        whole = list(islice(reversed(unpacker.digests), count))
         self._num_whole += count
         told: list[tuple[TensorSpec, int]] = []
         for spec in reversed(whole):
-            if spec.tied_to is None:
+            if spec.alias_of is None:
                 told.append((spec, spec.num_bytes))
             else:  # before it can be seen that the other one is whole
-                self._ties.setdefault(landing.specs[spec.tied_to].name, []).append(spec.name)
-        if (begun := landing.begun()) is not None:
-            told.append(begun)
+                self._aliases.setdefault(unpacker.specs[spec.alias_of].name, []).append(spec.name)
+        if (progress := unpacker.progress()) is not None:
+            told.append(progress)
         for spec, num_bytes in told:
-            if spec not in self._begun:
+            if spec not in self._progress:
                 self._order.append(spec)
-            self._begun[spec] = num_bytes
-        self.news.ring()
+            self._progress[spec] = num_bytes
+        self.news.wake()
 
     def end(self) -> None:
         """All has landed."""
         self._is_whole = True
-        self.news.ring()
+        self.news.wake()
 
     def require_votes(self, digest: int) -> None:
         """Look at what those below have voted for, when the outcome is there.
@@ -88,7 +88,7 @@ class Passage:
             raise self._error
         if self.offer is not None and self.offer.digest != digest:
             raise DigestError(
-                f"version {self._landing.version} landed with digest {digest:#018x}, and the tensors that it landed in "
+                f"version {self._unpacker.version} landed with digest {digest:#018x}, and its target tensors "
                 f"have {self.offer.digest:#018x}: something else writes to them"
             )
 
@@ -104,26 +104,26 @@ class Passage:
             return None
         spec = self._order[self._num_taken]
         self._num_taken += 1
-        return spec, (self._landing.targets or {})[spec.name]
+        return spec, (self._unpacker.targets or {})[spec.name]
 
-    def tied_to(self, name: str) -> Sequence[str]:
+    def alias_of(self, name: str) -> Sequence[str]:
         """The other names of a tensor, once it is whole."""
-        return self._ties.get(name, ())
+        return self._aliases.get(name, ())
 
     def num_landed(self, spec: TensorSpec) -> int:
         """How many bytes of a tensor are in place, from its beginning."""
-        return self._begun.get(spec, 0)
+        return self._progress.get(spec, 0)
 
     # ---- the event loop
 
-    def settle(self, offering: Future[Offer]) -> None:
+    def set_result(self, preparing: Future[PreparedVersion]) -> None:
         """Take the outcome of those below."""
-        if offering.cancelled():
+        if preparing.cancelled():
             return
-        self._error = offering.exception()
+        self._error = preparing.exception()
         if self._error is None:
-            self.offer = offering.result()
-        self.outcome.ring()
+            self.offer = preparing.result()
+        self.outcome.wake()
 
     def close(self) -> None:
         """Free both bells."""

@@ -12,18 +12,18 @@ from rl_ckpt.protocol.messages import Bucket, Manifest
 from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt.tensors.spec import memory_of
-from rl_ckpt.transports.streams import Run
+from rl_ckpt.transports.streams import ByteRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.channel import Bell
+    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.protocol.messages import Mapped
     from rl_ckpt.sender.peers import Peer, Peers
     from rl_ckpt.tensors.buckets import Piece
-    from rl_ckpt.tensors.source import Clock, Schema
+    from rl_ckpt.tensors.source import Clock, ManifestIndex
     from rl_ckpt.tensors.spec import TensorSpec
 
 MANIFEST_CHUNK = 4096
@@ -38,11 +38,11 @@ EAGER_BYTES = 256 << 10
 """From this size on, a bucket of differences is sent to receivers that have nothing to do."""
 
 
-class Passage(Protocol):
+class RelayPipe(Protocol):
     """Weights that are still arriving, as a relay passes them on."""
 
     @property
-    def news(self) -> Bell:
+    def news(self) -> Waker:
         """Rung when more has arrived."""
         ...
 
@@ -54,7 +54,7 @@ class Passage(Protocol):
         """The next tensor, of which some bytes are in place, or None after the last."""
         ...
 
-    def tied_to(self, name: str) -> Sequence[str]:
+    def alias_of(self, name: str) -> Sequence[str]:
         """The other names of a tensor, once it is whole."""
         ...
 
@@ -63,7 +63,7 @@ class Passage(Protocol):
         ...
 
 
-class Filler:
+class BucketPacker:
     """Fills the slots of one sync, and tells the receivers that take part what is in them.
 
     Args:
@@ -72,7 +72,7 @@ class Filler:
         slots: uint8 [bucket_bytes] each.
         schema: The manifest.
         clock: Counts the time.
-        passage: Where the bytes come from, where this is a relay: each is waited for.
+        pipe: Where the bytes come from, where this is a relay: each is waited for.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Filler:
         peers: Peers,
         participants: Sequence[Peer],
         slots: Sequence[Tensor],
-        schema: Schema,
+        manifest: ManifestIndex,
         clock: Clock,
-        passage: Passage | None,
+        pipe: RelayPipe | None,
     ) -> None:
         self.num_buckets = 0
         """That were announced."""
@@ -91,9 +91,9 @@ class Filler:
         self._peers = peers
         self._participants = participants
         self._slots = slots
-        self._schema = schema
+        self._manifest = manifest
         self._clock = clock
-        self._passage = passage
+        self._pipe = pipe
         self._has_streams = peers.session.num_streams > 0
         self._plan = BucketPlan(peers.session.bucket_bytes)
         self._slot = 0
@@ -104,7 +104,7 @@ class Filler:
         self._direct: dict[int, memoryview] = {}
         """Pieces of the bucket being filled that are written from where they are, by their place in `_spans`."""
 
-    def place(
+    def add(
         self,
         index: int,
         start: int,
@@ -113,25 +113,25 @@ class Filler:
         *,
         stays: bool,
         known: int | None = None,
-        ties: Callable[[], Iterable[int]] = tuple,
+        aliases: Callable[[], Iterable[int]] = tuple,
     ) -> list[int]:
         """Put the content of a part of a tensor into buckets; return the digests of its leaves.
 
         `stays`: it does not change before the sync ends. `known` is the digest of content that is one leaf, where it
-        was made before. `ties` says, when all of it is there, which tensors are tied to that which ends with it.
+        was made before. `aliases` says, when all of it is there, which tensors are tied to that which ends with it.
         """
         total = raw.numel()
         is_direct = self._peers.transport.is_direct and total >= DIRECT_BYTES and raw.device.type == "cpu"
         leaves: list[int] = []
         if len(self._spans) == MAX_SPANS:
             self._plan.close()
-        for piece in self._plan.place(total):
+        for piece in self._plan.add(total):
             if piece.bucket > self.num_buckets:
                 self._publish()
             if not self._spans:
                 self._wait_for_slot()
-            if self._passage is not None:
-                self.wait_to_land(self._passage, partial(self._has_landed, self._passage, index, piece), "more bytes")
+            if self._pipe is not None:
+                self.wait_to_land(self._pipe, partial(self._has_landed, self._pipe, index, piece), "more bytes")
             if is_direct:
                 part = raw[piece.offset : piece.offset + piece.num_bytes]
                 self._direct[len(self._spans)] = memory_of(part)
@@ -145,15 +145,15 @@ class Filler:
             self._spans.append(
                 Span(index, codec, start, piece.offset, piece.bucket_offset, piece.num_bytes, total, digest)
             )
-        for tied in ties():  # in the bucket that the tensor ends in
-            self._spans.append(Span(tied, Codec.TIED, 0, 0, self._plan.offset, 0, 0, _NOTHING))
+        for alias in aliases():  # in the bucket that the tensor ends in
+            self._spans.append(Span(alias, Codec.ALIAS, 0, 0, self._plan.offset, 0, 0, _NOTHING))
         if self._plan.offset == self._plan.bucket_bytes:  # nothing fits it any more: the source may take its time
             self._publish()
             self._plan.close()
         if is_direct and not stays:
             self._publish()
             self._plan.close()
-            self.wait(lambda peer: peer.outbox.is_empty, "take the bytes of a tensor")
+            self.wait(lambda peer: peer.writer.is_empty, "take the bytes of a tensor")
         is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
         return leaves if is_cut_into_leaves else leaves_of(raw)
 
@@ -191,7 +191,7 @@ class Filler:
 
     def declare(self, peer: Peer) -> None:
         """Tell a receiver of the tensors that it does not know yet."""
-        specs = self._schema.specs
+        specs = self._manifest.specs
         while peer.num_declared < len(specs) and peer.error is None:
             first = peer.num_declared
             chunk = tuple(specs[first : first + MANIFEST_CHUNK])
@@ -203,13 +203,13 @@ class Filler:
         with self._clock("wire_s"):
             self._peers.wait_for_all(self._participants, is_done, doing)
 
-    def wait_to_land(self, passage: Passage, is_there: Callable[[], bool], what: str) -> None:
+    def wait_to_land(self, pipe: RelayPipe, is_there: Callable[[], bool], what: str) -> None:
         """Wait until a relay has what it is to pass on."""
         with self._clock("export_s"):
-            self._peers.wait_for_news(self._participants, passage.news, is_there, what)
+            self._peers.wait_for_news(self._participants, pipe.news, is_there, what)
 
-    def _has_landed(self, passage: Passage, index: int, piece: Piece) -> bool:
-        return passage.num_landed(self._schema.specs[index]) >= piece.offset + piece.num_bytes
+    def _has_landed(self, pipe: RelayPipe, index: int, piece: Piece) -> bool:
+        return pipe.num_landed(self._manifest.specs[index]) >= piece.offset + piece.num_bytes
 
     def _publish(self) -> None:
         """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""
@@ -231,20 +231,20 @@ class Filler:
         self._spans = []
         self._direct = {}
 
-    def _payload(self, slot: int, used_bytes: int) -> list[Run]:
+    def _payload(self, slot: int, used_bytes: int) -> list[ByteRun]:
         """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
-        runs: list[Run] = []
+        runs: list[ByteRun] = []
         packed = 0
         for i, view in self._direct.items():
             span = self._spans[i]
             end = span.bucket_offset + span.num_bytes
             runs += [
-                Run(span.bucket_offset - packed, slot, packed),
-                Run(view.nbytes, view=view),
-                Run(aligned(end) - end, view=_FILLING[: aligned(end) - end]),
+                ByteRun(span.bucket_offset - packed, slot, packed),
+                ByteRun(view.nbytes, view=view),
+                ByteRun(aligned(end) - end, view=_FILLING[: aligned(end) - end]),
             ]
             packed = aligned(end)
-        return [*runs, Run(used_bytes - packed, slot, packed)]
+        return [*runs, ByteRun(used_bytes - packed, slot, packed)]
 
     def _wait_for_slot(self) -> None:
         """Choose a slot that no receiver looks at any more for the next bucket."""

@@ -15,7 +15,7 @@ from rl_ckpt.errors import (
     ProtocolError,
     SyncAbortedError,
 )
-from rl_ckpt.protocol.channel import Deadline, Link, Waker, is_proof, proof_of, wait_for
+from rl_ckpt.protocol.channel import Canceller, Channel, Deadline, is_proof, proof_of, wait_for
 from rl_ckpt.protocol.messages import (
     NO_VERSION,
     NONCE_BYTES,
@@ -33,14 +33,14 @@ from rl_ckpt.protocol.messages import (
     Staged,
     Stream,
 )
-from rl_ckpt.transports.streams import Outbox
+from rl_ckpt.transports.streams import StreamWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_ckpt.protocol.channel import Bell
+    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.transports.base import SendTransport
-    from rl_ckpt.transports.streams import Run
+    from rl_ckpt.transports.streams import ByteRun
 
 _ERRORS = {
     AbortReason.DIGEST: DigestError,
@@ -55,14 +55,14 @@ _ERRORS = {
 class Peer:
     """One receiver, and what it has said about the sync that it takes part in."""
 
-    link: Link
+    channel: Channel
     deadline: Deadline
     """Until when it must have introduced itself."""
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     """What it must prove its knowledge of the token over."""
     ticket: int = field(default_factory=lambda: secrets.randbits(64))
     """By which its streams are known."""
-    outbox: Outbox = field(default_factory=Outbox)
+    writer: StreamWriter = field(default_factory=StreamWriter)
     """Its streams."""
     hello: Hello | None = None
     """Its greeting."""
@@ -100,7 +100,7 @@ class Peer:
     @property
     def name(self) -> str:
         """For messages."""
-        return self.link.peer
+        return self.channel.peer
 
     def join(self) -> None:
         """Take part in the sync that its consumer waits for."""
@@ -115,25 +115,28 @@ class Peers:
 
     transport: SendTransport
     session: Session
-    waker: Waker
+    canceller: Canceller
     timeout_s: float
     pid: int
     all: list[Peer] = field(default_factory=list[Peer])
     """Who is in the session."""
-    strangers: list[Peer] = field(default_factory=list[Peer])
+    unauthenticated: list[Peer] = field(default_factory=list[Peer])
     """Who has connected and not introduced itself. Nobody waits for them."""
 
-    def pump(self, deadline: Deadline, bells: Sequence[int] = ()) -> bool:
+    def pump(self, deadline: Deadline, wakers: Sequence[int] = ()) -> bool:
         """Wait for news of any receiver and take it in; write what can be written. False when the deadline passed.
 
         A bell is a descriptor that ends the wait when it can be read.
         """
-        self._forget_strangers()
-        known = [*self.all, *self.strangers]
-        by_descriptor = {peer.link.fileno(): peer for peer in known}
-        streams = {descriptor: peer for peer in known for descriptor in peer.outbox.blocked()}
+        self._drop_unauthenticated()
+        known = [*self.all, *self.unauthenticated]
+        by_descriptor = {peer.channel.fileno(): peer for peer in known}
+        streams = {descriptor: peer for peer in known for descriptor in peer.writer.blocked()}
         ready = wait_for(
-            self.waker, deadline, readable=[self.transport.fileno(), *by_descriptor, *bells], writable=list(streams)
+            self.canceller,
+            deadline,
+            readable=[self.transport.fileno(), *by_descriptor, *wakers],
+            writable=list(streams),
         )
         for descriptor in ready:
             peer = streams.get(descriptor) or by_descriptor.get(descriptor)
@@ -144,7 +147,7 @@ class Peers:
             elif peer.error is None and descriptor in streams:
                 self._flush(peer)
             elif not peer.is_gone:
-                self._take_in(peer)
+                self._read(peer)
         return bool(ready)
 
     def poll(self) -> None:
@@ -160,7 +163,9 @@ class Peers:
         """
         self.poll()
         deadline = Deadline(self.timeout_s)
-        while late := self._missing(num_peers - sum(peer.hello is not None for peer in self.strangers), num_peers):
+        while late := self._missing(
+            num_peers - sum(peer.hello is not None for peer in self.unauthenticated), num_peers
+        ):
             if not self.pump(deadline):
                 raise PeerTimeoutError(f"{late} within {self.timeout_s:g} s")
 
@@ -179,10 +184,10 @@ class Peers:
                 raise PeerTimeoutError(f"{late} within {self.timeout_s:g} s")
         return list(self.all)
 
-    def behind(self, in_force: set[tuple[int, int]]) -> list[Peer]:
+    def out_of_date(self, committed_versions: set[tuple[int, int]]) -> list[Peer]:
         """Receivers that wait for a sync and have none of these versions and digests."""
         self.poll()
-        return [peer for peer in self.all if self._is_ready(peer) and peer.committed not in in_force]
+        return [peer for peer in self.all if self._is_ready(peer) and peer.committed not in committed_versions]
 
     def wait_for_all(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], doing: str) -> None:
         """Wait until every one of `peers` has done it.
@@ -205,7 +210,7 @@ class Peers:
                 names = ", ".join(peer.name for peer in late)
                 raise PeerTimeoutError(f"{names} did not {doing} within {self.timeout_s:g} s")
 
-    def wait_for_news(self, peers: Sequence[Peer], news: Bell, is_there: Callable[[], bool], missing: str) -> None:
+    def wait_for_news(self, peers: Sequence[Peer], news: Waker, is_there: Callable[[], bool], missing: str) -> None:
         """Wait for something that another thread tells by ringing, and serve `peers` meanwhile.
 
         Raises:
@@ -217,7 +222,7 @@ class Peers:
             for peer in peers:
                 if peer.error is not None:
                     raise peer.error
-            news.silence()
+            news.clear()
             if is_there():
                 return
             if not self.pump(deadline, [news.fileno()]):
@@ -229,85 +234,87 @@ class Peers:
             return
         sync = 0 if isinstance(message, Hello | Proof | Session) else peer.sync
         try:
-            peer.link.send(message, sync, waker=self.waker, deadline=Deadline(self.timeout_s), descriptors=descriptors)
+            peer.channel.send(
+                message, sync, canceller=self.canceller, deadline=Deadline(self.timeout_s), descriptors=descriptors
+            )
         except PeerTimeoutError as error:
             self.drop(peer, error)
         except PeerLostError as error:
             if not peer.is_gone:
-                self._take_in(peer)  # it may have said why
+                self._read(peer)  # it may have said why
             self.drop(peer, error)
 
-    def put(self, peer: Peer, sequence: int, payload: Sequence[Run]) -> None:
+    def put(self, peer: Peer, sequence: int, payload: Sequence[ByteRun]) -> None:
         """Begin to write the payload of a bucket to one receiver's streams."""
         if peer.error is None:
-            peer.outbox.put(sequence, payload)
+            peer.writer.put(sequence, payload)
             self._flush(peer)
 
-    def regroup(self, peers: Sequence[Peer]) -> None:
+    def new_group(self, peers: Sequence[Peer]) -> None:
         """Have the transport make a group of these receivers, where it sends to all at once."""
-        messages = self.transport.regroup([(peer.ticket, peer.opened, peer.link) for peer in peers])
+        messages = self.transport.new_group([(peer.ticket, peer.opened, peer.channel) for peer in peers])
         for peer, message in zip(peers, messages, strict=False):
             self.send(peer, message)
 
     def abort(self, peers: Sequence[Peer], reason: AbortReason, text: str) -> None:
         """Tell those that can still hear it, without waiting, that the sync is off."""
         for peer in peers:
-            if peer.error is None and not peer.link.try_send(Abort(reason, text), peer.sync):
+            if peer.error is None and not peer.channel.try_send(Abort(reason, text), peer.sync):
                 self.drop(peer)
-            peer.outbox.close()
+            peer.writer.close()
             peer.sync = peer.mapped = 0  # it may not have mapped what it was told of
-        self.transport.disband()
+        self.transport.leave_group()
 
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:
         """Take a receiver out of the session; when it wants to, it comes back by itself."""
         peer.error = peer.error or error or PeerLostError(f"{peer.name} was dropped from the session")
-        peer.outbox.close()
-        peer.link.close()
+        peer.writer.close()
+        peer.channel.close()
         peer.is_gone = True
-        for group in (self.all, self.strangers):
+        for group in (self.all, self.unauthenticated):
             with suppress(ValueError):
                 group.remove(peer)
 
     def close(self) -> None:
         """Close every connection."""
-        for peer in [*self.all, *self.strangers]:
+        for peer in [*self.all, *self.unauthenticated]:
             self.drop(peer)
 
     def _missing(self, needed: int, num_peers: int) -> str:
         if len(self.all) >= needed:
             return ""
         came = f"{len(self.all)} of {num_peers} receivers came to {self.transport.address}"
-        silent = ", ".join(peer.name for peer in self.strangers if peer.hello is not None)
+        silent = ", ".join(peer.name for peer in self.unauthenticated if peer.hello is not None)
         return f"{came}, and {silent} did not call receive_weights" if silent else came
 
     def _is_ready(self, peer: Peer) -> bool:
-        return peer.waiting > 0 and peer.outbox.is_open(self.session.num_streams, peer.opened)
+        return peer.waiting > 0 and peer.writer.is_open(self.session.num_streams, peer.opened)
 
     def _idle(self) -> str:
         idle = ", ".join(peer.name for peer in self.all if not self._is_ready(peer))
         return f"{idle} did not call receive_weights" if idle else ""
 
     def _accept(self) -> None:
-        while (link := self.transport.accept()) is not None:
-            self.strangers.append(Peer(link, Deadline(self.timeout_s)))
+        while (channel := self.transport.accept()) is not None:
+            self.unauthenticated.append(Peer(channel, Deadline(self.timeout_s)))
 
-    def _forget_strangers(self) -> None:
-        for peer in [peer for peer in self.strangers if not peer.deadline.remaining_s()]:
+    def _drop_unauthenticated(self) -> None:
+        for peer in [peer for peer in self.unauthenticated if not peer.deadline.remaining_s()]:
             self.drop(peer)
 
     def _flush(self, peer: Peer) -> None:
         try:
-            peer.outbox.flush(
+            peer.writer.flush(
                 self.transport.write, is_patient=len(self.all) == 1
             )  # or the others would wait for this one
         except OSError as cause:
             error = PeerLostError(f"{peer.name} takes no payload any more: {cause}")
-            self._take_in(peer)  # it may have said why
+            self._read(peer)  # it may have said why
             self.drop(peer, error)
 
-    def _take_in(self, peer: Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         try:
-            for sync, message in peer.link.receive():
+            for sync, message in peer.channel.receive():
                 self._handle(peer, sync, message)
         except ProtocolError as error:
             self.drop(peer, ProtocolError(f"{peer.name}: {error}"))
@@ -315,12 +322,12 @@ class Peers:
         except BaseException:  # an interrupt: what it has said may be lost, and it would wait for an answer
             self.drop(peer)
             raise
-        if peer.link.is_closed:
-            self.drop(peer, peer.link.loss())
+        if peer.channel.is_closed:
+            self.drop(peer, peer.channel.loss())
 
     def _handle(self, peer: Peer, sync: int, message: Message) -> None:
-        if peer in self.strangers:
-            self._get_to_know(peer, message)
+        if peer in self.unauthenticated:
+            self._authenticate(peer, message)
         elif isinstance(message, Ready):
             peer.waiting, peer.held, peer.opened = sync, message.held, message.opened
             peer.codecs = message.codecs
@@ -344,24 +351,24 @@ class Peers:
         else:
             raise ProtocolError(f"it sent {type(message).__name__}, which only a sender may")
 
-    def _get_to_know(self, peer: Peer, message: Message) -> None:
+    def _authenticate(self, peer: Peer, message: Message) -> None:
         """Hello, then Proof where there is a token, and it is in the session; Stream, and it is part of another."""
         token = self.transport.token
         if isinstance(message, Hello) and peer.hello is None:
             self._greet(peer, message)
             if token is None:
-                self._let_in(peer)
+                self._admit(peer)
         elif isinstance(message, Proof) and peer.hello is not None and token is not None:
             if not is_proof(message.mac, token, "receiver", peer.hello.nonce, peer.nonce):
                 raise ProtocolError("its token is not that of this session")
-            self._let_in(peer)
+            self._admit(peer)
         elif isinstance(message, Stream) and peer.hello is None:
             self._attach(peer, message)
         else:
             raise ProtocolError(f"it sent {type(message).__name__} before it was in the session")
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
-        peer.link.introduce("receiver", hello.pid)
+        peer.channel.introduce("receiver", hello.pid)
         peer.hello = hello
         self.send(peer, Hello(WIRE_VERSION, HelloRole.SENDER, self.pid, peer.nonce))
         if hello.wire_version != WIRE_VERSION or hello.role != HelloRole.RECEIVER:
@@ -372,15 +379,15 @@ class Peers:
         if self.transport.token is not None:
             self.send(peer, Proof(proof_of(self.transport.token, "sender", hello.nonce, peer.nonce)))
 
-    def _let_in(self, peer: Peer) -> None:
+    def _admit(self, peer: Peer) -> None:
         self.send(
             peer,
             replace(self.session, ticket=peer.ticket, memory=self.transport.memory()),
             self.transport.descriptors(),
         )
         if peer.error is None:
-            peer.link.trust()
-            self.strangers.remove(peer)
+            peer.channel.trust()
+            self.unauthenticated.remove(peer)
             self.all.append(peer)
 
     def _attach(self, peer: Peer, stream: Stream) -> None:
@@ -388,5 +395,5 @@ class Peers:
         owner = next((known for known in self.all if known.ticket == stream.ticket), None)
         if owner is None or stream.index >= self.session.num_streams:
             raise ProtocolError(f"it offered {stream}, which belongs to no receiver of this session")
-        self.strangers.remove(peer)
-        owner.outbox.attach(stream.index, stream.opened, peer.link.detach())
+        self.unauthenticated.remove(peer)
+        owner.writer.attach(stream.index, stream.opened, peer.channel.detach())

@@ -20,10 +20,18 @@ from rl_ckpt.errors import (
 from rl_ckpt.protocol.messages import AbortReason, Session
 from rl_ckpt.protocol.worker import AsyncSource, Worker
 from rl_ckpt.sender.peers import Peers
-from rl_ckpt.sender.transaction import Sync
+from rl_ckpt.sender.transaction import Transaction
 from rl_ckpt.tensors.buckets import Codec
-from rl_ckpt.tensors.delta import Snapshot, compressor
-from rl_ckpt.tensors.source import Clock, Registered, Schema, Source, checked_version, copy_gb_per_s, items_of
+from rl_ckpt.tensors.delta import BaseCopy, compressor
+from rl_ckpt.tensors.source import (
+    Clock,
+    ManifestIndex,
+    RegisteredSource,
+    Source,
+    checked_version,
+    copy_gb_per_s,
+    items_of,
+)
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.sender.packer import Passage
+    from rl_ckpt.sender.packer import RelayPipe
     from rl_ckpt.sender.peers import Peer
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
@@ -48,7 +56,7 @@ _REASONS: dict[type[BaseException], AbortReason] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PreparedVersion:
     """A version that all receivers of a session have voted for. Exactly one of the two must be called."""
 
     digest: int
@@ -68,16 +76,16 @@ class Sender(CheckpointEngine):
         self._transport = transport
         self._bucket_bytes = config.bucket_bytes or transport.bucket_bytes
         self._worker = Worker(f"the sender of {config.address}")
-        self._schema = Schema()
-        self._snapshot = Snapshot(compressor() if config.zstd else None) if config.delta else None
-        self._registered: Registered | None = None
+        self._manifest = ManifestIndex()
+        self._base_copy = BaseCopy(compressor() if config.zstd else None) if config.delta else None
+        self._registered: RegisteredSource | None = None
         self._peers: Peers | None = None
         self._slots: list[Tensor] = []
         self._limit_gb_per_s: float | None = None
         self._num_peers = 1
         self._version: int | None = None
         self._digest: int | None = None
-        self._in_force: set[tuple[int, int]] = set()
+        self._committed: set[tuple[int, int]] = set()
         """The version in force, with the digest of each sync that brought it."""
 
     @property
@@ -129,11 +137,11 @@ class Sender(CheckpointEngine):
 
     def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Declare once what is sent. See `CheckpointEngine`."""
-        self._registered = Registered(named_tensors)
+        self._registered = RegisteredSource(named_tensors)
 
-    async def serve_late(self) -> SyncReport | None:
+    async def resend_current(self) -> SyncReport | None:
         """Send the version in force again, to those alone who wait and do not have it. See `CheckpointEngine`."""
-        return await self._worker.run(self._serve_late)
+        return await self._worker.run(self._resend_current)
 
     def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Raise `UsageError`: not for this end."""
@@ -190,7 +198,7 @@ class Sender(CheckpointEngine):
         return Peers(
             transport=self._transport,
             session=Session(self._bucket_bytes, NUM_SLOTS, self._transport.num_streams),
-            waker=self._worker.waker,
+            canceller=self._worker.canceller,
             timeout_s=self._config.timeout_s,
             pid=os.getpid(),
         )
@@ -204,7 +212,7 @@ class Sender(CheckpointEngine):
                 source = Source(items_of(self._registered), clock, self._registered)
             sync = self._attempt(source, version, clock)
         except Exception as error:
-            if not self._worker.waker.is_woken:
+            if not self._worker.canceller.is_cancelled:
                 source.drain(error)
             raise SyncAbortedError(
                 f"the sync of version {version} over {self.address} was called off: {error}"
@@ -213,7 +221,7 @@ class Sender(CheckpointEngine):
             source.close()
         return self._commit(sync)
 
-    def _attempt(self, source: Source, version: int, clock: Clock, passage: Passage | None = None) -> Sync:
+    def _attempt(self, source: Source, version: int, clock: Clock, pipe: RelayPipe | None = None) -> Transaction:
         """One sync as far as the votes."""
         last = -1 if self._version is None else self._version
         version = checked_version(version, last, MAX_VERSION)
@@ -221,9 +229,9 @@ class Sender(CheckpointEngine):
         with clock("wire_s"):
             participants = peers.wait_for_ready(self._num_peers)
         self._require_codecs(participants)
-        return self._stage(peers, participants, source, version, clock, self._snapshot, passage)
+        return self._stage(peers, participants, source, version, clock, self._base_copy, pipe)
 
-    async def offer(self, passage: Passage, version: int, *, num_peers: int) -> Offer:
+    async def prepare_version(self, pipe: RelayPipe, version: int, *, num_peers: int) -> PreparedVersion:
         """Send what lands at a relay as far as the votes, and leave the decision to the caller.
 
         Raises:
@@ -233,36 +241,36 @@ class Sender(CheckpointEngine):
         clock = Clock()
         source = Source((), clock)
 
-        offered: list[Sync] = []
+        prepared: list[Transaction] = []
 
         def attempt() -> None:
             try:
-                offered.append(self._attempt(source, version, clock, passage))
+                prepared.append(self._attempt(source, version, clock, pipe))
             except Exception as error:
                 raise SyncAbortedError(f"version {version} was not taken over {self.address}: {error}") from error
 
         def abort(text: str) -> None:
-            self._worker.call(lambda: offered[0].abort(AbortReason.FAILED, text))
+            self._worker.call(lambda: prepared[0].abort(AbortReason.FAILED, text))
 
         try:
             await self._worker.run(attempt)
         except asyncio.CancelledError as error:
-            if offered:  # all have voted in the very moment of the cancellation, and wait for a verdict
+            if prepared:  # all have voted in the very moment of the cancellation, and wait for a verdict
                 await asyncio.to_thread(abort, str(error))
             raise
-        return Offer(
-            offered[0].digest,
-            commit=lambda: self._worker.call(lambda: self._commit(offered[0])),
+        return PreparedVersion(
+            prepared[0].digest,
+            commit=lambda: self._worker.call(lambda: self._commit(prepared[0])),
             abort=abort,
         )
 
-    def serve_from(self, weights: Iterable[tuple[str, Tensor]], version: int, digest: int) -> SyncReport | None:
-        """`serve_late`, in this thread, from these weights, which must be this version and have this tree digest."""
+    def resend_from(self, weights: Iterable[tuple[str, Tensor]], version: int, digest: int) -> SyncReport | None:
+        """`resend_current`, in this thread, from these weights of this version, whose tree digest is checked."""
 
         def serve() -> SyncReport | None:
-            if (version, digest) not in self._in_force:
-                self._version, self._digest, self._in_force = version, digest, {(version, digest)}
-            return self._serve_late(weights)
+            if (version, digest) not in self._committed:
+                self._version, self._digest, self._committed = version, digest, {(version, digest)}
+            return self._resend_current(weights)
 
         return self._worker.call(serve)
 
@@ -272,18 +280,18 @@ class Sender(CheckpointEngine):
                 if not peer.codecs >> Codec.DELTA_ZSTD & 1:
                     raise UsageError(f"{peer.name} cannot read zstd; there: pip install 'rl-ckpt[zstd]'")
 
-    def _serve_late(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> SyncReport | None:
+    def _resend_current(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> SyncReport | None:
         """Send the version in force to those who wait and do not have it, from the copy of it or from these weights."""
         version = self._version
-        if weights is None and self._snapshot is None:
+        if weights is None and self._base_copy is None:
             raise UsageError(f"{self.address} keeps no copy of the weights to give to late comers: pass delta=True")
         peers = self._open()
-        if version is None or not (behind := peers.behind(self._in_force)):
+        if version is None or not (out_of_date := peers.out_of_date(self._committed)):
             return None
         clock = Clock()
         source = Source(self._copy_of(version) if weights is None else weights, clock)
         try:
-            sync = self._stage(peers, behind, source, version, clock, None)
+            sync = self._stage(peers, out_of_date, source, version, clock, None)
             if weights is not None and sync.digest != self._digest:
                 text = f"what was to be served as version {version} has digest {sync.digest:#018x}, which it has not"
                 sync.abort(AbortReason.DIGEST, text)
@@ -293,17 +301,17 @@ class Sender(CheckpointEngine):
         finally:
             source.close()
         report = self._commit(sync, is_new=False)
-        for peer in behind:
+        for peer in out_of_date:
             peer.is_complete = weights is None
         return report
 
     def _copy_of(self, version: int) -> ItemsView[str, Tensor]:
-        snapshot = self._snapshot
-        if snapshot is None or snapshot.version != version or not snapshot.is_whole:
+        base_copy = self._base_copy
+        if base_copy is None or base_copy.version != version or not base_copy.is_whole:
             raise UsageError(
                 f"the copy of version {version} is not whole, because a sync failed since; send all of the weights"
             )
-        return snapshot.tensors()
+        return base_copy.tensors()
 
     def _stage(
         self,
@@ -312,23 +320,23 @@ class Sender(CheckpointEngine):
         source: Source,
         version: int,
         clock: Clock,
-        snapshot: Snapshot | None,
-        passage: Passage | None = None,
-    ) -> Sync:
+        base_copy: BaseCopy | None,
+        pipe: RelayPipe | None = None,
+    ) -> Transaction:
         """One sync with these receivers, as far as their votes."""
         for peer in participants:
             peer.join()
-        sync = Sync(
+        sync = Transaction(
             version=version,
             peers=peers,
             participants=participants,
             slots=self._slots,
             source=source,
-            schema=self._schema,
-            snapshot=snapshot,
+            manifest=self._manifest,
+            base_copy=base_copy,
             clock=clock,
             limit_gb_per_s=self._limit_gb_per_s,
-            passage=passage,
+            pipe=pipe,
         )
         try:
             try:
@@ -344,10 +352,10 @@ class Sender(CheckpointEngine):
             raise
         return sync
 
-    def _commit(self, sync: Sync, *, is_new: bool = True) -> SyncReport:
+    def _commit(self, sync: Transaction, *, is_new: bool = True) -> SyncReport:
         """All have voted: the version is in force."""
         self._version = sync.version
         report = sync.commit()
-        self._in_force = {(sync.version, report.digest)} | (set() if is_new else self._in_force)
+        self._committed = {(sync.version, report.digest)} | (set() if is_new else self._committed)
         self._digest = report.digest if is_new else self._digest
         return report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError
 from rl_ckpt.protocol.channel import Deadline
 from rl_ckpt.protocol.messages import NO_VERSION, Begin, Commit, Mapped, Seal, Sources
-from rl_ckpt.sender.packer import Filler
+from rl_ckpt.sender.packer import BucketPacker
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, digests_of, model_digest
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.protocol.messages import AbortReason, Staged
-    from rl_ckpt.sender.packer import Passage
+    from rl_ckpt.sender.packer import RelayPipe
     from rl_ckpt.sender.peers import Peer, Peers
-    from rl_ckpt.tensors.delta import Snapshot
-    from rl_ckpt.tensors.source import Clock, Schema, Source
+    from rl_ckpt.tensors.delta import BaseCopy
+    from rl_ckpt.tensors.source import Clock, ManifestIndex, Source
     from rl_ckpt.transports.mapped_source import SourceMap
 
 
-class Sync:
+class Transaction:
     """One version on its way to the receivers that take part.
 
     Errors of `stream` and `stage` mean that nothing is committed. After `stage` the decision stands, and `commit`
@@ -43,11 +43,11 @@ class Sync:
         participants: Sequence[Peer],
         slots: Sequence[Tensor],
         source: Source,
-        schema: Schema,
-        snapshot: Snapshot | None,
+        manifest: ManifestIndex,
+        base_copy: BaseCopy | None,
         clock: Clock,
         limit_gb_per_s: float | None,
-        passage: Passage | None = None,
+        pipe: RelayPipe | None = None,
     ) -> None:
         self._limit_gb_per_s = limit_gb_per_s
         self._began = 0.0
@@ -55,45 +55,45 @@ class Sync:
         self._peers = peers
         self._participants = participants
         self._source = source
-        self._schema = schema
-        self._snapshot = snapshot
+        self._manifest = manifest
+        self._base_copy = base_copy
         self._clock = clock
-        self._filler = Filler(peers, participants, slots, schema, clock, passage)
-        self._passage = passage
+        self._packer = BucketPacker(peers, participants, slots, manifest, clock, pipe)
+        self._pipe = pipe
         self._digests: dict[TensorSpec, int] = {}
         self._names: set[str] = set()
         self._num_bytes = 0
         self._num_deltas = 0
         self.digest = 0
         self._base: int | None = None
-        self._is_stable = source.registered is not None or passage is not None
+        self._is_stable = source.registered is not None or pipe is not None
 
     def stream(self) -> None:
         """Send every tensor of the source, bucket by bucket."""
         source = self._source
         self._base = base = self._choose_base()
         self._began = time.perf_counter()
-        self._peers.regroup(self._participants)
+        self._peers.new_group(self._participants)
         for peer in self._participants:
             self._peers.send(peer, Begin(self.version, NO_VERSION if base is None else base))
         source_map = self._map(source)
         items = source if source_map is None else self._tell(source_map)
-        for name, tensor in items if self._passage is None else self._pass_on(self._passage):
-            if name not in source.tied:  # it went with another
+        for name, tensor in items if self._pipe is None else self._pass_on(self._pipe):
+            if name not in source.alias_of:  # it went with another
                 self._pack(spec_of(name, tensor), tensor)
-                source.require_unchanged([name, *source.ties.get(name, ())])
+                source.require_unchanged([name, *source.aliases.get(name, ())])
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
-        self._filler.close()
+        self._packer.close()
 
     def stage(self) -> None:
         """Wait until every receiver holds all of it, and compare what each attests."""
         with self._clock("verify_s"):
             self.digest = model_digest(self._digests.items())
-        seal = Seal(self._filler.num_buckets, len(self._names), self._num_bytes, self.digest)
+        seal = Seal(self._packer.num_buckets, len(self._names), self._num_bytes, self.digest)
         for peer in self._participants:
             self._peers.send(peer, seal)
-        self._filler.wait(lambda peer: peer.staged is not None, "take every tensor")
+        self._packer.wait(lambda peer: peer.staged is not None, "take every tensor")
         for peer in self._participants:
             if peer.staged is not None:
                 self._examine(peer.name, peer.staged)
@@ -101,12 +101,12 @@ class Sync:
     def commit(self) -> SyncReport:
         """Tell every receiver, without waiting, that the version is in force; then wait for their confirmations."""
         for peer in self._participants:
-            if peer.error is None and not peer.link.try_send(Commit(self.version), peer.sync):
+            if peer.error is None and not peer.channel.try_send(Commit(self.version), peer.sync):
                 self._peers.drop(peer)
-        if self._snapshot is not None:
-            self._snapshot.commit(self.version)
+        if self._base_copy is not None:
+            self._base_copy.commit(self.version)
             for peer in self._participants:
-                peer.is_complete = peer.is_complete or self._names >= self._snapshot.names
+                peer.is_complete = peer.is_complete or self._names >= self._base_copy.names
         with self._clock("wire_s"):
             self._confirm()
         for peer in self._participants:
@@ -120,7 +120,7 @@ class Sync:
             digest=self.digest,
             num_tensors=len(self._names),
             num_bytes=self._num_bytes,
-            num_wire_bytes=self._filler.num_wire_bytes,
+            num_wire_bytes=self._packer.num_wire_bytes,
             num_deltas=self._num_deltas,
             export_s=clock.export_s,
             pack_s=clock.pack_s,
@@ -140,9 +140,9 @@ class Sync:
 
     def _choose_base(self) -> int | None:
         """The version that differences are told from, if all who take part hold all of it; the snapshot is open."""
-        if self._snapshot is None:
+        if self._base_copy is None:
             return None
-        base = self._snapshot.open()
+        base = self._base_copy.open()
         return (
             base
             if base is not None and all(peer.is_complete and peer.held == base for peer in self._participants)
@@ -177,16 +177,16 @@ class Sync:
     def _map(self, source: Source) -> SourceMap | None:
         """What of the source the receivers can read where it is; they are told where, if they do not know."""
         registered = source.registered
-        if registered is None or self._snapshot is not None:
+        if registered is None or self._base_copy is not None:
             return None
         with self._clock("export_s"):
             if registered.mapped is None:
                 registered.mapped = self._peers.transport.map_source(registered.items())
             found = cast("SourceMap | None", registered.mapped)
-        if found is not None and found.places:
-            indices = tuple((self._schema.index(spec), segment, offset) for spec, segment, offset in found.places)
+        if found is not None and found.locations:
+            indices = tuple((self._manifest.index(spec), segment, offset) for spec, segment, offset in found.locations)
             for peer in self._participants:
-                self._filler.declare(peer)
+                self._packer.declare(peer)
                 if peer.mapped != found.generation:
                     self._peers.send(peer, Sources(tuple(found.segments), indices))
                     peer.mapped = found.generation
@@ -195,28 +195,28 @@ class Sync:
     def _tell(self, source_map: SourceMap) -> Iterator[tuple[str, Tensor]]:
         """Say what is ready to be read where it is; yield, in their place, the tensors that have to be packed."""
         with self._clock("export_s"):
-            self._peers.transport.settle()
+            self._peers.transport.synchronize()
         for step in source_map.steps:
             if isinstance(step, tuple):
                 yield step
                 continue
-            self._filler.close()
+            self._packer.close()
             with self._clock("verify_s"):
                 digests = digests_of(step.contents)
             self._source.require_unchanged(spec.name for spec in step.specs)
             memories = {content.data_ptr(): content.numel() for content in step.contents}
-            self._filler.announce(Mapped(self._filler.num_buckets, step.first, tuple(digests)), sum(memories.values()))
+            self._packer.announce(Mapped(self._packer.num_buckets, step.first, tuple(digests)), sum(memories.values()))
             self._digests |= zip(step.specs, digests, strict=True)
             self._names |= {spec.name for spec in step.specs}
             self._num_bytes += sum(spec.num_bytes for spec in step.specs)
 
-    def _pass_on(self, passage: Passage) -> Iterator[tuple[str, Tensor]]:
+    def _pass_on(self, pipe: RelayPipe) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a relay, each when its first bytes have landed, or all of them where it is not one memory."""
         while True:
-            if not passage.has_next():
-                self._filler.close()  # rather than let those below wait until the bucket is full
-            self._filler.wait_to_land(passage, passage.has_next, "the next tensor")
-            taken = passage.take()
+            if not pipe.has_next():
+                self._packer.close()  # rather than let those below wait until the bucket is full
+            self._packer.wait_to_land(pipe, pipe.has_next, "the next tensor")
+            taken = pipe.take()
             if taken is None:
                 return
             yield taken[0].name, taken[1]
@@ -226,45 +226,47 @@ class Sync:
             raise TensorError(f"the source yielded {spec.name!r} twice; names must differ")
         with self._clock("pack_s"):
             raw = as_bytes(tensor)
-        index = self._schema.index(spec)
-        ties: list[TensorSpec] = []
+        index = self._manifest.index(spec)
+        aliases: list[TensorSpec] = []
 
-        def tie() -> list[int]:
-            ties.extend(replace(spec, name=name) for name in self._tied_to(spec.name))
-            return [self._schema.index(tied, index) for tied in ties]
+        def add_aliases() -> list[int]:
+            aliases.extend(replace(spec, name=name) for name in self._aliases_of(spec.name))
+            return [self._manifest.index(alias, index) for alias in aliases]
 
-        if self._snapshot is None:
+        if self._base_copy is None:
             stays = self._is_stable and raw.data_ptr() == tensor.data_ptr()  # and not a copy made here
-            is_tied = self._passage is not None or spec.name in self._source.ties
-            found = self._filler.place(index, 0, Codec.RAW, raw, stays=stays, ties=tie if is_tied else tuple)
+            has_aliases = self._pipe is not None or spec.name in self._source.aliases
+            found = self._packer.add(
+                index, 0, Codec.RAW, raw, stays=stays, aliases=add_aliases if has_aliases else tuple
+            )
             digest = combine(found)
         else:
             with self._clock("pack_s"):
-                self._snapshot.separate(spec.name, self._tied_to(spec.name))
-            if self._base is None or not self._snapshot.can_advance(spec):
+                self._base_copy.separate(spec.name, self._aliases_of(spec.name))
+            if self._base is None or not self._base_copy.can_advance(spec):
                 with self._clock("pack_s"):
-                    copied = self._snapshot.replace(spec, raw)
-                leaves = self._filler.place(index, 0, Codec.RAW, copied, stays=True, ties=tie)
-                self._snapshot.note(spec, leaves)
+                    copied = self._base_copy.replace(spec, raw)
+                leaves = self._packer.add(index, 0, Codec.RAW, copied, stays=True, aliases=add_aliases)
+                self._base_copy.note(spec, leaves)
                 digest = combine(leaves)
             else:
-                digest = self._tell_differences(index, spec, raw, self._snapshot, tie)
-            self._snapshot.tie(spec, ties)
-        for sent in (spec, *ties):
+                digest = self._tell_differences(index, spec, raw, self._base_copy, add_aliases)
+            self._base_copy.add_aliases(spec, aliases)
+        for sent in (spec, *aliases):
             self._names.add(sent.name)
             self._digests[sent] = digest
             self._num_bytes += sent.num_bytes
 
-    def _tied_to(self, name: str) -> Sequence[str]:
+    def _aliases_of(self, name: str) -> Sequence[str]:
         """The other names of a tensor that is there."""
-        passage = self._passage
-        return self._source.ties.get(name, ()) if passage is None else passage.tied_to(name)
+        pipe = self._pipe
+        return self._source.aliases.get(name, ()) if pipe is None else pipe.alias_of(name)
 
     def _tell_differences(
-        self, index: int, spec: TensorSpec, raw: Tensor, snapshot: Snapshot, tie: Callable[[], Iterable[int]]
+        self, index: int, spec: TensorSpec, raw: Tensor, base_copy: BaseCopy, add_aliases: Callable[[], Iterable[int]]
     ) -> int:
         """Send a tensor leaf by leaf, so that the receivers work on one while the next is looked through."""
-        parts = snapshot.advance(spec, raw)
+        parts = base_copy.advance(spec, raw)
         leaves: list[int] = []
         is_different = False
         while True:
@@ -274,18 +276,18 @@ class Sync:
                 break
             for part in told:
                 is_whole = part.codec is Codec.RAW
-                self._filler.place(
+                self._packer.add(
                     index,
                     part.start,
                     part.codec,
                     part.content,
                     stays=is_whole,
                     known=part.content_digest,
-                    ties=tie if part.start + LEAF_BYTES >= spec.num_bytes else tuple,
+                    aliases=add_aliases if part.start + LEAF_BYTES >= spec.num_bytes else tuple,
                 )
                 leaves.append(part.digest)
                 is_different = is_different or not is_whole
-            self._filler.close_if_awaited()
+            self._packer.close_if_awaited()
         self._num_deltas += is_different
         return combine(leaves)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import TensorError
 from rl_ckpt.tensors.digest import combine, leaves_of
-from rl_ckpt.tensors.spec import as_bytes, end_of, place_of
+from rl_ckpt.tensors.spec import as_bytes, end_of, memory_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rl_ckpt.tensors.spec import TensorSpec
 
 
-class Sharing:
+class AliasCheck:
     """Of the targets of an end: found out again when one of them is elsewhere than before, or is read otherwise."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[object, ...]] = {}
+        self._layouts: dict[str, tuple[object, ...]] = {}
         self._groups: list[list[str]] = []
 
     def require_equal(self, targets: Mapping[str, Tensor], landed: Iterable[tuple[TensorSpec, int]]) -> None:
@@ -30,16 +30,16 @@ class Sharing:
             TensorError: one was written over by another, that was sent with other contents.
         """
         sent: dict[str, int] = {}
-        places: dict[str, tuple[object, ...]] = {}
+        layouts: dict[str, tuple[object, ...]] = {}
         for spec, digest in landed:
             target = targets[spec.name]
             sent[spec.name] = digest
             layout = target.is_contiguous() or (target.shape, target.stride())
-            places[spec.name] = target.data_ptr(), spec.num_bytes, layout
-        if places != self._places:
-            self._places, self._groups = places, _groups_of({name: targets[name] for name in sent})
+            layouts[spec.name] = target.data_ptr(), spec.num_bytes, layout
+        if layouts != self._layouts:
+            self._layouts, self._groups = layouts, _groups_of({name: targets[name] for name in sent})
         for names in self._groups:
-            if len(names) > 1 and len({place_of(targets[name]) for name in names}) == 1:
+            if len(names) > 1 and len({memory_key(targets[name]) for name in names}) == 1:
                 changed = [name for name in names if sent[name] != sent[names[0]]]
             else:
                 changed = [name for name in names if combine(leaves_of(as_bytes(targets[name]))) != sent[name]]
@@ -53,10 +53,10 @@ class Sharing:
 
 def _groups_of(targets: Mapping[str, Tensor]) -> list[list[str]]:
     """The names whose memory overlaps, directly or by others between them; or may overlap itself, alone."""
-    places = sorted((str(target.device), *_extent_of(target), name) for name, target in targets.items())
+    layouts = sorted((str(target.device), *_extent_of(target), name) for name, target in targets.items())
     groups: list[list[str]] = []
     where, end = "", 0
-    for device, first, last, name in places:
+    for device, first, last, name in layouts:
         if first == last:
             continue
         if device == where and first < end:

@@ -19,7 +19,7 @@ class Codec(IntEnum):
     """They say which elements of a leaf differ from the base version, and what they are now."""
     DELTA_ZSTD = 2
     """The same, compressed by Zstandard."""
-    TIED = 3
+    ALIAS = 3
     """There are none: the tensor has the elements of the one before it, to which its manifest says it is tied."""
 
 
@@ -85,7 +85,7 @@ class BucketPlan:
     offset: int = 0
     """First free byte in it, aligned."""
 
-    def place(self, num_bytes: int) -> list[Piece]:
+    def add(self, num_bytes: int) -> list[Piece]:
         """Return the pieces of the next content, in order."""
         if num_bytes > self.bucket_bytes - self.offset:
             self.close()

@@ -1,6 +1,6 @@
 """The content of leaves as their difference from the base version: bytes to put into buckets, and back.
 
-The codec is `rl_csrc.delta`, bit-exact: what changed, and what it is now. `Snapshot` is the base, at the sender.
+The codec is `rl_csrc.delta`, bit-exact: what changed, and what it is now. `BaseCopy` is the base, at the sender.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENOUGH_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LeafUpdate:
     """What one leaf of a tensor has to be sent as."""
 
     start: int
@@ -48,7 +48,7 @@ class Part:
     """Of the leaf's new elements."""
 
 
-class Snapshot:
+class BaseCopy:
     """What the sender sent last: to tell differences from, and to give to who comes late. As large as the weights."""
 
     def __init__(self, squeeze: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -102,21 +102,21 @@ class Snapshot:
         self._contents[spec.name] = (spec, copied)
         return copied
 
-    def separate(self, name: str, tied: Iterable[str]) -> None:
+    def separate(self, name: str, alias: Iterable[str]) -> None:
         """Let a tensor have content of its own, if it shares that with others than these."""
         group = self._groups.get(name, set())
-        if not group <= {name, *tied}:
+        if not group <= {name, *alias}:
             self._leave(name)
             spec, content = self._contents[name]
             self._contents[name] = (spec, content.clone())
             self._leaves[name] = list(self._leaves[name])
 
-    def tie(self, spec: TensorSpec, tied: Sequence[TensorSpec]) -> None:
+    def add_aliases(self, spec: TensorSpec, alias: Sequence[TensorSpec]) -> None:
         """Let others have the content of a tensor from now on."""
-        names = {spec.name, *(other.name for other in tied)}
+        names = {spec.name, *(other.name for other in alias)}
         if len(names) == 1:
             return
-        for other in tied:
+        for other in alias:
             self._contents[other.name] = (other, self._contents[spec.name][1])
             self._leaves[other.name] = self._leaves[spec.name]
         for name in names:
@@ -135,7 +135,7 @@ class Snapshot:
         """Whether differences can be told from what it holds of a tensor."""
         return self.knows(spec) and spec.dtype.itemsize in _WORDS and spec.num_bytes > 0
 
-    def advance(self, spec: TensorSpec, raw: Tensor) -> Iterator[list[Part]]:
+    def advance(self, spec: TensorSpec, raw: Tensor) -> Iterator[list[LeafUpdate]]:
         """Take the new content of a tensor that it can advance; say what its leaves are sent as, a few at a time.
 
         What is yielded is valid until the next step.
@@ -158,18 +158,18 @@ class Snapshot:
             yield [self._part((first + i) * LEAF_BYTES, base, leaf) for i, leaf in enumerate(told)]
             first += len(told)
 
-    def _part(self, start: int, base: Tensor, leaf: delta.Leaf) -> Part:
+    def _part(self, start: int, base: Tensor, leaf: delta.Leaf) -> LeafUpdate:
         """Of the leaf at `start` of `base`, which is what it is to be now."""
         whole = base[start : start + LEAF_BYTES]
         if leaf.nbytes == 0:
-            return Part(start, Codec.RAW, whole, leaf.digest, leaf.digest)
+            return LeafUpdate(start, Codec.RAW, whole, leaf.digest, leaf.digest)
         content = self._room[leaf.offset : leaf.offset + leaf.nbytes]
         if self._squeeze is None:
-            return Part(start, Codec.DELTA, content, leaf.content_digest, leaf.digest)
+            return LeafUpdate(start, Codec.DELTA, content, leaf.content_digest, leaf.digest)
         squeezed = self._squeeze(content)
         if squeezed.numel() < whole.numel():
-            return Part(start, Codec.DELTA_ZSTD, squeezed, None, leaf.digest)
-        return Part(start, Codec.RAW, whole, leaf.digest, leaf.digest)
+            return LeafUpdate(start, Codec.DELTA_ZSTD, squeezed, None, leaf.digest)
+        return LeafUpdate(start, Codec.RAW, whole, leaf.digest, leaf.digest)
 
 
 def apply(content: Tensor, target: Tensor, spec: TensorSpec) -> int:

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rl_ckpt.errors import TensorError, UsageError, VersionError
-from rl_ckpt.tensors.spec import TensorSpec, place_of, spec_of
+from rl_ckpt.tensors.spec import TensorSpec, memory_key, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -107,15 +107,15 @@ class Source:
         self,
         weights: Iterable[tuple[str, Tensor]],
         clock: Clock,
-        registered: Registered | None = None,
+        registered: RegisteredSource | None = None,
     ) -> None:
         self.registered = registered
         is_there = registered is not None or isinstance(weights, ItemsView)
         there = list(weights) if is_there else []
         is_at_rest = registered is not None or type(weights) in _AT_REST
-        self.ties = ties_of(there) if is_at_rest else {}
+        self.aliases = aliases_of(there) if is_at_rest else {}
         """Names of the tensors that have the memory of another before them, under the name of that; read-only."""
-        self.tied = {name: first for first, names in self.ties.items() for name in names}
+        self.alias_of = {name: first for first, names in self.aliases.items() for name in names}
         """The other way round."""
         self._counts = {name: (tensor, _num_changes(tensor)) for name, tensor in there if _is_dense(tensor)}
         self._stepped: set[int] = set()
@@ -195,37 +195,37 @@ def _num_changes(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def ties_of(items: Iterable[tuple[str, Tensor]]) -> dict[str, list[str]]:
+def aliases_of(items: Iterable[tuple[str, Tensor]]) -> dict[str, list[str]]:
     """Which of these tensors, all alive, are one memory: the names that come later, under the first."""
     by_address: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in items:
         is_plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
         if is_plain and tensor.numel() and (address := tensor.data_ptr()):
             by_address.setdefault(address, []).append((name, tensor))
-    ties: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for sharing in by_address.values():
         if len(sharing) > 1:
             firsts: dict[tuple[object, ...], str] = {}
             for name, tensor in sharing:
-                first = firsts.setdefault(place_of(tensor), name)
+                first = firsts.setdefault(memory_key(tensor), name)
                 if first != name:
-                    ties.setdefault(first, []).append(name)
-    return ties
+                    aliases.setdefault(first, []).append(name)
+    return aliases
 
 
-class Schema:
+class ManifestIndex:
     """The manifest of a session: every tensor of any sync so far, in the order of first appearance."""
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
         self._index: dict[tuple[TensorSpec, int | None], int] = {}
 
-    def index(self, spec: TensorSpec, tied_to: int | None = None) -> int:
+    def index(self, spec: TensorSpec, alias_of: int | None = None) -> int:
         """The number of a tensor, a new one if it is new, or is tied to another than before."""
-        index = self._index.get((spec, tied_to))
+        index = self._index.get((spec, alias_of))
         if index is None:
-            index = self._index[spec, tied_to] = len(self.specs)
-            self.specs.append(spec if tied_to is None else replace(spec, tied_to=tied_to))
+            index = self._index[spec, alias_of] = len(self.specs)
+            self.specs.append(spec if alias_of is None else replace(spec, alias_of=alias_of))
         return index
 
 
@@ -234,7 +234,7 @@ _Place: TypeAlias = tuple[TensorSpec, int, tuple[int, ...]]
 """What a tensor is, its address, and its strides."""
 
 
-class Registered:
+class RegisteredSource:
     """What `CheckpointEngine.register_source` was given. It is asked again for every sync, and compared.
 
     Args:
@@ -248,12 +248,12 @@ class Registered:
         self._named = named_tensors.items if isinstance(named_tensors, Mapping) else named_tensors
         self.mapped: object = None
         """What a transport has made of it, kept from sync to sync."""
-        self._places: dict[str, _Place] = {}
+        self._layouts: dict[str, _Place] = {}
         for name, tensor in self._named():
-            if name in self._places:
+            if name in self._layouts:
                 raise TensorError(f"{name!r} is registered twice; names must differ")
-            self._places[name] = _place_of(name, tensor)
-        if not self._places:
+            self._layouts[name] = _layout_of(name, tensor)
+        if not self._layouts:
             raise TensorError("no tensor was registered; give a function that returns (name, tensor), or a mapping")
 
     def items(self) -> list[tuple[str, Tensor]]:
@@ -263,10 +263,10 @@ class Registered:
             TensorError: one is not where it was, or they are not the same.
         """
         items = list(self._named())
-        if len(items) != len(self._places):
-            raise TensorError(f"{len(self._places)} tensors were registered and there are {len(items)}{_AGAIN}")
+        if len(items) != len(self._layouts):
+            raise TensorError(f"{len(self._layouts)} tensors were registered and there are {len(items)}{_AGAIN}")
         for name, tensor in items:
-            before, now = self._places.get(name), _place_of(name, tensor)
+            before, now = self._layouts.get(name), _layout_of(name, tensor)
             if before is None:
                 raise TensorError(f"{name!r} was not among the tensors that were registered{_AGAIN}")
             if now != before:
@@ -277,16 +277,16 @@ class Registered:
         return items
 
 
-def _place_of(name: str, tensor: Tensor) -> _Place:
+def _layout_of(name: str, tensor: Tensor) -> _Place:
     return spec_of(name, tensor), tensor.data_ptr(), tensor.stride()
 
 
-def items_of(registered: Registered | None) -> list[tuple[str, Tensor]]:
+def items_of(registered: RegisteredSource | None) -> list[tuple[str, Tensor]]:
     """The tensors of a source, if one was registered.
 
     Raises:
         UsageError: none was.
-        TensorError: see `Registered.items`.
+        TensorError: see `RegisteredSource.items`.
     """
     if registered is None:
         raise UsageError("send_weights was given no weights; pass them, or call register_source once before")

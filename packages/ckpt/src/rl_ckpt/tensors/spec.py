@@ -29,7 +29,7 @@ class TensorSpec:
     """One of `DTYPES`."""
     shape: tuple[int, ...]
     """Elements along each axis; () for a scalar."""
-    tied_to: int | None = field(default=None, compare=False)
+    alias_of: int | None = field(default=None, compare=False)
     """In a manifest: the index of the tensor before it whose elements are its too."""
     num_bytes: int = field(init=False, repr=False, compare=False)
     """Size of the elements, bytes."""
@@ -121,7 +121,7 @@ def is_plain_on(target: torch.Tensor, device: torch.device = CPU) -> bool:
     )
 
 
-def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a dense tensor's elements are: the same for two that are alive at once is the same memory, read alike."""
     return (
         tensor.device,

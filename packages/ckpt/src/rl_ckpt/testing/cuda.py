@@ -73,7 +73,7 @@ class FakeCuda:
         """Forget it."""
         self.opened = [other for other in self.opened if other is not mapped]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing is under way."""
 
 

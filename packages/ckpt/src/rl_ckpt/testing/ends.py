@@ -16,7 +16,7 @@ import torch
 
 from rl_ckpt import connect
 from rl_ckpt.errors import CkptError
-from rl_ckpt.protocol.channel import Link
+from rl_ckpt.protocol.channel import Channel
 from rl_ckpt.testing.helpers import assert_same, receive_all
 from rl_ckpt.types import ReceiverState, Role
 
@@ -197,26 +197,26 @@ def _take(engine: CheckpointEngine, pipe: Connection, stop_after: int | None) ->
 
 def die_at_message(kind: str, moment: str) -> None:
     """Have this process kill itself at the first message of a kind: before it is sent, or at the next look after it."""
-    encode, receive, close, is_due = Link.encode, Link.receive, Link.close, list[bool]()
+    encode, receive, close, is_due = Channel.encode, Channel.receive, Channel.close, list[bool]()
 
-    def encode_or_die(self: Link, message: Message, sync: int) -> bytes:
+    def encode_or_die(self: Channel, message: Message, sync: int) -> bytes:
         if is_due or (type(message).__name__ == kind and moment == "before"):
             os.kill(os.getpid(), signal.SIGKILL)
         if type(message).__name__ == kind:
             is_due.append(True)
         return encode(self, message, sync)
 
-    def receive_or_die(self: Link) -> list[tuple[int, Message]]:
+    def receive_or_die(self: Channel) -> list[tuple[int, Message]]:
         if is_due:
             os.kill(os.getpid(), signal.SIGKILL)
         return receive(self)
 
-    def close_or_die(self: Link) -> None:
+    def close_or_die(self: Channel) -> None:
         if is_due:
             os.kill(os.getpid(), signal.SIGKILL)
         close(self)
 
-    Link.encode, Link.receive, Link.close = encode_or_die, receive_or_die, close_or_die
+    Channel.encode, Channel.receive, Channel.close = encode_or_die, receive_or_die, close_or_die
 
 
 class BetweenProcesses(ABC):

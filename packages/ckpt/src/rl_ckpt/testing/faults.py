@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rl_ckpt.backends.inproc import set_link_factory
-from rl_ckpt.protocol.channel import Link
+from rl_ckpt.backends.inproc import set_channel_factory
+from rl_ckpt.protocol.channel import Channel
 from rl_ckpt.protocol.messages import Bucket, Message
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Injector:
             return self._fault if self.has_struck else None
 
 
-class FaultyLink(Link):
+class FaultyChannel(Channel):
     """A link on which the fault happens when something is sent."""
 
     def __init__(self, connection: socket.socket, peer: str, slots: Sequence[Tensor], injector: Injector) -> None:
@@ -87,8 +87,8 @@ def inject(address: str, fault: Fault, *, on: str, nth: int = 0) -> Generator[In
     if scheme != "inproc":
         raise ValueError(f"faults can be injected into inproc:// only, not into {address!r}")
     injector = Injector(fault, on, nth)
-    set_link_factory(name, lambda connection, peer, slots: FaultyLink(connection, peer, slots, injector))
+    set_channel_factory(name, lambda connection, peer, slots: FaultyChannel(connection, peer, slots, injector))
     try:
         yield injector
     finally:
-        set_link_factory(name, None)
+        set_channel_factory(name, None)

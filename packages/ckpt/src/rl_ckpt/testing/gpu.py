@@ -136,7 +136,7 @@ class FakeGpu:
                 return
         raise _failure("cuIpcCloseMemHandle", 1, "invalid argument")
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing is under way."""
 
 

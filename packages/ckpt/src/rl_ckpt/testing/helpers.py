@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rl_ckpt import connect
-from rl_ckpt.tensors.source import ties_of
+from rl_ckpt.tensors.source import aliases_of
 from rl_ckpt.tensors.spec import as_bytes
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def sample_weights(seed: int = 0) -> dict[str, Tensor]:
     def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    tied = rand(17, 9)
+    alias = rand(17, 9)
     return {
-        "embed.weight": tied,
+        "embed.weight": alias,
         "norm.weight": rand(33, dtype=torch.bfloat16),
         "empty": torch.empty(0, 5),
         "scale": torch.tensor(1.5 + seed),
@@ -75,15 +75,15 @@ def sample_weights(seed: int = 0) -> dict[str, Tensor]:
         "complex": torch.complex(rand(4), rand(4)).conj(),
         "expanded": rand(1, 6).expand(5, 6),
         "parameter": torch.nn.Parameter(rand(4, 4)),
-        "lm_head.weight": tied,
+        "lm_head.weight": alias,
     }
 
 
 def assert_same(got: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
     """Compare names, order, dtypes, shapes and every bit. Tied tensors may come right after the first of them."""
-    ties = ties_of(sent.items())
-    tied = {name for names in ties.values() for name in names}
-    together = [name for first in sent if first not in tied for name in (first, *ties.get(first, ()))]
+    aliases = aliases_of(sent.items())
+    alias = {name for names in aliases.values() for name in names}
+    together = [name for first in sent if first not in alias for name in (first, *aliases.get(first, ()))]
     assert list(got) in (list(sent), together), f"names {list(got)} differ from {list(sent)}"
     for name, tensor in sent.items():
         assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name

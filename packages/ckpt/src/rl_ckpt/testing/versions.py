@@ -9,9 +9,9 @@ import torch
 
 from rl_ckpt import tree_digest
 from rl_ckpt.errors import AttestationError, DigestError, SyncAbortedError, TensorError, UsageError
+from rl_ckpt.testing.aliases import AliasSuite
 from rl_ckpt.testing.helpers import assert_same, failure, receive_all, sample_weights
 from rl_ckpt.testing.stages import StageSuite
-from rl_ckpt.testing.ties import TieSuite
 from rl_ckpt.types import ReceiverState
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def step(weights: Mapping[str, Tensor], every: int = 100) -> dict[str, Tensor]:
     return fresh
 
 
-class VersionSuite(StageSuite, TieSuite):
+class VersionSuite(StageSuite, AliasSuite):
     """Attestation, differences, parts of a model, ties, and late comers. Every receiver here uses `receive_into`."""
 
     @staticmethod
@@ -94,8 +94,8 @@ class VersionSuite(StageSuite, TieSuite):
         """A head that is tied here and not at the source cannot be received: the last one would be served as both."""
 
         async def work(pair: Pair) -> None:
-            tied, fused = torch.zeros(40, 30), torch.zeros(8, 30)
-            into = {"embed": tied, "head": tied, "qkv": fused, "q": fused[:4], "v": fused[6:], "norm": torch.zeros(3)}
+            alias, fused = torch.zeros(40, 30), torch.zeros(8, 30)
+            into = {"embed": alias, "head": alias, "qkv": fused, "q": fused[:4], "v": fused[6:], "norm": torch.zeros(3)}
             sender, receiver = await pair.send_end(), await pair.receive_end()
             embed, qkv = torch.randn(40, 30), torch.randn(8, 30)
             weights = {"embed": embed, "head": embed, "qkv": qkv, "q": qkv[:4], "v": qkv[6:], "norm": torch.ones(3)}
@@ -246,10 +246,10 @@ class VersionSuite(StageSuite, TieSuite):
             sender, first, late = await pair.send_end(), await pair.receive_end(), await pair.receive_end()
             mine, theirs = blank(weights), blank(weights)
             await self.exchange(sender, {first: mine}, weights, 1)
-            assert await sender.serve_late() is None
+            assert await sender.resend_current() is None
             receiving = asyncio.ensure_future(late.receive_into(theirs))
             async with asyncio.timeout(self.long_s):
-                while (report := await sender.serve_late()) is None:  # noqa: ASYNC110  # it is the poll that is tested
+                while (report := await sender.resend_current()) is None:  # noqa: ASYNC110  # it is the poll that is tested
                     await asyncio.sleep(0.02)
             assert (await receiving, report.version, len(report.receipts)) == (1, 1, 1)
             assert_same(theirs, weights)
@@ -264,6 +264,6 @@ class VersionSuite(StageSuite, TieSuite):
 
         async def work(pair: Pair) -> None:
             sender = await pair.send_end()
-            assert "delta=True" in str(await failure(UsageError, sender.serve_late()))
+            assert "delta=True" in str(await failure(UsageError, sender.resend_current()))
 
         self.run(work)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.channel import Link
-    from rl_ckpt.protocol.messages import Regroup, Session
+    from rl_ckpt.protocol.channel import Channel
+    from rl_ckpt.protocol.messages import NewGroup, Session
     from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.types import SessionConfig
 
@@ -55,7 +55,7 @@ def checked_options(config: SessionConfig, *allowed: str) -> dict[str, str]:
     return options
 
 
-class Waits(Protocol):
+class PayloadWaits(Protocol):
     """How a receiver waits for payload: each returns when that is so, and raises what ends the sync meanwhile."""
 
     def readable(self, descriptor: int) -> None:
@@ -98,7 +98,7 @@ class SendTransport(ABC):
         """Becomes readable when a receiver dials."""
 
     @abstractmethod
-    def accept(self) -> Link | None:
+    def accept(self) -> Channel | None:
         """The next receiver that dialled, without waiting."""
 
     def descriptors(self) -> Sequence[int]:
@@ -120,8 +120,8 @@ class SendTransport(ABC):
         """What a receiver must know to read the ring from afar; goes with the `Session` message."""
         return b""
 
-    def regroup(self, members: Sequence[tuple[int, int, Link]]) -> Sequence[Regroup]:
-        """Prepare for a sync with the receivers of these `(ticket, generation, link)`; what to tell each, if anything.
+    def new_group(self, members: Sequence[tuple[int, int, Channel]]) -> Sequence[NewGroup]:
+        """Prepare for a sync with receivers, `(ticket, generation, channel)` each; what to tell each, if anything.
 
         For transports that send to all at once. `generation` is what the receiver's transport last said it has.
         """
@@ -137,11 +137,11 @@ class SendTransport(ABC):
         del items
         return None
 
-    def settle(self) -> None:  # noqa: B027  # most transports have nothing to do here
+    def synchronize(self) -> None:  # noqa: B027  # most transports have nothing to do here
         """Wait until what was begun on the source's device is in its memory."""
 
-    def disband(self) -> None:  # noqa: B027  # most transports have nothing to do here
-        """The sync is off: forget what `regroup` made. Idempotent."""
+    def leave_group(self) -> None:  # noqa: B027  # most transports have nothing to do here
+        """The sync is off: forget what `new_group` made. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Listener(Protocol):
         """Becomes readable when somebody dials."""
         ...
 
-    def accept(self) -> Link | None:
+    def accept(self) -> Channel | None:
         """The next that dialled."""
         ...
 
@@ -179,7 +179,7 @@ class ListeningSend(SendTransport):
             raise AddressError(f"{self.address} is not open")
         return self._listener.fileno()
 
-    def accept(self) -> Link | None:
+    def accept(self) -> Channel | None:
         """The next that dialled."""
         return None if self._listener is None else self._listener.accept()
 
@@ -195,11 +195,11 @@ class ReceiveTransport(ABC):
 
     token: bytes | None = None
     """Secret that the sender must know; None where the kernel vouches for it."""
-    is_lent: bool = False
+    is_sender_memory: bool = False
     """Whether slots are the sender's own memory, which a consumer could write to."""
 
     @abstractmethod
-    def dial(self) -> Link | None:
+    def dial(self) -> Channel | None:
         """Connect without waiting; None while there is no sender of this name.
 
         Raises:
@@ -207,8 +207,8 @@ class ReceiveTransport(ABC):
         """
 
     @abstractmethod
-    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
-        """The sender's slots, uint8 [bucket_bytes] each. Takes the descriptors it needs out of `link`.
+    def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
+        """The sender's slots, uint8 [bucket_bytes] each. Takes the descriptors it needs out of `channel`.
 
         With streams: memory of this process for one bucket at a time, as many slots as the transport likes.
 
@@ -229,11 +229,11 @@ class ReceiveTransport(ABC):
         """Of the group that this end is in; 0 where there is none."""
         return 0
 
-    def regroup(self, message: Regroup, link: Link) -> None:
+    def new_group(self, message: NewGroup, channel: Channel) -> None:
         """The sender has made a group for the sync that begins."""
-        raise ProtocolError(f"{link.peer} sent {message} on a transport without groups")
+        raise ProtocolError(f"{channel.peer} sent {message} on a transport without groups")
 
-    def pull(self, slot: int, content: Tensor, waits: Waits) -> None:
+    def pull(self, slot: int, content: Tensor, waits: PayloadWaits) -> None:
         """Bring what the sender has put into a slot here. Nothing where receivers see the ring itself.
 
         Args:
@@ -243,21 +243,21 @@ class ReceiveTransport(ABC):
         """
         del slot, content, waits
 
-    def map_segments(self, segments: Sequence[tuple[bytes, int]], link: Link) -> Sequence[Tensor]:
+    def map_segments(self, segments: Sequence[tuple[bytes, int]], channel: Channel) -> Sequence[Tensor]:
         """Map memory of the sender's, uint8 [size] each, in place of what was mapped before.
 
         Args:
             segments: The handle and the size of each, bytes.
-            link: Who sent them.
+            channel: Who sent them.
 
         Raises:
             ProtocolError: this transport has no such memory.
         """
         del segments
-        raise ProtocolError(f"{link.peer} offered memory to map on a transport where none can be")
+        raise ProtocolError(f"{channel.peer} offered memory to map on a transport where none can be")
 
-    def disband(self) -> None:  # noqa: B027  # most transports have nothing to do here
-        """The sync is off: forget what `regroup` made. Idempotent."""
+    def leave_group(self) -> None:  # noqa: B027  # most transports have nothing to do here
+        """The sync is off: forget what `new_group` made. Idempotent."""
 
     def release(self) -> None:  # noqa: B027  # most transports have nothing to do here
         """Let go of the slots; the connection they came with is closed. Idempotent."""

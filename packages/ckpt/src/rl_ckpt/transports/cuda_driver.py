@@ -57,7 +57,7 @@ class Driver(Protocol):
         """Give a mapping back."""
         ...
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for everything that was begun on the device."""
         ...
 
@@ -143,7 +143,7 @@ class CudaDriver:
         with self._context():
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(mapped.data_ptr()))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See `Driver`."""
         torch.cuda.synchronize(self._device)
 

@@ -17,7 +17,7 @@ import torch
 
 from rl_ckpt.errors import BackendError, ProtocolError
 from rl_ckpt.protocol.channel import close_in_children
-from rl_ckpt.protocol.messages import Regroup
+from rl_ckpt.protocol.messages import NewGroup
 from rl_ckpt.transports.streams import MAX_BUCKET_BYTES, MAX_SLOTS, StreamReceive
 from rl_ckpt.transports.tcp import TcpSend, host_and_port
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
-    from rl_ckpt.transports.base import Waits
+    from rl_ckpt.transports.base import PayloadWaits
 
 _FATAL = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 """What lets NCCL's process group end the whole process: when a peer dies, and when an abort does not come back."""
@@ -79,7 +79,7 @@ def dial_store(host: str, port: int, timeout_s: float) -> Any:
 def _surviving() -> Generator[None]:
     """Let a process group of NCCL that is made inside not end this process when a peer dies, as it does by default.
 
-    It is aborted instead, by `Group.leave`. The variables are read when a group is made; there are no options for them.
+    It is aborted instead, by `BroadcastGroup.leave`. torch reads the variables when a group is made.
     """
     before = {name: os.environ.get(name) for name in _FATAL}
     os.environ.update(dict.fromkeys(_FATAL, "0"))
@@ -93,7 +93,7 @@ def _surviving() -> Generator[None]:
                 os.environ[name] = value
 
 
-class Group:
+class BroadcastGroup:
     """The members of a sync. The constructor waits for nothing: the thread joins, then does what `broadcast` asks for.
 
     Args:
@@ -128,14 +128,14 @@ class Group:
         self._device = device
         self._group: Any = None
         self._jobs: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        self._bell_in, self._bell_out = map(close_in_children, socket.socketpair())
-        self._bell_in.setblocking(False)
+        self._waker_in, self._waker_out = map(close_in_children, socket.socketpair())
+        self._waker_in.setblocking(False)
         name = f"rl-ckpt {device.type} group {generation} rank {rank}"
         threading.Thread(target=self._work, name=name, daemon=True).start()  # a hung operation must not hang the exit
 
     def fileno(self) -> int:
         """Becomes readable when an operation has ended, well or not."""
-        return self._bell_out.fileno()
+        return self._waker_out.fileno()
 
     def broadcast(self, content: Tensor) -> None:
         """Begin to send (rank 0) or to receive uint8 [num_bytes] on the device, after what was asked for before."""
@@ -144,7 +144,7 @@ class Group:
 
     def take(self) -> None:
         """Note that one operation has ended; raises what it raised."""
-        self._bell_out.recv(1)
+        self._waker_out.recv(1)
         self.num_pending -= 1
         if self.error is not None:
             raise self.error
@@ -159,8 +159,8 @@ class Group:
         self._jobs.put(None)
         if self._device.type == "cuda" and self._group is not None:
             threading.Thread(target=self._abort, args=(self._group,), daemon=True).start()
-        self._bell_in.close()
-        self._bell_out.close()
+        self._waker_in.close()
+        self._waker_out.close()
 
     @staticmethod
     def _abort(group: Any) -> None:
@@ -197,31 +197,31 @@ class Group:
 
     def _ring(self) -> None:
         with suppress(OSError):  # left meanwhile, or nobody takes
-            self._bell_in.send(b"!")
+            self._waker_in.send(b"!")
 
 
 MARGIN_S = 30.0
 """How much later than the session's own deadlines, which name the peer, those of gloo are."""
 
 
-class GlooSend(TcpSend):
+class GroupSend(TcpSend):
     """Rank 0 of every group."""
 
     is_direct = False
     device = torch.device("cpu")
     """Where the ring is."""
     _store: tuple[Any, int] | None = None
-    _group: Group | None = None
+    _group: BroadcastGroup | None = None
     _members: tuple[int, ...] = ()
     _generation = 0
 
-    def regroup(self, members: Sequence[tuple[int, int, Link]]) -> list[Regroup]:
+    def new_group(self, members: Sequence[tuple[int, int, Channel]]) -> list[NewGroup]:
         """Make a group of these, unless it is there."""
         tickets = tuple(ticket for ticket, _, _ in members)
         is_whole = all(generation == self._generation for _, generation, _ in members)
         if self._group is not None and self._group.error is None and tickets == self._members and is_whole:
             return []
-        self.disband()
+        self.leave_group()
         host, _ = host_and_port(self._config)
         _, port = self._store = self._store or serve_store(host, self._config.timeout_s)
         mine, _ = members[0][2].addresses()  # the URL may say 0.0.0.0
@@ -233,17 +233,17 @@ class GlooSend(TcpSend):
         def store() -> Any:  # of its own: a group that was left may wait in its own for long
             return dial_store(mine, port, timeout_s)
 
-        self._group = Group(
+        self._group = BroadcastGroup(
             store, self._generation, 0, size, host=mine, timeout_s=timeout_s + MARGIN_S, device=self.device
         )
-        return [Regroup(self._generation, rank, size, port) for rank in range(1, size)]
+        return [NewGroup(self._generation, rank, size, port) for rank in range(1, size)]
 
     def publish(self, content: Tensor) -> None:
         """Broadcast it. What goes wrong is seen by the receivers, and by the deadline for their answers."""
         if self._group is not None:
             self._group.broadcast(content)
 
-    def disband(self) -> None:
+    def leave_group(self) -> None:
         """Leave the group."""
         if self._group is not None:
             self._group.leave()
@@ -251,43 +251,43 @@ class GlooSend(TcpSend):
 
     def close(self) -> None:
         """Leave the group, and give the ports back."""
-        self.disband()
+        self.leave_group()
         self._store = None
         super().close()
 
 
-class GlooReceive(StreamReceive):
+class GroupReceive(StreamReceive):
     """Any other rank. Buckets land in slots of its own."""
 
     device = torch.device("cpu")
     """Where they are."""
-    _group: Group | None = None
+    _group: BroadcastGroup | None = None
 
     @property
     def generation(self) -> int:
         """Of the group that it is in."""
         return 0 if self._group is None or self._group.error is not None else self._group.generation
 
-    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+    def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """Memory for what is broadcast."""
         if session.num_streams or not 0 < session.bucket_bytes <= MAX_BUCKET_BYTES:
-            raise ProtocolError(f"{link.peer} announced {session}, which is not a session of broadcasts")
+            raise ProtocolError(f"{channel.peer} announced {session}, which is not a session of broadcasts")
         num_slots = min(session.num_slots, MAX_SLOTS)
         self._slots = [
             torch.empty(session.bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_slots)
         ]
         return self._slots
 
-    def regroup(self, message: Regroup, link: Link) -> None:
+    def new_group(self, message: NewGroup, channel: Channel) -> None:
         """Join the sender's new group."""
-        self.disband()
-        mine, theirs = link.addresses()
+        self.leave_group()
+        mine, theirs = channel.addresses()
         timeout_s = self._config.timeout_s
 
         def store() -> Any:
             return dial_store(theirs, message.port, timeout_s)
 
-        self._group = Group(
+        self._group = BroadcastGroup(
             store,
             message.generation,
             message.rank,
@@ -297,7 +297,7 @@ class GlooReceive(StreamReceive):
             device=self.device,
         )
 
-    def pull(self, slot: int, content: Tensor, waits: Waits) -> None:
+    def pull(self, slot: int, content: Tensor, waits: PayloadWaits) -> None:
         """Take part in the broadcast of a bucket."""
         del slot
         if self._group is None:
@@ -312,7 +312,7 @@ class GlooReceive(StreamReceive):
             except Exception as reason:
                 raise reason from error
 
-    def disband(self) -> None:
+    def leave_group(self) -> None:
         """Leave the group, and any memory that a broadcast which is under way may still write to."""
         if self._group is not None:
             if self._group.num_pending:

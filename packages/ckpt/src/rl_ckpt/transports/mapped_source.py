@@ -27,7 +27,7 @@ _generations = count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MappedChunk:
     """Consecutive tensors of a source that are told of together."""
 
     first: int
@@ -46,9 +46,9 @@ class SourceMap:
     """The source, as it was when this was made."""
     segments: list[tuple[bytes, int]] = field(default_factory=list[tuple[bytes, int]])
     """Handle and size of each piece of memory, bytes."""
-    places: list[tuple[TensorSpec, int, int]] = field(default_factory=list[tuple[TensorSpec, int, int]])
+    locations: list[tuple[TensorSpec, int, int]] = field(default_factory=list[tuple[TensorSpec, int, int]])
     """Of each tensor that can be mapped: what it is, its segment, and where it starts there, bytes."""
-    steps: list[Told | tuple[str, Tensor]] = field(default_factory=list["Told | tuple[str, Tensor]"])
+    steps: list[MappedChunk | tuple[str, Tensor]] = field(default_factory=list["MappedChunk | tuple[str, Tensor]"])
     """The source in its order: what is told of together, and single tensors that have to be packed."""
     generation: int = field(default_factory=lambda: next(_generations))
     """By which it is known who was told of it."""
@@ -75,7 +75,7 @@ def map_source(
         nonlocal num_bytes
         if run:
             specs, contents = zip(*run, strict=True)
-            found.steps.append(Told(len(found.places) - len(run), specs, contents))
+            found.steps.append(MappedChunk(len(found.locations) - len(run), specs, contents))
         run.clear()
         num_bytes = 0
 
@@ -92,7 +92,7 @@ def map_source(
             found.segments.append((export(address), size))
         if run and (num_bytes + spec.num_bytes > CHUNK_BYTES or len(run) == MAX_TOLD):
             close()
-        found.places.append((spec, numbers[address], tensor.data_ptr() - address))
+        found.locations.append((spec, numbers[address], tensor.data_ptr() - address))
         run.append((spec, as_bytes(tensor)))
         num_bytes += spec.num_bytes
     close()

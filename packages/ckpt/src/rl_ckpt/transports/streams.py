@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.channel import Link
+    from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Bucket
-    from rl_ckpt.transports.base import Listener, Waits
+    from rl_ckpt.transports.base import Listener, PayloadWaits
     from rl_ckpt.types import SessionConfig
 
 MAX_BUCKET_BYTES = 1 << 30
@@ -94,19 +94,19 @@ class StreamReceive(ReceiveTransport):
         self,
         config: SessionConfig,
         dial: Callable[[SessionConfig], socket.socket | None],
-        link_of: Callable[[socket.socket], Link],
+        channel_of: Callable[[socket.socket], Channel],
         token: bytes | None,
     ) -> None:
         self.token = token
         self._config = config
         self._dial = dial
-        self._link_of = link_of
+        self._channel_of = channel_of
         self._slots: list[Tensor] = []
 
-    def dial(self) -> Link | None:
+    def dial(self) -> Channel | None:
         """Connect, if there is a sender."""
         connection = self._dial(self._config)
-        return None if connection is None else self._link_of(connection)
+        return None if connection is None else self._channel_of(connection)
 
     def dial_stream(self) -> socket.socket:
         """Connect once more."""
@@ -115,10 +115,10 @@ class StreamReceive(ReceiveTransport):
             raise ConnectionRefusedError(f"nobody answers at {self._config.address}")
         return connection
 
-    def map_slots(self, session: Session, link: Link) -> list[Tensor]:
+    def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """As many slots of its own as the sender has; memory that is never written to costs nothing."""
         if not (1 <= session.num_streams <= MAX_STREAMS and 0 < session.bucket_bytes <= MAX_BUCKET_BYTES):
-            raise ProtocolError(f"{link.peer} announced {session}, which is not a session with streams")
+            raise ProtocolError(f"{channel.peer} announced {session}, which is not a session with streams")
         num_slots = min(session.num_slots, MAX_SLOTS)
         if [slot.numel() for slot in self._slots] != [session.bucket_bytes] * num_slots:
             self._slots = [torch.empty(session.bucket_bytes, dtype=torch.uint8) for _ in range(num_slots)]
@@ -141,7 +141,7 @@ def set_patience(connection: socket.socket) -> socket.socket:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Bytes of a slot, or of a tensor of the source."""
 
     num_bytes: int
@@ -154,12 +154,12 @@ class Run:
     """The tensor's memory, instead."""
 
 
-class Outbox:
+class StreamWriter:
     """Writes slots to sockets, as far as these take them. Owns the sockets."""
 
     def __init__(self) -> None:
         self._streams: dict[int, tuple[int, socket.socket]] = {}
-        self._queues: dict[int, deque[tuple[Run, int]]] = {}
+        self._queues: dict[int, deque[tuple[ByteRun, int]]] = {}
         """Of each stream what it has not taken yet, in order, and how much it has taken of the first."""
 
     @property
@@ -183,7 +183,7 @@ class Outbox:
             range(num_streams), opened
         )
 
-    def put(self, sequence: int, payload: Sequence[Run]) -> None:
+    def put(self, sequence: int, payload: Sequence[ByteRun]) -> None:
         """Queue the payload of a bucket. Slots must not change before it is freed, tensors before they are taken."""
         self._queues[sequence % len(self._queues)].extend((run, 0) for run in payload if run.num_bytes)
 
@@ -232,8 +232,8 @@ MAX_BUFFERS = 512
 """Most buffers of one scattering read; the kernel's limit is 1,024."""
 
 
-class Inlet:
-    """The `Memory` of a session. Owns its streams.
+class BucketReader:
+    """The `BucketSource` of a session. Owns its streams.
 
     Args:
         transport: Dials the streams, and knows the ring.
@@ -247,10 +247,10 @@ class Inlet:
         transport: ReceiveTransport,
         session: Session,
         slots: Sequence[Tensor],
-        waits: Waits,
+        waits: PayloadWaits,
     ) -> None:
         self.slots = slots
-        self.is_lent = transport.is_lent
+        self.is_sender_memory = transport.is_sender_memory
         self._opened = 0
         self._transport = transport
         self._session = session
@@ -280,7 +280,7 @@ class Inlet:
             set_patience(stream)
 
     def fetch(self, bucket: Bucket, contents: Callable[[], Sequence[Tensor]]) -> bool:
-        """Read a bucket into memory. See `rl_ckpt.receiver.unpacker.Memory`."""
+        """Read a bucket into memory. See `rl_ckpt.receiver.unpacker.BucketSource`."""
         if self._session.num_streams == 0:
             self._transport.pull(bucket.slot, self.slots[bucket.slot][: bucket.used_bytes], self._waits)
             return False
@@ -307,7 +307,7 @@ class Inlet:
         return True
 
     def refresh(self, slot: int) -> bool:
-        """Undo what this process has written to a slot. See `rl_ckpt.receiver.unpacker.Memory`."""
+        """Undo what this process has written to a slot. See `rl_ckpt.receiver.unpacker.BucketSource`."""
         return self._transport.refresh(slot)
 
     def close(self) -> None:
@@ -315,4 +315,4 @@ class Inlet:
         for stream in self._streams:
             stream.close()
         self._streams = []
-        self._transport.disband()
+        self._transport.leave_group()

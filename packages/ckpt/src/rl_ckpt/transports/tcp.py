@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import AddressError
-from rl_ckpt.protocol.channel import Link, close_in_children
+from rl_ckpt.protocol.channel import Channel, close_in_children
 from rl_ckpt.transports.streams import StreamSend
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _resolve(config: SessionConfig) -> tuple[socket.AddressFamily, tuple[object,
     return family, address
 
 
-def _place_of(address: tuple[object, ...]) -> str:
+def _address_text(address: tuple[object, ...]) -> str:
     return f"[{address[0]}]:{address[1]}" if ":" in str(address[0]) else f"{address[0]}:{address[1]}"
 
 
@@ -97,10 +97,10 @@ class Listener:
         self._socket.setblocking(False)
 
     @property
-    def place(self) -> str:
+    def address(self) -> str:
         """`host:port`, with the port that it has."""
         host, _ = host_and_port(self._config)
-        return _place_of((host, int(self._socket.getsockname()[1])))
+        return _address_text((host, int(self._socket.getsockname()[1])))
 
     def listen(self) -> None:
         """It does already."""
@@ -109,14 +109,14 @@ class Listener:
         """Becomes readable when somebody dials."""
         return self._socket.fileno()
 
-    def accept(self) -> Link | None:
+    def accept(self) -> Channel | None:
         """The next that dialled, whoever it is: it has to prove itself."""
         try:
             connection, address = self._socket.accept()
         except OSError:  # nobody, or somebody who has left again
             return None
-        place = _place_of(address)
-        return Link(_tune(connection, self._timeout_s), f"receiver at {place}", place=place)
+        address = _address_text(address)
+        return Channel(_tune(connection, self._timeout_s), f"receiver at {address}", address=address)
 
     def close(self) -> None:
         """Give the port back."""
@@ -130,7 +130,7 @@ class TcpSend(StreamSend):
         """Take the port, a free one for port 0."""
         slots = super().open(num_slots, bucket_bytes)
         if isinstance(self._listener, Listener):
-            name = self._listener.place
+            name = self._listener.address
             self._config = replace(
                 self._config, name=name, address=f"{self._config.address.partition(':')[0]}://{name}"
             )
@@ -154,10 +154,10 @@ def dial(config: SessionConfig) -> socket.socket | None:
     return _tune(connection, config.timeout_s)
 
 
-def link_of(connection: socket.socket) -> Link:
+def channel_of(connection: socket.socket) -> Channel:
     """The link of a connection that `dial` made."""
     try:
-        place = _place_of(connection.getpeername())
+        address = _address_text(connection.getpeername())
     except OSError:  # it is gone again, as whoever reads will hear
-        return Link(connection, "sender")
-    return Link(connection, f"sender at {place}", place=place)
+        return Channel(connection, "sender")
+    return Channel(connection, f"sender at {address}", address=address)

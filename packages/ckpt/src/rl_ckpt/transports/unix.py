@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import AddressError, BackendError
-from rl_ckpt.protocol.channel import Link, close_in_children
+from rl_ckpt.protocol.channel import Channel, close_in_children
 from rl_ckpt.tensors.spec import buffer_tensor
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class UnixListener:
         """Becomes readable when somebody dials."""
         return self._socket.fileno()
 
-    def accept(self) -> Link | None:
+    def accept(self) -> Channel | None:
         """The next process of this user that dialled; one of another user is turned away."""
         while True:
             try:
@@ -76,7 +76,7 @@ class UnixListener:
                 return None
             pid, uid = _credentials(connection)
             if uid == os.getuid():
-                return Link(connection, f"receiver pid {pid}")
+                return Channel(connection, f"receiver pid {pid}")
             connection.close()
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ def dial(config: SessionConfig) -> socket.socket | None:
     return connection
 
 
-def link_of(connection: socket.socket) -> Link:
+def channel_of(connection: socket.socket) -> Channel:
     """The link of a connection that `dial` made."""
-    return Link(connection, f"sender pid {_credentials(connection)[0]}")
+    return Channel(connection, f"sender pid {_credentials(connection)[0]}")
 
 
 def make_ring(name: str, num_slots: int, bucket_bytes: int) -> tuple[int, list[Tensor]]:

@@ -194,8 +194,8 @@ def _repack_tied(model: nn.Module) -> None:
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
             layers.setdefault(weight.data_ptr(), []).append(layer)
-    for tied in layers.values():
-        for layer in tied if len(tied) > 1 else ():
+    for alias in layers.values():
+        for layer in alias if len(alias) > 1 else ():
             layer.quant_method.process_weights_after_loading(layer)
 
 

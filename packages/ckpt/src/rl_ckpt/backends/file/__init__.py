@@ -30,9 +30,9 @@ from rl_ckpt.errors import (
 )
 from rl_ckpt.protocol.channel import Deadline, wait_for
 from rl_ckpt.protocol.worker import AsyncSource, Worker
-from rl_ckpt.tensors.aliasing import Sharing
+from rl_ckpt.tensors.aliasing import AliasCheck
 from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
-from rl_ckpt.tensors.source import Clock, Registered, Source, checked_version, items_of
+from rl_ckpt.tensors.source import Clock, RegisteredSource, Source, checked_version, items_of
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
 from rl_ckpt.transports.base import checked_options
 from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
@@ -120,7 +120,7 @@ class FileSender(FileEnd):
         super().__init__(config, folder)
         self._keep = keep
         self._is_open = False
-        self._registered: Registered | None = None
+        self._registered: RegisteredSource | None = None
 
     async def prepare(self) -> Metadata:
         """Become the writer of the folder. Idempotent."""
@@ -149,7 +149,7 @@ class FileSender(FileEnd):
 
     def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Declare once what is published. See `CheckpointEngine`."""
-        self._registered = Registered(named_tensors)
+        self._registered = RegisteredSource(named_tensors)
 
     def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
         """Raise `UsageError`: not for this end."""
@@ -177,7 +177,7 @@ class FileSender(FileEnd):
             report = self._write(source, version, clock, written)
         except Exception as error:
             self._folder.remove_files(written)
-            if not self._worker.waker.is_woken:
+            if not self._worker.canceller.is_cancelled:
                 source.drain(error)
             raise SyncAbortedError(
                 f"the sync of version {version} over {self.address} was called off: {error}"
@@ -194,14 +194,14 @@ class FileSender(FileEnd):
         names: set[str] = set()
         stored: dict[str, Entry] = {}
         for name, tensor in source:
-            self._worker.waker.check()
+            self._worker.canceller.check()
             spec = spec_of(name, tensor)
             if spec.name in names or spec.dtype in UNSUPPORTED:
                 what = "twice" if spec.name in names else f"as {spec.dtype}, which safetensors cannot hold"
                 raise TensorError(f"the source yielded {name!r} {what}")
             names.add(name)
-            if name in source.tied:
-                first = stored[source.tied[name]]
+            if name in source.alias_of:
+                first = stored[source.alias_of[name]]
                 entries.append(replace(first, name=name))
                 digests[spec] = int(first.digest, 16)
                 continue
@@ -211,14 +211,14 @@ class FileSender(FileEnd):
                 digests[spec] = combine(leaves_of(as_bytes(batch[name])))
             file = self._folder.file_name(version, len(written))
             entries.append(Entry(name=name, file=file, digest=f"{digests[spec]:016x}", stored_as=name))
-            if name in source.ties:
+            if name in source.aliases:
                 stored[name] = entries[-1]
             if sum(held.nbytes for held in batch.values()) >= FILE_BYTES:
-                self._flush(file, batch, source.ties, written, clock)
+                self._flush(file, batch, source.aliases, written, clock)
         if not names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         if batch:
-            self._flush(self._folder.file_name(version, len(written)), batch, source.ties, written, clock)
+            self._flush(self._folder.file_name(version, len(written)), batch, source.aliases, written, clock)
         source.require_unchanged()  # large ones were written from where they are
         digest = model_digest(digests.items())
         with clock("wire_s"):
@@ -231,7 +231,7 @@ class FileSender(FileEnd):
             digest=digest,
             num_tensors=len(digests),
             num_bytes=num_bytes,
-            num_wire_bytes=sum(spec.num_bytes for spec in digests if spec.name not in source.tied),
+            num_wire_bytes=sum(spec.num_bytes for spec in digests if spec.name not in source.alias_of),
             export_s=clock.export_s,
             pack_s=clock.pack_s,
             wire_s=clock.wire_s,
@@ -240,13 +240,18 @@ class FileSender(FileEnd):
         )
 
     def _flush(
-        self, file: str, batch: dict[str, Tensor], ties: Mapping[str, Sequence[str]], written: list[str], clock: Clock
+        self,
+        file: str,
+        batch: dict[str, Tensor],
+        aliases: Mapping[str, Sequence[str]],
+        written: list[str],
+        clock: Clock,
     ) -> None:
         """Write a file. Its metadata says which names are missing, as those of `safetensors.torch.save_model` do."""
         written.append(file)
-        tied = {name: first for first in batch for name in ties.get(first, ())}
+        alias = {name: first for first in batch for name in aliases.get(first, ())}
         with clock("wire_s"):
-            self._folder.put(file, lambda path: safetensors.torch.save_file(batch, path, tied))
+            self._folder.put(file, lambda path: safetensors.torch.save_file(batch, path, alias))
         batch.clear()
 
 
@@ -271,7 +276,7 @@ class FileReceiver(FileEnd):
     def __init__(self, config: SessionConfig, folder: Folder) -> None:
         super().__init__(config, folder)
         self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
-        self._sharing = Sharing()
+        self._alias_check = AliasCheck()
         self._taken: dict[TensorSpec, int] = {}
         """The digests of the version that was taken last."""
 
@@ -306,7 +311,7 @@ class FileReceiver(FileEnd):
         try:
             version = await super().receive_into(targets, strict=strict, staged=staged)
             is_written = True
-            self._sharing.require_equal(targets, self._taken.items())
+            self._alias_check.require_equal(targets, self._taken.items())
         except BaseException:
             is_mixed = is_written and (self._state, self._version, self._digest) != before
             self._state, self._version, self._digest = before
@@ -342,7 +347,7 @@ class FileReceiver(FileEnd):
                 except FileNotFoundError:
                     continue  # a newer one has taken its place
                 return self._take(manifest, files)
-            wait_for(self._worker.waker, Deadline(min(LOOK_AGAIN_S, deadline.remaining_s())))
+            wait_for(self._worker.canceller, Deadline(min(LOOK_AGAIN_S, deadline.remaining_s())))
             if not deadline.remaining_s():
                 raise PeerTimeoutError(
                     f"no version above {last} appeared in {self._folder.path} within {deadline.timeout_s:g} s"

@@ -52,7 +52,7 @@ class _Lazy(Mapping[str, "Tensor"]):
         return 4
 
 
-class TieSuite(Suite):
+class AliasSuite(Suite):
     """Tied weights: over any pattern of ties that changes from one sync to the next, whatever the receivers tie."""
 
     def test_ties_that_come_and_go(self) -> None:
@@ -70,7 +70,7 @@ class TieSuite(Suite):
 
         async def work(pair: Pair) -> None:
             sender = await pair.send_end()
-            own, staged, mirror, iterating = [await pair.receive_end() for _ in range(4)]
+            own, staged, mapped_source, iterating = [await pair.receive_end() for _ in range(4)]
             mine = {f"t{i}": torch.zeros(NUM_ELEMENTS) for i in range(len(syncs[0]))}
             theirs = {name: tensor.clone() for name, tensor in mine.items()}
             for version, memories in enumerate(syncs):
@@ -81,7 +81,7 @@ class TieSuite(Suite):
                     sender.send_weights(weights.items(), version=version, num_peers=4),
                     own.receive_into(mine, strict=False),
                     staged.receive_into(theirs, strict=False, staged=True),
-                    mirror.receive_into(alike),
+                    mapped_source.receive_into(alike),
                     receive_all(iterating),
                 )
                 for into in (mine, theirs):
@@ -115,7 +115,7 @@ class TieSuite(Suite):
                 assert {r.digest for r in report.receipts} == {report.digest} == {tree_digest(weights)}
             receiving = asyncio.ensure_future(late.receive_into(theirs, strict=False))
             async with asyncio.timeout(self.long_s):
-                while await sender.serve_late() is None:  # noqa: ASYNC110  # it is the poll that is tested
+                while await sender.resend_current() is None:  # noqa: ASYNC110  # it is the poll that is tested
                     await asyncio.sleep(0.02)
             await receiving
             assert_same(theirs, mine)
