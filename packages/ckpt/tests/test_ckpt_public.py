@@ -33,6 +33,8 @@ def test_public_names():
         "TensorError",
         "UsageError",
         "VersionError",
+        "WeightReceiver",
+        "WeightSender",
         "connect",
         "tree_digest",
     ]
@@ -68,6 +70,11 @@ def test_a_url_without_scheme_or_name(url):
         ("uds://x?streams=2&streams=3", "twice"),
         ("uds://x?streams", "name=value"),
         ("uds://x?streams=0", "allowed are 1 to 64"),
+        ("shm://x?delta=maybe", "delta is 'maybe'.*allowed are 1, true, yes, 0, false, no"),
+        ("shm://x?bucket_bytes=many", "give a number"),
+        ("shm://x?bucket_bytes=100", "multiple of 256"),
+        ("shm://x?zstd=1", "none without delta"),
+        ("shm://x?token=secret", "ends up in logs"),
         ("tcp://localhost", "tcp://host:port"),
         ("tcp://localhost:99999", "tcp://host:port"),
     ],
@@ -125,5 +132,36 @@ def test_a_backend_that_cannot_be_imported_says_what_to_install(monkeypatch):
 def test_an_entry_point_that_is_no_backend(monkeypatch):
     entry = EntryPoint("json", "json", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
-    with pytest.raises(rl_ckpt.BackendError, match="no open_session"):
+    with pytest.raises(rl_ckpt.BackendError, match="no class Backend"):
         rl_ckpt.connect("json://x", role="send")
+
+
+def test_options_of_connect_can_stand_in_the_url_that_both_ends_are_given():
+    url = "inproc://x?delta=1&bucket_bytes=4096&debug=true&timeout_s=7"
+    with rl_ckpt.connect(url, role="send") as sender, rl_ckpt.connect(url, role="receive") as receiver:
+        sent, received = sender._config, receiver._config
+    assert (sent.delta, sent.debug, sent.bucket_bytes, sent.timeout_s) == (True, False, 4096, 7.0)
+    assert (received.delta, received.debug, received.timeout_s) == (False, True, 7.0)
+    assert sent.options == ()
+
+
+def test_an_argument_and_a_url_that_differ_are_an_error():
+    with rl_ckpt.connect("inproc://x?delta=1", role="send", delta=True):
+        pass
+    with pytest.raises(rl_ckpt.AddressError, match="bucket_bytes is 512 in .* and 256 as an argument; give it once"):
+        rl_ckpt.connect("inproc://x?bucket_bytes=512", role="send", bucket_bytes=256)
+
+
+def test_every_backend_documents_its_options():
+    from rl_ckpt.backends import cuda_ipc, file, gloo, inproc, nccl, shm, tcp, uds
+
+    documented = {
+        backend.__name__.rpartition(".")[2]: backend.Backend.options
+        for backend in (cuda_ipc, file, gloo, inproc, nccl, shm, tcp, uds)
+    }
+    assert {name: set(options) for name, options in documented.items() if options} == {
+        "file": {"keep"},
+        "tcp": {"streams"},
+        "uds": {"streams"},
+    }
+    assert all(len(text) > 10 for options in documented.values() for text in options.values())

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rl_ckpt.base import CheckpointEngine
+from rl_ckpt.base import CheckpointEngine, WeightReceiver, WeightSender
 from rl_ckpt.errors import (
     AddressError,
     AttestationError,
@@ -46,6 +46,8 @@ __all__ = [
     "TensorError",
     "UsageError",
     "VersionError",
+    "WeightReceiver",
+    "WeightSender",
     "connect",
     "tree_digest",
 ]

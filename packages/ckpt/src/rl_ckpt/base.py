@@ -1,4 +1,4 @@
-"""The interface of weight transfer: one sender, any number of receivers, one version at a time."""
+"""Interface of weight transfer: one sender, any number of receivers, one version at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from rl_ckpt.errors import TensorError, UsageError
+from rl_ckpt.errors import TensorError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Hold:
-    """Tensors that stay valid; see `CheckpointEngine.hold`. A context manager that releases."""
+    """Lease of tensors, which stay valid; see `WeightReceiver.hold`. A context manager that releases."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -38,13 +38,13 @@ class Hold:
 
 
 class CheckpointEngine(ABC):
-    """One end of a weight-transfer session.
+    """Either end of a weight-transfer session: the trainer's `WeightSender`, or a server's `WeightReceiver`.
 
-    A trainer opens the sending end, every inference server a receiving end, both by URL. A session is set up once
-    (`prepare`, `connect`) and serves many syncs; buffers are allocated and shared once per session.
+    Both are opened by `rl_ckpt.connect(url, role=...)`. A session is set up once (`prepare`, `connect`) and serves many
+    syncs; buffers are allocated and shared once per session.
 
-    A sync is a transaction. The sender streams buckets, each with a digest that the receiver checks after it landed.
-    When the consumer of every receiver has taken every tensor, the sender commits on all, or aborts on all.
+    A sync is a transaction. The sender streams buckets, each with a digest that the receiver checks on arrival. When
+    the consumer of every receiver has taken every tensor, the sender commits on all, or aborts on all.
     `receive_weights` ends normally only after the commit; anything else raises, and the receiver's `state` says if what
     the consumer holds is still the old version (`IDLE`, `COMMITTED`) or may be mixed (`POISONED`: refuse to serve until
     a later sync succeeds).
@@ -55,9 +55,6 @@ class CheckpointEngine(ABC):
     Called by: one thread or event loop per end. Not picklable, and not for forked children: pass the URL instead. Every
     wait has a deadline (`timeout_s` of the session) and its error names the peer. A context manager that closes, `with`
     and `async with`. A closed end raises `UsageError`.
-
-    A backend is a module with `open_session(config: SessionConfig) -> CheckpointEngine`, the end of `config.role`, that
-    an entry point of the group `rl_ckpt.backends` names by its URL scheme.
     """
 
     address: str
@@ -93,6 +90,30 @@ class CheckpointEngine(ABC):
         """
 
     @abstractmethod
+    async def close(self) -> None:
+        """Leave the session and free its buffers. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.run(self.close())
+
+
+class WeightSender(CheckpointEngine):
+    """Sending end of a session: the trainer's, one per session."""
+
+    @abstractmethod
     async def send_weights(
         self,
         weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
@@ -119,6 +140,7 @@ class CheckpointEngine(ABC):
             SyncAbortedError: nothing was committed anywhere; the cause is chained.
         """
 
+    @abstractmethod
     def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Declare once what `send_weights(version=...)` sends: tensors whose storages stay where they are.
 
@@ -131,22 +153,36 @@ class CheckpointEngine(ABC):
                 into likewise, but a `state_dict()` made earlier does not know of what happened to the model since.
 
         Raises:
-            UsageError: not for this end.
             TensorError: an item cannot be sent, or a name comes twice.
         """
-        raise UsageError(f"{self.address} has no registered sources; pass the weights to send_weights")
 
     async def resend_current(self) -> SyncReport | None:
-        """Send the version in force again, to those receivers alone that wait for a sync and do not have it.
+        """Send the committed version again, to receivers that wait and do not hold it; the others are not involved.
 
-        Who joined late, or was poisoned by a failed sync, need not wait for the next version. A sender calls it between
-        syncs, as often as it likes; it needs a copy of the weights (`connect(..., delta=True)`). None: nobody waits.
+        A receiver that joined late, or was poisoned by a failed sync, need not wait for the next version. Call it
+        between syncs, as often as you like; it needs a copy of the weights (`connect(..., delta=True)`). None: nobody
+        waits.
 
         Raises:
             UsageError: there is no copy, or a sync failed since and it is not whole.
             SyncAbortedError: those receivers did not take it; the others have nothing to do with it.
         """
         return None
+
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
+    ) -> SyncReport:
+        """Synchronous twin of `prepare`, `connect` and `send_weights`, for plain scripts."""
+
+        async def run() -> SyncReport:
+            await self.prepare()
+            return await self.send_weights(weights, version=version, num_peers=num_peers)
+
+        return asyncio.run(run())
+
+
+class WeightReceiver(CheckpointEngine):
+    """Receiving end of a session: one in every server, or one per rank of it."""
 
     @abstractmethod
     def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
@@ -220,37 +256,6 @@ class CheckpointEngine(ABC):
         the sync is called off everywhere; if it raises, as well. It may install what has landed first, and return None
         where it cannot look: the vote is then not attested. None ends it. Costs one read of the weights per sync.
         """
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Leave the session and free its buffers. Idempotent."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        asyncio.run(self.close())
-
-    def send(
-        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
-    ) -> SyncReport:
-        """Synchronous twin of `prepare`, `connect` and `send_weights`, for plain scripts."""
-
-        async def run() -> SyncReport:
-            await self.prepare()
-            return await self.send_weights(weights, version=version, num_peers=num_peers)
-
-        return asyncio.run(run())
 
     def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Synchronous twin of `prepare`, `connect` and `receive_weights`. The same lifetime rule holds for views."""

@@ -55,7 +55,11 @@ class SessionConfig:
     token: str | None = None
     """Secret that both ends know, for backends whose peers the kernel cannot vouch for."""
     options: tuple[tuple[str, str], ...] = ()
-    """What stood behind `?` in the URL, as names and values."""
+    """The backend's own options of the URL, as names and values."""
+
+    def option(self, name: str, default: str = "") -> str:
+        """Value of an option of the backend, as the URL gives it."""
+        return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -226,9 +226,8 @@ def test_one_writer_at_a_time_and_waits_that_end(url):
             await failure(AddressError, second.prepare())
             error = await failure(PeerTimeoutError, receive_all(receiver))
             assert "no version above -1" in str(error)
-            await failure(UsageError, receiver.send_weights([], version=1))
-            with pytest.raises(UsageError):
-                sender.receive_weights()
+            assert not hasattr(receiver, "send_weights")
+            assert not hasattr(sender, "receive_weights")
             await sender.close()
             await second.prepare()
 

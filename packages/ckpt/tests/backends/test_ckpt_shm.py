@@ -122,18 +122,18 @@ def test_a_sender_of_another_user_is_not_trusted():
         print("open", flush=True)
         input()
     """
-    unauthenticated_peer = subprocess.Popen(
+    stranger = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert unauthenticated_peer.stdout.readline() == "open\n"
+    assert stranger.stdout.readline() == "open\n"
 
     async def work():
         async with connect(f"shm://{name}", role="receive") as receiver:
             return await failure(AddressError, receive_all(receiver))
 
     error = asyncio.run(work())
-    unauthenticated_peer.communicate("\n")
-    assert f"held by pid {unauthenticated_peer.pid} of user 65534" in str(error)
+    stranger.communicate("\n")
+    assert f"process {stranger.pid} of user 65534" in str(error)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -151,14 +151,14 @@ def test_a_receiver_of_another_user_is_turned_away():
         address = f"shm://{name}"
         async with connect(address, role="send") as sender, connect(address, role="receive") as receiver:
             await sender.prepare()
-            unauthenticated_peer = await asyncio.create_subprocess_exec(
+            stranger = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", textwrap.dedent(code), stdout=subprocess.PIPE
             )
             await asyncio.sleep(0.3)
             _, report = await asyncio.gather(
                 receive_all(receiver), sender.send_weights(weights_of(0).items(), version=0)
             )
-            said, _ = await unauthenticated_peer.communicate()
+            said, _ = await stranger.communicate()
             return said, report
 
     said, report = asyncio.run(work())

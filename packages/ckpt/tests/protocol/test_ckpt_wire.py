@@ -1,6 +1,7 @@
 """The messages of WIRE.md: bytes by hand, round trips, and whatever a stranger may send."""
 
 import contextlib
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -12,10 +13,14 @@ from hypothesis import strategies as st
 
 from rl_ckpt import ProtocolError
 from rl_ckpt.protocol.messages import (
+    KINDS,
+    NONCE_BYTES,
+    PROOF_BYTES,
     Abort,
     AbortReason,
     Begin,
     Bucket,
+    Buckets,
     Commit,
     Committed,
     Decoder,
@@ -45,6 +50,7 @@ spec = st.builds(
     dtype=st.sampled_from([torch.bfloat16, torch.float8_e4m3fn, torch.bool]),
     shape=st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
 )
+bucket = st.builds(Bucket, u32, u32, u64, st.lists(span, max_size=5).map(tuple))
 message = st.one_of(
     st.builds(Hello, u16, u16, u32, st.binary(min_size=16, max_size=16)),
     st.builds(Proof, st.binary(min_size=32, max_size=32)),
@@ -53,8 +59,8 @@ message = st.one_of(
     st.builds(Ready, u64, u64, u64, u32),
     st.builds(Begin, u64, u64),
     st.builds(Manifest, u32, st.lists(spec, max_size=5).map(tuple)),
-    st.builds(Bucket, u32, u32, u64, st.lists(span, max_size=5).map(tuple)),
-    st.builds(Free, u32),
+    st.builds(Buckets, st.lists(bucket, min_size=1, max_size=3).map(tuple)),
+    st.builds(Free, st.lists(u32, min_size=1, max_size=5).map(tuple)),
     st.builds(Seal, u32, u32, u64, u64),
     st.builds(Staged, u64, u64, u32, u32, u64, u32, u32),
     st.builds(Commit, u64),
@@ -73,7 +79,7 @@ message = st.one_of(
 def test_a_message_written_out_by_hand():
     head = b"RLCK" + bytes([4, 0, 0, 0, 16, 0, 0, 0, 7, 0, 0, 0])
     body = bytes([0x05, 0x01, 0, 0, 0, 0, 0, 0]) + bytes([0x04, 0x01, 0, 0, 0, 0, 0, 0])
-    data = head + struct.pack("<I", zlib.crc32(head + body)) + body
+    data = head + struct.pack("<I", zlib.crc32(body + head)) + body
     assert encode(Begin(0x105, 0x104), 7) == data
     assert Decoder().feed(data) == [(7, Begin(0x105, 0x104))]
 
@@ -93,7 +99,7 @@ def test_a_manifest_written_out_by_hand():
 def test_a_tensor_is_tied_to_one_before_it_or_refused():
     spec = TensorSpec(name="a", dtype=torch.bool, shape=(), alias_of=4)
     assert decode(5, encode(Manifest(5, (spec,)), 0)[20:]).specs[0].alias_of == 4
-    with pytest.raises(ProtocolError, match="tied to 4"):
+    with pytest.raises(ProtocolError, match="alias of 4"):
         decode(5, encode(Manifest(4, (spec,)), 0)[20:])
 
 
@@ -101,6 +107,36 @@ def test_the_dtype_codes_are_those_of_the_specification():
     table = Path(__file__).parents[2].joinpath("WIRE.md").read_text()
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ") and "`torch." in line]
     assert {name.strip(" `"): int(code) for code, name in rows} == {str(d): c for d, c in DTYPE_CODES.items()}
+
+
+SIZES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
+
+
+def written_formats():
+    """Of WIRE.md's table: for each kind the name, the fields with a size, and whether more follows."""
+    text = Path(__file__).parents[2].joinpath("WIRE.md").read_text()
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 5 and cells[0].isdecimal():
+            head, _, rest = cells[3].partition(";")
+            found = re.findall(r"(\w+) (u8|u16|u32|u64|\d+ bytes)", head)
+            yield int(cells[0]), cells[1], found, bool(rest)
+
+
+def test_the_specification_has_the_messages_of_the_code_with_their_formats():
+    """Names, order and sizes of all fields in front; hand-made bytes above hold what the table cannot say."""
+    written = {kind: (name, fields, has_rest) for kind, name, fields, has_rest in written_formats()}
+    assert {kind: name for kind, (name, _, _) in written.items()} == {
+        kind: message.__name__ for kind, message in KINDS.items()
+    }
+    for kind, (name, fields, has_rest) in written.items():
+        message = KINDS[kind]
+        codes = "".join(SIZES.get(size) or f"{size.split()[0]}s" for _, size in fields)
+        assert struct.calcsize(f"<{codes}") == message.LAYOUT.size, name
+        assert message.LAYOUT.format in {f"<{codes}", f"<{codes}".encode()}, name
+        if not has_rest:
+            assert tuple(field for field, _ in fields) == message.__match_args__, name
+    assert (NONCE_BYTES, PROOF_BYTES) == (16, 32)
 
 
 @given(st.lists(st.tuples(u32, message), max_size=6), st.lists(st.integers(1, 50), min_size=1))
@@ -124,7 +160,7 @@ def test_a_flipped_bit_is_never_taken_for_a_message(message, data):
         assert Decoder().feed(bytes(raw)) == []  # a length that grew: the rest is waited for
 
 
-@given(st.integers(1, 14), st.binary(max_size=200))
+@given(st.sampled_from(sorted(KINDS)), st.binary(max_size=200))
 def test_any_body_is_read_or_refused(kind, body):
     with contextlib.suppress(ProtocolError):
         decode(kind, body)

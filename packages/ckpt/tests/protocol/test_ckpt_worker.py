@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_ckpt import PeerLostError, SyncAbortedError, connect
-from rl_ckpt.protocol.messages import Begin, Bucket, Commit, Decoder, Free, Hello, Manifest, Ready, Seal, Staged
+from rl_ckpt.protocol.messages import Begin, Buckets, Commit, Decoder, Free, Hello, Manifest, Ready, Seal, Staged
 from rl_ckpt.protocol.worker import Worker
 from rl_ckpt.testing import assert_same, new_name
 
@@ -64,7 +64,7 @@ def test_a_call_that_is_cancelled_twice_holds_up_the_next_one_and_is_no_error():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("kind", [Hello, Ready, Free, Staged, Begin, Manifest, Bucket, Seal, Commit])
+@pytest.mark.parametrize("kind", [Hello, Ready, Free, Staged, Begin, Manifest, Buckets, Seal, Commit])
 def test_an_interrupt_while_a_message_is_taken_in_costs_one_sync_at_most(monkeypatch, kind):
     """Ctrl-C at either end, in the moment in which what the other has said is off the socket and not acted on."""
     url, interrupted, feed = f"shm://{new_name()}", [], Decoder.feed

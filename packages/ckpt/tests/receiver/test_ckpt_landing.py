@@ -11,9 +11,10 @@ from rl_ckpt.protocol.messages import Bucket
 from rl_ckpt.receiver.slots import HeldBuckets
 from rl_ckpt.receiver.unpacker import Scratch, Unpacker
 from rl_ckpt.tensors import delta
-from rl_ckpt.tensors.buckets import BucketPlan, Codec, Span, aligned
+from rl_ckpt.tensors.buckets import Codec, Span
 from rl_ckpt.tensors.digest import combine, leaves_of
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes
+from rl_csrc.bucket import BucketPlan, aligned
 
 BUCKET_BYTES = 1024
 SPECS = [
@@ -65,7 +66,7 @@ def honest(slot):
             span = Span(tensor, Codec.ALIAS, 0, 0, plan.offset, 0, 0, rl_csrc.digest(b""))
             buckets[plan.bucket].append(span)
             continue
-        for piece in plan.add(spec.num_bytes):
+        for piece in plan.place(spec.num_bytes):
             digest = rl_csrc.digest(slot[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
             span = Span(
                 tensor, Codec.RAW, 0, piece.offset, piece.bucket_offset, piece.num_bytes, spec.num_bytes, digest

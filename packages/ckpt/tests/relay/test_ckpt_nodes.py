@@ -21,14 +21,14 @@ MESSAGES = {
         "Session",
         "Begin",
         "Manifest",
-        "Bucket",
+        "Buckets",
         "Free",
         "Seal",
         "Staged",
         "Committed",
         "Commit",
     ),
-    "tcp": ("Proof", "Bucket", "Staged", "Commit"),
+    "tcp": ("Proof", "Buckets", "Staged", "Commit"),
 }
 KILLS = [(scheme, kind, moment) for scheme in MESSAGES for kind in MESSAGES[scheme] for moment in MOMENTS]
 
@@ -173,7 +173,7 @@ async def served(node):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
-    list(itertools.product(("Session", "Begin", "Manifest", "Bucket", "Seal", "Commit"), MOMENTS)),
+    list(itertools.product(("Session", "Begin", "Manifest", "Buckets", "Seal", "Commit"), MOMENTS)),
     ids="-".join,
 )
 def test_a_holder_is_killed_at_every_message_and_another_takes_over(moment):

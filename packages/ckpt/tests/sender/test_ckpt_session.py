@@ -18,6 +18,8 @@ from rl_ckpt import (
     SyncAbortedError,
     TensorError,
     UsageError,
+    WeightReceiver,
+    WeightSender,
     connect,
 )
 from rl_ckpt.testing import Fault, assert_same, failure, inject, new_name, receive_all, sample_weights
@@ -77,7 +79,7 @@ SHORT_S = 2.0
 def deadline_of(fault, on):
     """Some messages are waited for in vain; and who loses its sender before it was given anything waits for another."""
     is_awaited = fault is Fault.DROP and on in {"ready", "seal", "staged", "commit", "committed"}
-    return SHORT_S if is_awaited or (fault, on) == (Fault.KILL, "bucket") else 60.0
+    return SHORT_S if is_awaited or (fault, on) == (Fault.KILL, "buckets") else 60.0
 
 
 # What a fault leads to: kind of message, fault, cause of the sender's error (None: it committed), error and state of
@@ -87,9 +89,9 @@ FAULTS = [
     ("begin", Fault.DROP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
     ("begin", Fault.FLIP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
     ("manifest", Fault.DROP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
-    ("bucket", Fault.DROP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
-    ("bucket", Fault.FLIP, DigestError, (DigestError,), ReceiverState.IDLE),
-    ("bucket", Fault.KILL, PeerLostError, (PeerLostError, PeerTimeoutError), ReceiverState.IDLE),
+    ("buckets", Fault.DROP, ProtocolError, (ProtocolError,), ReceiverState.IDLE),
+    ("buckets", Fault.FLIP, DigestError, (DigestError,), ReceiverState.IDLE),
+    ("buckets", Fault.KILL, PeerLostError, (PeerLostError, PeerTimeoutError), ReceiverState.IDLE),
     ("free", Fault.DROP, ProtocolError, (PeerLostError, SyncAbortedError), ReceiverState.POISONED),
     ("free", Fault.KILL, PeerLostError, (PeerLostError,), ReceiverState.POISONED),
     ("free", Fault.FLIP, ProtocolError, (PeerLostError, SyncAbortedError), ReceiverState.POISONED),
@@ -131,7 +133,7 @@ def test_a_fault_never_passes_for_success(on, fault, cause, error, state):
         run(work, address, timeout_s=deadline_of(fault, on))
 
 
-@pytest.mark.parametrize("on", ["bucket", "free", "staged"])
+@pytest.mark.parametrize("on", ["buckets", "free", "staged"])
 @pytest.mark.parametrize("fault", Fault)
 def test_what_happens_to_one_receiver_calls_the_sync_off_for_all(on, fault):
     address = f"inproc://{new_name()}"
@@ -168,7 +170,7 @@ def test_a_corrupt_bucket_hands_nothing_out():
         assert receiver.state is ReceiverState.POISONED
         await failure(SyncAbortedError, sending)
 
-    with inject(address, Fault.FLIP, on="bucket", nth=3):
+    with inject(address, Fault.FLIP, on="buckets", nth=3):
         run(work, address)
 
 
@@ -216,15 +218,16 @@ def test_a_name_is_taken_once_and_free_again_after_close():
 
 def test_each_end_does_its_own_half_only():
     async def work(sender, receiver):
-        await failure(UsageError, receiver.send_weights([], version=1))
         await failure(UsageError, receiver.connect(2))
         await failure(UsageError, sender.connect(0))
-        with pytest.raises(UsageError):
-            receiver.send([], version=1)
-        with pytest.raises(UsageError):
-            sender.receive_weights()
-        with pytest.raises(UsageError):
-            sender.recv()
+        assert isinstance(sender, WeightSender)
+        assert isinstance(receiver, WeightReceiver)
+        for name in ("send", "send_weights", "register_source", "resend_current"):
+            assert hasattr(sender, name)
+            assert not hasattr(receiver, name)
+        for name in ("recv", "receive_weights", "receive_into", "attest_with", "hold"):
+            assert hasattr(receiver, name)
+            assert not hasattr(sender, name)
 
     run(work)
 

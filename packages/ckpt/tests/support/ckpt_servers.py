@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightSender
     from rl_ckpt.types import SyncReport
 
 PROMPT = (3, 17, 41, 5, 9, 77)
@@ -131,7 +131,7 @@ class ServedModel(ABC):
 
     @abstractmethod
     def sync(
-        self, sender: CheckpointEngine, weights: Iterable[tuple[str, Tensor]], version: int, *, num_peers: int = 1
+        self, sender: WeightSender, weights: Iterable[tuple[str, Tensor]], version: int, *, num_peers: int = 1
     ) -> SyncReport:
         """One update as a trainer does it; if it fails, the sender's error is raised when the server serves again."""
 
@@ -201,7 +201,7 @@ def session(served: ServedModel, url: str, *, seen_as: str | None = None, token:
 
 
 @contextmanager
-def vetoed(url: str, sender: CheckpointEngine) -> Generator[Future[Any]]:
+def vetoed(url: str, sender: WeightSender) -> Generator[Future[Any]]:
     """Another receiver of the session, which takes everything and says no when the server has said yes."""
 
     def veto() -> None:

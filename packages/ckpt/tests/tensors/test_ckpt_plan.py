@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_ckpt.tensors.buckets import BucketPlan, aligned
+from rl_csrc.bucket import BucketPlan, aligned
 
 
 def place_all(sizes, bucket_bytes):
@@ -15,7 +15,7 @@ def place_all(sizes, bucket_bytes):
     return [
         (tensor, piece.bucket, piece.offset, piece.bucket_offset, piece.num_bytes)
         for tensor, size in enumerate(sizes)
-        for piece in plan.add(size)
+        for piece in plan.place(size)
     ]
 
 
@@ -53,9 +53,9 @@ def test_empty_tensors_have_one_empty_span_and_take_no_space():
 def test_a_closed_bucket_takes_nothing_more():
     plan = BucketPlan(1024)
     plan.close()
-    assert [piece.bucket for piece in plan.add(100)] == [0]
+    assert [piece.bucket for piece in plan.place(100)] == [0]
     plan.close()
-    assert [piece.bucket for piece in plan.add(100)] == [1]
+    assert [piece.bucket for piece in plan.place(100)] == [1]
 
 
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8).map(lambda n: n * 256))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightReceiver
 
 
 class CkptReceiver:
@@ -23,7 +23,7 @@ class CkptReceiver:
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        self._engine: CheckpointEngine | None = None
+        self._engine: WeightReceiver | None = None
 
     @property
     def version(self) -> int | None:
@@ -46,7 +46,7 @@ class CkptReceiver:
             if (aclose := getattr(iterator, "aclose", None)) is not None:
                 await aclose()
 
-    async def _open(self) -> CheckpointEngine:
+    async def _open(self) -> WeightReceiver:
         if self._engine is None:
             from rl_ckpt import connect
 

@@ -25,8 +25,8 @@ import zmq
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rl_ckpt.errors import PeerTimeoutError, SyncAbortedError, TensorError, UsageError
-from rl_ckpt.tensors.buckets import aligned
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
+from rl_csrc.bucket import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

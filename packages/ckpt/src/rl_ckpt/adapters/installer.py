@@ -39,7 +39,7 @@ class Installer:
         load: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
         restore: Callable[[], None],
     ) -> None:
-        self._receiver: rl_ckpt.CheckpointEngine | None = None
+        self._receiver: rl_ckpt.WeightReceiver | None = None
         self._load = load
         self._restore = restore
         self._model = model
@@ -54,7 +54,7 @@ class Installer:
         self._is_fresh = True
         self._is_partial = False
 
-    def attach(self, receiver: rl_ckpt.CheckpointEngine) -> None:
+    def attach(self, receiver: rl_ckpt.WeightReceiver) -> None:
         """Take from this receiving end from now on; nothing else may use it. The one before is closed.
 
         Its first sync brings all weights; later ones all of them again, or a part where the caller of `take` says so.

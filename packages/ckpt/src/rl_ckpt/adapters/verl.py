@@ -53,7 +53,7 @@ class RlCkptCheckpointEngine(CheckpointEngine):
         self._url = url
         self._timeout_s = timeout_s
         self._token = token
-        self._session: rl_ckpt.CheckpointEngine | None = None
+        self._session: Any | None = None
         self._joined: tuple[str, str | None] | None = None
         self._num_receivers = 0
 
@@ -122,7 +122,7 @@ class RlCkptCheckpointEngine(CheckpointEngine):
                 raise VersionError(f"version {session.version} came in step {global_steps}")
             yield name, tensor.clone() if device is None else tensor.to(device)
 
-    def _require_session(self) -> rl_ckpt.CheckpointEngine:
+    def _require_session(self) -> Any:
         if self._session is None:
             raise UsageError("no session is open: verl calls prepare and init_process_group before weights move")
         return self._session

@@ -16,20 +16,16 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import BackendError, ProtocolError
 from rl_ckpt.protocol.messages import HANDLE_BYTES
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_name
+from rl_ckpt.transports.base import Transport
 from rl_ckpt.transports.cuda_driver import CudaDriver, Driver
 from rl_ckpt.transports.mapped_source import map_source
-from rl_ckpt.transports.unix import UnixListener, channel_of, dial, require_linux
-from rl_ckpt.types import Role
+from rl_ckpt.transports.unix import UnixReceive, UnixSend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.transports.mapped_source import SourceMap
@@ -41,45 +37,40 @@ MAX_RING_BYTES = 1 << 36
 
 
 def driver_of(device_id: str | None = None) -> Driver:
-    """The CUDA driver for a device; `rl_ckpt.testing.FakeCuda` takes its place in tests without a GPU."""
+    """The CUDA driver for a device; `rl_ckpt.testing.FakeGpu` takes its place in tests without a GPU."""
     return CudaDriver(device_id)
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session on a GPU.
+class Backend(Transport):
+    """CUDA IPC on one GPU. It has no options."""
 
-    Raises:
-        AddressError: the name has characters that are not allowed.
-        BackendError: this is not Linux. Whether there is a GPU is seen when it is opened.
-    """
-    require_linux(config)
-    checked_name(config)
-    if config.role is Role.SEND:
-        return Sender(config, CudaSend(config))
-    return Receiver(config, CudaReceive(config))
+    def sender(self, config: SessionConfig) -> CudaSend:
+        """The sending end; raises `AddressError` for a bad name, `BackendError` elsewhere than Linux."""
+        return CudaSend(config)
+
+    def receiver(self, config: SessionConfig) -> CudaReceive:
+        """A receiving end; raises as `sender` does."""
+        return CudaReceive(config)
 
 
-class CudaSend(ListeningSend):
-    """Listens under the name and owns the ring."""
+class CudaSend(UnixSend):
+    """Sending end, which owns the ring."""
 
     bucket_bytes = 64 << 20
 
     def __init__(self, config: SessionConfig) -> None:
-        self.address = config.address
-        self._config = config
+        super().__init__(config)
         self._driver: Driver | None = None
         self._ring: Tensor | None = None
         self._memory = b""
 
-    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Bind, allocate, export, listen."""
+    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Allocate on the GPU, and export."""
         self._driver = driver_of()
-        self._listener = UnixListener(self._config)
         self._ring = self._driver.allocate(num_slots * bucket_bytes)
         address, size = self._driver.allocation_of(self._ring)
         offset = self._ring.data_ptr() - address
         self._memory = _RING.pack(self._driver.device_id.encode(), self._driver.export(address), size, offset)
-        self._listener.listen()
         return list(self._ring.split(bucket_bytes))
 
     def map_source(self, items: Sequence[tuple[str, Tensor]]) -> SourceMap | None:
@@ -111,21 +102,16 @@ class CudaSend(ListeningSend):
         self._ring = self._driver = None
 
 
-class CudaReceive(ReceiveTransport):
-    """Dials the name, and maps what it is told of."""
+class CudaReceive(UnixReceive):
+    """Receiving end, which maps what the sender names."""
 
     is_sender_memory = True
 
     def __init__(self, config: SessionConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._driver: Driver | None = None
         self._ring: Tensor | None = None
         self._segments: dict[tuple[bytes, int], Tensor] = {}
-
-    def dial(self) -> Channel | None:
-        """Connect, if there is a sender; raises `AddressError` if it belongs to another user."""
-        connection = dial(self._config)
-        return None if connection is None else channel_of(connection)
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """Map the ring."""

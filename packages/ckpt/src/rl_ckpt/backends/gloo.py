@@ -12,28 +12,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.base import checked_options
+from rl_ckpt.transports.base import Transport
 from rl_ckpt.transports.group import GroupReceive, GroupSend, require_gloo
-from rl_ckpt.transports.tcp import Listener, channel_of, dial, token_of
-from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session over gloo.
+class Backend(Transport):
+    """Broadcasts of torch.distributed between CPUs. It has no options."""
 
-    Raises:
-        AddressError: the URL has no host and port, there is an option, or there is no token.
-        BackendError: this torch has no gloo.
-    """
-    checked_options(config)
-    require_gloo(config.address)
-    token = token_of(config)
-    if config.role is Role.SEND:
-        return Sender(config, GroupSend(config, Listener, 0, token))
-    return Receiver(config, GroupReceive(config, dial, channel_of, token))
+    def sender(self, config: SessionConfig) -> GroupSend:
+        """The sending end; raises `AddressError` as `tcp://` does, and `BackendError` where this torch has no gloo."""
+        require_gloo(config.address)
+        return GroupSend(config)
+
+    def receiver(self, config: SessionConfig) -> GroupReceive:
+        """A receiving end; raises as `sender` does."""
+        require_gloo(config.address)
+        return GroupReceive(config)

@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from rl_ckpt.errors import AddressError, ProtocolError
-from rl_ckpt.protocol.channel import Channel, close_in_children
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.base import ReceiveTransport, SendTransport, checked_name
-from rl_ckpt.types import Role
+from rl_ckpt.protocol.channel import Channel
+from rl_ckpt.transports.base import ReceiveTransport, SendTransport, Transport, require_name
+from rl_csrc.ipc import close_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.types import SessionConfig
 
@@ -37,12 +34,16 @@ _rendezvous: dict[str, Rendezvous] = {}
 _factories: dict[str, ChannelFactory] = {}
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session inside this process."""
-    checked_name(config)
-    if config.role is Role.SEND:
-        return Sender(config, InprocSend(config))
-    return Receiver(config, InprocReceive(config))
+class Backend(Transport):
+    """Memory of this process. It has no options."""
+
+    def sender(self, config: SessionConfig) -> InprocSend:
+        """The sending end; raises `AddressError` for a name that is not allowed."""
+        return InprocSend(config)
+
+    def receiver(self, config: SessionConfig) -> InprocReceive:
+        """A receiving end; raises as `sender` does."""
+        return InprocReceive(config)
 
 
 def set_channel_factory(name: str, factory: ChannelFactory | None) -> None:
@@ -101,6 +102,7 @@ class InprocSend(SendTransport):
     """Owns the hub of its name."""
 
     def __init__(self, config: SessionConfig) -> None:
+        require_name(config)
         self.address = config.address
         self._name = config.name
         self._rendezvous: Rendezvous | None = None
@@ -138,6 +140,7 @@ class InprocReceive(ReceiveTransport):
     """Looks the hub up."""
 
     def __init__(self, config: SessionConfig) -> None:
+        require_name(config)
         self._name = config.name
         self._slots: list[Tensor] = []
 

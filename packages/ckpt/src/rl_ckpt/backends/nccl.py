@@ -13,35 +13,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.base import checked_options
+from rl_ckpt.transports.base import Transport
 from rl_ckpt.transports.group import GroupReceive, GroupSend, require_nccl
-from rl_ckpt.transports.tcp import Listener, channel_of, dial, token_of
-from rl_ckpt.types import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.types import SessionConfig
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session over NCCL.
+class Backend(Transport):
+    """Broadcasts of NCCL between GPUs. It has no options."""
 
-    Raises:
-        AddressError: the URL has no host and port, there is an option, or there is no token.
-        BackendError: there is no NCCL, or no GPU.
-    """
-    checked_options(config)
-    token = token_of(config)
-    require_nccl(config.address)
-    if config.role is Role.SEND:
-        return Sender(config, NcclSend(config, Listener, 0, token))
-    return Receiver(config, NcclReceive(config, dial, channel_of, token))
+    def sender(self, config: SessionConfig) -> NcclSend:
+        """The sending end; raises `AddressError` as `tcp://` does, `BackendError` where there is no NCCL or no GPU."""
+        require_nccl(config.address)
+        return NcclSend(config)
+
+    def receiver(self, config: SessionConfig) -> NcclReceive:
+        """A receiving end; raises as `sender` does."""
+        require_nccl(config.address)
+        return NcclReceive(config)
 
 
 def _current_device() -> torch.device:
@@ -56,7 +50,7 @@ class NcclSend(GroupSend):
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """The ring."""
         self.device = _current_device()
-        return [torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_slots)]
+        return super().allocate(num_slots, bucket_bytes)
 
 
 class NcclReceive(GroupReceive):

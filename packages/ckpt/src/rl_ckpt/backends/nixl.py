@@ -17,16 +17,12 @@ import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
 from rl_ckpt.errors import CkptError, PeerLostError, ProtocolError
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.base import ListeningSend, ReceiveTransport, checked_options
-from rl_ckpt.transports.tcp import Listener, channel_of, dial, token_of
-from rl_ckpt.types import Role
+from rl_ckpt.transports.base import Transport
+from rl_ckpt.transports.tcp import TcpReceive, TcpSend
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.transports.base import PayloadWaits
@@ -40,17 +36,16 @@ _IN_FLIGHT = "PROC"
 _DONE = "DONE"
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session over NIXL.
+class Backend(Transport):
+    """RDMA reads through NIXL. It has no options."""
 
-    Raises:
-        AddressError: the URL has no host and port, there is an option, or there is no token.
-    """
-    checked_options(config)
-    token = token_of(config)
-    if config.role is Role.SEND:
-        return Sender(config, NixlSend(config, token))
-    return Receiver(config, NixlReceive(config, token))
+    def sender(self, config: SessionConfig) -> NixlSend:
+        """The sending end; raises `AddressError` where there is no token, or no host and port."""
+        return NixlSend(config)
+
+    def receiver(self, config: SessionConfig) -> NixlReceive:
+        """A receiving end; raises as `sender` does."""
+        return NixlReceive(config)
 
 
 def _agent(role: str) -> Any:
@@ -68,21 +63,17 @@ def _chunks(address: int, num_slots: int, bucket_bytes: int) -> list[tuple[int, 
     return chunks
 
 
-class NixlSend(ListeningSend):
-    """Listens on a TCP port and owns the registered ring."""
+class NixlSend(TcpSend):
+    """Sending end, which owns the registered ring."""
 
-    def __init__(self, config: SessionConfig, token: bytes) -> None:
-        self.address = config.address
-        self.token = token
-        self._config = config
+    def __init__(self, config: SessionConfig) -> None:
+        super().__init__(config)
         self._agent: Any = None
         self._ring: Tensor | None = None
         self._memory = b""
 
-    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Take the port, a free one for port 0; allocate and register."""
-        self._listener = listener = Listener(self._config)
-        self.address = f"nixl://{listener.address}"
+    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Allocate the ring and register it."""
         self._ring = torch.empty(num_slots * bucket_bytes, dtype=torch.uint8)
         self._agent = _agent("sender")
         self._agent.register_memory([self._ring])
@@ -145,21 +136,15 @@ class Reader:
         return True
 
 
-class NixlReceive(ReceiveTransport):
-    """Dials, and pulls buckets into slots of its own."""
+class NixlReceive(TcpReceive):
+    """Receiving end, which reads buckets into slots of its own."""
 
-    def __init__(self, config: SessionConfig, token: bytes) -> None:
-        self.token = token
-        self._config = config
+    def __init__(self, config: SessionConfig) -> None:
+        super().__init__(config)
         self._session: Session | None = None
         self._reader: Reader | None = None
         self._slots: list[Tensor] = []
         self._peer = "the sender"
-
-    def dial(self) -> Channel | None:
-        """Connect, if there is a sender."""
-        connection = dial(self._config)
-        return None if connection is None else channel_of(connection)
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """As many slots as the sender has."""

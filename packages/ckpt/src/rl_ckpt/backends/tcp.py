@@ -1,33 +1,39 @@
 """`tcp://host:port`: between machines. Peers prove to each other that they know the token; payload is not encrypted.
 
-The sender listens on `host:port`; port 0 takes a free one, and `address` says which after `prepare`. `?streams=N` opens
-N connections for payload, for links that one connection does not fill.
+The sender listens on `host:port`; port 0 takes a free one, and `address` says which after `prepare`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.base import checked_options
-from rl_ckpt.transports.streams import StreamReceive, stream_count
-from rl_ckpt.transports.tcp import Listener, TcpSend, channel_of, dial, token_of
-from rl_ckpt.types import Role
+from rl_ckpt.transports.base import Transport
+from rl_ckpt.transports.streams import StreamReceive, StreamSend
+from rl_ckpt.transports.tcp import TcpReceive, TcpSend
 
 if TYPE_CHECKING:
-    from rl_ckpt.base import CheckpointEngine
+    from collections.abc import Mapping
+
     from rl_ckpt.types import SessionConfig
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session over TCP.
+class Backend(Transport):
+    """TCP streams."""
 
-    Raises:
-        AddressError: the URL has no host and port, an option is not allowed, or there is no token.
-    """
-    num_streams = stream_count(checked_options(config, "streams"), config, default=1)
-    token = token_of(config)
-    if config.role is Role.SEND:
-        return Sender(config, TcpSend(config, Listener, num_streams, token))
-    return Receiver(config, StreamReceive(config, dial, channel_of, token))
+    options: ClassVar[Mapping[str, str]] = {"streams": "connections for payload, 1 (default) to 64"}
+
+    def sender(self, config: SessionConfig) -> TcpStreamSend:
+        """The sending end; raises `AddressError` where there is no token, or no host and port."""
+        return TcpStreamSend(config)
+
+    def receiver(self, config: SessionConfig) -> TcpStreamReceive:
+        """A receiving end; raises as `sender` does."""
+        return TcpStreamReceive(config)
+
+
+class TcpStreamSend(StreamSend, TcpSend):
+    """Sending end."""
+
+
+class TcpStreamReceive(StreamReceive, TcpReceive):
+    """Receiving end."""

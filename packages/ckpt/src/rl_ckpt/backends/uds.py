@@ -1,63 +1,66 @@
-"""`uds://name`: between processes of one Linux machine and one user, over UNIX stream sockets.
+"""`uds://name`: between processes of one Linux host and user, over UNIX stream sockets.
 
-For where two containers share no memory, but the network namespace. `?streams=N` opens N connections for payload.
+For where two containers share no memory, but the network namespace.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from rl_ckpt.receiver.receiver import Receiver
-from rl_ckpt.sender.sender import Sender
-from rl_ckpt.transports.base import checked_name
-from rl_ckpt.transports.streams import StreamReceive, StreamSend, stream_count
-from rl_ckpt.transports.unix import UnixListener, channel_of, dial, make_ring, require_linux
-from rl_ckpt.types import Role
+from rl_ckpt.transports.base import Transport
+from rl_ckpt.transports.streams import StreamReceive, StreamSend
+from rl_ckpt.transports.unix import UnixReceive, UnixSend
+from rl_csrc.ipc import SharedMemory
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
     from rl_ckpt.types import SessionConfig
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session over UNIX sockets.
+class Backend(Transport):
+    """UNIX streams."""
 
-    Raises:
-        AddressError: the name or an option is not allowed.
-        BackendError: this is not Linux.
-    """
-    require_linux(config)
-    num_streams = stream_count(checked_name(config, "streams"), config, default=1)
-    if config.role is Role.SEND:
-        return Sender(config, UdsSend(config, UnixListener, num_streams, None))
-    return Receiver(config, StreamReceive(config, dial, channel_of, None))
+    options: ClassVar[Mapping[str, str]] = {"streams": "connections for payload, 1 (default) to 64"}
+
+    def sender(self, config: SessionConfig) -> UdsSend:
+        """The sending end; raises `AddressError` for a bad name, `BackendError` elsewhere than Linux."""
+        return UdsSend(config)
+
+    def receiver(self, config: SessionConfig) -> UdsReceive:
+        """A receiving end; raises as `sender` does."""
+        return UdsReceive(config)
 
 
-class UdsSend(StreamSend):
-    """Owns a ring in a memfd, whose pages the kernel lends to the receiver's socket instead of copying them."""
+class UdsSend(StreamSend, UnixSend):
+    """Sending end with its ring in a memfd, whose pages the kernel lends to the receiver's socket without a copy."""
 
     is_direct = False
-    _memory = -1
+    _memory: SharedMemory | None = None
     _bucket_bytes = 0
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """The ring."""
         self._bucket_bytes = bucket_bytes
-        self._memory, slots = make_ring(self._config.name, num_slots, bucket_bytes)
-        return slots
+        self._memory = SharedMemory.create(num_slots * bucket_bytes, name=f"rl-ckpt-{self._config.name}")
+        return list(self._memory.map().split(bucket_bytes))
 
     def write(self, connection: socket.socket, slot: int, start: int, end: int) -> int:
         """Lend the pages."""
-        return os.sendfile(connection.fileno(), self._memory, slot * self._bucket_bytes + start, end - start)
+        memory = self._memory.fd if self._memory is not None else -1
+        return os.sendfile(connection.fileno(), memory, slot * self._bucket_bytes + start, end - start)
 
     def close(self) -> None:
         """Give name and memory back."""
         super().close()
-        if self._memory >= 0:
-            os.close(self._memory)
-            self._memory = -1
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+class UdsReceive(StreamReceive, UnixReceive):
+    """Receiving end."""

@@ -7,12 +7,11 @@ import os
 import select
 import socket
 import time
-import weakref
-from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from rl_ckpt.errors import PeerLostError, PeerTimeoutError, ProtocolError, SyncAbortedError
-from rl_ckpt.protocol.messages import GREETING_BYTES, MAX_BODY_BYTES, Decoder, encode
+from rl_ckpt.protocol.messages import GREETING_BYTES, MAX_BODY_BYTES, Decoder, Encoded
+from rl_csrc.ipc import Waker, close_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +39,7 @@ class Canceller:
     """Ends the waits of another thread: they raise `SyncAbortedError`."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = map(close_in_children, socket.socketpair())
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._waker = Waker()
         self._reason: str | None = None
 
     @property
@@ -52,59 +49,42 @@ class Canceller:
 
     def fileno(self) -> int:
         """Becomes readable on `cancel`."""
-        return self._reader.fileno()
+        return self._waker.fileno()
 
     def cancel(self, reason: str) -> None:
         """End the present wait, and every later one until `clear`."""
         if self._reason is None:
             self._reason = reason
-            self._writer.send(b"!")
+            self._waker.wake()
 
     def clear(self) -> None:
         """Allow waits again."""
         if self._reason is not None:
-            self._reader.recv(16)
+            self._waker.clear()
             self._reason = None
 
     def check(self) -> None:
-        """Raise `SyncAbortedError` if woken."""
+        """Raise `SyncAbortedError` if cancelled."""
         if self._reason is not None:
             raise SyncAbortedError(self._reason)
 
     def close(self) -> None:
         """Free the sockets."""
         self._reason = None
-        self._reader.close()
-        self._writer.close()
+        self._waker.close()
 
 
-class Waker:
-    """Ends the wait of another thread for its descriptor."""
+class Observer:
+    """Hook that sees every channel of this process, for fault injection; put one into `observers`."""
 
-    def __init__(self) -> None:
-        self._reader, self._writer = map(close_in_children, socket.socketpair())
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+    def sending(self, message: Message) -> None:
+        """A message is about to be sent."""
 
-    def fileno(self) -> int:
-        """Can be read once it was rung, until it is silenced."""
-        return self._reader.fileno()
+    def pausing(self) -> None:
+        """A channel is about to be read or closed: what was sent before has left."""
 
-    def wake(self) -> None:
-        """Whatever is to be found out must be there before."""
-        with suppress(BlockingIOError):  # it rings already
-            self._writer.send(b"!")
 
-    def clear(self) -> None:
-        """And look then."""
-        with suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-
-    def close(self) -> None:
-        """Free the sockets."""
-        self._reader.close()
-        self._writer.close()
+observers: list[Observer] = []
 
 
 def wait_for(
@@ -113,7 +93,7 @@ def wait_for(
     """The descriptors that can be read or written now, or [] when the deadline has passed.
 
     Raises:
-        SyncAbortedError: the waker was woken.
+        SyncAbortedError: the canceller was cancelled.
     """
     poll = select.poll()
     poll.register(canceller.fileno(), select.POLLIN)
@@ -142,6 +122,7 @@ class Channel:
         """File descriptors that came with messages; whoever takes one out owns it."""
         self._socket = close_in_children(connection)
         self._decoder = Decoder(max_body_bytes=GREETING_BYTES)
+        self._takes_descriptors = True
 
     def fileno(self) -> int:
         """Becomes readable when the peer sent something or is gone."""
@@ -170,11 +151,12 @@ class Channel:
             self.peer = f"{role} pid {pid} at {self.address}"
 
     def trust(self) -> None:
-        """Take messages of any size from now on: it is known who sends them."""
+        """Take messages of any size, and no descriptors, from now on: the peer is authenticated and has a session."""
         self._decoder.max_body_bytes = MAX_BODY_BYTES
+        self._takes_descriptors = False
 
     def detach(self) -> socket.socket:
-        """Give the socket away; the link must not be used any more.
+        """Give the socket away; the channel must not be used any more.
 
         Raises:
             ProtocolError: the peer has already sent more than whole messages.
@@ -184,14 +166,20 @@ class Channel:
         return self._socket
 
     def send(
-        self, message: Message, sync: int, *, canceller: Canceller, deadline: Deadline, descriptors: Sequence[int] = ()
+        self,
+        message: Message | Encoded,
+        sync: int,
+        *,
+        canceller: Canceller,
+        deadline: Deadline,
+        descriptors: Sequence[int] = (),
     ) -> None:
         """Send one whole message, waiting while the peer's socket is full.
 
         Raises:
             PeerLostError, PeerTimeoutError: the peer is gone, or took nothing before the deadline.
         """
-        data = memoryview(self.encode(message, sync))
+        data = memoryview(self.encode(message if isinstance(message, Encoded) else Encoded(message), sync))
         while data:
             sent = self._write(data, descriptors)
             data = data[sent:]
@@ -202,7 +190,7 @@ class Channel:
 
     def try_send(self, message: Message, sync: int) -> bool:
         """Send without waiting. False if not all of it could be sent: the connection must then be closed."""
-        data = self.encode(message, sync)
+        data = self.encode(Encoded(message), sync)
         try:
             return self._write(memoryview(data), ()) == len(data)
         except PeerLostError:
@@ -214,29 +202,41 @@ class Channel:
         Raises:
             ProtocolError: the peer sent something else.
         """
+        for observer in observers:
+            observer.pausing()
         messages: list[tuple[int, Message]] = []
         while not self.is_closed:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
+                data = self._read()
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:  # reset, or the network is gone: the end of the stream either way
-                data, descriptors = b"", []
+                data = b""
                 self._cause = f": {error}"
-            self.descriptors += descriptors
             self.is_closed = not data
             messages += self._decoder.feed(data)
         return messages
 
-    def encode(self, message: Message, sync: int) -> bytes:
+    def encode(self, message: Encoded, sync: int) -> bytes:
         """The message as it goes out. Fault injectors override this."""
-        return encode(message, sync)
+        for observer in observers:
+            observer.sending(message.message)
+        return message.for_sync(sync)
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took."""
+        for observer in observers:
+            observer.pausing()
         self._socket.close()
         while self.descriptors:
             os.close(self.descriptors.pop())
+
+    def _read(self) -> bytes:
+        if not self._takes_descriptors:
+            return self._socket.recv(_READ_BYTES)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC)
+        self.descriptors += descriptors
+        return data
 
     def _write(self, data: memoryview, descriptors: Sequence[int]) -> int:
         try:
@@ -249,26 +249,7 @@ class Channel:
             raise PeerLostError(f"{self.peer} is not there any more: {error}") from error
 
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_hooks: list[bool] = []
-
-
-def close_in_children(connection: socket.socket) -> socket.socket:
-    """Close this socket in every child that is forked from now on; in this process nothing changes. Returns it."""
-    if not _hooks and hasattr(os, "register_at_fork"):
-        _hooks.append(True)
-        os.register_at_fork(after_in_child=_close_all)
-    _sockets.add(connection)
-    return connection
-
-
-def _close_all() -> None:
-    for connection in list(_sockets):
-        connection.close()
-    _sockets.clear()
-
-
-_PREFIX = b"rl-ckpt 4 "
+_PREFIX = b"rl-ckpt 5 "
 
 
 def proof_of(token: bytes, role: Literal["sender", "receiver"], receiver_nonce: bytes, sender_nonce: bytes) -> bytes:

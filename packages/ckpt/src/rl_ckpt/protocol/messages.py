@@ -1,27 +1,39 @@
-"""The control messages of a session, as values. `_wire` turns them to bytes and back.
-
-Fields have the names, units and order of the tables in WIRE.md.
-"""
+"""Control messages of WIRE.md: each class has the format of its body beside its fields. Pure; knows no socket."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_ckpt.errors import ProtocolError
 from rl_ckpt.tensors.buckets import Span
 from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
 from rl_csrc.buffers.frames import DTYPES
 
+if TYPE_CHECKING:
+    from typing import Self
+
+MAGIC = b"RLCK"
+WIRE_VERSION = 5
+MAX_BODY_BYTES = 1 << 26
+GREETING_BYTES = 1 << 16
+"""Longest body of a message of a peer that is not authenticated yet."""
+MAX_NDIM = 64
+NO_ALIAS = 2**32 - 1
+"""Stands for "none" where a manifest says of which tensor another is an alias."""
 NO_VERSION = 2**64 - 1
 """Stands for "none" where a version is expected."""
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 HANDLE_BYTES = 64
 """Of what another process maps memory by."""
+
+HEADER = struct.Struct("<4sHHIII")
+_CHECKED_BYTES = 16
+"""Bytes of the header that its last field, the CRC, covers after the body."""
 
 
 class AbortReason(IntEnum):
@@ -30,7 +42,7 @@ class AbortReason(IntEnum):
     FAILED = 1
     """Its caller failed, stopped or was cancelled."""
     DIGEST = 2
-    """What landed is not what was sent."""
+    """The bytes that arrived are not those that were sent."""
     PROTOCOL = 3
     """A peer broke the protocol."""
     TIMEOUT = 4
@@ -40,16 +52,36 @@ class AbortReason(IntEnum):
 
 
 class HelloRole(IntEnum):
-    """Who says hello."""
+    """Role of the end that says hello."""
 
     SENDER = 1
     RECEIVER = 2
 
 
+class Message:
+    """Base of the messages. A body is `LAYOUT`, the fields in order; classes with more to it override both methods."""
+
+    KIND: ClassVar[int]
+    LAYOUT: ClassVar[struct.Struct]
+    __match_args__: ClassVar[tuple[str, ...]]
+    """Names of the fields, which a dataclass sets."""
+
+    def to_body(self) -> bytes:
+        """The body as bytes; raises `struct.error` or `ValueError` where a field does not fit."""
+        return self.LAYOUT.pack(*(getattr(self, name) for name in self.__match_args__))
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """The message of a body; raises `struct.error` or `ValueError` where it is none."""
+        return cls(*cls.LAYOUT.unpack(body))
+
+
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message):
     """First message in each direction."""
 
+    KIND = 1
+    LAYOUT = struct.Struct(f"<HHI{NONCE_BYTES}s")
     wire_version: int
     role: int
     pid: int
@@ -57,46 +89,35 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """Either way, where the session has a token: that this end knows it."""
+class Session(Message):
+    """Sender to receiver: the ring, or the streams in its place. A shared ring's descriptor comes with it."""
 
-    mac: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """Sender to receiver: the ring, or the streams that take its place. A shared ring's memory comes with it."""
-
+    KIND = 2
+    LAYOUT = struct.Struct("<QIIQ")
     bucket_bytes: int
     num_slots: int
     num_streams: int = 0
     ticket: int = 0
     memory: bytes = b""
+    """To the end of the body: what the transport tells a receiver of its memory."""
+
+    def to_body(self) -> bytes:
+        """Head and memory."""
+        return self.LAYOUT.pack(self.bucket_bytes, self.num_slots, self.num_streams, self.ticket) + self.memory
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """Head and memory."""
+        bucket_bytes, num_slots, num_streams, ticket = cls.LAYOUT.unpack_from(body)
+        return cls(bucket_bytes, num_slots, num_streams, ticket, body[cls.LAYOUT.size :])
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """Receiver to sender, alone on a connection of its own: payload of the session with this ticket goes here."""
-
-    ticket: int
-    index: int
-    opened: int
-
-
-@dataclass(frozen=True, slots=True)
-class NewGroup:
-    """Sender to receiver: take this rank in a new group, whose members meet at that port of the sender's."""
-
-    generation: int
-    rank: int
-    size: int
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Message):
     """Receiver to sender: a consumer waits for the next sync, under this header's sync number."""
 
+    KIND = 3
+    LAYOUT = struct.Struct("<QQQII")
     held: int = NO_VERSION
     version: int = NO_VERSION
     digest: int = 0
@@ -105,24 +126,69 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Sender to receiver: the sync starts; if some tensors are differences, then from version `base`."""
+class Begin(Message):
+    """Sender to receiver: the sync starts; differences in it are from version `base`."""
 
+    KIND = 4
+    LAYOUT = struct.Struct("<QQ")
     version: int
     base: int = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """Sender to receiver: tensors `first`, `first + 1`, ... of this connection, named once and referred to by index."""
+class Manifest(Message):
+    """Sender to receiver: tensors `first`, `first + 1`, ... of this connection, named once, then known by index."""
 
+    KIND = 5
+    LAYOUT = struct.Struct("<II")
+    ENTRY = struct.Struct("<BBHI")
     first: int
     specs: tuple[TensorSpec, ...]
+
+    def to_body(self) -> bytes:
+        """Head and entries."""
+        parts = [self.LAYOUT.pack(self.first, len(self.specs))]
+        for spec in self.specs:
+            name = spec.name.encode()
+            alias_of = NO_ALIAS if spec.alias_of is None else spec.alias_of
+            parts.append(self.ENTRY.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), alias_of))
+            parts.append(struct.pack(f"<{len(spec.shape)}Q", *spec.shape) + name)
+        return b"".join(parts)
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """Head and entries."""
+        first, count = cls.LAYOUT.unpack_from(body)
+        at = cls.LAYOUT.size
+        specs: list[TensorSpec] = []
+        for index in range(first, first + count):
+            code, ndim, name_bytes, alias_of = cls.ENTRY.unpack_from(body, at)
+            if not 1 <= code <= len(DTYPES) or ndim > MAX_NDIM:
+                raise ValueError(f"tensor {index} has dtype code {code} and {ndim} axes")
+            if index <= alias_of != NO_ALIAS:
+                raise ValueError(f"tensor {index} is an alias of {alias_of}, which does not come before it")
+            at += cls.ENTRY.size
+            shape = struct.unpack_from(f"<{ndim}Q", body, at)
+            at += 8 * ndim
+            if at + name_bytes > len(body):
+                raise ValueError(f"the name of tensor {index} runs over the end")
+            specs.append(
+                TensorSpec(
+                    name=body[at : at + name_bytes].decode(),
+                    dtype=DTYPES[code - 1],
+                    shape=shape,
+                    alias_of=None if alias_of == NO_ALIAS else alias_of,
+                )
+            )
+            at += name_bytes
+        if at != len(body):
+            raise ValueError(f"{len(body) - at} bytes are left over")
+        return cls(first, tuple(specs))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sender to receiver: a slot is filled."""
+    """A filled slot, as `Buckets` announces it."""
 
     sequence: int
     slot: int
@@ -131,16 +197,70 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Receiver to sender: the consumer is done with this bucket."""
+class Buckets(Message):
+    """Sender to receiver: slots that are filled, or whose payload is being sent."""
 
-    sequence: int
+    KIND = 6
+    LAYOUT = struct.Struct("<II")
+    BUCKET = struct.Struct("<IIQII")
+    SPAN = struct.Struct("<IIQQQQQQ")
+    buckets: tuple[Bucket, ...]
+
+    def to_body(self) -> bytes:
+        """Head, then each bucket and its spans."""
+        parts = [self.LAYOUT.pack(len(self.buckets), 0)]
+        for bucket in self.buckets:
+            parts.append(self.BUCKET.pack(bucket.sequence, bucket.slot, bucket.used_bytes, len(bucket.spans), 0))
+            parts += [self.SPAN.pack(*span) for span in bucket.spans]
+        return b"".join(parts)
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """Head, then each bucket and its spans."""
+        count, _ = cls.LAYOUT.unpack_from(body)
+        at = cls.LAYOUT.size
+        buckets: list[Bucket] = []
+        for _ in range(count):
+            sequence, slot, used_bytes, num_spans, _ = cls.BUCKET.unpack_from(body, at)
+            at += cls.BUCKET.size
+            end = at + num_spans * cls.SPAN.size
+            if end > len(body):
+                raise ValueError(f"{num_spans} spans do not fit it")
+            spans = tuple(Span._make(values) for values in cls.SPAN.iter_unpack(body[at:end]))
+            buckets.append(Bucket(sequence, slot, used_bytes, spans))
+            at = end
+        if at != len(body) or not buckets:
+            raise ValueError(f"{len(buckets)} buckets end at byte {at}")
+        return cls(tuple(buckets))
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    """Sender to receiver: that was all of it."""
+class Free(Message):
+    """Receiver to sender: the consumer is done with these buckets."""
 
+    KIND = 7
+    LAYOUT = struct.Struct("<")
+    sequences: tuple[int, ...]
+    """To the end of the body, u32 each."""
+
+    def to_body(self) -> bytes:
+        """The numbers, one after the other."""
+        return struct.pack(f"<{len(self.sequences)}I", *self.sequences)
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """The numbers, one after the other."""
+        if not body:
+            raise ValueError("no bucket is named")
+        return cls(struct.unpack(f"<{len(body) // 4}I", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Seal(Message):
+    """Sender to receiver: the totals of the sync; no more buckets come."""
+
+    KIND = 8
+    LAYOUT = struct.Struct("<IIQQ")
     num_buckets: int
     num_tensors: int
     num_bytes: int
@@ -148,9 +268,11 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """Receiver to sender: everything landed, was verified and taken by the consumer."""
+class Staged(Message):
+    """Receiver to sender, its vote: everything arrived, was verified and was taken by the consumer."""
 
+    KIND = 9
+    LAYOUT = struct.Struct("<QQIIQIIQQ")
     version: int
     digest: int
     num_tensors: int
@@ -163,144 +285,165 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
-    """Sender to receiver: all receivers are staged; the version is in force."""
+class Commit(Message):
+    """Sender to receiver: all receivers voted; the version is committed."""
 
+    KIND = 10
+    LAYOUT = struct.Struct("<Q")
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Message):
     """Receiver to sender: the commit arrived."""
 
+    KIND = 11
+    LAYOUT = struct.Struct("<Q")
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Message):
     """Either way: the sync is off."""
 
+    KIND = 12
+    LAYOUT = struct.Struct("<HH")
     reason: AbortReason
     text: str
 
+    def to_body(self) -> bytes:
+        """Head and text."""
+        return self.LAYOUT.pack(self.reason, 0) + self.text.encode()
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """Head and text."""
+        reason, _ = cls.LAYOUT.unpack_from(body)
+        return cls(AbortReason(reason), body[cls.LAYOUT.size :].decode())
+
 
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """Sender to receiver: memory of the sender's that a receiver can map, and which tensors lie where in it."""
+class Proof(Message):
+    """Either way, where the session has a token: proof that this end knows it."""
 
+    KIND = 13
+    LAYOUT = struct.Struct(f"<{PROOF_BYTES}s")
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stream(Message):
+    """Receiver to sender, alone on a connection of its own: payload of the session with this ticket goes here."""
+
+    KIND = 14
+    LAYOUT = struct.Struct("<QII")
+    ticket: int
+    index: int
+    opened: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup(Message):
+    """Sender to receiver: join a new broadcast group as this rank; its members meet at that port of the sender's."""
+
+    KIND = 15
+    LAYOUT = struct.Struct("<IIII")
+    generation: int
+    rank: int
+    size: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sources(Message):
+    """Sender to receiver: memory of the sender's that a receiver can map, and where tensors lie in it."""
+
+    KIND = 16
+    LAYOUT = struct.Struct("<II")
+    SEGMENT = struct.Struct(f"<{HANDLE_BYTES}sQ")
+    LOCATION = struct.Struct("<IIQ")
     segments: tuple[tuple[bytes, int], ...]
     """The handle and the size of each, bytes."""
     locations: tuple[tuple[int, int, int], ...]
     """Of each tensor: its index, the segment, and where it starts in that, bytes."""
 
+    def to_body(self) -> bytes:
+        """Head, segments, locations."""
+        parts = [self.LAYOUT.pack(len(self.segments), len(self.locations))]
+        parts += [self.SEGMENT.pack(*segment) for segment in self.segments]
+        return b"".join(parts + [self.LOCATION.pack(*location) for location in self.locations])
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """Head, segments, locations."""
+        num_segments, num_locations = cls.LAYOUT.unpack_from(body)
+        middle = cls.LAYOUT.size + num_segments * cls.SEGMENT.size
+        if len(body) != middle + num_locations * cls.LOCATION.size:
+            raise ValueError(f"{num_segments} segments and {num_locations} tensors do not fit it")
+        segments = tuple((handle, size) for handle, size in cls.SEGMENT.iter_unpack(body[cls.LAYOUT.size : middle]))
+        locations = tuple((index, segment, at) for index, segment, at in cls.LOCATION.iter_unpack(body[middle:]))
+        return cls(segments, locations)
+
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class Mapped(Message):
     """Sender to receiver: tensors that lie in its sources are ready to be read there."""
 
+    KIND = 17
+    LAYOUT = struct.Struct("<IIII")
     sequence: int
     first: int
     digests: tuple[int, ...]
 
+    def to_body(self) -> bytes:
+        """Head and digests."""
+        count = len(self.digests)
+        return self.LAYOUT.pack(self.sequence, self.first, count, 0) + struct.pack(f"<{count}Q", *self.digests)
 
-Message: TypeAlias = (
-    Hello
-    | Session
-    | Ready
-    | Begin
-    | Manifest
-    | Bucket
-    | Free
-    | Seal
-    | Staged
-    | Commit
-    | Committed
-    | Abort
-    | Proof
-    | Stream
-    | NewGroup
-    | Sources
-    | Mapped
-)
-
-MAGIC = b"RLCK"
-WIRE_VERSION = 4
-MAX_BODY_BYTES = 1 << 26
-GREETING_BYTES = 1 << 16
-"""Longest body of a message of a peer that is not known yet."""
-MAX_NDIM = 64
-NOT_ALIAS = 2**32 - 1
-"""Stands for "none" where the tensor that another is tied to is expected."""
-
-_HEADER = struct.Struct("<4sHHIII")
-_CHECKED_BYTES = 16
-"""Bytes of the header that its last field, the CRC, covers before the body."""
-_MANIFEST = struct.Struct("<II")
-_SPEC = struct.Struct("<BBHI")
-_BUCKET = struct.Struct("<IIQII")
-_SPAN = struct.Struct("<IIQQQQQQ")
-_ABORT = struct.Struct("<HH")
-_SESSION = struct.Struct("<QIIQ")
-_SOURCES = struct.Struct("<II")
-_SEGMENT = struct.Struct(f"<{HANDLE_BYTES}sQ")
-_PLACE = struct.Struct("<IIQ")
-_MAPPED = struct.Struct("<IIII")
-
-_KINDS: dict[int, type[Message]] = {
-    1: Hello,
-    2: Session,
-    3: Ready,
-    4: Begin,
-    5: Manifest,
-    6: Bucket,
-    7: Free,
-    8: Seal,
-    9: Staged,
-    10: Commit,
-    11: Committed,
-    12: Abort,
-    13: Proof,
-    14: Stream,
-    15: NewGroup,
-    16: Sources,
-    17: Mapped,
-}
-_CODES = {message: kind for kind, message in _KINDS.items()}
-_FIXED: dict[type[Message], struct.Struct] = {
-    Hello: struct.Struct(f"<HHI{NONCE_BYTES}s"),
-    Proof: struct.Struct(f"<{PROOF_BYTES}s"),
-    Stream: struct.Struct("<QII"),
-    NewGroup: struct.Struct("<IIII"),
-    Ready: struct.Struct("<QQQII"),
-    Begin: struct.Struct("<QQ"),
-    Free: struct.Struct("<I"),
-    Seal: struct.Struct("<IIQQ"),
-    Staged: struct.Struct("<QQIIQIIQQ"),
-    Commit: struct.Struct("<Q"),
-    Committed: struct.Struct("<Q"),
-}
-
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _FIXED}
+    @classmethod
+    def from_body(cls, body: bytes) -> Self:
+        """Head and digests."""
+        sequence, first, count, _ = cls.LAYOUT.unpack_from(body)
+        return cls(sequence, first, struct.unpack(f"<{count}Q", body[cls.LAYOUT.size :]))
 
 
-def encode(message: Message, sync: int) -> bytes:
-    """The message as bytes, with its header. `sync` is the receiver's number of the sync, 0 outside of one.
+_ALL = (Hello, Session, Ready, Begin, Manifest, Buckets, Free, Seal, Staged, Commit, Committed, Abort, Proof, Stream)
+KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in (*_ALL, NewGroup, Sources, Mapped)}
+
+
+class Encoded:
+    """A message's body, made once for all the receivers that it goes to.
 
     Raises:
         ProtocolError: a field does not fit the wire, for example a name of more than 65,535 bytes.
     """
-    try:
-        body = _encode_body(message)
-    except (struct.error, ValueError) as error:
-        raise ProtocolError(f"{type(message).__name__} cannot be put on the wire: {error}") from error
-    if len(body) > MAX_BODY_BYTES:
-        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; allowed are {MAX_BODY_BYTES}")
-    head = _HEADER.pack(MAGIC, _CODES[type(message)], 0, len(body), sync, 0)[:_CHECKED_BYTES]
-    return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
+
+    def __init__(self, message: Message) -> None:
+        name = type(message).__name__
+        try:
+            self._body = message.to_body()
+        except (struct.error, ValueError) as error:
+            raise ProtocolError(f"{name} cannot be put on the wire: {error}") from error
+        if len(self._body) > MAX_BODY_BYTES:
+            raise ProtocolError(f"{name} has {len(self._body)} bytes; allowed are {MAX_BODY_BYTES}")
+        self.message = message
+        self._crc = zlib.crc32(self._body)
+
+    def for_sync(self, sync: int) -> bytes:
+        """Header and body. `sync` is the receiver's number of the sync, 0 outside of one."""
+        kind, length = self.message.KIND, len(self._body)
+        head = HEADER.pack(MAGIC, kind, 0, length, sync, 0)
+        crc = zlib.crc32(head[:_CHECKED_BYTES], self._crc)
+        return HEADER.pack(MAGIC, kind, 0, length, sync, crc) + self._body
+
+
+def encode(message: Message, sync: int) -> bytes:
+    """One message as bytes; see `Encoded`."""
+    return Encoded(message).for_sync(sync)
 
 
 class Decoder:
-    """Cuts a stream of bytes into messages."""
+    """Incremental parser: cuts a stream of bytes into messages."""
 
     def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.max_body_bytes = max_body_bytes
@@ -320,18 +463,18 @@ class Decoder:
         """
         self._buffer += data
         messages: list[tuple[int, Message]] = []
-        while len(self._buffer) >= _HEADER.size:
-            magic, kind, zero, length, sync, crc = _HEADER.unpack_from(self._buffer)
-            if magic != MAGIC or zero != 0 or kind not in _KINDS or length > self.max_body_bytes:
+        while len(self._buffer) >= HEADER.size:
+            magic, kind, zero, length, sync, crc = HEADER.unpack_from(self._buffer)
+            if magic != MAGIC or zero != 0 or kind not in KINDS or length > self.max_body_bytes:
                 raise ProtocolError(
-                    f"a message starts with {bytes(self._buffer[: _HEADER.size])!r}, which is no header of rl-ckpt"
+                    f"a message starts with {bytes(self._buffer[: HEADER.size])!r}, which is no header of rl-ckpt"
                 )
-            end = _HEADER.size + length
+            end = HEADER.size + length
             if len(self._buffer) < end:
                 break
-            body = bytes(self._buffer[_HEADER.size : end])
-            if zlib.crc32(body, zlib.crc32(self._buffer[:_CHECKED_BYTES])) != crc:
-                raise ProtocolError(f"a {_KINDS[kind].__name__} message of {length} bytes fails its CRC")
+            body = bytes(self._buffer[HEADER.size : end])
+            if zlib.crc32(self._buffer[:_CHECKED_BYTES], zlib.crc32(body)) != crc:
+                raise ProtocolError(f"a {KINDS[kind].__name__} message of {length} bytes fails its CRC")
             messages.append((sync, decode(kind, body)))
             del self._buffer[:end]
         return messages
@@ -343,100 +486,8 @@ def decode(kind: int, body: bytes) -> Message:
     Raises:
         ProtocolError: the body is not what the wire format allows.
     """
-    message = _KINDS[kind]
+    message = KINDS[kind]
     try:
-        if message is Manifest:
-            return _decode_manifest(body)
-        if message is Bucket:
-            return _decode_bucket(body)
-        if message is Session:
-            bucket_bytes, num_slots, num_streams, ticket = _SESSION.unpack_from(body)
-            return Session(bucket_bytes, num_slots, num_streams, ticket, body[_SESSION.size :])
-        if message is Sources:
-            return _decode_sources(body)
-        if message is Mapped:
-            sequence, first, count, _ = _MAPPED.unpack_from(body)
-            return Mapped(sequence, first, struct.unpack(f"<{count}Q", body[_MAPPED.size :]))
-        if message is Abort:
-            reason, _ = _ABORT.unpack_from(body)
-            return Abort(AbortReason(reason), body[_ABORT.size :].decode())
-        return message(*_FIXED[message].unpack(body))
+        return message.from_body(body)
     except (struct.error, ValueError) as error:
         raise ProtocolError(f"a {message.__name__} message of {len(body)} bytes cannot be read: {error}") from error
-
-
-def _encode_body(message: Message) -> bytes:
-    if isinstance(message, Manifest):
-        parts = [_MANIFEST.pack(message.first, len(message.specs))]
-        for spec in message.specs:
-            name = spec.name.encode()
-            alias_of = NOT_ALIAS if spec.alias_of is None else spec.alias_of
-            parts.append(_SPEC.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), alias_of))
-            parts.append(struct.pack(f"<{len(spec.shape)}Q", *spec.shape) + name)
-        return b"".join(parts)
-    if isinstance(message, Bucket):
-        spans = message.spans
-        head = _BUCKET.pack(message.sequence, message.slot, message.used_bytes, len(spans), 0)
-        return head + b"".join(_SPAN.pack(*span) for span in spans)
-    if isinstance(message, Session):
-        head = _SESSION.pack(message.bucket_bytes, message.num_slots, message.num_streams, message.ticket)
-        return head + message.memory
-    if isinstance(message, Sources):
-        parts = [_SOURCES.pack(len(message.segments), len(message.locations))]
-        parts += [_SEGMENT.pack(*segment) for segment in message.segments]
-        return b"".join(parts + [_PLACE.pack(*location) for location in message.locations])
-    if isinstance(message, Mapped):
-        count = len(message.digests)
-        return _MAPPED.pack(message.sequence, message.first, count, 0) + struct.pack(f"<{count}Q", *message.digests)
-    if isinstance(message, Abort):
-        return _ABORT.pack(message.reason, 0) + message.text.encode()
-    kind = type(message)
-    return _FIXED[kind].pack(*(getattr(message, name) for name in _FIELDS[kind]))
-
-
-def _decode_manifest(body: bytes) -> Manifest:
-    first, count = _MANIFEST.unpack_from(body)
-    at = _MANIFEST.size
-    specs: list[TensorSpec] = []
-    for _ in range(count):
-        index = first + len(specs)
-        code, ndim, name_bytes, alias_of = _SPEC.unpack_from(body, at)
-        if not 1 <= code <= len(DTYPES) or ndim > MAX_NDIM:
-            raise ValueError(f"tensor {index} has dtype code {code} and {ndim} axes")
-        if index <= alias_of != NOT_ALIAS:
-            raise ValueError(f"tensor {index} is tied to {alias_of}, which does not come before it")
-        at += _SPEC.size
-        shape = struct.unpack_from(f"<{ndim}Q", body, at)
-        at += 8 * ndim
-        if at + name_bytes > len(body):
-            raise ValueError(f"the name of tensor {index} runs over the end")
-        specs.append(
-            TensorSpec(
-                name=body[at : at + name_bytes].decode(),
-                dtype=DTYPES[code - 1],
-                shape=shape,
-                alias_of=None if alias_of == NOT_ALIAS else alias_of,
-            )
-        )
-        at += name_bytes
-    if at != len(body):
-        raise ValueError(f"{len(body) - at} bytes are left over")
-    return Manifest(first, tuple(specs))
-
-
-def _decode_bucket(body: bytes) -> Bucket:
-    sequence, slot, used_bytes, count, _ = _BUCKET.unpack_from(body)
-    if len(body) != _BUCKET.size + count * _SPAN.size:
-        raise ValueError(f"{count} spans do not fit it")
-    spans = tuple(Span._make(fields) for fields in _SPAN.iter_unpack(body[_BUCKET.size :]))
-    return Bucket(sequence, slot, used_bytes, spans)
-
-
-def _decode_sources(body: bytes) -> Sources:
-    num_segments, num_locations = _SOURCES.unpack_from(body)
-    locations_at = _SOURCES.size + num_segments * _SEGMENT.size
-    if len(body) != locations_at + num_locations * _PLACE.size:
-        raise ValueError(f"{num_segments} segments and {num_locations} tensors do not fit it")
-    segments = tuple((handle, size) for handle, size in _SEGMENT.iter_unpack(body[_SOURCES.size : locations_at]))
-    locations = tuple((tensor, segment, offset) for tensor, segment, offset in _PLACE.iter_unpack(body[locations_at:]))
-    return Sources(segments, locations)

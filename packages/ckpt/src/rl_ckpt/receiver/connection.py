@@ -25,10 +25,14 @@ from rl_ckpt.protocol.messages import (
     Abort,
     AbortReason,
     Begin,
+    Bucket,
+    Buckets,
     Commit,
+    Free,
     Hello,
     HelloRole,
     Manifest,
+    Mapped,
     Message,
     NewGroup,
     Proof,
@@ -41,11 +45,11 @@ from rl_ckpt.tensors.spec import TensorSpec
 from rl_ckpt.transports.streams import BucketReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.transports.base import ReceiveTransport
     from rl_ckpt.types import SessionConfig
+    from rl_csrc.ipc import Waker
 
 T = TypeVar("T")
 
@@ -74,8 +78,12 @@ class Connection:
     """Where its buckets come from; None before that is known."""
     mapped_source: MappedSource | None = None
     """Its registered source, if this end has mapped that."""
-    inbox: deque[tuple[int, Message]] = field(default_factory=deque[tuple[int, Message]])
+    inbox: deque[tuple[int, Message | Bucket]] = field(default_factory=deque[tuple[int, Message | Bucket]])
     """`(sync, message)` that arrived and was not looked at."""
+    _freed: list[int] = field(default_factory=list[int])
+    """Buckets that the consumer is done with, and the sender was not told of."""
+    _batch_ends: set[int] = field(default_factory=set[int])
+    """Buckets that were the last in the message that announced them."""
     specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
     """The manifest so far."""
     sync: int = 0
@@ -85,6 +93,13 @@ class Connection:
     def peer(self) -> str:
         """Name of the sender."""
         return self.channel.peer
+
+    def begin_sync(self) -> None:
+        """Forget what is left of a sync that was given up, and number the next."""
+        self.inbox.clear()
+        self._freed.clear()
+        self._batch_ends.clear()
+        self.sync += 1
 
     def greet(self, deadline: Deadline) -> None:
         """Say hello, and do not wait for the answer."""
@@ -129,9 +144,22 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message."""
+        self._tell_freed()
         self.send_until(message, Deadline(self.timeout_s))
 
-    def receive(self, failing: str) -> Message:
+    def free(self, sequences: Sequence[int]) -> None:
+        """Tell the sender that the consumer is done with buckets: of those announced together, all in one message."""
+        self._freed += sequences
+        if not self._batch_ends.isdisjoint(sequences):
+            self._tell_freed()
+
+    def _tell_freed(self) -> None:
+        if self._freed:
+            freed, self._freed = tuple(self._freed), []
+            self._batch_ends.difference_update(freed)
+            self.send_until(Free(freed), Deadline(self.timeout_s))
+
+    def receive(self, failing: str) -> Message | Bucket:
         """The next message of this sync; see `next`."""
         return self.next(Deadline(self.timeout_s), failing)
 
@@ -155,7 +183,7 @@ class Connection:
         sync = 0 if isinstance(message, Hello | Proof) else self.sync
         self.channel.send(message, sync, canceller=self.canceller, deadline=deadline)
 
-    def next(self, deadline: Deadline, failing: str) -> Message:
+    def next(self, deadline: Deadline, failing: str) -> Message | Bucket:
         """The next message of this sync. An abort or the sender's death is heard before what it makes worthless.
 
         Raises:
@@ -167,6 +195,7 @@ class Connection:
                 raise self.channel.loss()
             if self.inbox:
                 return self.inbox.popleft()[1]
+            self._tell_freed()
             if not wait_for(self.canceller, deadline, readable=[self.channel.fileno()]):
                 raise PeerTimeoutError(f"{self.peer} {failing} within {deadline.timeout_s:g} s")
 
@@ -235,8 +264,15 @@ class Connection:
                 sources = message
             elif isinstance(message, Abort) and sync == self.sync:
                 abort = message
-            elif sync in {0, self.sync}:
+            elif sync not in {0, self.sync}:
+                continue
+            elif isinstance(message, Buckets):
+                self.inbox.extend((sync, bucket) for bucket in message.buckets)
+                self._batch_ends.add(message.buckets[-1].sequence)
+            else:
                 self.inbox.append((sync, message))
+                if isinstance(message, Mapped):
+                    self._batch_ends.add(message.sequence)
         if abort is not None:
             self.inbox.clear()
             raise SyncAbortedError(f"{self.peer} called the sync off: {abort.text}")
@@ -330,8 +366,7 @@ class Connector:
 
     def _request_sync(self, connection: Connection, ready: Ready, deadline: Deadline) -> Begin:
         reader = connection.reader or connection.join(deadline)
-        connection.inbox.clear()  # what is left of a sync that was given up
-        connection.sync += 1
+        connection.begin_sync()
         try:
             reader.open(connection.sync, self._config.timeout_s)
         except OSError as error:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from rl_ckpt.base import CheckpointEngine
+from rl_ckpt.base import WeightReceiver
 from rl_ckpt.errors import (
     DigestError,
     ProtocolError,
@@ -24,7 +24,6 @@ from rl_ckpt.protocol.messages import (
     Bucket,
     Commit,
     Committed,
-    Free,
     Mapped,
     Ready,
     Seal,
@@ -40,16 +39,20 @@ from rl_ckpt.tensors.digest import tree_digest
 from rl_ckpt.types import Metadata, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from rl_ckpt.base import Hold
-    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.receiver.connection import Connection
     from rl_ckpt.receiver.mapped import MappedSource
     from rl_ckpt.transports.base import ReceiveTransport
-    from rl_ckpt.types import SessionConfig, SyncReport
+    from rl_ckpt.types import SessionConfig
+    from rl_csrc.ipc import Waker
+
+
+NUM_HELD = 4
+"""Slots of which a consumer may hold all but one, however many the session has: a sender always uses so many."""
 
 
 class RelayPipe(Protocol):
@@ -73,8 +76,8 @@ class RelayPipe(Protocol):
         ...
 
 
-class Receiver(CheckpointEngine):
-    """The receiving end of a session over any transport with shared slots."""
+class Receiver(WeightReceiver):
+    """Receiving end of a session over any transport."""
 
     def __init__(self, config: SessionConfig, transport: ReceiveTransport) -> None:
         self.address = config.address
@@ -123,35 +126,19 @@ class Receiver(CheckpointEngine):
             raise UsageError(f"num_peers is {num_peers}; a receiver has one peer, its sender")
         await self._worker.run(self._connector.connect)
 
-    async def send_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
-        *,
-        version: int,
-        num_peers: int | None = None,
-    ) -> SyncReport:
-        """Raise `UsageError`: not for this end."""
-        raise UsageError(f"this is a receiving end of {self.address}; open one with role='send' to send")
-
-    def send(
-        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
-    ) -> SyncReport:
-        """Raise `UsageError`: not for this end."""
-        raise UsageError(f"this is a receiving end of {self.address}; open one with role='send' to send")
-
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Look into the engine before every vote. See `CheckpointEngine`."""
+        """Look into the engine before every vote. See `WeightReceiver`."""
         self._held = held
 
     async def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield tensors as they land. See `CheckpointEngine`."""
+        """Yield tensors as they land. See `WeightReceiver`."""
         async with aclosing(self._batches(clone)) as batches:
             async for batch in batches:
                 for item in batch:
                     yield item
 
     async def receive_batches(self, *, clone: bool = False) -> AsyncIterator[list[tuple[str, Tensor]]]:
-        """Yield the tensors of a bucket at a time. See `CheckpointEngine`."""
+        """Yield the tensors of a bucket at a time. See `WeightReceiver`."""
         async with aclosing(self._batches(clone)) as batches:
             async for batch in batches:
                 yield batch
@@ -165,14 +152,14 @@ class Receiver(CheckpointEngine):
             self._give_up(unpacker, AbortReason.FAILED, "its consumer stopped before the end")
 
     def hold(self) -> Hold:
-        """Keep the tensors that were handed out last. See `CheckpointEngine`."""
+        """Keep the tensors that were handed out last. See `WeightReceiver`."""
         if self._unpacker is None:
             raise UsageError(f"hold() is for tensors of a sync that is under way; there is none at {self.address}")
         self._scratch.forget()
         return self._unpacker.held_buckets.hold()
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
-        """Land tensors where they belong. See `CheckpointEngine`."""
+        """Write tensors where they belong. See `WeightReceiver`."""
         unpacker = await self.begin(targets, staged=staged)
         await self.take(unpacker, strict=strict)
         return unpacker.version
@@ -243,14 +230,14 @@ class Receiver(CheckpointEngine):
     def _land_on(
         self, connection: Connection, begin: Begin, targets: Mapping[str, Tensor] | None, staging: Staging | None
     ) -> Unpacker:
+        session = connection.session
+        num_slots, bucket_bytes = (session.num_slots, session.bucket_bytes) if session is not None else (0, 0)
         self._unpacker = Unpacker(
             version=begin.version,
             previous=self._state,
             sender=connection.peer,
-            bucket_bytes=connection.session.bucket_bytes if connection.session is not None else 0,
-            held_buckets=HeldBuckets(
-                connection.session.num_slots if connection.session is not None else 0, is_debug=self._config.debug
-            ),
+            bucket_bytes=bucket_bytes,
+            held_buckets=HeldBuckets(min(NUM_HELD, num_slots), is_debug=self._config.debug),
             specs=connection.specs,
             scratch=self._scratch,
             has_base=begin.base != NO_VERSION,
@@ -276,22 +263,20 @@ class Receiver(CheckpointEngine):
             unpacker.install_s += time.perf_counter() - self._handed_at
             self._handed_at = None
         try:
-            for sequence in unpacker.held_buckets.recycle():
-                connection.send(Free(sequence))
+            connection.free(unpacker.held_buckets.recycle())
             while True:
                 message = connection.receive("sent nothing more")
                 if isinstance(message, Bucket) and connection.reader is not None:
                     if tensors := unpacker.unpack(message, connection.reader):
                         self._handed_at = time.perf_counter()
                         return unpacker.held_buckets.hand_out(message.sequence, tensors)
-                    connection.send(Free(message.sequence))
+                    connection.free([message.sequence])
                 elif isinstance(message, Mapped) and connection.mapped_source is not None:
                     if tensors := self._copy_mapped(unpacker, connection.mapped_source, message):
                         return unpacker.held_buckets.hand_out(message.sequence, tensors)
-                    connection.send(Free(message.sequence))
+                    connection.free([message.sequence])
                 elif isinstance(message, Seal):
-                    for sequence in unpacker.held_buckets.close():
-                        connection.send(Free(sequence))
+                    connection.free(unpacker.held_buckets.close())
                     self._finish(connection, unpacker, message, strict)
                     return None
                 else:

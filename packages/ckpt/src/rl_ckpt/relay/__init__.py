@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightReceiver, WeightSender
     from rl_ckpt.sender.sender import PreparedVersion
     from rl_ckpt.types import SyncReport
 
@@ -82,7 +82,7 @@ class Relay:
         await self._receiver.prepare()
 
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Look into the engine before this node votes. See `CheckpointEngine.attest_with`."""
+        """Look into the engine before this node votes. See `WeightReceiver.attest_with`."""
         self._receiver.attest_with(held)
 
     async def receive_into(
@@ -90,7 +90,7 @@ class Relay:
     ) -> SyncReport:
         """Receive one sync into tensors of the caller, and pass it on to `num_peers` receivers or more; their report.
 
-        See `CheckpointEngine.receive_into` for the other arguments and the errors. If it fails, it has failed for all
+        See `WeightReceiver.receive_into` for the other arguments and the errors. If it fails, it has failed for all
         below as well.
         """
         await self.prepare()
@@ -149,7 +149,7 @@ class Holder:
     Args:
         receiver: The receiving end, of any backend. It stays the caller's.
         url: Of the session for late comers; any backend with a transaction.
-        held: What the engine holds, under the names of the sender; as for `CheckpointEngine.attest_with`.
+        held: What the engine holds, under the names of the sender; as for `WeightReceiver.attest_with`.
         timeout_s: Longest wait for a peer, seconds.
         token: Of the session for late comers, where its backend wants one.
         bucket_bytes: Of that session.
@@ -157,7 +157,7 @@ class Holder:
 
     def __init__(
         self,
-        receiver: CheckpointEngine,
+        receiver: WeightReceiver,
         url: str,
         held: Callable[[], Mapping[str, Tensor]],
         *,
@@ -210,7 +210,7 @@ class Holder:
         await self.close()
 
 
-async def _serve(receiver: CheckpointEngine, sender: CheckpointEngine, held: Mapping[str, Tensor]) -> SyncReport | None:
+async def _serve(receiver: WeightReceiver, sender: WeightSender, held: Mapping[str, Tensor]) -> SyncReport | None:
     version, digest = receiver.version, receiver.digest
     if receiver.state is not ReceiverState.COMMITTED or version is None or digest is None:
         raise UsageError(f"{sender.address} has no version to give: the state of its receiver is {receiver.state}")

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import DigestError
-from rl_ckpt.protocol.channel import Waker
+from rl_csrc.ipc import Waker
 
 if TYPE_CHECKING:
     from asyncio import Future

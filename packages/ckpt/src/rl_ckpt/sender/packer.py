@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 import rl_csrc
-from rl_ckpt.protocol.messages import Bucket, Manifest
-from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, BucketPlan, Codec, Span, aligned
+from rl_ckpt.protocol.messages import Bucket, Buckets, Encoded, Manifest
+from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt.tensors.spec import memory_of
 from rl_ckpt.transports.streams import ByteRun
+from rl_csrc.bucket import BucketPlan, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.protocol.messages import Mapped
     from rl_ckpt.sender.peers import Peer, Peers
-    from rl_ckpt.tensors.buckets import Piece
     from rl_ckpt.tensors.source import Clock, ManifestIndex
     from rl_ckpt.tensors.spec import TensorSpec
+    from rl_csrc.bucket import Placement
+    from rl_csrc.ipc import Waker
 
 MANIFEST_CHUNK = 4096
 """Most tensors in one Manifest message."""
@@ -34,6 +35,10 @@ DIRECT_BYTES = 1 << 20
 """From this size on, streams are written straight from the source's tensor where that saves a copy."""
 _FILLING = memoryview(bytes(ALIGNMENT_BYTES))
 _NOTHING = rl_csrc.digest(b"")
+MAX_BATCH = 16
+"""Most buckets that are announced to many receivers in one message."""
+NUM_SLOTS = 4
+"""Slots used for one receiver: more would only be memory that is not in the cache."""
 EAGER_BYTES = 256 << 10
 """From this size on, a bucket of differences is sent to receivers that have nothing to do."""
 
@@ -89,11 +94,16 @@ class BucketPacker:
         self.num_wire_bytes = 0
         """Payload in them."""
         self._peers = peers
+        peers.num_freed.clear()
         self._participants = participants
         self._slots = slots
         self._manifest = manifest
         self._clock = clock
         self._pipe = pipe
+        self._max_batch = max(1, min(MAX_BATCH, len(participants), len(slots) // 2))
+        self._num_slots = min(len(slots), max(NUM_SLOTS, 2 * self._max_batch))
+        self._batch: list[tuple[Bucket, list[ByteRun]]] = []
+        """Filled buckets that were not announced yet, and their payload on streams."""
         self._has_streams = peers.session.num_streams > 0
         self._plan = BucketPlan(peers.session.bucket_bytes)
         self._slot = 0
@@ -125,7 +135,7 @@ class BucketPacker:
         leaves: list[int] = []
         if len(self._spans) == MAX_SPANS:
             self._plan.close()
-        for piece in self._plan.add(total):
+        for piece in self._plan.place(total):
             if piece.bucket > self.num_buckets:
                 self._publish()
             if not self._spans:
@@ -157,7 +167,7 @@ class BucketPacker:
         is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
         return leaves if is_cut_into_leaves else leaves_of(raw)
 
-    def _copy(self, raw: Tensor, piece: Piece, known: int | None) -> list[int]:
+    def _copy(self, raw: Tensor, piece: Placement, known: int | None) -> list[int]:
         """Copy a piece into the slot; return the digests of its leaves."""
         slot = self._slots[self._slot]
         if known is None or piece.num_bytes < raw.numel():
@@ -168,12 +178,30 @@ class BucketPacker:
         return [known]
 
     def close(self) -> None:
-        """Announce the bucket that is being filled, as it is."""
+        """Announce all buckets, also the one that is being filled, as it is."""
         self._publish()
         self._plan.close()
+        self.flush()
 
-    def announce(self, message: Mapped, num_bytes: int) -> None:
+    def flush(self) -> None:
+        """Announce filled buckets, after the tensors that a receiver does not know yet."""
+        if not self._batch:
+            return
+        batch, self._batch = self._batch, []
+        with self._clock("wire_s"):
+            message = Encoded(Buckets(tuple(bucket for bucket, _ in batch)))
+            for peer in self._participants:
+                self.declare(peer)
+                self._peers.send(peer, message)
+                peer.num_sent += len(batch)
+                if self._has_streams:
+                    self._peers.put(peer, [(bucket.sequence, payload) for bucket, payload in batch])
+            for bucket, _ in batch:
+                self._peers.transport.publish(self._slots[bucket.slot][: bucket.used_bytes])
+
+    def announce(self, mapped: Mapped, num_bytes: int) -> None:
         """Count a bucket of tensors that receivers read where they are."""
+        message = Encoded(mapped)
         for peer in self._participants:
             self._peers.send(peer, message)
             peer.num_sent += 1
@@ -200,36 +228,33 @@ class BucketPacker:
 
     def wait(self, is_done: Callable[[Peer], bool], doing: str) -> None:
         """Wait until every receiver has done it."""
+        self.flush()
         with self._clock("wire_s"):
             self._peers.wait_for_all(self._participants, is_done, doing)
 
     def wait_to_land(self, pipe: RelayPipe, is_there: Callable[[], bool], what: str) -> None:
         """Wait until a relay has what it is to pass on."""
+        if not is_there():
+            self.flush()
         with self._clock("export_s"):
             self._peers.wait_for_news(self._participants, pipe.news, is_there, what)
 
-    def _has_landed(self, pipe: RelayPipe, index: int, piece: Piece) -> bool:
+    def _has_landed(self, pipe: RelayPipe, index: int, piece: Placement) -> bool:
         return pipe.num_landed(self._manifest.specs[index]) >= piece.offset + piece.num_bytes
 
     def _publish(self) -> None:
-        """Announce the bucket that is filled, after the tensors that a receiver does not know yet."""
+        """Close the bucket that is filled; announce it with those before it, when they are enough."""
         if not self._spans:
             return
         sequence, slot, last = self.num_buckets, self._slot, self._spans[-1]
         bucket = Bucket(sequence, slot, aligned(last.bucket_offset + last.num_bytes), tuple(self._spans))
-        payload = self._payload(slot, bucket.used_bytes) if self._has_streams else []
-        with self._clock("wire_s"):
-            for peer in self._participants:
-                self.declare(peer)
-                self._peers.send(peer, bucket)
-                peer.num_sent += 1
-                if self._has_streams:
-                    self._peers.put(peer, sequence, payload)
-            self._peers.transport.publish(self._slots[slot][: bucket.used_bytes])
+        self._batch.append((bucket, self._payload(slot, bucket.used_bytes) if self._has_streams else []))
         self.num_wire_bytes += bucket.used_bytes
         self.num_buckets += 1
         self._spans = []
         self._direct = {}
+        if len(self._batch) >= min(self._max_batch, 1 + self.num_buckets // NUM_SLOTS):  # few at first: nobody waits
+            self.flush()
 
     def _payload(self, slot: int, used_bytes: int) -> list[ByteRun]:
         """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
@@ -248,20 +273,25 @@ class BucketPacker:
 
     def _wait_for_slot(self) -> None:
         """Choose a slot that no receiver looks at any more for the next bucket."""
-
-        def is_done(peer: Peer) -> bool:
-            return self._free_slot() is not None or peer.freed.issuperset(self._in_slot.values())
-
         slot = self._free_slot()
         if slot is None:
-            self.wait(is_done, f"take the tensors of bucket {min(self._in_slot.values())}")
+            self.flush()
+            in_use = set(self._in_slot.values())
+            with self._clock("wire_s"):
+                self._peers.wait_until(
+                    self._participants,
+                    lambda: self._free_slot() is not None,
+                    lambda peer: not peer.freed.issuperset(in_use),
+                    f"take the tensors of bucket {min(in_use)}",
+                )
             slot = self._free_slot()
         self._slot = slot or 0
         self._in_slot[self._slot] = self.num_buckets
 
     def _free_slot(self) -> int | None:
-        for slot in range(len(self._slots)):
+        num_freed, num_peers = self._peers.num_freed, len(self._participants)
+        for slot in range(self._num_slots):
             sequence = self._in_slot.get(slot)
-            if sequence is None or all(sequence in peer.freed for peer in self._participants):
+            if sequence is None or num_freed[sequence] == num_peers:
                 return slot
         return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import selectors
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ from rl_ckpt.errors import (
     ProtocolError,
     SyncAbortedError,
 )
-from rl_ckpt.protocol.channel import Canceller, Channel, Deadline, is_proof, proof_of, wait_for
+from rl_ckpt.protocol.channel import Canceller, Channel, Deadline, is_proof, proof_of
 from rl_ckpt.protocol.messages import (
     NO_VERSION,
     NONCE_BYTES,
@@ -23,6 +25,7 @@ from rl_ckpt.protocol.messages import (
     Abort,
     AbortReason,
     Committed,
+    Encoded,
     Free,
     Hello,
     HelloRole,
@@ -38,9 +41,9 @@ from rl_ckpt.transports.streams import StreamWriter
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_ckpt.protocol.channel import Waker
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.transports.streams import ByteRun
+    from rl_csrc.ipc import Waker
 
 _ERRORS = {
     AbortReason.DIGEST: DigestError,
@@ -74,6 +77,8 @@ class Peer:
     """Version that its consumer has, and its tree digest."""
     is_complete: bool = False
     """Whether it was sent every tensor of the snapshot."""
+    watched: set[int] = field(default_factory=set[int])
+    """Descriptors of its streams that are waited for, until they take more."""
     opened: int = 0
     """Generation of its streams that it will read."""
     codecs: int = 0
@@ -123,32 +128,57 @@ class Peers:
     unauthenticated: list[Peer] = field(default_factory=list[Peer])
     """Who has connected and not introduced itself. Nobody waits for them."""
 
-    def pump(self, deadline: Deadline, wakers: Sequence[int] = ()) -> bool:
-        """Wait for news of any receiver and take it in; write what can be written. False when the deadline passed.
+    num_freed: Counter[int] = field(default_factory=Counter[int])
+    """Of each bucket of the sync, how many receivers are done with it."""
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    """Who is waited for: kept from wait to wait, because there may be many."""
 
-        A bell is a descriptor that ends the wait when it can be read.
+    def __post_init__(self) -> None:
+        """Wait for new connections, and for who cancels, from now on."""
+        self._selector.register(self.canceller.fileno(), selectors.EVENT_READ)
+        self._selector.register(self.transport.fileno(), selectors.EVENT_READ)
+
+    def pump(self, deadline: Deadline, wakers: Sequence[int] = ()) -> bool:
+        """Wait for messages of any receiver and read them; write what can be written. False when the deadline passed.
+
+        A waker is a descriptor that ends the wait when it can be read.
         """
         self._drop_unauthenticated()
-        known = [*self.all, *self.unauthenticated]
-        by_descriptor = {peer.channel.fileno(): peer for peer in known}
-        streams = {descriptor: peer for peer in known for descriptor in peer.writer.blocked()}
-        ready = wait_for(
-            self.canceller,
-            deadline,
-            readable=[self.transport.fileno(), *by_descriptor, *wakers],
-            writable=list(streams),
-        )
-        for descriptor in ready:
-            peer = streams.get(descriptor) or by_descriptor.get(descriptor)
-            if descriptor == self.transport.fileno():
+        for waker in wakers:
+            self._selector.register(waker, selectors.EVENT_READ)
+        try:
+            ready = self._selector.select(deadline.remaining_s())
+        finally:
+            for waker in wakers:
+                self._selector.unregister(waker)
+        self.canceller.check()
+        for key, events in ready:
+            peer: Peer | None = key.data
+            if key.fd == self.transport.fileno():
                 self._accept()
-            elif peer is None:
+            elif peer is None or peer.is_gone:
                 continue
-            elif peer.error is None and descriptor in streams:
-                self._flush(peer)
-            elif not peer.is_gone:
+            elif events & selectors.EVENT_WRITE:
+                if peer.error is None:
+                    self._flush(peer)
+            else:
                 self._read(peer)
         return bool(ready)
+
+    def _watch(self, peer: Peer) -> None:
+        """Wait for the streams that have more to write, and for no others."""
+        blocked = set(peer.writer.blocked())
+        for descriptor in blocked - peer.watched:
+            self._selector.register(descriptor, selectors.EVENT_WRITE, peer)
+        for descriptor in peer.watched - blocked:
+            self._selector.unregister(descriptor)
+        peer.watched = blocked
+
+    def _close_streams(self, peer: Peer) -> None:
+        for descriptor in peer.watched:
+            self._selector.unregister(descriptor)
+        peer.watched = set()
+        peer.writer.close()
 
     def poll(self) -> None:
         """Take in what is here now."""
@@ -190,7 +220,13 @@ class Peers:
         return [peer for peer in self.all if self._is_ready(peer) and peer.committed not in committed_versions]
 
     def wait_for_all(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], doing: str) -> None:
-        """Wait until every one of `peers` has done it.
+        """Wait until every one of `peers` has done it. Raises as `wait_until` does."""
+        self.wait_until(peers, lambda: all(map(is_done, peers)), lambda peer: not is_done(peer), doing)
+
+    def wait_until(
+        self, peers: Sequence[Peer], is_done: Callable[[], bool], is_late: Callable[[Peer], bool], doing: str
+    ) -> None:
+        """Wait until something is done that all of `peers` take part in.
 
         Raises:
             CkptError: what one of them did wrong instead.
@@ -201,10 +237,10 @@ class Peers:
             for peer in peers:
                 if peer.error is not None:
                     raise peer.error
-            late = [peer for peer in peers if not is_done(peer)]
-            if not late:
+            if is_done():
                 return
             if not self.pump(deadline):
+                late = [peer for peer in peers if is_late(peer)]
                 for peer in late:
                     self.drop(peer)
                 names = ", ".join(peer.name for peer in late)
@@ -228,7 +264,7 @@ class Peers:
             if not self.pump(deadline, [news.fileno()]):
                 raise PeerTimeoutError(f"{missing} did not come within {self.timeout_s:g} s")
 
-    def send(self, peer: Peer, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, peer: Peer, message: Message | Encoded, descriptors: Sequence[int] = ()) -> None:
         """Send to one receiver; what goes wrong becomes its `error`."""
         if peer.error is not None:
             return
@@ -244,10 +280,11 @@ class Peers:
                 self._read(peer)  # it may have said why
             self.drop(peer, error)
 
-    def put(self, peer: Peer, sequence: int, payload: Sequence[ByteRun]) -> None:
-        """Begin to write the payload of a bucket to one receiver's streams."""
+    def put(self, peer: Peer, payloads: Sequence[tuple[int, Sequence[ByteRun]]]) -> None:
+        """Begin to write the payload of buckets, `(sequence, runs)` each, to one receiver's streams."""
         if peer.error is None:
-            peer.writer.put(sequence, payload)
+            for sequence, payload in payloads:
+                peer.writer.put(sequence, payload)
             self._flush(peer)
 
     def new_group(self, peers: Sequence[Peer]) -> None:
@@ -261,16 +298,18 @@ class Peers:
         for peer in peers:
             if peer.error is None and not peer.channel.try_send(Abort(reason, text), peer.sync):
                 self.drop(peer)
-            peer.writer.close()
+            self._close_streams(peer)
             peer.sync = peer.mapped = 0  # it may not have mapped what it was told of
         self.transport.leave_group()
 
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:
         """Take a receiver out of the session; when it wants to, it comes back by itself."""
         peer.error = peer.error or error or PeerLostError(f"{peer.name} was dropped from the session")
-        peer.writer.close()
+        self._close_streams(peer)
+        if not peer.is_gone:
+            peer.is_gone = True
+            self._selector.unregister(peer.channel)
         peer.channel.close()
-        peer.is_gone = True
         for group in (self.all, self.unauthenticated):
             with suppress(ValueError):
                 group.remove(peer)
@@ -279,6 +318,7 @@ class Peers:
         """Close every connection."""
         for peer in [*self.all, *self.unauthenticated]:
             self.drop(peer)
+        self._selector.close()
 
     def _missing(self, needed: int, num_peers: int) -> str:
         if len(self.all) >= needed:
@@ -296,7 +336,9 @@ class Peers:
 
     def _accept(self) -> None:
         while (channel := self.transport.accept()) is not None:
-            self.unauthenticated.append(Peer(channel, Deadline(self.timeout_s)))
+            peer = Peer(channel, Deadline(self.timeout_s))
+            self.unauthenticated.append(peer)
+            self._selector.register(channel, selectors.EVENT_READ, peer)
 
     def _drop_unauthenticated(self) -> None:
         for peer in [peer for peer in self.unauthenticated if not peer.deadline.remaining_s()]:
@@ -304,9 +346,9 @@ class Peers:
 
     def _flush(self, peer: Peer) -> None:
         try:
-            peer.writer.flush(
-                self.transport.write, is_patient=len(self.all) == 1
-            )  # or the others would wait for this one
+            # patient with one alone: others would wait for it
+            peer.writer.flush(self.transport.write, is_patient=len(self.all) == 1)
+            self._watch(peer)
         except OSError as cause:
             error = PeerLostError(f"{peer.name} takes no payload any more: {cause}")
             self._read(peer)  # it may have said why
@@ -337,9 +379,11 @@ class Peers:
         elif sync != peer.sync:
             return  # about a sync that is over for one of the two
         elif isinstance(message, Free):
-            if message.sequence >= peer.num_sent or message.sequence in peer.freed:
-                raise ProtocolError(f"it freed bucket {message.sequence}, which it does not have")
-            peer.freed.add(message.sequence)
+            freed = set(message.sequences)
+            if len(freed) < len(message.sequences) or not freed.isdisjoint(peer.freed) or max(freed) >= peer.num_sent:
+                raise ProtocolError(f"it freed buckets {sorted(freed)}, not all of which it has")
+            peer.freed |= freed
+            self.num_freed.update(freed)
         elif isinstance(message, Staged):
             if len(peer.freed) < peer.num_sent:
                 raise ProtocolError(f"it voted, and has freed {len(peer.freed)} of {peer.num_sent} buckets")
@@ -396,4 +440,6 @@ class Peers:
         if owner is None or stream.index >= self.session.num_streams:
             raise ProtocolError(f"it offered {stream}, which belongs to no receiver of this session")
         self.unauthenticated.remove(peer)
+        self._selector.unregister(peer.channel)
+        peer.is_gone = True
         owner.writer.attach(stream.index, stream.opened, peer.channel.detach())

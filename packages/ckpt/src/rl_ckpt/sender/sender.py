@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from rl_ckpt.base import CheckpointEngine
 from rl_ckpt.errors import (
     AttestationError,
     DigestError,
@@ -18,24 +17,22 @@ from rl_ckpt.errors import (
     UsageError,
 )
 from rl_ckpt.protocol.messages import AbortReason, Session
-from rl_ckpt.protocol.worker import AsyncSource, Worker
 from rl_ckpt.sender.peers import Peers
+from rl_ckpt.sender.runner import SourceSender
 from rl_ckpt.sender.transaction import Transaction
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.delta import BaseCopy, compressor
 from rl_ckpt.tensors.source import (
     Clock,
     ManifestIndex,
-    RegisteredSource,
     Source,
     checked_version,
     copy_gb_per_s,
-    items_of,
 )
-from rl_ckpt.types import Metadata, ReceiverState
+from rl_ckpt.types import Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, ItemsView, Iterable, Sequence
 
     from torch import Tensor
 
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.types import SessionConfig, SyncReport
 
-NUM_SLOTS = 4
 MAX_VERSION = 2**63 - 1
 _REASONS: dict[type[BaseException], AbortReason] = {
     AttestationError: AbortReason.DIGEST,
@@ -67,41 +63,21 @@ class PreparedVersion:
     """Calls it off, and says why."""
 
 
-class Sender(CheckpointEngine):
-    """The sending end of a session over any transport with shared slots."""
+class Sender(SourceSender):
+    """Sending end of a session over any transport."""
 
     def __init__(self, config: SessionConfig, transport: SendTransport) -> None:
-        self.address = config.address
-        self._config = config
+        super().__init__(config)
         self._transport = transport
         self._bucket_bytes = config.bucket_bytes or transport.bucket_bytes
-        self._worker = Worker(f"the sender of {config.address}")
         self._manifest = ManifestIndex()
         self._base_copy = BaseCopy(compressor() if config.zstd else None) if config.delta else None
-        self._registered: RegisteredSource | None = None
         self._peers: Peers | None = None
         self._slots: list[Tensor] = []
         self._limit_gb_per_s: float | None = None
         self._num_peers = 1
-        self._version: int | None = None
-        self._digest: int | None = None
         self._committed: set[tuple[int, int]] = set()
         """The version in force, with the digest of each sync that brought it."""
-
-    @property
-    def digest(self) -> int | None:
-        """Tree digest of the last committed sync."""
-        return self._digest
-
-    @property
-    def version(self) -> int | None:
-        """Version of the last committed sync."""
-        return self._version
-
-    @property
-    def state(self) -> ReceiverState:
-        """`IDLE` before the first commit, `COMMITTED` after."""
-        return ReceiverState.IDLE if self._version is None else ReceiverState.COMMITTED
 
     async def prepare(self) -> Metadata:
         """Take the name and allocate the ring. Idempotent."""
@@ -113,62 +89,9 @@ class Sender(CheckpointEngine):
         self._require(num_peers)
         await self._worker.run(lambda: self._open().wait_for_count(num_peers))
 
-    async def send_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
-        *,
-        version: int,
-        num_peers: int | None = None,
-    ) -> SyncReport:
-        """Send, verify and commit. See `CheckpointEngine`."""
-        self._require(num_peers)
-        if not hasattr(weights, "__aiter__"):
-            source = cast("Iterable[tuple[str, Tensor]] | None", weights)
-            return await self._worker.run(lambda: self._sync(source, version))
-        bridge = AsyncSource(cast("AsyncIterable[tuple[str, Tensor]]", weights), asyncio.get_running_loop())
-        return await self._worker.run(lambda: self._sync(bridge, version), on_cancel=bridge.cancel)
-
-    def send(
-        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
-    ) -> SyncReport:
-        """Synchronous twin of `send_weights`: does everything in the calling thread."""
-        self._require(num_peers)
-        return self._worker.call(lambda: self._sync(weights, version))
-
-    def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Declare once what is sent. See `CheckpointEngine`."""
-        self._registered = RegisteredSource(named_tensors)
-
     async def resend_current(self) -> SyncReport | None:
         """Send the version in force again, to those alone who wait and do not have it. See `CheckpointEngine`."""
         return await self._worker.run(self._resend_current)
-
-    def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
-
-    def recv(self, *, clone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
-
-    async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
-
-    def recv_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
-
-    def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
-
-    def _not_mine(self) -> UsageError:
-        return UsageError(f"this is the sending end of {self.address}; open one with role='receive' to receive")
-
-    async def close(self) -> None:
-        """Leave the session and free the ring. Idempotent."""
-        await asyncio.to_thread(self._worker.close, self._release, self._config.timeout_s)
 
     def _release(self) -> None:
         if self._peers is not None:
@@ -192,34 +115,20 @@ class Sender(CheckpointEngine):
         return self._peers
 
     def _open_transport(self) -> Peers:
-        self._slots = self._transport.open(NUM_SLOTS, self._bucket_bytes)
+        self._slots = self._transport.open(self._transport.num_slots, self._bucket_bytes)
         self._limit_gb_per_s = copy_gb_per_s(self._slots[0], self._slots[1])
         self.address = self._transport.address
         return Peers(
             transport=self._transport,
-            session=Session(self._bucket_bytes, NUM_SLOTS, self._transport.num_streams),
+            session=Session(self._bucket_bytes, self._transport.num_slots, self._transport.num_streams),
             canceller=self._worker.canceller,
             timeout_s=self._config.timeout_s,
             pid=os.getpid(),
         )
 
-    def _sync(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> SyncReport:
-        """One sync in this thread, from the first wait to the last confirmation."""
-        clock = Clock()
-        source = Source(() if weights is None else weights, clock)
-        try:
-            if weights is None:
-                source = Source(items_of(self._registered), clock, self._registered)
-            sync = self._attempt(source, version, clock)
-        except Exception as error:
-            if not self._worker.canceller.is_cancelled:
-                source.drain(error)
-            raise SyncAbortedError(
-                f"the sync of version {version} over {self.address} was called off: {error}"
-            ) from error
-        finally:
-            source.close()
-        return self._commit(sync)
+    def _run(self, source: Source, version: int, clock: Clock) -> SyncReport:
+        """One sync, from the first wait to the last confirmation."""
+        return self._commit(self._attempt(source, version, clock))
 
     def _attempt(self, source: Source, version: int, clock: Clock, pipe: RelayPipe | None = None) -> Transaction:
         """One sync as far as the votes."""

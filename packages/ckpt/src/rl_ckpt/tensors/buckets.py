@@ -1,8 +1,7 @@
-"""Where tensors go in buckets. Pure arithmetic: knows sizes, and neither tensors nor memory nor peers."""
+"""What a bucket says of its content: spans of tensors and their codecs. `rl_csrc.bucket` places them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -50,59 +49,3 @@ class Span(NamedTuple):
     def is_last(self) -> bool:
         """Whether the part is whole with it."""
         return self.offset + self.num_bytes == self.total_bytes
-
-
-class Piece(NamedTuple):
-    """Where the plan puts a run of bytes."""
-
-    bucket: int
-    """Number of the bucket, from 0."""
-    offset: int
-    """Where the piece starts in the content, bytes."""
-    bucket_offset: int
-    """Where it starts in the bucket, bytes; a multiple of 256."""
-    num_bytes: int
-    """Length of the piece; 0 for content without bytes."""
-
-
-def aligned(num_bytes: int) -> int:
-    """The smallest multiple of 256 that is not below `num_bytes`."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@dataclass(slots=True)
-class BucketPlan:
-    """Places tensors in order, one after the other, in buckets of one size.
-
-    A tensor that fits a bucket is never split: where the rest of the current bucket is too short, it opens the next. A
-    larger one starts a bucket and runs over as many as it needs; its followers go on to fill the last of them.
-    """
-
-    bucket_bytes: int
-    """Size of every bucket, bytes; a multiple of 256."""
-    bucket: int = 0
-    """Bucket being filled."""
-    offset: int = 0
-    """First free byte in it, aligned."""
-
-    def add(self, num_bytes: int) -> list[Piece]:
-        """Return the pieces of the next content, in order."""
-        if num_bytes > self.bucket_bytes - self.offset:
-            self.close()
-        placed: list[Piece] = []
-        start = 0
-        while True:
-            if self.offset == self.bucket_bytes and start < num_bytes:
-                self.close()
-            length = min(num_bytes - start, self.bucket_bytes - self.offset)
-            placed.append(Piece(self.bucket, start, self.offset, length))
-            self.offset += aligned(length)
-            start += length
-            if start == num_bytes:
-                return placed
-
-    def close(self) -> None:
-        """Put nothing more into a bucket that holds something already."""
-        if self.offset > 0:
-            self.bucket += 1
-            self.offset = 0

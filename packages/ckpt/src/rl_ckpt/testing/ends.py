@@ -16,7 +16,7 @@ import torch
 
 from rl_ckpt import connect
 from rl_ckpt.errors import CkptError
-from rl_ckpt.protocol.channel import Channel
+from rl_ckpt.protocol.channel import Observer, observers
 from rl_ckpt.testing.helpers import assert_same, receive_all
 from rl_ckpt.types import ReceiverState, Role
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import CheckpointEngine, WeightReceiver, WeightSender
     from rl_ckpt.protocol.messages import Message
     from rl_ckpt.types import SyncReport
 
@@ -106,7 +106,7 @@ class EndProcess(ChildProcess):
         version: Of the sync to send.
         num_tensors: In it.
         num_peers: Receivers to wait for before sending.
-        die_at: A message of WIRE.md like `Bucket`, and a moment: it kills itself `before` or `after` sending the first.
+        die_at: A message of WIRE.md like `Buckets`, and a moment: it kills itself `before` or `after` the first.
         stop_after: Number of tensors after which it stops in the middle of a sync; None does not stop, -1 stops before.
         token: Of the session.
         place: What the process runs first, and where its weights are then; see `BetweenProcesses`.
@@ -170,7 +170,7 @@ def _stop(pipe: Connection) -> None:
 
 
 def _send(
-    engine: CheckpointEngine, pipe: Connection, plan: tuple[int, int, int], stop_after: int | None, hold: Hold | None
+    engine: WeightSender, pipe: Connection, plan: tuple[int, int, int], stop_after: int | None, hold: Hold | None
 ) -> int:
     version, num_tensors, num_peers = plan
 
@@ -186,7 +186,7 @@ def _send(
     return len(engine.send(source() if hold is None else None, version=version).receipts)
 
 
-def _take(engine: CheckpointEngine, pipe: Connection, stop_after: int | None) -> tuple[int | None, int]:
+def _take(engine: WeightReceiver, pipe: Connection, stop_after: int | None) -> tuple[int | None, int]:
     total = 0
     for i, (_, tensor) in enumerate(engine.recv(), start=1):
         total += int(tensor.sum())
@@ -195,28 +195,28 @@ def _take(engine: CheckpointEngine, pipe: Connection, stop_after: int | None) ->
     return engine.version, total
 
 
+class _Killer(Observer):
+    """Kills this process at the first message of a kind."""
+
+    def __init__(self, kind: str, moment: str) -> None:
+        self._kind = kind
+        self._is_before = moment == "before"
+        self._is_due = False
+
+    def sending(self, message: Message) -> None:
+        is_kind = type(message).__name__ == self._kind
+        if self._is_due or (is_kind and self._is_before):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._is_due = is_kind
+
+    def pausing(self) -> None:
+        if self._is_due:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die_at_message(kind: str, moment: str) -> None:
     """Have this process kill itself at the first message of a kind: before it is sent, or at the next look after it."""
-    encode, receive, close, is_due = Channel.encode, Channel.receive, Channel.close, list[bool]()
-
-    def encode_or_die(self: Channel, message: Message, sync: int) -> bytes:
-        if is_due or (type(message).__name__ == kind and moment == "before"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if type(message).__name__ == kind:
-            is_due.append(True)
-        return encode(self, message, sync)
-
-    def receive_or_die(self: Channel) -> list[tuple[int, Message]]:
-        if is_due:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return receive(self)
-
-    def close_or_die(self: Channel) -> None:
-        if is_due:
-            os.kill(os.getpid(), signal.SIGKILL)
-        close(self)
-
-    Channel.encode, Channel.receive, Channel.close = encode_or_die, receive_or_die, close_or_die
+    observers.append(_Killer(kind, moment))
 
 
 class BetweenProcesses(ABC):
@@ -261,14 +261,14 @@ class Bench:
         self._stack.callback(process.close)
         return process
 
-    async def end(self, role: Role) -> CheckpointEngine:
+    async def end(self, role: Role) -> Any:
         """An end here, prepared."""
         engine = connect(self.address, role=role, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES, token=self._token)
         await self._stack.enter_async_context(engine)
         await engine.prepare()
         return engine
 
-    async def offer(self, sender: CheckpointEngine, version: int, *, num_peers: int | None = None) -> SyncReport:
+    async def offer(self, sender: WeightSender, version: int, *, num_peers: int | None = None) -> SyncReport:
         """Send `weights_of(version)` from here, as the processes do."""
         hold = self._place[1]
         if hold is None:
@@ -279,7 +279,7 @@ class Bench:
     async def succeed(
         self,
         version: int,
-        receivers: list[CheckpointEngine],
+        receivers: list[WeightReceiver],
         receiving: Sequence[asyncio.Future[dict[str, Tensor]]] | None = None,
     ) -> None:
         """Send one sync from a new sender."""
@@ -287,9 +287,9 @@ class Bench:
 
     async def send(
         self,
-        sender: CheckpointEngine,
+        sender: WeightSender,
         version: int,
-        receivers: list[CheckpointEngine],
+        receivers: list[WeightReceiver],
         receiving: Sequence[asyncio.Future[dict[str, Tensor]]] | None = None,
     ) -> None:
         """Send one sync that must reach all receivers."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.backends.inproc import set_channel_factory
 from rl_ckpt.protocol.channel import Channel
-from rl_ckpt.protocol.messages import Bucket, Message
+from rl_ckpt.protocol.messages import Buckets, Encoded, Message
 
 if TYPE_CHECKING:
     import socket
@@ -58,16 +58,18 @@ class FaultyChannel(Channel):
         self._slots = slots
         self._injector = injector
 
-    def encode(self, message: Message, sync: int) -> bytes:
+    def encode(self, message: Encoded, sync: int) -> bytes:
         """The message, or what the fault leaves of it."""
         data = super().encode(message, sync)
-        fault = self._injector.strikes(message)
+        sent = message.message
+        fault = self._injector.strikes(sent)
         if fault is Fault.DROP:
             return b""
         if fault is Fault.KILL:
             self._connection.shutdown(2)
-        if fault is Fault.FLIP and isinstance(message, Bucket):
-            self._slots[message.slot][message.used_bytes // 2] ^= 1
+        if fault is Fault.FLIP and isinstance(sent, Buckets):
+            bucket = sent.buckets[0]
+            self._slots[bucket.slot][bucket.used_bytes // 2] ^= 1
         elif fault is Fault.FLIP:
             return data[:-1] + bytes([data[-1] ^ 1])
         return data
@@ -80,7 +82,7 @@ def inject(address: str, fault: Fault, *, on: str, nth: int = 0) -> Generator[In
     Args:
         address: URL of the session.
         fault: What happens.
-        on: To which message of WIRE.md, in lower case: `bucket`, `free`, `staged`, `commit`, ...
+        on: To which message of WIRE.md, in lower case: `buckets`, `free`, `staged`, `commit`, ...
         nth: To which of them, from 0.
     """
     scheme, _, name = address.partition("://")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightReceiver, WeightSender
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def assert_same(got: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
         assert torch.equal(as_bytes(got[name]), as_bytes(tensor)), name
 
 
-async def receive_all(engine: CheckpointEngine) -> dict[str, Tensor]:
+async def receive_all(engine: WeightReceiver) -> dict[str, Tensor]:
     """Clones of every tensor of one sync."""
     return {name: tensor.clone() async for name, tensor in engine.receive_weights()}
 
@@ -156,7 +156,7 @@ class Pair:
         self._options = options
         self._stack = stack
 
-    async def send_end(self, *, timeout_s: float | None = None) -> CheckpointEngine:
+    async def send_end(self, *, timeout_s: float | None = None) -> WeightSender:
         """The sender, prepared."""
         timeout_s = timeout_s or self._timeout_s
         engine = connect(self.address, role="send", timeout_s=timeout_s, token=self._token, **self._options)
@@ -164,7 +164,7 @@ class Pair:
         await engine.prepare()
         return engine
 
-    async def receive_end(self, *, timeout_s: float | None = None, **options: Any) -> CheckpointEngine:
+    async def receive_end(self, *, timeout_s: float | None = None, **options: Any) -> WeightReceiver:
         """A receiver."""
         timeout_s = timeout_s or self._timeout_s
         engine = connect(self.address, role="receive", timeout_s=timeout_s, token=self._token, **options)

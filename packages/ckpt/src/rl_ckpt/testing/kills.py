@@ -13,7 +13,7 @@ from rl_ckpt.types import ReceiverState, Role
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightReceiver
 
 MOMENTS = ("before", "after")
 
@@ -24,7 +24,7 @@ class KillSuite(BetweenProcesses):
     Class attributes say which messages a backend has; those of `shm` and `uds` are the least.
     """
 
-    sender_messages: tuple[str, ...] = ("Hello", "Session", "Begin", "Manifest", "Bucket", "Seal", "Commit")
+    sender_messages: tuple[str, ...] = ("Hello", "Session", "Begin", "Manifest", "Buckets", "Seal", "Commit")
     """What a sender sends in its first sync."""
     receiver_messages: tuple[str, ...] = ("Hello", "Ready", "Free", "Staged", "Committed")
     """What a receiver sends in its first sync."""
@@ -48,7 +48,7 @@ class KillSuite(BetweenProcesses):
         await killed.dies()
         await bench.send(await bench.end(Role.SEND), 2, receivers, receiving)
 
-    async def _receive_from_both(self, receiver: CheckpointEngine, at: tuple[str, str]) -> dict[str, Tensor]:
+    async def _receive_from_both(self, receiver: WeightReceiver, at: tuple[str, str]) -> dict[str, Tensor]:
         """The successor's sync: the next one, after what a receiver has heard of the end of the first."""
         first = asyncio.ensure_future(receive_all(receiver))
         await asyncio.wait([first])
@@ -87,7 +87,7 @@ class KillSuite(BetweenProcesses):
         await bench.send(sender, version, [other])
 
     @staticmethod
-    def _examine(receiver: CheckpointEngine, received: asyncio.Future[dict[str, Tensor]], at: tuple[str, str]) -> None:
+    def _examine(receiver: WeightReceiver, received: asyncio.Future[dict[str, Tensor]], at: tuple[str, str]) -> None:
         """A receiver has all of the version, or says that it has not."""
         error = received.exception()
         if error is None:

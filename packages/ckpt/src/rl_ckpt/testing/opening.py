@@ -18,7 +18,7 @@ from rl_ckpt.testing.helpers import Pair, Suite, assert_same, failure, receive_a
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightReceiver, WeightSender
 
 TOLD = 7
 """Exit status of a child that was told what to do."""
@@ -82,7 +82,7 @@ class OpeningSuite(Suite):
         assert_same(got, sample_weights())
 
 
-def _use_as_a_child(sender: CheckpointEngine, receiver: CheckpointEngine) -> NoReturn:
+def _use_as_a_child(sender: WeightSender, receiver: WeightReceiver) -> NoReturn:
     """Be refused, close, and exit; killed if any of it hangs."""
     signal.alarm(60)
     status = 1

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_ckpt import connect
 from rl_ckpt.errors import AddressError, CkptError, PeerLostError, PeerTimeoutError, SyncAbortedError, VersionError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightReceiver, WeightSender
     from rl_ckpt.testing.helpers import Pair
     from rl_ckpt.types import SyncReport
 
@@ -118,11 +118,8 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
         """The name is free again, for this end as well."""
 
         async def work(pair: Pair) -> None:
-            def interrupt(*_: object) -> float:
-                raise KeyboardInterrupt
-
             sender = connect(pair.address, role="send", timeout_s=self.long_s, token=self.token)
-            with patch("rl_ckpt.sender.sender.copy_gb_per_s", interrupt), suppress(KeyboardInterrupt):
+            with _InterruptedCopy(), suppress(KeyboardInterrupt):
                 sender.send(sample_weights().items(), version=0)
             await self._works(sender, await pair.receive_end(), 0)
             await sender.close()
@@ -335,7 +332,7 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
         self.run(work, bucket_bytes=1024)
 
     @staticmethod
-    async def _works(sender: CheckpointEngine, receiver: CheckpointEngine, version: int) -> SyncReport:
+    async def _works(sender: WeightSender, receiver: WeightReceiver, version: int) -> SyncReport:
         weights = sample_weights(version)
         got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=version))
         assert_same(got, weights)
@@ -343,7 +340,16 @@ class CheckpointEngineSuite(OpeningSuite, ViewSuite, SourceSuite):
         return report
 
 
-async def _is_told(sender: CheckpointEngine, text: str) -> None:
+class _InterruptedCopy(TorchDispatchMode):
+    """An interrupt at the first copy in this thread: the one that an opening sender measures."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+async def _is_told(sender: WeightSender, text: str) -> None:
     """Wait for a sync to fail at a deadline for this reason; where the machine is busy, another deadline may pass."""
     async with asyncio.timeout(CheckpointEngineSuite.long_s):
         while True:
@@ -354,7 +360,7 @@ async def _is_told(sender: CheckpointEngine, text: str) -> None:
                 return
 
 
-async def _stall(receiver: CheckpointEngine) -> AsyncIterator[tuple[str, Tensor]]:
+async def _stall(receiver: WeightReceiver) -> AsyncIterator[tuple[str, Tensor]]:
     """A sync of which one tensor was taken; where the machine is busy, not of the first that began."""
     while True:
         tensors = receiver.receive_weights()
@@ -363,7 +369,7 @@ async def _stall(receiver: CheckpointEngine) -> AsyncIterator[tuple[str, Tensor]
             return tensors
 
 
-def _generator(engine: CheckpointEngine) -> Any:
+def _generator(engine: WeightReceiver) -> Any:
     """The iterator of `receive_weights`, which is an async generator in all but its declared type."""
     return engine.receive_weights()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine
+    from rl_ckpt.base import WeightReceiver, WeightSender
     from rl_ckpt.testing.helpers import Pair
     from rl_ckpt.types import SyncReport
 
@@ -50,8 +50,8 @@ class VersionSuite(StageSuite, AliasSuite):
 
     @staticmethod
     async def exchange(
-        sender: CheckpointEngine,
-        receivers: Mapping[CheckpointEngine, dict[str, Tensor]],
+        sender: WeightSender,
+        receivers: Mapping[WeightReceiver, dict[str, Tensor]],
         weights: Mapping[str, Tensor],
         version: int,
         *,

@@ -13,7 +13,7 @@ from rl_ckpt.testing.helpers import Pair, Suite, assert_same, receive_all, refus
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_ckpt.base import CheckpointEngine, Hold
+    from rl_ckpt.base import Hold, WeightReceiver, WeightSender
 
 
 class ViewSuite(Suite):
@@ -122,6 +122,6 @@ class ViewSuite(Suite):
         self.run(work, bucket_bytes=1024)
 
 
-async def _again(sender: CheckpointEngine, receiver: CheckpointEngine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+async def _again(sender: WeightSender, receiver: WeightReceiver, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=1))
     return got

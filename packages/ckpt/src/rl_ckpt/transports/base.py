@@ -1,16 +1,19 @@
-"""What a backend with shared slots gives to the two halves of the protocol."""
+"""The seam of a backend: `Transport` moves payload; handshake, commit, digests, votes and differences stay rl-ckpt's.
+
+A backend is a subclass of `Transport` that an entry point of the group `rl_ckpt.backends` names by its URL scheme.
+"""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from rl_ckpt.errors import AddressError, ProtocolError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -19,16 +22,33 @@ if TYPE_CHECKING:
     from rl_ckpt.transports.mapped_source import SourceMap
     from rl_ckpt.types import SessionConfig
 
-
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def checked_name(config: SessionConfig, *allowed: str) -> dict[str, str]:
-    """The options of a session that lives on one machine, after a look at its name.
+class Transport(ABC):
+    """Data plane of a URL scheme: makes one end of it. Has no state of its own, and an `__init__` without arguments.
+
+    Raise `AddressError` for what a URL must not say, and `BackendError` for what this machine lacks. Touch no peer yet.
+    """
+
+    options: ClassVar[Mapping[str, str]] = {}
+    """URL options (`?name=value`), with one line on each; `connect` refuses others. Read them by `config.option`."""
+
+    @abstractmethod
+    def sender(self, config: SessionConfig) -> SendTransport:
+        """The sending end of a session."""
+
+    @abstractmethod
+    def receiver(self, config: SessionConfig) -> ReceiveTransport:
+        """A receiving end of a session."""
+
+
+def require_name(config: SessionConfig) -> None:
+    """Check the name of a session on one host.
 
     Raises:
-        AddressError: the name has other characters than letters, digits, dot, dash and underscore, or more than 64; an
-            option is not among the allowed ones; or there is a token.
+        AddressError: it has other characters than letters, digits, dot, dash and underscore, or more than 64; or there
+            is a token.
     """
     if not _NAME.fullmatch(config.name):
         raise AddressError(
@@ -36,23 +56,6 @@ def checked_name(config: SessionConfig, *allowed: str) -> dict[str, str]:
         )
     if config.token is not None:
         raise AddressError(f"{config.address} takes no token: the kernel says who is at the other end")
-    return checked_options(config, *allowed)
-
-
-def checked_options(config: SessionConfig, *allowed: str) -> dict[str, str]:
-    """What stood behind `?` in the URL.
-
-    Raises:
-        AddressError: an option is not among those that the backend has, or is given twice.
-    """
-    options = dict(config.options)
-    for name, _ in config.options:
-        if name not in allowed:
-            known = ", ".join(allowed) or "none"
-            raise AddressError(f"{config.address!r} has an option {name!r}; options of this backend: {known}")
-    if len(options) < len(config.options):
-        raise AddressError(f"{config.address!r} gives an option twice")
-    return options
 
 
 class PayloadWaits(Protocol):
@@ -80,6 +83,8 @@ class SendTransport(ABC):
     """Size of a bucket where the caller asked for none: few messages, and the other end is not kept waiting long."""
     num_streams: int = 0
     """Connections per receiver that payload is written to; 0 where receivers see the ring itself."""
+    num_slots: int = 4
+    """Slots of the ring. With more than 4, buckets are announced to many receivers several in a message."""
     is_direct: bool = False
     """Whether a stream may be written straight from a tensor, because the kernel copies what it takes."""
     token: bytes | None = None
@@ -149,18 +154,21 @@ class SendTransport(ABC):
 
 
 class Listener(Protocol):
-    """Holds an address and accepts connections, without waiting."""
+    """Socket that holds an address and accepts connections, without waiting."""
+
+    config: SessionConfig
+    """Of the session, with the address that it is reached at."""
 
     def listen(self) -> None:
-        """Answer who dials from now on."""
+        """Accept connections from now on."""
         ...
 
     def fileno(self) -> int:
-        """Becomes readable when somebody dials."""
+        """Becomes readable when a receiver connects."""
         ...
 
     def accept(self) -> Channel | None:
-        """The next that dialled."""
+        """The next connection."""
         ...
 
     def close(self) -> None:
@@ -169,9 +177,29 @@ class Listener(Protocol):
 
 
 class ListeningSend(SendTransport):
-    """A sender that receivers dial, at a listener which `open` makes."""
+    """Sending end that receivers connect to, at a listener. Give it `listener` and `allocate`."""
 
-    _listener: Listener | None = None
+    def __init__(self, config: SessionConfig) -> None:
+        self.address = config.address
+        self._config = config
+        self._listener: Listener | None = None
+
+    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Take the address, allocate, and only then accept: who connects finds all of it ready."""
+        self._listener = listener = self.listener(self._config)
+        self._config = listener.config
+        self.address = listener.config.address
+        slots = self.allocate(num_slots, bucket_bytes)
+        listener.listen()
+        return slots
+
+    @abstractmethod
+    def listener(self, config: SessionConfig) -> Listener:
+        """Take the address; raises `AddressError` if another sender has it."""
+
+    @abstractmethod
+    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Make the ring: `num_slots` writable tensors, uint8 [bucket_bytes]."""
 
     def fileno(self) -> int:
         """The listening socket."""
@@ -180,11 +208,11 @@ class ListeningSend(SendTransport):
         return self._listener.fileno()
 
     def accept(self) -> Channel | None:
-        """The next that dialled."""
+        """The next connection."""
         return None if self._listener is None else self._listener.accept()
 
     def close(self) -> None:
-        """Give the name back."""
+        """Give the address back. Extend it to give the ring back."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -266,3 +294,30 @@ class ReceiveTransport(ABC):
         """Undo what this process itself has written to a slot; False if that cannot hide what the sender wrote."""
         del slot
         return False
+
+
+class ConnectingReceive(ReceiveTransport):
+    """Receiving end that connects a socket to its sender. Give it `connect`, `channel_of` and `map_slots`."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._config = config
+
+    @abstractmethod
+    def connect(self) -> socket.socket | None:
+        """A connection to the sender, or None while there is none."""
+
+    @abstractmethod
+    def channel_of(self, connection: socket.socket) -> Channel:
+        """The control channel over a connection."""
+
+    def dial(self) -> Channel | None:
+        """Connect, if there is a sender."""
+        connection = self.connect()
+        return None if connection is None else self.channel_of(connection)
+
+    def dial_stream(self) -> socket.socket:
+        """Connect once more."""
+        connection = self.connect()
+        if connection is None:
+            raise ConnectionRefusedError(f"nobody answers at {self._config.address}")
+        return connection

@@ -27,7 +27,7 @@ _ENABLE_PEER_ACCESS = 1
 
 
 class Driver(Protocol):
-    """What sharing takes; `rl_ckpt.testing.FakeCuda` is another, for machines without a GPU."""
+    """What sharing takes; `rl_ckpt.testing.FakeGpu` is another, for machines without a GPU."""
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether the memory of a tensor is that of the session's device."""

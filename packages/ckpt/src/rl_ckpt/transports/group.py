@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_ckpt.errors import BackendError, ProtocolError
-from rl_ckpt.protocol.channel import close_in_children
 from rl_ckpt.protocol.messages import NewGroup
-from rl_ckpt.transports.streams import MAX_BUCKET_BYTES, MAX_SLOTS, StreamReceive
-from rl_ckpt.transports.tcp import TcpSend, host_and_port
+from rl_ckpt.transports.streams import MAX_BUCKET_BYTES, MAX_SLOTS
+from rl_ckpt.transports.tcp import TcpReceive, TcpSend, host_and_port
+from rl_csrc.ipc import close_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Session
     from rl_ckpt.transports.base import PayloadWaits
+    from rl_ckpt.types import SessionConfig
 
 _FATAL = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 """What lets NCCL's process group end the whole process: when a peer dies, and when an abort does not come back."""
@@ -205,15 +206,19 @@ MARGIN_S = 30.0
 
 
 class GroupSend(TcpSend):
-    """Rank 0 of every group."""
+    """Sending end that broadcasts each bucket: rank 0 of every group."""
 
-    is_direct = False
+    bucket_bytes = 4 << 20
     device = torch.device("cpu")
     """Where the ring is."""
     _store: tuple[Any, int] | None = None
     _group: BroadcastGroup | None = None
     _members: tuple[int, ...] = ()
     _generation = 0
+
+    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """The ring, on the device."""
+        return [torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_slots)]
 
     def new_group(self, members: Sequence[tuple[int, int, Channel]]) -> list[NewGroup]:
         """Make a group of these, unless it is there."""
@@ -256,12 +261,16 @@ class GroupSend(TcpSend):
         super().close()
 
 
-class GroupReceive(StreamReceive):
-    """Any other rank. Buckets land in slots of its own."""
+class GroupReceive(TcpReceive):
+    """Receiving end of broadcasts: any other rank. Buckets arrive in slots of its own."""
 
     device = torch.device("cpu")
     """Where they are."""
     _group: BroadcastGroup | None = None
+
+    def __init__(self, config: SessionConfig) -> None:
+        super().__init__(config)
+        self._slots: list[Tensor] = []
 
     @property
     def generation(self) -> int:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_ckpt.errors import AddressError, ProtocolError
-from rl_ckpt.protocol.channel import close_in_children
 from rl_ckpt.protocol.messages import Session, Stream, encode
 from rl_ckpt.tensors.spec import memory_of
-from rl_ckpt.transports.base import ListeningSend, ReceiveTransport
+from rl_ckpt.transports.base import ConnectingReceive, ListeningSend
+from rl_csrc.ipc import close_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rl_ckpt.protocol.channel import Channel
     from rl_ckpt.protocol.messages import Bucket
-    from rl_ckpt.transports.base import Listener, PayloadWaits
+    from rl_ckpt.transports.base import PayloadWaits, ReceiveTransport
     from rl_ckpt.types import SessionConfig
 
 MAX_BUCKET_BYTES = 1 << 30
@@ -33,43 +33,39 @@ MAX_STREAMS = 64
 MAX_SLOTS = 64
 
 
-def stream_count(options: dict[str, str], config: SessionConfig, default: int) -> int:
+def stream_count(config: SessionConfig) -> int:
     """The option `streams` of a URL.
 
     Raises:
         AddressError: it is no number from 1 to 64.
     """
-    text = options.get("streams", str(default))
+    text = config.option("streams", "1")
     if not (text.isdecimal() and 1 <= int(text) <= MAX_STREAMS):
         raise AddressError(f"streams is {text!r} in {config.address!r}; allowed are 1 to {MAX_STREAMS}")
     return int(text)
 
 
 class StreamSend(ListeningSend):
-    """Owns a listener, and slots in ordinary memory, in which small tensors are packed."""
+    """Sending end that writes payload to streams; small tensors are packed into slots in ordinary memory.
+
+    Mix it into `UnixSend` or `TcpSend`.
+    """
 
     is_direct = True
     bucket_bytes = 4 << 20
     """Small enough that what was read for its digest is still in the cache when it is sent."""
+    num_slots = 32
 
-    def __init__(
-        self, config: SessionConfig, listen: Callable[[SessionConfig], Listener], num_streams: int, token: bytes | None
-    ) -> None:
-        self.address = config.address
-        self.num_streams = num_streams
-        self.token = token
-        self._config = config
-        self._listen = listen
+    def __init__(self, config: SessionConfig) -> None:
+        super().__init__(config)
+        self.num_streams = stream_count(config)
         self._views: list[memoryview] = []
 
     def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Take the address and allocate."""
         if bucket_bytes > MAX_BUCKET_BYTES:
             raise AddressError(f"bucket_bytes is {bucket_bytes}; on streams at most {MAX_BUCKET_BYTES} are allowed")
-        self._listener = listener = self._listen(self._config)
-        slots = self.allocate(num_slots, bucket_bytes)
-        listener.listen()
-        return slots
+        return super().open(num_slots, bucket_bytes)
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """The ring, in memory of this process."""
@@ -87,33 +83,13 @@ class StreamSend(ListeningSend):
         self._views = []
 
 
-class StreamReceive(ReceiveTransport):
-    """Dials, and lands buckets in slots of its own."""
+class StreamReceive(ConnectingReceive):
+    """Receiving end that reads streams into slots of its own. Mix it into `UnixReceive` or `TcpReceive`."""
 
-    def __init__(
-        self,
-        config: SessionConfig,
-        dial: Callable[[SessionConfig], socket.socket | None],
-        channel_of: Callable[[socket.socket], Channel],
-        token: bytes | None,
-    ) -> None:
-        self.token = token
-        self._config = config
-        self._dial = dial
-        self._channel_of = channel_of
+    def __init__(self, config: SessionConfig) -> None:
+        super().__init__(config)
+        stream_count(config)
         self._slots: list[Tensor] = []
-
-    def dial(self) -> Channel | None:
-        """Connect, if there is a sender."""
-        connection = self._dial(self._config)
-        return None if connection is None else self._channel_of(connection)
-
-    def dial_stream(self) -> socket.socket:
-        """Connect once more."""
-        connection = self._dial(self._config)
-        if connection is None:
-            raise ConnectionRefusedError(f"nobody answers at {self._config.address}")
-        return connection
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """As many slots of its own as the sender has; memory that is never written to costs nothing."""
@@ -203,10 +179,7 @@ class StreamWriter:
             while queue:
                 run, taken = queue[0]
                 try:
-                    if run.view is None:
-                        taken += write(connection, run.slot, run.start + taken, run.start + run.num_bytes)
-                    else:
-                        taken += connection.send(run.view[taken:])
+                    taken += self.write_run(connection, write, run, taken)
                 except (BlockingIOError, InterruptedError):
                     break
                 if taken == run.num_bytes:
@@ -215,6 +188,15 @@ class StreamWriter:
                     queue[0] = (run, taken)
                     if is_patient:
                         break  # it waited already: look up
+
+    @staticmethod
+    def write_run(
+        connection: socket.socket, write: Callable[[socket.socket, int, int, int], int], run: ByteRun, taken: int
+    ) -> int:
+        """Write what a socket takes of a run, behind what it has taken; how much that is."""
+        if run.view is None:
+            return write(connection, run.slot, run.start + taken, run.start + run.num_bytes)
+        return connection.send(run.view[taken:])
 
     def blocked(self) -> list[int]:
         """Descriptors of the streams that have more to write."""

@@ -9,23 +9,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import AddressError
-from rl_ckpt.protocol.channel import Channel, close_in_children
-from rl_ckpt.transports.streams import StreamSend
+from rl_ckpt.protocol.channel import Channel
+from rl_ckpt.transports.base import ConnectingReceive, ListeningSend
+from rl_csrc.ipc import close_in_children
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rl_ckpt.types import SessionConfig
 
 BACKLOG = 128
 TOKEN_VARIABLE = "RL_CKPT_TOKEN"  # the name of the variable
 DIAL_S = 1.0
 """Longest wait for the answer to one attempt to connect, seconds."""
-_PLACE = re.compile(r"\[?(?P<host>[^\[\]]+?)\]?:(?P<port>[0-9]{1,5})")
+_HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\[\]]+?)\]?:(?P<port>[0-9]{1,5})")
 
 
 def token_of(config: SessionConfig) -> bytes:
-    """The secret of a session that is reached over TCP, after a look at its place.
+    """The secret of a session that is reached over TCP, whose URL has a host and a port.
 
     Raises:
         AddressError: there is none, or the URL has no host and port.
@@ -46,10 +45,10 @@ def host_and_port(config: SessionConfig) -> tuple[str, int]:
     Raises:
         AddressError: it is something else.
     """
-    found = _PLACE.fullmatch(config.name)
+    found = _HOST_AND_PORT.fullmatch(config.name)
     if found is None or int(found["port"]) > 65535:  # the last port
         raise AddressError(
-            f"the place in {config.address!r} is {config.name!r}; write {config.address.partition(':')[0]}://host:port"
+            f"the address in {config.address!r} is {config.name!r}; write {config.address.partition(':')[0]}://host:port"
         )
     return found["host"], int(found["port"])
 
@@ -76,12 +75,11 @@ def _tune(connection: socket.socket, timeout_s: float) -> socket.socket:
     return connection
 
 
-class Listener:
-    """Holds a port."""
+class TcpListener:
+    """Listening socket that holds a port."""
 
     def __init__(self, config: SessionConfig) -> None:
         family, address = _resolve(config)
-        self._config = config
         self._timeout_s = config.timeout_s
         self._socket = close_in_children(socket.socket(family, socket.SOCK_STREAM))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,27 +93,23 @@ class Listener:
                 "of this machine"
             ) from error
         self._socket.setblocking(False)
-
-    @property
-    def address(self) -> str:
-        """`host:port`, with the port that it has."""
-        host, _ = host_and_port(self._config)
-        return _address_text((host, int(self._socket.getsockname()[1])))
+        name = _address_text((host_and_port(config)[0], int(self._socket.getsockname()[1])))
+        self.config = replace(config, name=name, address=f"{config.address.partition(':')[0]}://{name}")
 
     def listen(self) -> None:
-        """It does already."""
+        """Nothing: it does so since it was made."""
 
     def fileno(self) -> int:
-        """Becomes readable when somebody dials."""
+        """Becomes readable when somebody connects."""
         return self._socket.fileno()
 
     def accept(self) -> Channel | None:
-        """The next that dialled, whoever it is: it has to prove itself."""
+        """The next connection, whoever made it: it has to prove that it knows the token."""
         try:
-            connection, address = self._socket.accept()
+            connection, found = self._socket.accept()
         except OSError:  # nobody, or somebody who has left again
             return None
-        address = _address_text(address)
+        address = _address_text(found)
         return Channel(_tune(connection, self._timeout_s), f"receiver at {address}", address=address)
 
     def close(self) -> None:
@@ -123,41 +117,44 @@ class Listener:
         self._socket.close()
 
 
-class TcpSend(StreamSend):
-    """Knows its port when it is open."""
+class TcpSend(ListeningSend):
+    """Sending end at a port, a free one for port 0; receivers prove that they know the token. Give it `allocate`."""
 
-    def open(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """Take the port, a free one for port 0."""
-        slots = super().open(num_slots, bucket_bytes)
-        if isinstance(self._listener, Listener):
-            name = self._listener.address
-            self._config = replace(
-                self._config, name=name, address=f"{self._config.address.partition(':')[0]}://{name}"
-            )
-            self.address = self._config.address
-        return slots
+    def __init__(self, config: SessionConfig) -> None:
+        self.token = token_of(config)
+        super().__init__(config)
+
+    def listener(self, config: SessionConfig) -> TcpListener:
+        """Take the port."""
+        return TcpListener(config)
 
 
-def dial(config: SessionConfig) -> socket.socket | None:
-    """Connect to the sender; None while nobody answers."""
-    family, address = _resolve(config)
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.settimeout(min(DIAL_S, config.timeout_s))
-    try:
-        connection.connect(address)
-        is_answered = connection.getsockname() != connection.getpeername()  # a free local port may dial itself
-    except OSError:  # refused, unreachable, late, gone again: it may come yet; the deadline of the caller says if not
-        is_answered = False
-    if not is_answered:
-        connection.close()
-        return None
-    return _tune(connection, config.timeout_s)
+class TcpReceive(ConnectingReceive):
+    """Receiving end of a `TcpSend`. Give it `map_slots`."""
 
+    def __init__(self, config: SessionConfig) -> None:
+        self.token = token_of(config)
+        super().__init__(config)
 
-def channel_of(connection: socket.socket) -> Channel:
-    """The link of a connection that `dial` made."""
-    try:
-        address = _address_text(connection.getpeername())
-    except OSError:  # it is gone again, as whoever reads will hear
-        return Channel(connection, "sender")
-    return Channel(connection, f"sender at {address}", address=address)
+    def connect(self) -> socket.socket | None:
+        """Connect to the sender; None while nobody answers."""
+        family, address = _resolve(self._config)
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.settimeout(min(DIAL_S, self._config.timeout_s))
+        try:
+            connection.connect(address)
+            is_answered = connection.getsockname() != connection.getpeername()  # a free local port may dial itself
+        except OSError:  # refused, unreachable, late, gone again: it may come yet; the caller's deadline says if not
+            is_answered = False
+        if not is_answered:
+            connection.close()
+            return None
+        return _tune(connection, self._config.timeout_s)
+
+    def channel_of(self, connection: socket.socket) -> Channel:
+        """The channel of a connection."""
+        try:
+            address = _address_text(connection.getpeername())
+        except OSError:  # it is gone again, as whoever reads will hear
+            return Channel(connection, "sender")
+        return Channel(connection, f"sender at {address}", address=address)

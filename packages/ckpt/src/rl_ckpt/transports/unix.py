@@ -1,30 +1,25 @@
-"""Meeting on one Linux machine: sockets in the abstract namespace, whose other end the kernel vouches for.
+"""Meeting on one Linux host: sockets in the abstract namespace, whose other end the kernel vouches for.
 
 Such a name vanishes with the process that holds it, so that not even SIGKILL leaves anything behind.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
-import socket
-import struct
 import sys
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import AddressError, BackendError
-from rl_ckpt.protocol.channel import Channel, close_in_children
-from rl_ckpt.tensors.spec import buffer_tensor
+from rl_ckpt.protocol.channel import Channel
+from rl_ckpt.transports.base import ConnectingReceive, ListeningSend, require_name
+from rl_csrc import ipc
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import socket
 
     from rl_ckpt.types import SessionConfig
 
 BACKLOG = 128
-_CREDENTIALS = struct.Struct("iII")
-"""pid, uid, gid of SO_PEERCRED."""
 
 
 def require_linux(config: SessionConfig) -> None:
@@ -35,88 +30,78 @@ def require_linux(config: SessionConfig) -> None:
 
 def _socket_name(config: SessionConfig) -> str:
     scheme, _, _ = config.address.partition("://")
-    return f"\0rl-ckpt-{scheme}-{os.getuid()}-{config.name}"
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """The (pid, uid) of the process at the other end, by the kernel's word."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return pid, uid
+    return f"rl-ckpt-{scheme}-{os.getuid()}-{config.name}"
 
 
 class UnixListener:
-    """Holds the name of a session."""
+    """Listening socket that holds the name of a session."""
 
     def __init__(self, config: SessionConfig) -> None:
-        self._socket = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self.config = config
         try:
-            self._socket.bind(_socket_name(config))
+            self._socket = ipc.bind(_socket_name(config))
         except OSError as error:
-            self._socket.close()
             raise AddressError(
                 f"{config.address} is taken by another sender; close it or choose another name"
             ) from error
-        self._socket.setblocking(False)
 
     def listen(self) -> None:
-        """Answer who dials from now on."""
+        """Accept connections from now on."""
         self._socket.listen(BACKLOG)
 
     def fileno(self) -> int:
-        """Becomes readable when somebody dials."""
+        """Becomes readable when a receiver connects."""
         return self._socket.fileno()
 
     def accept(self) -> Channel | None:
-        """The next process of this user that dialled; one of another user is turned away."""
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except BlockingIOError:
-                return None
-            pid, uid = _credentials(connection)
-            if uid == os.getuid():
-                return Channel(connection, f"receiver pid {pid}")
+        """The next process of this user that connected; one of another user is turned away."""
+        while (found := ipc.accept(self._socket)) is not None:
+            connection, credentials = found
+            if credentials.is_same_user:
+                return Channel(connection, f"receiver pid {credentials.pid}")
             connection.close()
+        return None
 
     def close(self) -> None:
         """Give the name back."""
         self._socket.close()
 
 
-def dial(config: SessionConfig) -> socket.socket | None:
-    """Connect to the sender of that name without waiting; None while there is none.
+class UnixSend(ListeningSend):
+    """Sending end found under a name on this host, by processes of this user. Give it `allocate`."""
 
-    Raises:
-        AddressError: a process of another user holds the name.
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.setblocking(False)
-    try:
-        connection.connect(_socket_name(config))
-    except (ConnectionRefusedError, BlockingIOError):
-        connection.close()
-        return None
-    pid, uid = _credentials(connection)
-    if uid != os.getuid():
-        connection.close()
-        raise AddressError(f"{config.address} is held by pid {pid} of user {uid}, and this is user {os.getuid()}")
-    return connection
+    def __init__(self, config: SessionConfig) -> None:
+        require_linux(config)
+        require_name(config)
+        super().__init__(config)
+
+    def listener(self, config: SessionConfig) -> UnixListener:
+        """Take the name."""
+        return UnixListener(config)
 
 
-def channel_of(connection: socket.socket) -> Channel:
-    """The link of a connection that `dial` made."""
-    return Channel(connection, f"sender pid {_credentials(connection)[0]}")
+class UnixReceive(ConnectingReceive):
+    """Receiving end of a `UnixSend`. Give it `map_slots`."""
 
+    def __init__(self, config: SessionConfig) -> None:
+        require_linux(config)
+        require_name(config)
+        super().__init__(config)
 
-def make_ring(name: str, num_slots: int, bucket_bytes: int) -> tuple[int, list[Tensor]]:
-    """Its descriptor, owned by the caller and sealed against resizing, and its slots, mapped and shared."""
-    descriptor = os.memfd_create(f"rl-ckpt-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, num_slots * bucket_bytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return descriptor, cut(mmap.mmap(descriptor, num_slots * bucket_bytes, mmap.MAP_SHARED), num_slots, bucket_bytes)
+    def connect(self) -> socket.socket | None:
+        """Connect to the sender of that name without waiting; None while there is none.
 
+        Raises:
+            AddressError: a process of another user holds the name.
+        """
+        try:
+            connection, _ = ipc.connect(_socket_name(self._config))
+        except (ConnectionRefusedError, BlockingIOError):
+            return None
+        except PermissionError as error:
+            raise AddressError(f"{self._config.address} is not for this user: {error.strerror}") from error
+        return connection
 
-def cut(memory: mmap.mmap, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-    """The slots, uint8 [bucket_bytes] each; they keep the mapping alive."""
-    return [buffer_tensor(memory, offset=slot * bucket_bytes, num_bytes=bucket_bytes) for slot in range(num_slots)]
+    def channel_of(self, connection: socket.socket) -> Channel:
+        """The channel of a connection, which the kernel names the other process of."""
+        return Channel(connection, f"sender pid {ipc.peer_credentials(connection).pid}")

@@ -111,7 +111,7 @@ class Router(RolloutServer):
     async def add(self, server: RolloutServer, receive: WeightReceiver | None = None) -> None:
         """Start a replica, and use it when it holds the weights that the others serve.
 
-        It takes them by `receive`, from a sender that serves latecomers (rl-ckpt's `serve_late`); without, it takes
+        It takes them by `receive`, from a sender that resends (rl-ckpt's `resend_current`); without, it takes
         part in the next `update_weights`, and this returns after that.
 
         Raises:

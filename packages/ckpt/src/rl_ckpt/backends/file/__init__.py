@@ -11,34 +11,33 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import safetensors
 import safetensors.torch
 import torch
 
 from rl_ckpt.backends.file.folder import Entry, Folder, Manifest
-from rl_ckpt.base import CheckpointEngine
+from rl_ckpt.base import WeightReceiver
 from rl_ckpt.errors import (
     AddressError,
     AttestationError,
     DigestError,
     PeerTimeoutError,
-    SyncAbortedError,
     TensorError,
     UsageError,
 )
 from rl_ckpt.protocol.channel import Deadline, wait_for
-from rl_ckpt.protocol.worker import AsyncSource, Worker
+from rl_ckpt.protocol.worker import Worker
+from rl_ckpt.sender.runner import SourceSender
 from rl_ckpt.tensors.aliasing import AliasCheck
 from rl_ckpt.tensors.digest import combine, leaves_of, model_digest, tree_digest
-from rl_ckpt.tensors.source import Clock, RegisteredSource, Source, checked_version, items_of
+from rl_ckpt.tensors.source import Clock, Source, checked_version
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, require_memory, spec_of
-from rl_ckpt.transports.base import checked_options
 from rl_ckpt.types import Metadata, ReceiverState, Role, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -54,137 +53,75 @@ UNSUPPORTED = frozenset({torch.complex32, torch.complex128, torch.float8_e4m3fnu
 """Dtypes that have a code in rl-ckpt's format and none in that of safetensors."""
 
 
-def open_session(config: SessionConfig) -> CheckpointEngine:
-    """Return one end of a session through a folder.
+class Backend:
+    """Ends of a session through a folder."""
 
-    Raises:
-        AddressError: the path is not absolute, or an option is not allowed.
-    """
-    if not config.name.startswith("/"):
-        raise AddressError(f"the path in {config.address!r} is {config.name!r}; write file:///folder, absolute")
-    if config.token is not None or config.delta:
-        raise AddressError(f"{config.address} takes neither token nor delta: the permissions of the folder count")
-    keep = checked_options(config, "keep").get("keep", "2")
-    if not (keep.isdecimal() and int(keep) >= 1):
-        raise AddressError(f"keep is {keep!r} in {config.address!r}; give the number of versions to keep, from 1")
-    folder = Folder(Path(config.name))
-    return FileSender(config, folder, int(keep)) if config.role is Role.SEND else FileReceiver(config, folder)
+    options: ClassVar[Mapping[str, str]] = {"keep": "versions that stay in the folder, 2 if not given"}
 
+    def open_session(self, config: SessionConfig) -> FileSender | FileReceiver:
+        """Return one end.
 
-class FileEnd(CheckpointEngine):
-    """What both ends have."""
-
-    def __init__(self, config: SessionConfig, folder: Folder) -> None:
-        self.address = config.address
-        self._config = config
-        self._folder = folder
-        self._worker = Worker(f"the {'sender' if config.role is Role.SEND else 'receiver'} of {config.address}")
-        self._state = ReceiverState.IDLE
-        self._version: int | None = None
-        self._digest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        """Version that was published or taken last."""
-        return self._version
-
-    @property
-    def digest(self) -> int | None:
-        """Its tree digest."""
-        return self._digest
-
-    @property
-    def state(self) -> ReceiverState:
-        """Where this end stands."""
-        return self._state
-
-    async def connect(self, num_peers: int = 1) -> None:
-        """Nothing to wait for: the two ends never meet."""
-
-    async def close(self) -> None:
-        """Let go of the folder. Idempotent."""
-        await asyncio.to_thread(self._worker.close, self._folder.unlock, self._config.timeout_s)
-
-    def _metadata(self) -> Metadata:
-        who = "sender" if self._config.role is Role.SEND else "receiver"
-        return Metadata(address=self.address, peer=f"{who} pid {os.getpid()}", bucket_bytes=self._config.bucket_bytes)
-
-    def _not_mine(self) -> UsageError:
-        return UsageError(f"this is the {self._config.role.value} end of {self.address}; open another for the other")
+        Raises:
+            AddressError: the path is not absolute, or an option is not allowed.
+        """
+        if not config.name.startswith("/"):
+            raise AddressError(f"the path in {config.address!r} is {config.name!r}; write file:///folder, absolute")
+        if config.token is not None or config.delta:
+            raise AddressError(f"{config.address} takes neither token nor delta: the permissions of the folder count")
+        keep = config.option("keep", "2")
+        if not (keep.isdecimal() and int(keep) >= 1):
+            raise AddressError(f"keep is {keep!r} in {config.address!r}; give the number of versions to keep, from 1")
+        folder = Folder(Path(config.name))
+        return FileSender(config, folder, int(keep)) if config.role is Role.SEND else FileReceiver(config, folder)
 
 
-class FileSender(FileEnd):
-    """Publishes versions."""
+def _metadata(config: SessionConfig) -> Metadata:
+    return Metadata(
+        address=config.address,
+        peer=f"{'sender' if config.role is Role.SEND else 'receiver'} pid {os.getpid()}",
+        bucket_bytes=config.bucket_bytes,
+    )
+
+
+class FileSender(SourceSender):
+    """Sending end: publishes versions, whether anybody reads them or not."""
 
     def __init__(self, config: SessionConfig, folder: Folder, keep: int) -> None:
-        super().__init__(config, folder)
+        super().__init__(config)
+        self._folder = folder
         self._keep = keep
         self._is_open = False
-        self._registered: RegisteredSource | None = None
 
     async def prepare(self) -> Metadata:
         """Become the writer of the folder. Idempotent."""
         await self._worker.run(self._open)
-        return self._metadata()
+        return _metadata(self._config)
 
-    async def send_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
-        *,
-        version: int,
-        num_peers: int | None = None,
-    ) -> SyncReport:
-        """Publish a version. `num_peers` is not used: who reads it is not known. See `CheckpointEngine`."""
-        if not hasattr(weights, "__aiter__"):
-            source = cast("Iterable[tuple[str, Tensor]] | None", weights)
-            return await self._worker.run(lambda: self._sync(source, version))
-        bridge = AsyncSource(cast("AsyncIterable[tuple[str, Tensor]]", weights), asyncio.get_running_loop())
-        return await self._worker.run(lambda: self._sync(bridge, version), on_cancel=bridge.cancel)
+    async def connect(self, num_peers: int = 1) -> None:
+        """Nothing to wait for: the two ends never meet."""
 
-    def send(
-        self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int, num_peers: int | None = None
-    ) -> SyncReport:
-        """Synchronous twin of `send_weights`: does everything in the calling thread."""
-        return self._worker.call(lambda: self._sync(weights, version))
-
-    def register_source(self, named_tensors: Mapping[str, Tensor] | Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Declare once what is published. See `CheckpointEngine`."""
-        self._registered = RegisteredSource(named_tensors)
-
-    def receive_weights(self, *, clone: bool = False) -> AsyncIterator[tuple[str, Tensor]]:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
-
-    def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
+    def _require(self, num_peers: int | None) -> None:
+        """Nothing: who reads a version is not known."""
 
     def _open(self) -> None:
         if not self._is_open:
             self._folder.lock()
             self._is_open = True
 
-    def _sync(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> SyncReport:
-        clock = Clock()
-        source = Source(() if weights is None else weights, clock)
+    def _release(self) -> None:
+        self._folder.unlock()
+
+    def _run(self, source: Source, version: int, clock: Clock) -> SyncReport:
+        """Publish a version."""
         written: list[str] = []
         try:
-            if weights is None:
-                source = Source(items_of(self._registered), clock, self._registered)
             self._open()
-            last = max(self._folder.versions(), default=-1)
-            version = checked_version(version, last, MAX_VERSION)
+            version = checked_version(version, max(self._folder.versions(), default=-1), MAX_VERSION)
             report = self._write(source, version, clock, written)
-        except Exception as error:
+        except Exception:
             self._folder.remove_files(written)
-            if not self._worker.canceller.is_cancelled:
-                source.drain(error)
-            raise SyncAbortedError(
-                f"the sync of version {version} over {self.address} was called off: {error}"
-            ) from error
-        finally:
-            source.close()
-        self._version, self._digest, self._state = version, report.digest, ReceiverState.COMMITTED
+            raise
+        self._version, self._digest = version, report.digest
         return report
 
     def _write(self, source: Source, version: int, clock: Clock, written: list[str]) -> SyncReport:
@@ -270,36 +207,54 @@ def _kept(tensor: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return plain if is_alone else _copied(tensor)
 
 
-class FileReceiver(FileEnd):
-    """Takes the newest version that it does not have."""
+class FileReceiver(WeightReceiver):
+    """Receiving end: takes the newest version that it does not have."""
 
     def __init__(self, config: SessionConfig, folder: Folder) -> None:
-        super().__init__(config, folder)
+        self.address = config.address
+        self._config = config
+        self._folder = folder
+        self._worker = Worker(f"the receiver of {config.address}")
+        self._state = ReceiverState.IDLE
+        self._version: int | None = None
+        self._digest: int | None = None
         self._held: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._alias_check = AliasCheck()
         self._taken: dict[TensorSpec, int] = {}
         """The digests of the version that was taken last."""
 
+    @property
+    def version(self) -> int | None:
+        """Version that was taken last."""
+        return self._version
+
+    @property
+    def digest(self) -> int | None:
+        """Its tree digest."""
+        return self._digest
+
+    @property
+    def state(self) -> ReceiverState:
+        """Where this end stands."""
+        return self._state
+
     async def prepare(self) -> Metadata:
         """Nothing to allocate."""
-        return self._metadata()
+        return _metadata(self._config)
 
-    async def send_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]] | None = None,
-        *,
-        version: int,
-        num_peers: int | None = None,
-    ) -> SyncReport:
-        """Raise `UsageError`: not for this end."""
-        raise self._not_mine()
+    async def connect(self, num_peers: int = 1) -> None:
+        """Nothing to wait for: the two ends never meet."""
+
+    async def close(self) -> None:
+        """Let go of the folder. Idempotent."""
+        await asyncio.to_thread(self._worker.close, self._folder.unlock, self._config.timeout_s)
 
     def attest_with(self, held: Callable[[], Mapping[str, Tensor] | None] | None) -> None:
-        """Look into the engine before a version counts as taken. See `CheckpointEngine`."""
+        """Look into the engine before a version counts as taken. See `WeightReceiver`."""
         self._held = held
 
     async def receive_into(self, targets: Mapping[str, Tensor], *, strict: bool = True, staged: bool = False) -> int:
-        """See `CheckpointEngine`. Staged, it installs what it has taken, so that there is nothing yet to attest."""
+        """See `WeightReceiver`. Staged, it installs what it has taken, so that there is nothing yet to attest."""
         if staged and self._held is not None:
             raise UsageError(
                 "staged=True installs when a sync has ended, and attest_with looks before; use one of them"
