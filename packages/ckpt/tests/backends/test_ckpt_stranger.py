@@ -1,0 +1,56 @@
+"""A data plane that a stranger wrote (examples/mmap_transport.py) against the published suites."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from stranger import EXAMPLE, install
+
+import rl_ckpt.testing
+from rl_ckpt import registry
+from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """As after `pip install` of a distribution with this entry point."""
+    monkeypatch.setattr(registry, "entry_points", registry.entry_points)  # put back after the test
+    install()
+
+
+@pytest.mark.contract
+@on_linux
+class TestMmap(CheckpointEngineSuite, VersionSuite, ProcessSuite):
+    set_up = install
+
+    def new_address(self):
+        return f"mmap://{new_name()}?folder=/dev/shm"
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@on_linux
+class TestMmapKilled(KillSuite):
+    set_up = install
+    new_address = TestMmap.new_address
+
+
+def test_it_is_short_and_uses_what_is_published():
+    code = EXAMPLE.read_text()
+    assert len(code.splitlines()) <= 150
+    assert _modules(code) <= {"rl_ckpt.errors", "rl_ckpt.transports", "rl_ckpt.types"}
+
+
+def test_the_published_suites_import_no_private_module_and_patch_nothing_private():
+    for path in Path(rl_ckpt.testing.__file__).parent.glob("*.py"):
+        code = path.read_text()
+        assert not [module for module in _modules(code) if "._" in module], path
+        assert "unittest.mock" not in code, path
+
+
+def _modules(code):
+    names = {node.module for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)}
+    return {name for name in names if name and name.startswith("rl_ckpt")}
