@@ -14,5 +14,5 @@ def seeds():
 
 
 def one(data):
-    if data and data[0] in messages._KINDS:  # the decoder has looked
+    if data and data[0] in messages.KINDS:  # the decoder has looked
         messages.decode(data[0], data[1:])

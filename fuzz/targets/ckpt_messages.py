@@ -7,7 +7,7 @@ EXPECTED = (ProtocolError,)
 
 
 def seeds():
-    for message in (messages.Hello(3, 1, 7), messages.Ready(1, 2, 3, 4), messages.Begin(1, 2), messages.Free(1)):
+    for message in (messages.Hello(3, 1, 7), messages.Ready(1, 2, 3, 4), messages.Begin(1, 2), messages.Free((1,))):
         yield messages.encode(message, 1)
     yield messages.encode(messages.Manifest(0, ()), 1) + messages.encode(messages.Commit(2), 1)
 

@@ -14,7 +14,7 @@ from rl_ckpt.tensors import delta
 from rl_ckpt.tensors.buckets import Codec, Span
 from rl_ckpt.tensors.digest import combine, leaves_of
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes
-from rl_csrc.bucket import BucketPlan, aligned
+from rl_csrc.buffers.bucket import BucketPlan, aligned
 
 BUCKET_BYTES = 1024
 SPECS = [

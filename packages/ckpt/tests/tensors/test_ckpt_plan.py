@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_csrc.bucket import BucketPlan, aligned
+from rl_csrc.buffers.bucket import BucketPlan, aligned
 
 
 def place_all(sizes, bucket_bytes):

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rl_ckpt.errors import PeerTimeoutError, SyncAbortedError, TensorError, UsageError
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, spec_of
-from rl_csrc.bucket import aligned
+from rl_csrc.buffers.bucket import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -17,7 +17,7 @@ from rl_ckpt.tensors import delta
 from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, model_digest, unpack_leaves
 from rl_ckpt.tensors.spec import TensorSpec, as_bytes, from_bytes, is_plain_on, memory_key, require_memory
-from rl_csrc.bucket import aligned
+from rl_csrc.buffers.bucket import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,7 +13,7 @@ from rl_ckpt.tensors.buckets import ALIGNMENT_BYTES, Codec, Span
 from rl_ckpt.tensors.digest import LEAF_BYTES, combine, leaves_of, pack_leaves
 from rl_ckpt.tensors.spec import memory_of
 from rl_ckpt.transports.streams import ByteRun
-from rl_csrc.bucket import BucketPlan, aligned
+from rl_csrc.buffers.bucket import BucketPlan, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rl_ckpt.sender.peers import Peer, Peers
     from rl_ckpt.tensors.source import Clock, ManifestIndex
     from rl_ckpt.tensors.spec import TensorSpec
-    from rl_csrc.bucket import Placement
+    from rl_csrc.buffers.bucket import Placement
     from rl_csrc.ipc import Waker
 
 MANIFEST_CHUNK = 4096

@@ -1,4 +1,4 @@
-"""What a bucket says of its content: spans of tensors and their codecs. `rl_csrc.bucket` places them."""
+"""What a bucket says of its content: spans of tensors and their codecs. `rl_csrc.buffers.bucket` places them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from rl_ckpt.backends import cuda_ipc
 from rl_ckpt.errors import BackendError
 from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.tensors.spec import as_bytes, buffer_tensor
-from rl_csrc.bucket import aligned
+from rl_csrc.buffers.bucket import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
