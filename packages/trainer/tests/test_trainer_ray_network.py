@@ -52,6 +52,10 @@ def clean(**variables):
     return kept | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "HOME": "/nonexistent"} | variables
 
 
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Without it a client looks for 127.0.0.1 at the machine's own address, where nobody listens."""
+
+
 def run(script, *arguments, timeout_s=150.0, **variables):
     """The exit code, None if it was still trying at its end, and what was printed."""
     command = [sys.executable, "-c", script, *arguments]
@@ -67,11 +71,12 @@ def run(script, *arguments, timeout_s=150.0, **variables):
 def test_a_stranger_can_neither_join_nor_submit(started):
     assert started["address"].startswith("127.0.0.1:")
     start = time.monotonic()
-    known = run(STRANGER, started["address"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=started["token"])
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": started["token"]}
+    known = run(STRANGER, started["address"], **ON_LOOPBACK, **token)
     assert known == (0, "ran 42\n"), "with the token it works, or the rest of this test would show nothing"
     long_s = 3 * (time.monotonic() - start) + 10.0
     for variables in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}):
-        code, printed = run(STRANGER, started["address"], timeout_s=long_s, **variables)
+        code, printed = run(STRANGER, started["address"], timeout_s=long_s, **ON_LOOPBACK, **variables)
         assert code != 0, f"with {variables} a stranger ran {printed}"
         assert "ran" not in printed
     code, printed = run(JOB, f"http://{started['address']}", timeout_s=long_s)

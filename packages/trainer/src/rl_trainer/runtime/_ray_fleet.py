@@ -56,6 +56,8 @@ class RayFleet(Fleet[W]):
     def members(self) -> tuple[int, ...]:
         """Without those whose process has ended."""
         with self._lock:
+            if self._runtime.is_over:  # a call would have Ray start itself anew
+                return ()
             watched = {host.watch: member for member, host in self._hosts.items()}
             over, _ = ray.wait([*watched], num_returns=len(watched), timeout=0) if watched else ([], [])
             for reference in over:
@@ -65,6 +67,8 @@ class RayFleet(Fleet[W]):
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
         """See `Fleet.call`."""
         name = method.__name__
+        if self._runtime.is_over:
+            raise WorkerDiedError(f"the run was ended before {name}")
         answers: dict[int, R | Exception] = {}
         sent: dict[Any, int] = {}
         with self._lock:
@@ -77,19 +81,19 @@ class RayFleet(Fleet[W]):
         deadline = time.monotonic() + self._runtime.timeout_s
         watched = self._runtime.watched()
         pending = list(sent)
-        while pending:
-            left_s = max(deadline - time.monotonic(), 0)
-            done, _ = ray.wait([*pending, *watched], num_returns=1, timeout=left_s)
-            if not done:
-                late = [self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts]
-                raise WorkerTimeoutError(
-                    f"members {[sent[r] for r in pending]} of {self._name} did not finish {name} within "
-                    f"{self._runtime.timeout_s:.0f} s; {told_of(late)}"
-                )
-            if done[0] in watched:
-                raise self._runtime.death_of(watched[done[0]], name)
-            pending.remove(done[0])
-            answers[sent[done[0]]] = self._answer(done[0], sent[done[0]], name)
+        with self._runtime.waiting():
+            while pending:
+                done = self._runtime.first_of([*pending, *watched], deadline, name)
+                if done is None:
+                    late = [self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts]
+                    raise WorkerTimeoutError(
+                        f"members {[sent[r] for r in pending]} of {self._name} did not finish {name} within "
+                        f"{self._runtime.timeout_s:.0f} s; {told_of(late)}"
+                    )
+                if done in watched:
+                    raise self._runtime.death_of(watched[done], name)
+                pending.remove(done)
+                answers[sent[done]] = self._answer(done, sent[done], name)
         return answers
 
     def _answer(self, reference: Any, member: int, what: str) -> Any:
@@ -147,7 +151,7 @@ class RayFleet(Fleet[W]):
         """See `Fleet.wait`."""
         deadline = time.monotonic() + self._runtime.timeout_s
         while not (members := self.members):
-            if not self._starting or time.monotonic() > deadline:
+            if not self._starting or self._runtime.is_over or time.monotonic() > deadline:
                 raise self._last_death or WorkerDiedError(f"{self._name} has no members")
             time.sleep(_POLL_S)
         return members

@@ -19,7 +19,7 @@ from rl_trainer.base import WorkerContext
 from rl_trainer.profiling import span
 from rl_trainer.runtime._network import free_address
 from rl_trainer.runtime.heartbeat import description_of, on_machine_of
-from rl_trainer.runtime.processes import enable_stack_dumps
+from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,6 +125,7 @@ class Host:
             if hasattr(worker, "close"):
                 self.threads[name].submit(worker.close).result()
             self.threads.pop(name).shutdown()
+        end_sessions()  # of workers that were still starting
         self.is_over.set()
 
 

@@ -85,8 +85,8 @@ def _dump(pid: int, file: Path) -> str:
     return "\n".join("\n".join(busy or threads).splitlines()[:_NUM_STACK_LINES])
 
 
-def children(names: Sequence[str]) -> dict[int, str]:
-    """Programs of these names that this process has started, by process id."""
+def children(names: Sequence[str] | None = None) -> dict[int, str]:
+    """Programs that this process has started, by process id: all, or those of these names."""
     found: dict[int, str] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -94,7 +94,7 @@ def children(names: Sequence[str]) -> dict[int, str]:
             program = Path((process / "cmdline").read_bytes().split(b"\0")[0].decode()).name
         except (OSError, ValueError):
             continue
-        if parent == os.getpid() and program in names:
+        if parent == os.getpid() and (names is None or program in names):
             found[int(process.name)] = program
     return found
 
@@ -102,6 +102,17 @@ def children(names: Sequence[str]) -> dict[int, str]:
 def has_ended(pid: int) -> bool:
     """Whether there is no such process, or what is left of one only."""
     return _state(pid) is None
+
+
+def end_sessions() -> None:
+    """Kill what this process has started in sessions of their own, and all that those have started.
+
+    No signal to the group of this process reaches them, and one that still imports does not look for its end yet.
+    """
+    for pid in children():
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == pid:
+                os.killpg(pid, signal.SIGKILL)
 
 
 def end(pid: int) -> None:

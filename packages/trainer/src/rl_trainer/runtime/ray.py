@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from rl_trainer.runtime.heartbeat import Heartbeat
 from rl_trainer.secrets import make_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
 W = TypeVar("W")
 
@@ -37,6 +38,8 @@ _INIT_ATTEMPTS = 3
 _START_TIMEOUT_S = 120.0
 """Of a host process, which has nothing to load yet."""
 _CLOSE_TIMEOUT_S = 20.0
+_LOOK_S = 1.0
+"""How often a wait looks whether the run has been ended."""
 _SPARE_CPUS = 16
 """That a local Ray is told of beyond what the pools ask for: room for fleets to grow."""
 _OBJECT_STORE_BYTES = 256 * 2**20
@@ -76,6 +79,10 @@ class RayRuntime(Runtime):
         self._placements: list[PlacementGroup] = []
         self._hosts: dict[str, list[PlacedHost]] = {}
         self._actors: list[Any] = []
+        self._waiting = threading.Condition()
+        self._num_waiting = 0
+        self.is_over = False
+        """Whether every process is being ended: nobody waits any more."""
         self._fleets: dict[str, RayFleet[Any]] = {}
         self._numbers = itertools.count(1)
         self._has_started_ray = False
@@ -227,24 +234,50 @@ class RayRuntime(Runtime):
         deadline = time.monotonic() + limit
         watched = self.watched()
         pending = list(references)
-        while pending:
-            done, _ = ray.wait([*pending, *watched], num_returns=1, timeout=max(deadline - time.monotonic(), 0))
-            if not done:
-                late = [host for r, host in zip(references, hosts, strict=True) if r in set(pending)]
-                raise WorkerTimeoutError(
-                    f"rank {[host.rank for host in late]} of pool {late[0].pool.name!r} did not finish {what} within "
-                    f"{limit:.0f} s; {told_of([host.where for host in late])}"
-                )
-            if done[0] in watched:
-                raise self.death_of(watched[done[0]], what)
-            pending.remove(done[0])
-            try:
-                ray.get(done)
-            except RayTaskError as error:
-                raise reason_of(error) from error
-            except RayActorError as error:
-                raise self.death_of(hosts[references.index(done[0])], what) from error
-        return ray.get(references)
+        with self.waiting():
+            while pending:
+                done = self.first_of([*pending, *watched], deadline, what)
+                if done is None:
+                    late = [host for r, host in zip(references, hosts, strict=True) if r in set(pending)]
+                    raise WorkerTimeoutError(
+                        f"rank {[host.rank for host in late]} of pool {late[0].pool.name!r} did not finish {what} "
+                        f"within {limit:.0f} s; {told_of([host.where for host in late])}"
+                    )
+                if done in watched:
+                    raise self.death_of(watched[done], what)
+                pending.remove(done)
+                try:
+                    ray.get(done)
+                except RayTaskError as error:
+                    raise reason_of(error) from error
+                except RayActorError as error:
+                    raise self.death_of(hosts[references.index(done)], what) from error
+            return ray.get(references)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """While a thread is in calls of Ray's, which must not be shut down then: that ends the process by a signal."""
+        with self._waiting:
+            self._num_waiting += 1
+        try:
+            yield
+        finally:
+            with self._waiting:
+                self._num_waiting -= 1
+                self._waiting.notify_all()
+
+    def first_of(self, references: list[Any], deadline: float, what: str) -> Any | None:
+        """The first of these that is there; None if the deadline passes.
+
+        Raises:
+            WorkerDiedError: the runtime was stopped meanwhile.
+        """
+        while not self.is_over:
+            left_s = deadline - time.monotonic()
+            done, _ = ray.wait(references, num_returns=1, timeout=min(max(left_s, 0), _LOOK_S))
+            if done or left_s <= 0:
+                return done[0] if done else None
+        raise WorkerDiedError(f"the run was ended during {what}")
 
     def watched(self) -> dict[Any, PlacedHost]:
         """By what is there when they end, the processes of groups: without any one of them the job cannot go on."""
@@ -270,6 +303,7 @@ class RayRuntime(Runtime):
     def stop(self) -> None:
         """Close every worker, end the hosts, and shut down the Ray that was started here."""
         self._heartbeat.stop()
+        self.is_over = True
         for fleet in self._fleets.values():
             fleet.close()
         everyone = {pool: fleet.hosts for pool, fleet in self._fleets.items()} | self._hosts
@@ -288,6 +322,8 @@ class RayRuntime(Runtime):
         for actor in self._actors:  # those too that were still starting: who waits for them hears of it
             ray.kill(actor)
         self._actors.clear()
+        with self._waiting:
+            self._waiting.wait_for(lambda: not self._num_waiting, _CLOSE_TIMEOUT_S)
         for group in self._placements:
             remove_placement_group(group)
         self._hosts, self._fleets, self._placements, self._pools = {}, {}, [], {}
