@@ -141,6 +141,16 @@ def test_a_stuck_interpreter_is_found_with_its_stack(runtime):
     del runtime._hosts["stuck"]
 
 
+def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it():
+    script = "import subprocess, sys; from rl_trainer.runtime.processes import end_sessions\n"
+    script += (
+        "own = subprocess.Popen(['sleep', '300'], start_new_session=True); beside = subprocess.Popen(['sleep', '1'])\n"
+    )
+    script += "end_sessions(); print(own.wait(60), beside.wait(60))"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.split() == [str(-signal.SIGKILL), "0"]
+
+
 OF_RAY = """
 import os, signal, sys, time
 from rl_trainer.base import Dispatch, ResourcePool, register

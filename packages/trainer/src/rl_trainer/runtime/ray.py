@@ -316,7 +316,9 @@ class RayRuntime(Runtime):
                 try:
                     ray.get(reference)
                 except (RayActorError, RayTaskError) as error:
-                    print(f"pool {name!r} did not close cleanly: {error}")  # noqa: T201 - the last word before the processes end
+                    reason = reason_of(error) if isinstance(error, RayTaskError) else error
+                    told = f"pool {name!r} did not close cleanly: {str(reason).partition(chr(10))[0]}"
+                    print(told)  # noqa: T201 - the last word before the processes end
             for host in hosts if late else []:
                 ray.kill(host.actor)
         for actor in self._actors:  # those too that were still starting: who waits for them hears of it
