@@ -143,6 +143,15 @@ def ray_runtime():
         yield runtime
 
 
+def test_a_second_run_of_a_process_has_another_token(monkeypatch):
+    """Ray keeps the first one in its own memory."""
+    for _ in range(2):
+        monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+        with create_runtime("ray", timeout_s=240.0) as runtime:
+            runtime.start([ResourcePool(name="one", num_workers=1, num_cpus=0.1)])
+            assert runtime.create_group(Counter, "one", start=1).add(1) == 2
+
+
 def test_ray_groups_share_the_processes_of_their_pool(ray_runtime):
     first = ray_runtime.create_group(Counter, "two", start=1)
     second = ray_runtime.create_group(Counter, "two", start=100)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,6 +120,7 @@ class RayRuntime(Runtime):
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
             self._has_started_ray = True
+            _forget_token()
             # For the same reason each may compute on all cores; Ray would give torch one thread per reserved CPU.
             os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         if variables:
@@ -332,6 +334,16 @@ class RayRuntime(Runtime):
         if self._has_started_ray:
             ray.shutdown()
             self._has_started_ray = False
+
+
+def _forget_token() -> None:
+    """Have Ray read its token again: it keeps the first that this process had, and the environment's may be another.
+
+    There is no public call for it. A Ray without this one asks for the first token only, which is the usual case.
+    """
+    with suppress(ImportError, AttributeError):
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _init_patiently(options: dict[str, Any]) -> None:
