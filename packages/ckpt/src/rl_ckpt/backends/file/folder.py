@@ -105,15 +105,17 @@ class Folder:
             ProtocolError: it is no manifest.
         """
         path = self._manifest(version)
-        text = path.read_text("utf-8")
+        data = path.read_bytes()
         try:
-            fields: dict[str, Any] = json.loads(text)
+            fields: dict[str, Any] = json.loads(data)
             manifest = Manifest(
                 version=fields["version"],
                 digest=fields["digest"],
                 tensors=tuple(Entry(**entry) for entry in fields["tensors"]),
             )
-        except (ValueError, TypeError, KeyError) as error:
+            if any(type(value) is not str for entry in fields["tensors"] for value in entry.values()):
+                raise TypeError("an entry of a tensor holds something else than text")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ProtocolError(f"{path} is no manifest of rl-ckpt: {error!r}") from error
         if fields.get("format") != FORMAT or manifest.version != version:
             raise ProtocolError(f"{path} is {fields.get('format')!r} of version {manifest.version}; wanted {FORMAT!r}")

@@ -1,0 +1,30 @@
+"""rl-tq: values of the TransferQueue layer, on its wire and in its files, and schemas of columns."""
+
+import io
+
+import msgspec
+
+from rl_tq import _schema
+from rl_tq.compat.transfer_queue import _codec
+
+EXPECTED = (ValueError, msgspec.DecodeError)
+
+
+class File(io.BytesIO):
+    name = "a file"
+
+
+def seeds():
+    yield _codec.encode({"a": [1, "x", None, (2.5, b"y")]})
+    file = File()
+    _codec.write_records(file, [1, {"b": 2}])
+    yield file.getvalue()
+    yield b"\x91" * 3000
+
+
+def one(data):
+    for read in (_codec.decode, lambda data: list(_codec.read_records(File(data))), _schema.read_schema):
+        try:
+            read(data)
+        except EXPECTED:
+            continue
