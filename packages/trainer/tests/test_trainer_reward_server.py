@@ -3,6 +3,10 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -103,3 +107,34 @@ def test_a_job_scores_by_its_own_reward_model(model, reward_model, tmp_path, run
     assert [record["failures"] for record in records] == [{}, {}]
     assert all(record["metrics"]["grad_norm"] > 0 for record in records), "its scores differ, so there is a signal"
     assert all(record["metrics"]["reward/liked"] == pytest.approx(record["reward"]) for record in records)
+
+
+ALONE = """
+import sys, time
+from rl_trainer.base import WorkerContext
+from rl_trainer.workers.reward_server import RewardServers
+
+context = WorkerContext(rank=0, world_size=1)
+servers = RewardServers(context, folders={"liked": sys.argv[1]}, timeout_s=300, heartbeat_s=3)
+servers.wake()
+print(servers._processes["liked"].pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_its_end_is_that_of_its_keeper(reward_model, number):
+    with subprocess.Popen(
+        [sys.executable, "-c", ALONE, reward_model], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as keeper:
+        pid = int(keeper.stdout.readline())
+        os.kill(pid, number)
+        _, told = keeper.communicate(timeout=60)
+    assert keeper.returncode == 1
+    assert f"the server of reward.parts.liked ({reward_model}) is gone; process {pid} " in told
+    deadline = time.monotonic() + 60
+    while is_there(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
