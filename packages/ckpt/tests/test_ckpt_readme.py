@@ -1,4 +1,4 @@
-"""The code of the README: its first block as the two processes that it says, and the others where they can run."""
+"""The code of the README and of docs/: its first block as the two processes that it says, and the others where they can run."""
 
 import asyncio
 import re
@@ -17,8 +17,9 @@ from rl_ckpt.testing import new_name
 
 
 def blocks():
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
-    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    folder = Path(__file__).parents[1]
+    pages = [folder / "README.md", *sorted(folder.glob("docs/*.md"))]
+    return [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
