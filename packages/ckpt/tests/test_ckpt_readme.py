@@ -1,4 +1,4 @@
-"""The code of the README and of docs/: its first block as the two processes that it says, and the others where they can run."""
+"""The code of the README and of docs/: the first block as the two processes it says, others where they can run."""
 
 import asyncio
 import re

@@ -98,7 +98,8 @@ class FileSender(SourceSender):
         return _metadata(self._config)
 
     async def connect(self, num_peers: int = 1) -> None:
-        """Nothing to wait for: the two ends never meet."""
+        """Nothing to wait for: the two ends never meet. A closed end, or a forked child's, says so."""
+        await self._worker.run(lambda: None)
 
     def _require(self, num_peers: int | None) -> None:
         """Nothing: who reads a version is not known."""
@@ -243,7 +244,8 @@ class FileReceiver(WeightReceiver):
         return _metadata(self._config)
 
     async def connect(self, num_peers: int = 1) -> None:
-        """Nothing to wait for: the two ends never meet."""
+        """Nothing to wait for: the two ends never meet. A closed end, or a forked child's, says so."""
+        await self._worker.run(lambda: None)
 
     async def close(self) -> None:
         """Let go of the folder. Idempotent."""
