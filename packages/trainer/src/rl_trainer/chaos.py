@@ -618,7 +618,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _preload(stages)
     chaos = Chaos(
         work,
-        _tiny_model(work / "model"),
+        work / "model" if stages == ["standins"] else _tiny_model(work / "model"),
         deadline_s=arguments.deadline_s,
         has_own_disk=has_own_disk,
         note=lambda line: print(line, flush=True),  # noqa: T201 - a command line
