@@ -169,7 +169,8 @@ def request_from_body(body: bytes, path: str = "the request") -> GenerateRequest
     given = message.sampling_params
     sampling: dict[str, Any] = {name: getattr(given, name) for name in SamplingMessage.__struct_fields__}
     fields["request_id"] = message.request_id or uuid.uuid4().hex
-    return GenerateRequest(**{**fields, "sampling_params": SamplingParams(**sampling)})
+    fields["sampling_params"] = SamplingParams(**sampling)
+    return GenerateRequest(**fields)
 
 
 class _Id(msgspec.Struct):
