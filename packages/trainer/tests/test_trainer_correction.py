@@ -6,7 +6,12 @@ from tensordict import TensorDict
 
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import PolicyLossFunction
-from rl_trainer.algorithms.correction import correction_weights, finished_metrics, mismatch_metrics, rejection_mask
+from rl_trainer.algorithms.rollout_correction import (
+    correction_weights,
+    finished_metrics,
+    mismatch_metrics,
+    rejection_mask,
+)
 from rl_trainer.config import AlgorithmConfig
 
 ROLLOUT = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5]))

@@ -11,7 +11,7 @@ import rl_engine._checkpoint
 from rl_engine import read_manifest, write_manifest
 from rl_engine.errors import CheckpointError
 from rl_trainer import checkpoints
-from rl_trainer.algorithms.kl import AdaptiveKl
+from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree, load_config
 from rl_trainer.data import PromptOrder

@@ -9,7 +9,7 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from rl_engine.types import BatchCounts, ModelOutput
-from rl_trainer.algorithms.process_reward import ProcessRewardLoss
+from rl_trainer.algorithms.prime import ProcessRewardLoss
 from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError, TrainerError
 from rl_trainer.job import run

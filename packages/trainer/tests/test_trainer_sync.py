@@ -7,7 +7,7 @@ from rl_engine.losses import sft_loss
 from rl_engine.testing import FakeEngine, ragged_batch
 from rl_engine.types import EngineConfig, OptimizerConfig
 from rl_tq.types import BatchMeta
-from rl_trainer.algorithms.kl import AdaptiveKl
+from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.config import load_config
 from rl_trainer.errors import StaleWeightsError
 from rl_trainer.pipelines.engines import actor_config, critic_config

@@ -1,7 +1,6 @@
 """What is optimised: advantage estimators and policy losses, pure functions on ragged data, registered by name."""
 
 from rl_trainer.algorithms import group_advantages, token_advantages
-from rl_trainer.algorithms._rows import Aggregation
 from rl_trainer.algorithms.advantages import (
     ADVANTAGES,
     AdvantageInput,
@@ -10,6 +9,7 @@ from rl_trainer.algorithms.advantages import (
     estimator_named,
     register_advantage,
 )
+from rl_trainer.algorithms.aggregation import Aggregation
 from rl_trainer.algorithms.losses import POLICY_LOSSES, PolicyLoss, PolicyLossInput, loss_named
 from rl_trainer.algorithms.policy_loss import PolicyLossFunction
 from rl_trainer.algorithms.value_loss import ValueLossFunction

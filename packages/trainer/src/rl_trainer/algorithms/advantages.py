@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from rl_trainer.algorithms._plugins import named
+from rl_trainer.algorithms.plugins import named
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES, estimator_named, loss_named
-from rl_trainer.algorithms.correction import correction_bounds, rejection_bounds
 from rl_trainer.algorithms.distillation import ALONE
+from rl_trainer.algorithms.rollout_correction import correction_bounds, rejection_bounds
 from rl_trainer.config import AlgorithmConfig, CriticSection, StalenessSection, TeacherSection
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipelines.staleness import create_policy

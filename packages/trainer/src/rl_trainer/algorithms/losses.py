@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rl_trainer.algorithms._plugins import named
 from rl_trainer.algorithms.distillation import ALONE
+from rl_trainer.algorithms.plugins import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

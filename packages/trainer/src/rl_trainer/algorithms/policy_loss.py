@@ -10,15 +10,15 @@ import torch
 import rl_csrc
 from rl_csrc import METRIC_NAMES
 from rl_trainer.algorithms import distillation
-from rl_trainer.algorithms._rows import Aggregation, row_of, row_sums
-from rl_trainer.algorithms.correction import (
+from rl_trainer.algorithms.aggregation import Aggregation, row_of, row_sums
+from rl_trainer.algorithms.losses import PolicyLossInput, loss_named
+from rl_trainer.algorithms.rollout_correction import (
     REJECTED_PER_KEPT,
     configured_rejection,
     configured_weights,
     correction_bounds,
     mismatch_metrics,
 )
-from rl_trainer.algorithms.losses import PolicyLossInput, loss_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_trainer.algorithms._rows import Aggregation
+from rl_trainer.algorithms.aggregation import Aggregation
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import rl_tq
 from rl_trainer.addresses import address_of, check_reach
 from rl_trainer.algorithms import estimator_named
-from rl_trainer.algorithms.kl import AdaptiveKl
+from rl_trainer.algorithms.kl_controller import AdaptiveKl
 from rl_trainer.base import ResourcePool
 from rl_trainer.capabilities import check_started
 from rl_trainer.checkpoints import queue_snapshot

@@ -25,10 +25,10 @@ from rl_trainer.algorithms import (
     estimator_named,
     loss_named,
 )
-from rl_trainer.algorithms.correction import configured_weights, drop_rejected, finished_metrics
 from rl_trainer.algorithms.distillation import teacher_columns
-from rl_trainer.algorithms.kl import estimate_kl
-from rl_trainer.algorithms.process_reward import ProcessRewardLoss
+from rl_trainer.algorithms.kl_controller import estimate_kl
+from rl_trainer.algorithms.prime import ProcessRewardLoss
+from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
 from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.algorithms.token_advantages import value_scan
 from rl_trainer.base import Dispatch, WorkerContext, register

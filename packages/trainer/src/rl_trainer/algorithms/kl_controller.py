@@ -1,4 +1,4 @@
-"""KL to the reference policy as a part of the reward. Legend: `T` tokens (packed)."""
+"""KL to the reference policy in the reward: estimators and the adaptive coefficient. Legend: `T` tokens (packed)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss that the trainer injects into the engine of an implicit process reward model."""
+"""The loss of PRIME's implicit process reward model, which the trainer injects into its engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from rl_trainer.algorithms._rows import row_of, row_sums
+from rl_trainer.algorithms.aggregation import row_of, row_sums
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

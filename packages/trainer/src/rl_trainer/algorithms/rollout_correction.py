@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
-from rl_trainer.algorithms._rows import row_of, row_sums
+from rl_trainer.algorithms.aggregation import row_of, row_sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
