@@ -1,6 +1,5 @@
 """What is optimised: advantage estimators and policy losses, pure functions on ragged data, registered by name."""
 
-from rl_trainer.algorithms import group_advantages, token_advantages
 from rl_trainer.algorithms.advantages import (
     ADVANTAGES,
     AdvantageInput,
@@ -26,8 +25,6 @@ __all__ = [
     "ValueLossFunction",
     "compute_advantages",
     "estimator_named",
-    "group_advantages",
     "loss_named",
     "register_advantage",
-    "token_advantages",
 ]
