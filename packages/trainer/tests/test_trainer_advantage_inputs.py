@@ -6,7 +6,7 @@ import torch
 import rl_tq
 from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import value_scan
-from rl_trainer.algorithms.selection import select_tokens
+from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.config import AlgorithmConfig
 from rl_trainer.workers.engine import EngineWorker
 

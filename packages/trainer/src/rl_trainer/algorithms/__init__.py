@@ -9,8 +9,7 @@ from rl_trainer.algorithms.advantages import (
     register_advantage,
 )
 from rl_trainer.algorithms.aggregation import Aggregation
-from rl_trainer.algorithms.losses import POLICY_LOSSES, PolicyLoss, PolicyLossInput, loss_named
-from rl_trainer.algorithms.policy_loss import PolicyLossFunction
+from rl_trainer.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyLossInput, loss_named
 from rl_trainer.algorithms.value_loss import ValueLossFunction
 
 __all__ = [

@@ -12,14 +12,16 @@ from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipelines.staleness import create_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_trainer.algorithms.advantages import Need
     from rl_trainer.config import Config
 
 
 _OF_REWARDS = ("advantage", "correction", "rejection", "rejection_counts")
-_MEANT = {
-    **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "dro_beta"), (lambda value: value >= 0, "0 or more")),
-    **dict.fromkeys(("tau_pos", "tau_neg", "ratio_max"), (lambda value: value > 0, "above 0")),
+_MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
+    **{name: (lambda value: value >= 0, "0 or more") for name in ("clip_low", "clip_high", "kl_coef", "dro_beta")},
+    **{name: (lambda value: value > 0, "above 0") for name in ("tau_pos", "tau_neg", "ratio_max")},
     "clip_dual": (lambda value: value == 0 or value > 1, "0 (off), or above 1"),
 }
 """By option of our losses: whether a value can be meant, and which can."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.algorithms import ADVANTAGES
-from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.policy_loss import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

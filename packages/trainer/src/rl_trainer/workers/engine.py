@@ -28,9 +28,9 @@ from rl_trainer.algorithms import (
 from rl_trainer.algorithms.advantages import value_scan
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.kl_controller import estimate_kl
+from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.prime import ProcessRewardLoss
 from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
-from rl_trainer.algorithms.selection import select_tokens
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import TrainerError
 from rl_trainer.profiling import span
