@@ -83,7 +83,7 @@ def ours(given):
         precision="float32" if given["device"] == "cpu" else "bfloat16",
         optimizer=OptimizerConfig(lr=given["lr"]),
         max_tokens_per_gpu=given["batch_size"] * given["longest"],
-        share_prompts=given.get("share_prompts"),
+        prefix_sharing=given.get("prefix_sharing"),
     )
     engine = create_engine("fsdp", config)
     engine.initialize()

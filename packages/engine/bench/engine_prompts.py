@@ -32,8 +32,8 @@ def main(run: Run) -> None:
                 [row["input_ids"][:prompt] for row in rows], [row["input_ids"][prompt:] for row in rows]
             )
             budget = {"max_tokens_per_gpu": len(rows) * (prompt + completion), "matmul_precision": "medium"}
-            shared, _ = our_step(model, batch, share_prompts=True, **budget)
-            whole, _ = our_step(model, batch, share_prompts=False, **budget)
+            shared, _ = our_step(model, batch, prefix_sharing=True, **budget)
+            whole, _ = our_step(model, batch, prefix_sharing=False, **budget)
             run.compare(
                 work, {"prompts fed once": shared}, peers={"prompts fed with every row": whole}, unit="tokens/s",
                 amount=len(rows) * (prompt + completion), peer_repetitions=3 if prompt > 100 else None,
@@ -43,7 +43,7 @@ def main(run: Run) -> None:
         for name, share, role in (
             ("prompts fed once", True, Role.OURS), ("prompts fed with every row", False, Role.PEER),
         ):  # fmt: skip
-            found = race(run, folder, given | {"share_prompts": share}, systems=("rl-engine",))["rl-engine"]
+            found = race(run, folder, given | {"prefix_sharing": share}, systems=("rl-engine",))["rl-engine"]
             grown = (found["peak_bytes"] - found["base_bytes"]) / 2**20
             run.record(f"{work}: memory over imports", name, [grown], unit="MiB", role=role)
 

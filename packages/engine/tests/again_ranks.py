@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl_engine._distributed import join_world
+from rl_engine.distributed.world import join_world
 
 seen = []
 for number in range(4):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rl_engine.cli import distill_main, dpo_main, rm_main, sft_main
+from rl_engine.finetune.cli import distill_main, dpo_main, rm_main, sft_main
 
 RUNS = {
     "sft": (sft_main, "rows.jsonl", ["eval.path={}/rows.jsonl"]),

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_engine import EngineConfig, Head, OptimizerConfig, ParallelConfig, create_engine
-from rl_engine._rows import RowBatch
+from rl_engine.batch.row_batch import RowBatch
 from rl_engine.losses import row_mean, row_sum, token_mean, token_values
 from rl_engine.testing import ragged_batch
 from rl_engine.types import BatchCounts, ModelOutput

@@ -25,9 +25,9 @@ from rl_engine import (
     ShardSpec,
     create_engine,
 )
-from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
-from rl_engine._ulysses import SequenceGroup
 from rl_engine.losses import sft_loss
+from rl_engine.model.attention import LAYOUT_KWARG, packed_attention, row_layout
+from rl_engine.model.ulysses import SequenceGroup
 from rl_engine.testing import ragged_batch
 
 
@@ -124,7 +124,7 @@ def by_layout(folder, rank, size, layout):
 def shared_attention(rank, size):
     """Attention with its tokens cut over ranks, and the same with all of them here: outputs and gradients."""
     lengths, heads = [9, 4, 7, 2], 2 * size
-    sharers = SequenceGroup(group=torch.distributed.group.WORLD, rank=rank, size=size)
+    sequence_group = SequenceGroup(group=torch.distributed.group.WORLD, rank=rank, size=size)
     draw = torch.Generator().manual_seed(0)
     options = {"sliding_window": 5, "s_aux": torch.randn(heads, generator=draw, dtype=torch.float64)}
     rows = row_layout([*lengths, -sum(lengths) % size] if sum(lengths) % size else lengths, torch.device("cpu"))
@@ -133,7 +133,7 @@ def shared_attention(rank, size):
     weight = torch.randn(1, total, heads, 4, generator=draw, dtype=torch.float64)
     share = slice(rank * total // size, (rank + 1) * total // size)
     found = []
-    for part, layout in ((slice(None), rows), (share, replace(rows, sharers=sharers))):
+    for part, layout in ((slice(None), rows), (share, replace(rows, sequence_group=sequence_group))):
         inputs = [tensor[:, :, part].clone().requires_grad_() for tensor in whole]
         out, _ = packed_attention(None, *inputs, None, **{LAYOUT_KWARG: layout}, **options)
         grads = torch.autograd.grad((out * weight[:, part]).sum(), inputs)

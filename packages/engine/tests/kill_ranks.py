@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from rl_engine import EngineConfig, OptimizerConfig, _checkpoint, create_engine
+from rl_engine import EngineConfig, OptimizerConfig, create_engine
+from rl_engine.checkpoint import dcp
 
 _spec = spec_from_file_location("engine_ranks", Path(__file__).with_name("engine_ranks.py"))
 ranks = module_from_spec(_spec)
@@ -29,15 +30,15 @@ def arm(point, rank, pids):
     me = os.getpid()
     everybody = [pid for pid in pids if pid != me] + [me]
     if point in ("shards", "one rank") and rank == 1:
-        write = _checkpoint.write_shard
+        write = dcp.write_shard
 
         def then_die(file, parts):
             write(file, parts)
             kill(everybody if point == "shards" else [me])
 
-        _checkpoint.write_shard = then_die
+        dcp.write_shard = then_die
     if point == "manifest":
-        _checkpoint.replace_folder = lambda draft, target: kill(everybody)
+        dcp.replace_folder = lambda draft, target: kill(everybody)
     if point == "renames":
         rename = Path.rename
 

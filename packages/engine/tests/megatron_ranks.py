@@ -20,8 +20,8 @@ from rl_engine import (
     Precision,
     create_engine,
 )
-from rl_engine._optimizer import learning_rate
 from rl_engine.losses import sft_loss
+from rl_engine.optimizer import learning_rate
 from rl_engine.testing import ragged, ragged_batch
 
 _spec = spec_from_file_location("engine_ranks", Path(__file__).with_name("engine_ranks.py"))
@@ -115,14 +115,14 @@ def run(folder, kind, layout, before):
     engine = build(folder, kind, layout, entropy=True, sum_pi_squared=True, num_candidates=CANDIDATES)
     world = engine._state.world
     mine = [row for row, rank in zip(ranks.draw_rows(SEED), owners(world.size), strict=True) if rank == world.rank]
-    fed = []
+    inputs = []
     layer = engine._state.stage.model[0].decoder.layers[0]
-    watch = layer.register_forward_pre_hook(lambda _, given: fed.append(len(given[0])))
+    watch = layer.register_forward_pre_hook(lambda _, given: inputs.append(len(given[0])))
     with engine.eval_mode():
         output = engine.forward_backward_batch(ranks.batch_of(mine), None)
     watch.remove()
     layers = sorted({int(spec.name.split(".")[2]) for spec, _ in engine.get_local_shards() if ".layers." in spec.name})
-    columns, told = output.columns, {"fed": sum(fed), "micro-batches": output.num_micro_batches, "layers": layers}
+    columns, told = output.columns, {"fed": sum(inputs), "micro-batches": output.num_micro_batches, "layers": layers}
     seen = {name: [] for name in ("logprobs", "entropy", "sum_pi_squared", "candidate_token_ids", "candidate_logprobs")}
     for name, found in seen.items():
         assert columns.batch_size[0] == len(mine)

@@ -30,9 +30,9 @@ def draw_rows(seed=11, count=7):
     rows = []
     for _ in range(count):
         prompt, completion = ([draw.randrange(70) for _ in range(draw.randint(1, 9))] for _ in "pc")
-        fed = len(prompt) + len(completion) - 1
+        inputs = len(prompt) + len(completion) - 1
         rows.append(
-            (prompt, completion, [[draw.sample(range(EXPERTS), TOP_K) for _ in range(LAYERS)] for _ in range(fed)])
+            (prompt, completion, [[draw.sample(range(EXPERTS), TOP_K) for _ in range(LAYERS)] for _ in range(inputs)])
         )
     return rows
 

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from rl_engine import ConfigError, _attention
-from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
+from rl_engine import ConfigError
+from rl_engine.model import attention
+from rl_engine.model.attention import LAYOUT_KWARG, packed_attention, row_layout
 
 CPU = torch.device("cpu")
 
@@ -95,7 +96,7 @@ def test_flash_agrees_with_blocks(monkeypatch, window):
     found = []
     for is_flash in (True, False):
         if not is_flash:
-            monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: False)
+            monkeypatch.setattr(attention, "_fits_varlen", lambda *_: False)
         out, _ = packed_attention(None, *inputs, None, **layout)
         weight = torch.arange(out.shape[1], device="cuda", dtype=out.dtype)[None, :, None, None].cos()
         found.append((out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)))
@@ -112,7 +113,7 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, has_gqa):
         groups = query.shape[1] // key.shape[1]
         rows = row_layout(lengths, CPU)
         repeated = (part.repeat_interleave(groups, 1) for part in (key, value))
-        return _attention._attend(query, *repeated, rows, _attention._Options(scale, 0.0, None, None, None))
+        return attention._attend(query, *repeated, rows, attention._Options(scale, 0.0, None, None, None))
 
     def older(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
@@ -121,8 +122,8 @@ def test_the_flash_kernel_is_given_what_it_takes(monkeypatch, has_gqa):
     q, k, v = (part.detach() for part in tensors(lengths))
     layout = row_layout(lengths, CPU)
     want, _ = packed_attention(None, q, k, v, None, **{LAYOUT_KWARG: layout})
-    options = _attention._Options(q.shape[-1] ** -0.5, 0.0, None, None, None)
-    got = _attention._varlen(*(part[0].transpose(0, 1) for part in (q, k, v)), layout, options)
+    options = attention._Options(q.shape[-1] ** -0.5, 0.0, None, None, None)
+    got = attention._varlen(*(part[0].transpose(0, 1) for part in (q, k, v)), layout, options)
     torch.testing.assert_close(got[None], want)
     heads = k.shape[1] if has_gqa else q.shape[1]
     assert given == {"heads": heads, "rows": [0, 7, 11], "longest": 7, "window": (-1, 0), "is_gqa": has_gqa}

@@ -17,9 +17,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_engine import EngineConfig, Head, ModelFolderError, create_engine
-from rl_engine.backends.megatron._bridge import plan
-from rl_engine.backends.megatron._config import read_architecture
-from rl_engine.backends.megatron._weights import plan_weights
+from rl_engine.backends.megatron.bridge import plan
+from rl_engine.backends.megatron.config import read_architecture
+from rl_engine.backends.megatron.weights import plan_weights
 
 SCRIPT = Path(__file__).with_name("bridge_ranks.py")
 _spec = spec_from_file_location("bridge_ranks", SCRIPT)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_engine import distill, dpo, kto, losses, rm, sft
-from rl_engine.kto import divergence
+from rl_engine import losses
+from rl_engine.finetune import distill, dpo, kto, rm, sft
+from rl_engine.finetune.kto import divergence
 from rl_engine.losses import (
     DistillKind,
     DistillLoss,

@@ -13,14 +13,14 @@ from rl_engine import (
     CheckpointError,
     EngineConfig,
     OptimizerConfig,
-    _checkpoint,
     create_engine,
     digest_files,
     find_damage,
     read_manifest,
     write_manifest,
 )
-from rl_engine._distributed import World
+from rl_engine.checkpoint import dcp
+from rl_engine.distributed.world import World
 from rl_engine.testing import write_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), owns_group=False)
@@ -34,15 +34,13 @@ TENSORS = {
 
 def write(folder):
     shapes = {name: list(tensor.shape) for name, tensor in TENSORS.items()}
-    _checkpoint.save(
-        folder, TENSORS, _checkpoint.Manifest(step=4, schedule_step=4, world_size=1, tensors=shapes), ALONE
-    )
+    dcp.save(folder, TENSORS, dcp.Manifest(step=4, schedule_step=4, world_size=1, tensors=shapes), ALONE)
     return folder
 
 
 def read(folder):
     found = {name: torch.full_like(tensor, 9) for name, tensor in TENSORS.items()}
-    _checkpoint.load(folder, found, ALONE)
+    dcp.load(folder, found, ALONE)
     return found
 
 
@@ -90,13 +88,13 @@ def test_the_digest_of_a_tensor_does_not_depend_on_how_it_is_cut():
     for shape in [(), (1,), (17,), (5, 7), (4, 3, 6), (2, 3, 4, 5)]:
         for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float64):
             tensor = torch.randint(0, 255, shape).to(dtype)
-            whole = _checkpoint.digest_part(tensor, ((0,) * len(shape), shape), shape)
+            whole = dcp.digest_part(tensor, ((0,) * len(shape), shape), shape)
             for _ in range(5):
                 boxes = [((0,) * len(shape), shape)]
                 for _ in range(draw.randint(0, 3) if shape else 0):
                     boxes = [part for box in boxes for part in halves(box, draw)]
                 shares = [
-                    _checkpoint.digest_part(
+                    dcp.digest_part(
                         tensor[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))],
                         (offsets, sizes),
                         shape,
@@ -106,9 +104,7 @@ def test_the_digest_of_a_tensor_does_not_depend_on_how_it_is_cut():
                 assert sum(shares) % 2**64 == whole
             if tensor.numel() > 1:
                 other = tensor.flatten().roll(1).reshape(shape)
-                assert torch.equal(other, tensor) or whole != _checkpoint.digest_part(
-                    other, ((0,) * len(shape), shape), shape
-                )
+                assert torch.equal(other, tensor) or whole != dcp.digest_part(other, ((0,) * len(shape), shape), shape)
 
 
 def halves(box, draw):

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rl_engine import BatchError, ConfigError, EngineConfig, Head, Precision, create_engine
-from rl_engine.cli import distill_main
-from rl_engine.distill import DistillConfig, train
+from rl_engine.finetune.cli import distill_main
+from rl_engine.finetune.distill import DistillConfig, train
 from rl_engine.losses import DistillLoss
 from rl_engine.testing import ragged, ragged_batch, write_tiny_model
 from rl_engine.types import BatchCounts, ModelOutput

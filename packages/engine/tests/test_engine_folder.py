@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_engine import CheckpointError, ConfigError, EngineConfig, ModelFolderError, create_engine
-from rl_engine._folder import previous_folder, replace_folder
+from rl_engine.checkpoint.hf_folder import previous_folder, replace_folder
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 

@@ -17,7 +17,7 @@ SIZES = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24}
 VISION = SIZES | {"patch_size": 4, "out_hidden_size": 32}
 TEMPORAL = {"tokens_per_second": 2}
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-KINDS = {
+MODALITIES = {
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
         "vision_config": VISION | TEMPORAL | {"window_size": 16, "fullatt_block_indexes": [1]},
@@ -34,7 +34,7 @@ VIDEO_GRIDS = [[], [[2, 2, 4]], [[1, 2, 2], [2, 4, 2]], [[3, 2, 2]]]  # of each 
 
 def write_model(folder, kind):
     torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **KINDS[kind], **IDS, tie_word_embeddings=False)
+    config = AutoConfig.for_model(kind, **MODALITIES[kind], **IDS, tie_word_embeddings=False)
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
@@ -114,7 +114,7 @@ def built(folder, **changes):
 
 
 @pytest.mark.parametrize("has_videos", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODALITIES)
 def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, has_videos):
     folder = write_model(tmp_path, kind)
     rows = rows_of(patch_numbers(folder))
@@ -133,7 +133,7 @@ def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, ha
         engine.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODALITIES)
 def test_rows_of_the_same_tokens_and_other_pictures_are_not_one_prompt(tmp_path, kind):
     folder = write_model(tmp_path, kind)
     (prompt, completion, pixels, grids), other = rows_of(patch_numbers(folder))[0], torch.Generator().manual_seed(5)
@@ -149,7 +149,7 @@ def test_rows_of_the_same_tokens_and_other_pictures_are_not_one_prompt(tmp_path,
     engine.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODALITIES)
 def test_a_placeholder_that_the_model_wrote_is_a_token_like_any_other(tmp_path, kind):
     """Fed after the prompt, where transformers looks for none: beside images, without any, and for a video."""
     folder = write_model(tmp_path, kind)

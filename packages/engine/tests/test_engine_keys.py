@@ -26,10 +26,10 @@ from rl_engine import (
     OptimizerConfig,
     ParallelConfig,
     Precision,
-    _attention,
     create_engine,
 )
 from rl_engine.losses import token_mean, token_values
+from rl_engine.model import attention
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 _spec = spec_from_file_location("moe_oracle", Path(__file__).with_name("moe_oracle.py"))
@@ -91,7 +91,7 @@ REFUSED = {
 }
 # key: the tests, by backend, that fail where it does nothing; the other backends refuse it
 ELSEWHERE = {
-    "share_prompts": {
+    "prefix_sharing": {
         "fsdp": "test_engine_prompts::test_a_budget_counts_a_shared_prompt_once",
         "torchtitan": "test_engine_prompts::test_a_backend_of_another_library_shares",
     },
@@ -158,8 +158,8 @@ def look(backend, config, folder, parts=STEPPED):
         scores = output.token_values if output.token_logprobs is None else output.token_logprobs
         return -token_mean(scores, token_values(rows, "loss_mask", scores), output), {}
 
-    attend = _attention._attend
-    _attention._attend = lambda *given: calls.append(1) or attend(*given)
+    attend = attention._attend
+    attention._attend = lambda *given: calls.append(1) or attend(*given)
     engine = create_engine(backend, config)
     try:
         engine.initialize()
@@ -178,7 +178,7 @@ def look(backend, config, folder, parts=STEPPED):
             seen |= steps(engine, loss, calls) if config.optimizer is not None else {"stepped": None}
         seen["bad save raised at once"] = is_refused_at_once(engine, folder)
     finally:
-        _attention._attend = attend
+        attention._attend = attend
         with suppress(CheckpointError):  # that of the bad save
             engine.close()
     return seen
@@ -239,7 +239,7 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         assert f"def {test}(" in Path(__file__).with_name(f"{file}.py").read_text()
         return
     _, _, axis = key.rpartition("parallel.")
-    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "share_prompts") else 2
+    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing") else 2
     config = changed(EngineConfig(model_path=str(folders / "model")), folders, key, value)
     with pytest.raises(ConfigError, match=rf"^{key.split('.')[0]}"):
         create_engine(backend, config).initialize()

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from rl_engine import FolderInUseError, _lock, hold_lock
+from rl_engine import FolderInUseError, hold_lock
+from rl_engine.checkpoint import lock as _lock
 
 HOLD = """
 import sys, time

@@ -14,7 +14,7 @@ from rl_engine import (
     Precision,
     create_engine,
 )
-from rl_engine._optimizer import build_optimizer
+from rl_engine.optimizer import build_optimizer
 
 pytestmark = pytest.mark.timeout(600)  # fourteen engines in one start of two processes, on a machine that may be busy
 SCRIPT = Path(__file__).with_name("megatron_ranks.py")

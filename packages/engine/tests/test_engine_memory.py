@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from rl_engine import ConfigError, EngineConfig, _sharding, create_engine
+from rl_engine import ConfigError, EngineConfig, create_engine
+from rl_engine.backends.fsdp import parallelize
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -117,7 +118,7 @@ def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
     plain = built(tmp_path)
     want = take_steps(plain)
     plain.close()
-    monkeypatch.setattr(_sharding, "has_gpu", lambda: True)
+    monkeypatch.setattr(parallelize, "has_gpu", lambda: True)
     engine = built(tmp_path, cpu_offload=True)
     groups = [module._get_fsdp_state()._fsdp_param_group for module in find_sharded(engine)]
     assert len(groups) == 3  # two layers, and the rest

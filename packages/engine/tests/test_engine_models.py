@@ -70,7 +70,7 @@ def test_scores_and_gradients_are_those_of_the_bare_model(tmp_path, kind):
     engine = create_engine("fsdp", config)
     engine.initialize()
     assert engine._scorer.is_packed == (kind in PACKED)
-    assert engine._scorer.shares_prompts == (kind in PACKED and kind not in PARTED)
+    assert engine._scorer.shares_prefixes == (kind in PACKED and kind not in PARTED)
     assert engine._scorer.head is not None
     with engine.eval_mode():
         columns = engine.forward_backward_batch(ragged_batch(*ROWS), None).columns

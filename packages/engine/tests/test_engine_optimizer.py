@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from rl_engine import BatchCounts, ModelOutput, NonFiniteError, OptimizerConfig
-from rl_engine._optimizer import build_optimizer, clip_grad_norm, learning_rate
 from rl_engine.losses import sft_loss
+from rl_engine.optimizer import build_optimizer, clip_grad_norm, learning_rate
 from rl_engine.testing import ragged_batch
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_engine.backends.megatron._pipeline import schedule
+from rl_engine.backends.megatron.pipeline import schedule
 
 
 def play(count, num_stages, num_chunks, *, has_backward):

@@ -4,9 +4,17 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from rl_engine import BatchError
-from rl_engine._cost import CostModel, cost_model
-from rl_engine._deal import Copies, deal_rows
-from rl_engine._plan import Load, bundle, check_budget, deal_units, partition, plan_micro_batches, plan_rows
+from rl_engine.batch.cost import CostModel, cost_model
+from rl_engine.batch.load_balance import ModelReplicas, assign_rows
+from rl_engine.batch.micro_batches import (
+    Load,
+    balance_units,
+    bundle,
+    check_budget,
+    partition,
+    plan_micro_batches,
+    plan_rows,
+)
 
 
 def apart(values):
@@ -14,8 +22,8 @@ def apart(values):
     return Load(alone=values, prompt=[0] * len(values), groups=range(len(values)))
 
 
-def both_ways(parcels):
-    return parcels, parcels
+def both_ways(work_items):
+    return work_items, work_items
 
 
 def test_differences_are_merged_largest_first():
@@ -72,7 +80,7 @@ def test_groups_differ_by_no_more_than_the_largest_item(costs, count):
 
 @given(st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=5))
 def test_dealing_never_makes_the_fullest_rank_fuller(costs):
-    dealt = deal_units(costs)
+    dealt = balance_units(costs)
     if dealt is None:
         return
     sums = [0] * len(costs)
@@ -83,20 +91,20 @@ def test_dealing_never_makes_the_fullest_rank_fuller(costs):
 
 
 def test_balanced_ranks_keep_their_rows_and_others_move_few():
-    assert deal_units([[5, 5], [10], [4, 6]]) is None
-    assert deal_units([[4, 4, 4, 4], []]) == [[0, 1, 1, 0], []]
-    assert deal_units([[9, 4, 3], [2]]) == [[0, 1, 1], [1]]  # what is heaviest stays
+    assert balance_units([[5, 5], [10], [4, 6]]) is None
+    assert balance_units([[4, 4, 4, 4], []]) == [[0, 1, 1, 0], []]
+    assert balance_units([[9, 4, 3], [2]]) == [[0, 1, 1], [1]]  # what is heaviest stays
 
 
 def test_pairs_move_together_and_ranks_of_one_copy_share_its_rows():
-    alone = Copies(copy_of=(0, 1), speakers=(0, 1))
-    deal = deal_rows(alone, [both_ways([(2.0, [0, 2]), (2.0, [1, 3])]), both_ways([])])
-    assert deal is not None
-    assert deal.target[0][0] == deal.target[0][2] != deal.target[0][1] == deal.target[0][3]
-    both = Copies(copy_of=(0, 0), speakers=(0,))
-    deal = deal_rows(both, [both_ways([(1.0, [0])]), both_ways([(2.0, [0]), (1.0, [1])])])
-    assert deal is not None
-    assert deal.target == ((0,), (0, 0))
+    alone = ModelReplicas(replica_of=(0, 1), leaders=(0, 1))
+    assignment = assign_rows(alone, [both_ways([(2.0, [0, 2]), (2.0, [1, 3])]), both_ways([])])
+    assert assignment is not None
+    assert assignment.target[0][0] == assignment.target[0][2] != assignment.target[0][1] == assignment.target[0][3]
+    both = ModelReplicas(replica_of=(0, 0), leaders=(0,))
+    assignment = assign_rows(both, [both_ways([(1.0, [0])]), both_ways([(2.0, [0]), (1.0, [1])])])
+    assert assignment is not None
+    assert assignment.target == ((0,), (0, 0))
 
 
 def test_rows_of_one_prompt_take_it_once():
@@ -131,19 +139,19 @@ def test_no_micro_batch_has_more_unique_tokens_than_the_budget(data):
 
 
 def test_a_group_is_parted_only_where_that_gains_more_than_its_prompt_costs():
-    alone = Copies(copy_of=(0, 1), speakers=(0, 1))
+    alone = ModelReplicas(replica_of=(0, 1), leaders=(0, 1))
     group = Load(alone=[30.0] * 4, prompt=[20.0] * 4, groups=[0] * 4)
     fine = [(30.0, [row]) for row in range(4)]
-    deal = deal_rows(alone, [([(group.of(range(4)), [0, 1, 2, 3])], fine), both_ways([])])
-    assert deal is None  # 60 here, and twice 60 if each row brought its prompt along
+    assignment = assign_rows(alone, [([(group.of(range(4)), [0, 1, 2, 3])], fine), both_ways([])])
+    assert assignment is None  # 60 here, and twice 60 if each row brought its prompt along
     fine = [(12.0, [row]) for row in range(4)]
-    deal = deal_rows(alone, [([(42.0, [0, 1, 2, 3])], fine), both_ways([])])
-    assert deal is not None
-    assert sorted(deal.target[0]) == [0, 0, 1, 1]
+    assignment = assign_rows(alone, [([(42.0, [0, 1, 2, 3])], fine), both_ways([])])
+    assert assignment is not None
+    assert sorted(assignment.target[0]) == [0, 0, 1, 1]
     together = [(42.0, [0, 1]), (42.0, [2, 3])]
-    deal = deal_rows(alone, [(together, [(22.0, [row]) for row in range(4)]), both_ways([])])
-    assert deal is not None
-    assert deal.target[0] in ((0, 0, 1, 1), (1, 1, 0, 0))
+    assignment = assign_rows(alone, [(together, [(22.0, [row]) for row in range(4)]), both_ways([])])
+    assert assignment is not None
+    assert assignment.target[0] in ((0, 0, 1, 1), (1, 1, 0, 0))
 
 
 def test_a_row_costs_its_products_and_the_pairs_it_sees():

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ParallelConfig, _attention, check, create_engine
-from rl_engine._attention import LAYOUT_KWARG, packed_attention, row_layout
-from rl_engine._gather import repeats, take_rows
-from rl_engine._rows import RowBatch
+from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ParallelConfig, check, create_engine
+from rl_engine.batch.packed import repeats, take_rows
+from rl_engine.batch.row_batch import RowBatch
 from rl_engine.losses import sft_loss
+from rl_engine.model import attention
+from rl_engine.model.attention import LAYOUT_KWARG, packed_attention, row_layout
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -34,8 +35,10 @@ cut_ranks, models, moe_oracle = module_of("cut_ranks"), module_of("test_engine_m
 images, rows_by_themselves = module_of("test_engine_images"), module_of("test_engine_attention").oracle
 
 
-def packed_of(prompts, completions, *, shares_prompts=True, device=CPU):
-    batch = RowBatch(ragged_batch(prompts, completions), needs_mask=True, device=device, shares_prompts=shares_prompts)
+def packed_of(prompts, completions, *, shares_prefixes=True, device=CPU):
+    batch = RowBatch(
+        ragged_batch(prompts, completions), needs_mask=True, device=device, shares_prefixes=shares_prefixes
+    )
     return batch.pack(range(len(prompts)))
 
 
@@ -88,7 +91,7 @@ def test_attention_is_that_of_whole_rows(scale, options, data):
         [[1000 * index + place for place in range(prompts[index] * scale)] for index, _ in rows],
         [[10**6 + 1000 * row + place for place in range(own * scale)] for row, (_, own) in enumerate(rows)],
     )
-    whole, packed = packed_of(*given, shares_prompts=False), packed_of(*given)
+    whole, packed = packed_of(*given, shares_prefixes=False), packed_of(*given)
     place_of = {token: place for place, token in enumerate(packed.token_ids.tolist())}
     fed_as = [place_of[token] for token in whole.token_ids.tolist()]
     first = [fed_as.index(place) for place in range(packed.num_valid)]
@@ -150,7 +153,7 @@ def test_the_flash_kernel_is_given_segments_and_their_keys(monkeypatch, window):
     ]
     want = attended(packed, inputs, window)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "_fits_varlen", lambda *_: True)
     torch.testing.assert_close(attended(packed, inputs, window), want)
 
 
@@ -165,7 +168,7 @@ def test_the_flash_kernel_agrees_with_blocks(monkeypatch, window):
         for heads in (4, 2, 2)
     ]
     flash = attended(packed, inputs, window)
-    monkeypatch.setattr(_attention, "_fits_varlen", lambda *_: False)
+    monkeypatch.setattr(attention, "_fits_varlen", lambda *_: False)
     torch.testing.assert_close(flash, attended(packed, inputs, window), atol=3e-2, rtol=3e-2)
 
 
@@ -194,7 +197,7 @@ def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head):
     is_judge = head == Head.REWARD
     config = EngineConfig(
         model_path=str(folders / ("judge" if is_judge else "policy")),
-        precision="float64", head=head, entropy=not is_judge, share_prompts=True,
+        precision="float64", head=head, entropy=not is_judge, prefix_sharing=True,
     )  # fmt: skip
     engine = create_engine("fsdp", config)
     engine.initialize()
@@ -207,9 +210,9 @@ def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head):
             pairs = draw.sample(range(len(drawn[0]) // 2), len(drawn[0]) // 2)
             rows = [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
             batch = cut_ranks.batch_of(drawn, rows, has_candidates=name in cut_ranks.OF_CANDIDATES)
-            with fed_tokens(engine) as fed:
+            with fed_tokens(engine) as inputs:
                 metrics = engine.forward_backward_batch(batch, cut_ranks.LOSSES[name]).metrics
-            spared += sum(len(drawn[0][row]) + len(drawn[1][row]) - (not is_judge) for row in rows) - sum(fed)
+            spared += sum(len(drawn[0][row]) + len(drawn[1][row]) - (not is_judge) for row in rows) - sum(inputs)
             wanted, gradients = cut_ranks.reference(folders, seed, name)
             assert metrics == pytest.approx(wanted, rel=1e-9, abs=1e-9)
             for key, value in engine._scorer.model.named_parameters():
@@ -252,15 +255,15 @@ def group_batch(seed=0):
 def test_nothing_depends_on_it(folders, way, budget):
     """In float32, whose norms transformers computes in any number format; what is fed is less."""
     seen = []
-    for share_prompts in (None, False):
-        engine = built(folders / "qwen3", share_prompts=share_prompts, max_tokens_per_gpu=budget, **WAYS[way])
+    for prefix_sharing in (None, False):
+        engine = built(folders / "qwen3", prefix_sharing=prefix_sharing, max_tokens_per_gpu=budget, **WAYS[way])
         loss = value_loss if WAYS[way].get("head") else sft_loss
-        with fed_tokens(engine) as fed:
+        with fed_tokens(engine) as inputs:
             is_frozen = way == "scores alone"
             output = engine.forward_backward_batch(group_batch(), loss, forward_only=is_frozen)
             norm = 0.0 if is_frozen else engine.optimizer_step()
         columns = {name: column.values() for name, column in output.columns.items()}
-        seen.append((columns, output.metrics, norm, dict(engine.get_per_tensor_param()[0]), sum(fed)))
+        seen.append((columns, output.metrics, norm, dict(engine.get_per_tensor_param()[0]), sum(inputs)))
         engine.close()
     ours, plain = seen
     torch.testing.assert_close(ours[0], plain[0], rtol=1e-6, atol=1e-7)
@@ -273,11 +276,11 @@ def test_nothing_depends_on_it(folders, way, budget):
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_many_copies_of_keys_are_not_kept(folders, monkeypatch, is_recomputed):
     """Attention is computed again instead, with the same gradient; and again where whole layers are recomputed."""
-    batch, seen, attend = ragged_batch([[5, 6, 7, 8] * 10] * 12, [[9, 1, 2]] * 12), [], _attention._attend
-    for share_prompts in (True, False):
-        engine = built(folders / "qwen3", share_prompts=share_prompts, activation_checkpointing=is_recomputed)
+    batch, seen, attend = ragged_batch([[5, 6, 7, 8] * 10] * 12, [[9, 1, 2]] * 12), [], attention._attend
+    for prefix_sharing in (True, False):
+        engine = built(folders / "qwen3", prefix_sharing=prefix_sharing, activation_checkpointing=is_recomputed)
         calls = []
-        monkeypatch.setattr(_attention, "_attend", lambda *given, to=calls: to.append(1) or attend(*given))
+        monkeypatch.setattr(attention, "_attend", lambda *given, to=calls: to.append(1) or attend(*given))
         output = engine.forward_backward_batch(batch, sft_loss)
         seen.append((output.metrics["loss"], engine.optimizer_step(), len(calls)))
         engine.close()
@@ -294,11 +297,11 @@ def value_loss(output, rows):
 def test_a_budget_counts_a_shared_prompt_once(folders):
     batch = ragged_batch([[5] * 100] * 8, [[6] * 10] * 8)
     seen = {}
-    for share_prompts, budget in ((True, 180), (True, 179), (False, 180)):
-        engine = built(folders / "qwen3", share_prompts=share_prompts, max_tokens_per_gpu=budget)
-        with fed_tokens(engine) as fed:
+    for prefix_sharing, budget in ((True, 180), (True, 179), (False, 180)):
+        engine = built(folders / "qwen3", prefix_sharing=prefix_sharing, max_tokens_per_gpu=budget)
+        with fed_tokens(engine) as inputs:
             engine.forward_backward_batch(batch, sft_loss)
-        seen[share_prompts, budget] = fed
+        seen[prefix_sharing, budget] = inputs
         engine.close()
     # the last token of a completion is in the budget and is not fed
     assert seen == {(True, 180): [172], (True, 179): [136, 136], (False, 180): [109] * 8}
@@ -321,33 +324,33 @@ def test_what_cannot_share_is_refused_or_left_alone(folders, case):
     backend, model, changes, why = REFUSED[case]
     size = changes.get("parallel", ParallelConfig()).sp
     config = EngineConfig(model_path=str(folders / model), **changes)
-    assert re.search(f"^no: .*{why}", check(backend, config, size)["share_prompts"])
-    with pytest.raises(ConfigError, match=f"share_prompts is true and .*{why}"):
-        check(backend, replace(config, share_prompts=True), size)
-    assert check(backend, replace(config, share_prompts=False), size) == {"share_prompts": "no"}
+    assert re.search(f"^no: .*{why}", check(backend, config, size)["prefix_sharing"])
+    with pytest.raises(ConfigError, match=f"prefix_sharing is true and .*{why}"):
+        check(backend, replace(config, prefix_sharing=True), size)
+    assert check(backend, replace(config, prefix_sharing=False), size) == {"prefix_sharing": "no"}
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "torchtitan"])
 def test_what_can_says_so(folders, backend):
     config = EngineConfig(model_path=str(folders / "qwen3"))
-    for share_prompts in (None, True):
-        assert check(backend, replace(config, share_prompts=share_prompts)) == {"share_prompts": "yes"}
+    for prefix_sharing in (None, True):
+        assert check(backend, replace(config, prefix_sharing=prefix_sharing)) == {"prefix_sharing": "yes"}
 
 
 def test_a_frozen_model_with_dropout_shares(folders):
     """Nothing drops out where nothing is trained."""
-    assert check("fsdp", EngineConfig(model_path=str(folders / "dropout"), optimizer=None)) == {"share_prompts": "yes"}
+    assert check("fsdp", EngineConfig(model_path=str(folders / "dropout"), optimizer=None)) == {"prefix_sharing": "yes"}
 
 
 def test_a_backend_of_another_library_shares(folders):
     seen = []
-    for share_prompts in (True, False):
-        config = EngineConfig(model_path=str(folders / "qwen3"), precision="float64", share_prompts=share_prompts)
+    for prefix_sharing in (True, False):
+        config = EngineConfig(model_path=str(folders / "qwen3"), precision="float64", prefix_sharing=prefix_sharing)
         engine = create_engine("torchtitan", config)
         engine.initialize()
-        with fed_tokens(engine) as fed:
+        with fed_tokens(engine) as inputs:
             output = engine.forward_backward_batch(group_batch(), sft_loss)
-        seen.append((output.columns["logprobs"].values(), output.metrics["loss"], engine.optimizer_step(), sum(fed)))
+        seen.append((output.columns["logprobs"].values(), output.metrics["loss"], engine.optimizer_step(), sum(inputs)))
         engine.close()
     (ours, *shared), (plain, *others) = seen
     torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)

@@ -6,10 +6,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from rl_engine import BatchError, _folder, _rows
-from rl_engine._rows import RowBatch
-from rl_engine._sight import Sight
+from rl_engine import BatchError
+from rl_engine.batch import row_batch
+from rl_engine.batch.row_batch import RowBatch
+from rl_engine.checkpoint import hf_folder
 from rl_engine.losses import last_token, pair_mean, pairs_of, process_reward_loss, row_sum, sft_loss, token_values
+from rl_engine.model.multimodal import MultimodalInputs
 from rl_engine.testing import ragged, ragged_batch
 from rl_engine.types import BatchCounts, ModelOutput
 
@@ -111,7 +113,7 @@ def test_a_micro_batch_is_cut_without_waiting_for_the_device(monkeypatch):
     for column in ("prompt_token_ids", "completion_token_ids"):
         ragged_column = batch._columns[column]
         object.__setattr__(ragged_column, "values", ragged_column.values.as_subclass(OnDevice))
-    monkeypatch.setattr(_rows, "to_device", lambda tensor, device: tensor.as_subclass(OnDevice))
+    monkeypatch.setattr(row_batch, "to_device", lambda tensor, device: tensor.as_subclass(OnDevice))
     OnDevice.waits.clear()
     packed, plain = batch.pack([2, 0]), want.pack([2, 0])
     selected = batch.select([2, 0])
@@ -124,13 +126,16 @@ def test_a_micro_batch_is_cut_without_waiting_for_the_device(monkeypatch):
 
 
 def test_images_are_placed_without_waiting_for_the_device(monkeypatch, tmp_path):
-    model = _folder.empty_model(images.write_model(tmp_path, "qwen3_vl"))
-    batch, sight = RowBatch(images.batch_of(images.rows_of(96)), needs_mask=True, device=CPU), Sight(model)
-    sight.place(batch)
-    monkeypatch.setattr(_rows, "to_device", lambda tensor, device: tensor.as_subclass(OnDevice))
+    model = hf_folder.empty_model(images.write_model(tmp_path, "qwen3_vl"))
+    batch, multimodal = (
+        RowBatch(images.batch_of(images.rows_of(96)), needs_mask=True, device=CPU),
+        MultimodalInputs(model),
+    )
+    multimodal.place(batch)
+    monkeypatch.setattr(row_batch, "to_device", lambda tensor, device: tensor.as_subclass(OnDevice))
     packed = batch.pack([2, 1])
     OnDevice.waits.clear()
-    positions = sight.arguments(packed)["position_ids"]
+    positions = multimodal.arguments(packed)["position_ids"]
     assert OnDevice.waits == []
     assert positions.shape == (3, 1, sum(packed.lengths))
     first = positions[:, 0, : packed.lengths[0]]  # text, an image of one token, text, and one of two by two

@@ -11,17 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_engine import TrainingWorker, _training
-from rl_engine.cli import parse_config
-from rl_engine.distill import DistillConfig
-from rl_engine.distill import train as distill
-from rl_engine.dpo import DpoConfig
-from rl_engine.dpo import train as prefer
+from rl_engine import TrainingWorker
 from rl_engine.errors import ConfigError, EngineError
-from rl_engine.rm import RmConfig
-from rl_engine.rm import train as judge
-from rl_engine.sft import SftConfig
-from rl_engine.sft import train as fine_tune
+from rl_engine.finetune import loop
+from rl_engine.finetune.cli import parse_config
+from rl_engine.finetune.distill import DistillConfig
+from rl_engine.finetune.distill import train as distill
+from rl_engine.finetune.dpo import DpoConfig
+from rl_engine.finetune.dpo import train as prefer
+from rl_engine.finetune.rm import RmConfig
+from rl_engine.finetune.rm import train as judge
+from rl_engine.finetune.sft import SftConfig
+from rl_engine.finetune.sft import train as fine_tune
 from rl_engine.testing import write_tiny_model
 
 RUNS = {
@@ -88,7 +89,7 @@ CASES += [(kind, key, *what) for kind, keys in OWN.items() for key, what in keys
 
 
 def test_every_key_is_in_a_table():
-    shared = {field.name for field in fields(_training.RunConfig)}
+    shared = {field.name for field in fields(loop.RunConfig)}
     assert shared == SHARED.keys() | ELSEWHERE_TESTED
     for kind, keys in OWN.items():
         assert {field.name for field in fields(kind)} == shared | keys.keys()

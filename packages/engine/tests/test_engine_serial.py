@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_engine._serial import decode, encode
+from rl_engine.distributed.serialization import decode, encode
 from rl_engine.errors import EngineError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

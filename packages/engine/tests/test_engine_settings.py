@@ -3,7 +3,7 @@
 import pytest
 
 from rl_engine import ConfigError, EngineConfig, LoraConfig, OptimizerConfig, create_engine
-from rl_engine._settings import check_settings
+from rl_engine.settings import check_settings
 from rl_engine.testing import FakeEngine
 
 

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoTokenizer
 
 from rl_engine import ConfigError, DataError, EngineConfig, create_engine
-from rl_engine._training import batches
-from rl_engine.cli import parse_config, sft_main
-from rl_engine.sft import SftConfig, tokenize_file, train
+from rl_engine.finetune.cli import parse_config, sft_main
+from rl_engine.finetune.loop import batches
+from rl_engine.finetune.sft import SftConfig, tokenize_file, train
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from rl_engine import EngineConfig, create_engine
-from rl_engine._distributed import World
-from rl_engine._step import Tally
+from rl_engine.batch.results import MicroBatchResults
+from rl_engine.distributed.world import World
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -14,7 +14,7 @@ DATA = ragged_batch([[5, 6, 7], [8], [3] * 9], [[9, 10], [11, 12, 13], [1, 2, 3,
 @pytest.mark.parametrize("backend", ["fsdp", "megatron", "torchtitan"])
 def test_metrics_are_read_and_reduced_once(tmp_path, monkeypatch, backend):
     calls = []
-    for owner, name in ((World, "exchange"), (Tally, "metric_values")):
+    for owner, name in ((World, "exchange"), (MicroBatchResults, "metric_values")):
         method = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda *given, method=method, name=name, **more: calls.append(name) or method(*given, **more)

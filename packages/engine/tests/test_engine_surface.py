@@ -35,7 +35,12 @@ def test_an_unknown_backend_lists_what_is_installed():
 
 def test_a_backend_that_cannot_be_imported_prints_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for name in ("backends.fsdp", "_sharding", "_model"):  # imported by other tests, with transformers
+    for name in (
+        "backends.fsdp",
+        "backends.fsdp.engine",
+        "backends.fsdp.parallelize",
+        "model.hf",
+    ):  # imported by other tests, with transformers
         monkeypatch.delitem(sys.modules, f"rl_engine.{name}", raising=False)
     with pytest.raises(BackendError, match=r"pip install 'rl-engine\[fsdp\]'") as raised:
         create_engine("fsdp", EngineConfig(model_path="nowhere"))

@@ -170,7 +170,7 @@ def test_whether_prompts_are_shared_is_told(folder):
         (["engine.backend=megatron"], "no: "),
     ):
         told = dict(check_backends(load_config("quickstart", [f"model.path={folder}", *overrides])))
-        assert told["share_prompts"].startswith(words)
+        assert told["prefix_sharing"].startswith(words)
 
 
 def test_a_server_that_cannot_be_seeded_is_told_of_and_gets_no_seeds(folder):

@@ -1,15 +1,14 @@
 """rl-engine trains one language model: forward, backward, step, and the weights out again, with the loss injected.
 
 `create_engine("fsdp", EngineConfig(...))` gives an `Engine` (see `rl_engine.base`), `TrainingWorker` one with fewer
-verbs; `check` says beforehand what would be refused. Loss functions live in `rl_engine.losses`, fine-tuning in
-`rl_engine.sft`, preferences in `rl_engine.dpo`, reward models in `rl_engine.rm`, fakes and the conformance suite in
+verbs; `check` says beforehand what would be refused. Loss functions live in `rl_engine.losses`, training programs in
+`rl_engine.finetune` (SFT, preferences, reward models, distillation), fakes and the conformance suite in
 `rl_engine.testing`.
 """
 
-from rl_engine._lock import hold_lock
-from rl_engine._manifest import digest_files, find_damage, read_manifest, write_manifest
-from rl_engine._registry import check, create_engine
 from rl_engine.base import Engine, LossFunction
+from rl_engine.checkpoint.lock import hold_lock
+from rl_engine.checkpoint.manifest import digest_files, find_damage, read_manifest, write_manifest
 from rl_engine.errors import (
     BackendError,
     BatchError,
@@ -21,6 +20,7 @@ from rl_engine.errors import (
     ModelFolderError,
     NonFiniteError,
 )
+from rl_engine.registry import check, create_engine
 from rl_engine.types import (
     BatchCounts,
     EngineConfig,

@@ -59,7 +59,7 @@ class Engine(ABC):
         same code. What only the ranks can tell (a GPU, a compiler, the values of the weights) is found there.
 
         Returns:
-            By key, in words, what settings that are left to the engine come to, such as `share_prompts`.
+            By key, in words, what settings that are left to the engine come to, such as `prefix_sharing`.
 
         Raises:
             BackendError, ConfigError, ModelFolderError: as `initialize`.

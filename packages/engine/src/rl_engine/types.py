@@ -157,7 +157,7 @@ class EngineConfig:
     """Of matrix products inside `forward_backward_batch`; matters for float32 only."""
     max_tokens_per_gpu: int = 16384
     """Tokens (prompt and completion) of one micro-batch; a prompt that its rows share counts once."""
-    share_prompts: bool | None = None
+    prefix_sharing: bool | None = None
     """Feed the model a prompt once that several rows of a micro-batch begin with, and keep such rows together: the same
     numbers for less work and memory. None: where backend, model and layout allow it, as `check` tells; true is refused
     where they do not."""

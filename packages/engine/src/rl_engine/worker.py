@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_engine._registry import create_engine
+from rl_engine.registry import create_engine
 
 if TYPE_CHECKING:
     from pathlib import Path

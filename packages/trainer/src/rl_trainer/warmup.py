@@ -89,7 +89,9 @@ def make_small_model(
         "target_sequence_accuracy": config.target_accuracy,
         "log_every": _LOG_EVERY,
     }
-    _run([sys.executable, "-m", "rl_engine.cli", *(f"{k}={v}" for k, v in settings.items())], timeout_s, on_line)
+    _run(
+        [sys.executable, "-m", "rl_engine.finetune.cli", *(f"{k}={v}" for k, v in settings.items())], timeout_s, on_line
+    )
     return model
 
 

@@ -1,9 +1,9 @@
 """The `megatron` backend: megatron-core's GPT with tensor, pipeline, expert and data parallelism.
 
-Where things are: `_config` reads a Hugging Face config and refuses what is not supported; `_layout` has the process
-groups; `_model` builds this rank's part of the model and scores packed rows; `_weights` maps it to Hugging Face names;
-`_optimizer` is AdamW sharded over data-parallel ranks; `_pipeline` is the 1F1B schedule; `_state` is what an
-initialised engine holds; `_engine` ties them together.
+Where things are: `config` reads a Hugging Face config and refuses what is not supported; `layout` has the process
+groups; `model` builds this rank's part of the model and scores packed rows; `weights` maps it to Hugging Face names;
+`optimizer` is AdamW sharded over data-parallel ranks; `pipeline` is the 1F1B schedule; `state` is what an
+initialised engine holds; `engine` ties them together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core warns at import of each optional package that it goes without
-    from rl_engine.backends.megatron._engine import MegatronEngine
+    from rl_engine.backends.megatron.engine import MegatronEngine
 
 if TYPE_CHECKING:
     from rl_engine.base import Engine

@@ -1,7 +1,7 @@
 """The `torchtitan` backend: torchtitan's model definitions and parallelize functions.
 
-Where things are: `_model` builds torchtitan's decoder from a Hugging Face config and scores packed rows with it;
-`_engine` reads the folder into it. Steps, weights and checkpoints are those of the fsdp backend.
+Where things are: `model` builds torchtitan's decoder from a Hugging Face config and scores packed rows with it;
+`engine` reads the folder into it. Steps, weights and checkpoints are those of the fsdp backend.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchtitan compiles flex_attention at import, which loads what torch deprecates
-    from rl_engine.backends.torchtitan._engine import TorchtitanEngine
+    from rl_engine.backends.torchtitan.engine import TorchtitanEngine
 
 if TYPE_CHECKING:
     from rl_engine.base import Engine

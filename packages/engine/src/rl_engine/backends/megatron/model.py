@@ -1,0 +1,322 @@
+"""This rank's part of the model: megatron-core's layers, fed packed rows, giving log-probs of completion tokens.
+
+Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` head size, `tp` tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rl_csrc import parallel_logprobs
+from rl_engine.backends.megatron.vocab import VocabShard
+from rl_engine.backends.megatron.weights import padded_vocab
+from rl_engine.batch.packed import take_rows
+from rl_engine.batch.results import Scores
+from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
+from rl_engine.model.logprobs import LinearHead, ScoreOptions, score_states, score_values
+from rl_engine.model.moe import routing_of
+from rl_engine.model.ulysses import SequenceGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron.core.transformer import TransformerConfig
+
+    from rl_engine.backends.megatron.architecture import Architecture
+    from rl_engine.backends.megatron.layout import Layout
+    from rl_engine.batch.packed import PackedRows
+    from rl_engine.model.moe import ExpertLoad, Routing
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """What megatron-core hands through to the attention of packed rows, with our own layout of them."""
+
+    rows: RowLayout | None = None
+    """Where each row lies."""
+
+
+class RmsNorm(nn.RMSNorm):
+    """Zhang and Sennrich, 1910.07467, with the mark by which gradients are summed under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
+
+class RowAttention(nn.Module):
+    """Causal attention within each packed row."""
+
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, packed_seq_params: RowParams, **_: Any
+    ) -> Tensor:
+        """(T, 1, heads, D) in, (T, 1, heads * D) out."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        rows: dict[str, Any] = {LAYOUT_KWARG: packed_seq_params.rows}
+        out, _nothing = packed_attention(self, q, k, v, mask, scaling=self._scale, **rows)
+        return out[0].flatten(1, 2)[:, None]
+
+
+def layer_spec(config: TransformerConfig, arch: Architecture, chunk: int) -> TransformerBlockSubmodules:
+    """megatron-core's own modules, with the norm and attention above."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=arch.num_experts or None, qk_layernorm=arch.has_qk_norm, normalization="RMSNorm"
+    )
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = RowAttention
+    if arch.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    norm: Any = RmsNorm
+    vp_stage = None if config.virtual_pipeline_model_parallel_size is None else chunk
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+
+
+def _without_transformer_engine() -> None:
+    """megatron-core 0.16.1's router asks for a name that it has only beside Transformer Engine; delete with 0.17."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+class RouterChoice:
+    """Takes the place of megatron-core's own replay at one layer's router; set `routing` before its forward."""
+
+    def __init__(self, layer: int, *, are_probabilities: bool) -> None:
+        self.layer = layer
+        """Among those of the whole model."""
+        self._are_probabilities = are_probabilities
+        self.routing: Routing | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the experts to take; `scores` are logits, or probabilities where they come first."""
+        wanted = None if self.routing is None else self.routing.choice(self.layer)
+        if wanted is None:
+            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            values, chosen = scores.gather(1, wanted), wanted
+        if self.routing is not None:
+            self.routing.observe(self.layer, scores.log() if self._are_probabilities else scores, chosen)
+        return values, chosen
+
+
+class _Attach(torch.autograd.Function):
+    """`hidden` as it is, whose backward pass also differentiates `share`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (share,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(share)
+
+
+def attach(hidden: Tensor, share: Tensor) -> Tensor:
+    """Let a loss of this stage alone be differentiated together with what the next stages make of `hidden`."""
+    return _Attach.apply(hidden, share)  # pyright: ignore[reportReturnType]
+
+
+class StageModel(GPTModel):
+    """One piece of a pipeline stage: its layers, the embedding in the first of all, the head in the last."""
+
+    def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout, chunk: int) -> None:
+        _without_transformer_engine()
+        spec: Any = layer_spec(config, arch, chunk)
+        super().__init__(
+            config,
+            spec,
+            vocab_size=padded_vocab(arch.vocab_size, layout.tp.size),
+            max_sequence_length=arch.context,
+            pre_process=layout.pp.rank == 0 and chunk == 0,
+            post_process=layout.is_last_stage and chunk == layout.vpp - 1,
+            share_embeddings_and_output_weights=arch.is_tied,
+            position_embedding_type="none",
+            vp_stage=chunk if layout.vpp > 1 else None,
+        )
+        piece = chunk * layout.pp.size + layout.pp.rank
+        first = piece * (arch.num_layers // (layout.pp.size * layout.vpp))
+        layers: Any = self.decoder.layers if arch.num_experts else ()
+        for index, layer in enumerate(layers):
+            layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)
+        if arch.has_scalar_head and self.post_process:
+            del self.output_layer
+            self.score = nn.Linear(arch.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Nothing: both stages of a tied embedding read the same tensor, and the optimizer sums its gradients."""
+
+
+class Stage(nn.Module):
+    """One pipeline stage as a function of packed rows, which every method but `padded` takes padded."""
+
+    def __init__(
+        self,
+        chunks: Sequence[StageModel],
+        config: TransformerConfig,
+        arch: Architecture,
+        layout: Layout,
+        *,
+        inv_freq: Tensor,
+        wanted: ScoreOptions,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.model = nn.ModuleList(chunks)
+        self._config, self._arch, self._layout = config, arch, layout
+        self._inv_freq = inv_freq
+        self._wanted, self._recompute = wanted, recompute
+        self._sequence_group: SequenceGroup | None = None
+        if layout.cp.size > 1:
+            self._sequence_group = SequenceGroup(group=layout.cp.group, rank=layout.cp.rank, size=layout.cp.size)
+        self._shares = layout.cp.size * (layout.tp.size if config.sequence_parallel else 1)
+
+    def padded(self, rows: PackedRows) -> PackedRows:
+        """With as many tokens as the ranks that share them can share evenly."""
+        return rows.padded(self._shares)
+
+    def num_tokens(self, rows: PackedRows) -> int:
+        """Tokens that this rank's activations hold: its share under context and sequence parallelism."""
+        return sum(rows.lengths) // self._shares
+
+    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool) -> Routing | None:
+        """What the routers of this rank do with a micro-batch; None without experts."""
+        if not self._arch.num_experts:
+            return None
+        share, place = self.num_tokens(rows), self._layout.cp.rank
+        if self._config.sequence_parallel:
+            place = place * self._layout.tp.size + self._layout.tp.rank
+        return routing_of(rows, load, is_counting=is_counting, start=place * share, stop=(place + 1) * share)
+
+    def hidden(self, chunk: int, rows: PackedRows, received: Tensor | None, routing: Routing | None = None) -> Tensor:
+        """`[T, 1, H]` after one piece's layers (this rank's share of `T`, see `num_tokens`).
+
+        Args:
+            chunk: The piece.
+            rows: The micro-batch.
+            received: The result of the piece before; None in the first of all.
+            routing: From `route`.
+        """
+        start, stop = (0, sum(rows.lengths)) if self._sequence_group is None else self._sequence_group.token_range(rows)
+        model: Any = self.model[chunk]
+        hidden = self._embed(model, rows.token_ids[start:stop]) if received is None else received
+        freqs = rows.position_ids[start:stop, None].to(torch.float32) * self._inv_freq.to(rows.position_ids.device)
+        rotary = torch.cat([freqs, freqs], dim=-1)[:, None, None]
+        params = RowParams(rows=row_layout(rows.lengths, rows.token_ids.device, self._sequence_group))
+        for layer in model.decoder.layers:
+            arguments: dict[str, Any] = {
+                "attention_mask": None,
+                "rotary_pos_emb": rotary,
+                "packed_seq_params": params,
+            }
+            if self._recompute and torch.is_grad_enabled():
+                hidden = checkpoint(self._layer, layer, hidden, routing, arguments, use_reentrant=False)
+            else:
+                hidden = self._layer(layer, hidden, routing, arguments)
+        norm = model.decoder.final_layernorm
+        return hidden if norm is None else norm(hidden)
+
+    def _layer(self, layer: Any, hidden: Tensor, routing: Routing | None, arguments: dict[str, Any]) -> Tensor:
+        """One layer; recomputed ones are given the routing of their own micro-batch again."""
+        if routing is not None:
+            layer.mlp.router.router_replay.routing = routing
+        return layer(hidden, **arguments)[0]
+
+    def score(self, hidden: Tensor, rows: PackedRows) -> Scores:
+        """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`."""
+        score = self._values if self._arch.has_scalar_head else self._logprobs
+        if self._sequence_group is None:
+            return score(hidden, rows)
+        start, _ = self._sequence_group.token_range(rows)
+        first, last = self._sequence_group.score_range(rows)
+        share = replace(
+            rows,
+            score_index=rows.score_index[first:last] - start,
+            labels=rows.labels[first:last],
+            candidates=None if rows.candidates is None else rows.candidates[first:last],
+        )
+        return self._sequence_group.gather_scores(score(hidden, share), rows)
+
+    def _values(self, hidden: Tensor, rows: PackedRows) -> Scores:
+        """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
+        if self._config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        last: Any = self.model[-1]
+        return score_values(last.score(take_rows(hidden[:, 0], rows.score_index)))
+
+    def _logprobs(self, hidden: Tensor, rows: PackedRows) -> Scores:
+        """With tensor parallelism each rank makes the logits of its part of the vocabulary.
+
+        Only five numbers per token are exchanged.
+        """
+        if self._config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        states = take_rows(hidden[:, 0], rows.score_index)
+        weight = self._head_weight()
+        if self._layout.tp.size == 1:
+            return score_states(states, weight, None, rows.labels, rows.candidates, LinearHead(), self._wanted)
+        if not self._config.sequence_parallel:
+            states = copy_to_tensor_model_parallel_region(states)
+        logits = states @ weight.T
+        shard = VocabShard(logits, self._layout.tp, self._layout.tp.rank * self._vocab_rows(), self._wanted)
+        others = shard.with_labels(rows) if rows.candidates is not None or self._wanted.num_candidates else None
+        found = parallel_logprobs(
+            logits,
+            rows.labels,
+            vocab_start=shard.start,
+            gather=self._layout.tp.all_gather,
+            temperature=self._wanted.temperature,
+            ignore_index=None,
+            inplace=others is None,
+        )
+        scores = Scores(
+            logprobs=found.logprobs,
+            entropy=found.entropy if self._wanted.entropy else None,
+            sum_pi_squared=found.sum_pi_squared if self._wanted.sum_pi_squared else None,
+        )
+        return scores if others is None else shard.add_candidates(scores, others)
+
+    def _vocab_rows(self) -> int:
+        return padded_vocab(self._arch.vocab_size, self._layout.tp.size) // self._layout.tp.size
+
+    def _head_weight(self) -> Tensor:
+        """This rank's rows of the head, without those that pad the vocabulary."""
+        model: Any = self.model[-1]
+        weight = model.shared_embedding_or_output_weight() if self._arch.is_tied else model.output_layer.weight
+        assert weight is not None
+        count = min(self._vocab_rows(), self._arch.vocab_size - self._layout.tp.rank * self._vocab_rows())
+        return weight[:count]
+
+    def _embed(self, model: Any, token_ids: Tensor) -> Tensor:
+        """`[T, 1, H]`, this rank's tokens of it under sequence parallelism."""
+        embedded = model.embedding.word_embeddings(token_ids[None])
+        if model.embedding.reduce_scatter_embeddings:
+            token_ids = token_ids.chunk(self._layout.tp.size)[self._layout.tp.rank]
+        else:
+            embedded = embedded.transpose(0, 1)
+        if self._arch.pad_id is None:
+            return embedded
+        return torch.where((token_ids == self._arch.pad_id)[:, None, None], embedded.detach(), embedded)

@@ -1,0 +1,301 @@
+"""Which Hugging Face tensors make up which megatron-core parameter, how they are cut, and where the pieces lie.
+
+One plan for the whole model, the same on every rank: reading takes this rank's entries from it, exporting walks all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rl_engine.backends.megatron.architecture import Architecture
+    from rl_engine.backends.megatron.layout import Axis, Layout
+
+
+SCORE = "score.weight"
+
+
+class Cut(StrEnum):
+    """How a Hugging Face tensor is split over tensor-parallel ranks."""
+
+    WHOLE = "whole"
+    """Every rank has all of it."""
+    ROWS = "rows"
+    """Along the first dimension (Megatron's column parallel)."""
+    COLUMNS = "columns"
+    """Along the second (Megatron's row parallel)."""
+
+
+class Form(StrEnum):
+    """How several Hugging Face tensors lie in one parameter."""
+
+    PLAIN = "plain"
+    """One tensor, as it is."""
+    QKV = "qkv"
+    """Per key head: its queries, the key, the value."""
+    STACKED = "stacked"
+    """One below the other: gate, then up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One parameter of one pipeline stage (and one expert-parallel rank)."""
+
+    parameter: str
+    """Name in the owner's list of GPTModels, which starts with the place in it."""
+    tensors: dict[str, tuple[int, ...]]
+    """Hugging Face names and full shapes."""
+    cut: Cut = Cut.WHOLE
+    """Split over tensor-parallel ranks."""
+    form: Form = Form.PLAIN
+    """How the tensors lie in the parameter."""
+    stage: int
+    """Pipeline rank that has it."""
+    expert_rank: int | None = None
+    """Expert-parallel rank that has it; None: all."""
+    is_tied: bool = False
+    """Another stage has the same tensor: the embedding that is also the head."""
+    is_copy: bool = False
+    """The last stage's copy of such a one: read, not exported, and not counted in the gradient norm."""
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding when every tensor-parallel rank has equally many."""
+    return -(-vocab_size // tp) * tp
+
+
+def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entry]:
+    """Every parameter of the model, in the order of the layers."""
+    vocab = (arch.vocab_size, arch.hidden_size)
+    embedding = Entry(
+        parameter="0.embedding.word_embeddings.weight",
+        tensors={"model.embed_tokens.weight": vocab},
+        cut=Cut.ROWS,
+        stage=0,
+        is_tied=arch.is_tied and pp > 1,
+    )
+    entries = [embedding]
+    per_piece = arch.num_layers // (pp * vpp)
+    for layer in range(arch.num_layers):
+        piece, local = divmod(layer, per_piece)
+        chunk, stage = divmod(piece, pp)
+        target = f"{chunk}.decoder.layers.{local}"
+        entries += _layer(arch, f"model.layers.{layer}", target, stage)
+        if arch.num_experts:
+            entries += _experts(arch, f"model.layers.{layer}.mlp", f"{target}.mlp", stage, ep)
+    norm = {"model.norm.weight": (arch.hidden_size,)}
+    entries.append(Entry(parameter=f"{vpp - 1}.decoder.final_layernorm.weight", tensors=norm, stage=pp - 1))
+    if arch.has_scalar_head:
+        entries.append(Entry(parameter=f"{vpp - 1}.{SCORE}", tensors={SCORE: (1, arch.hidden_size)}, stage=pp - 1))
+    elif not arch.is_tied:
+        entries.append(_head("lm_head.weight", vocab, pp, vpp))
+    elif pp > 1:
+        entries.append(_head("model.embed_tokens.weight", vocab, pp, vpp, is_copy=True))
+    return entries
+
+
+def own_entries(entries: list[Entry], layout: Layout) -> dict[str, Entry]:
+    """What this rank has, by the name of the parameter."""
+    return {entry.parameter: entry for entry in entries if _is_mine(entry, layout)}
+
+
+def shapes_of(entries: list[Entry]) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model, once."""
+    return {name: shape for entry in entries for name, shape in entry.tensors.items()}
+
+
+def _head(name: str, shape: tuple[int, ...], pp: int, vpp: int, *, is_copy: bool = False) -> Entry:
+    return Entry(
+        parameter=f"{vpp - 1}.output_layer.weight",
+        tensors={name: shape},
+        cut=Cut.ROWS,
+        stage=pp - 1,
+        is_tied=is_copy,
+        is_copy=is_copy,
+    )
+
+
+def _layer(arch: Architecture, source: str, target: str, stage: int) -> list[Entry]:
+    hidden, size = arch.hidden_size, arch.head_dim
+    widths = {"q": arch.num_heads * size, "k": arch.num_groups * size, "v": arch.num_groups * size}
+
+    def qkv(kind: str, *rest: int) -> Entry:
+        return Entry(
+            parameter=f"{target}.self_attention.linear_qkv.{kind}",
+            tensors={f"{source}.self_attn.{part}_proj.{kind}": (width, *rest) for part, width in widths.items()},
+            cut=Cut.ROWS,
+            form=Form.QKV,
+            stage=stage,
+        )
+
+    def whole(parameter: str, name: str, *shape: int) -> Entry:
+        return Entry(parameter=f"{target}.{parameter}", tensors={f"{source}.{name}": shape}, stage=stage)
+
+    entries = [whole("input_layernorm.weight", "input_layernorm.weight", hidden), qkv("weight", hidden)]
+    if arch.has_qkv_bias:
+        entries.append(qkv("bias"))
+    if arch.has_qk_norm:
+        entries += [whole(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", size) for x in "qk"]
+    entries += [
+        Entry(
+            parameter=f"{target}.self_attention.linear_proj.weight",
+            tensors={f"{source}.self_attn.o_proj.weight": (hidden, widths["q"])},
+            cut=Cut.COLUMNS,
+            stage=stage,
+        ),
+        whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
+    ]
+    if arch.num_experts:
+        return [*entries, whole("mlp.router.weight", "mlp.gate.weight", arch.num_experts, hidden)]
+    return entries + _mlp(f"{source}.mlp", f"{target}.mlp", (arch.ffn_size, hidden), stage, is_cut=True)
+
+
+def _experts(arch: Architecture, source: str, target: str, stage: int, ep: int) -> list[Entry]:
+    per_rank = arch.num_experts // ep
+    shape = (arch.expert_size, arch.hidden_size)
+    entries: list[Entry] = []
+    for expert in range(arch.num_experts):
+        owner, local = divmod(expert, per_rank)
+        name = f"{target}.experts.local_experts.{local}"
+        entries += _mlp(f"{source}.experts.{expert}", name, shape, stage, expert_rank=owner, is_cut=False)
+    return entries
+
+
+def _mlp(
+    source: str, target: str, shape: tuple[int, int], stage: int, *, expert_rank: int | None = None, is_cut: bool
+) -> list[Entry]:
+    """Gate and up stacked, then down; `shape` is (inner, hidden)."""
+    return [
+        Entry(
+            parameter=f"{target}.linear_fc1.weight",
+            tensors={f"{source}.{part}_proj.weight": shape for part in ("gate", "up")},
+            cut=Cut.ROWS if is_cut else Cut.WHOLE,
+            form=Form.STACKED,
+            stage=stage,
+            expert_rank=expert_rank,
+        ),
+        Entry(
+            parameter=f"{target}.linear_fc2.weight",
+            tensors={f"{source}.down_proj.weight": shape[::-1]},
+            cut=Cut.COLUMNS if is_cut else Cut.WHOLE,
+            stage=stage,
+            expert_rank=expert_rank,
+        ),
+    ]
+
+
+def read_into(
+    parameters: Mapping[str, Tensor],
+    entries: list[Entry],
+    arch: Architecture,
+    layout: Layout,
+    read: Callable[[str, tuple[slice, ...]], Tensor],
+) -> None:
+    """Fill this rank's parameters; `read(name, slices)` gives part of a Hugging Face tensor."""
+    with torch.no_grad():
+        for entry in entries:
+            if not _is_mine(entry, layout):
+                continue
+            parts = [read(name, _slices(shape, entry.cut, layout.tp)) for name, shape in entry.tensors.items()]
+            joined, parameter = _join(parts, entry.form, arch), parameters[entry.parameter]
+            parameter[: joined.shape[0]].copy_(joined)
+            parameter[joined.shape[0] :].zero_()  # rows that pad the vocabulary
+
+
+def export(
+    parameters: Mapping[str, Tensor], entries: list[Entry], arch: Architecture, layout: Layout, like: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor, whole, on every rank. Collective; one parameter at a time is gathered."""
+    for entry in entries:
+        if entry.is_copy:
+            continue
+        parts: list[Tensor] = []
+        if _is_mine(entry, layout):
+            parts = _split(parameters[entry.parameter].detach(), entry, arch, layout.tp.size)
+        for index, (name, shape) in enumerate(entry.tensors.items()):
+            full = _gather(parts[index], shape, entry.cut, layout.tp) if parts else like.new_empty(shape)
+            if entry.expert_rank is not None and entry.stage == layout.pp.rank:
+                layout.ep.broadcast(full, entry.expert_rank)
+            yield name, layout.pp.broadcast(full, entry.stage)
+
+
+def local_parts(
+    parameters: Mapping[str, Tensor], entries: list[Entry], arch: Architecture, layout: Layout
+) -> dict[str, Tensor]:
+    """This rank's part of each Hugging Face tensor; one that is cut over tensor-parallel ranks as a DTensor."""
+    parts: dict[str, Tensor] = {}
+    for entry in entries:
+        if not _is_mine(entry, layout):
+            continue
+        found = _split(parameters[entry.parameter].detach(), entry, arch, layout.tp.size)
+        for (name, shape), part in zip(entry.tensors.items(), found, strict=True):
+            parts[name] = _described(part, shape, entry.cut, layout)
+    return parts
+
+
+def _described(part: Tensor, shape: tuple[int, ...], cut: Cut, layout: Layout) -> Tensor:
+    """Without the rows that pad the vocabulary, and saying where in the full tensor it lies."""
+    if cut == Cut.WHOLE or layout.tp.size == 1:
+        return part[: shape[0]].contiguous()
+    rows = _slices(shape, cut, layout.tp)[0]
+    if cut == Cut.ROWS:
+        part = part[: rows.stop - rows.start]
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    return DTensor.from_local(
+        part.contiguous(),
+        layout.tp_mesh,
+        [Shard(0 if cut == Cut.ROWS else 1)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def _is_mine(entry: Entry, layout: Layout) -> bool:
+    return entry.stage == layout.pp.rank and entry.expert_rank in (None, layout.ep.rank)
+
+
+def _slices(shape: tuple[int, ...], cut: Cut, tp: Axis) -> tuple[slice, ...]:
+    """This rank's part of a full tensor; the last rank may have fewer rows of the vocabulary."""
+    if cut == Cut.WHOLE:
+        return (slice(None),) * len(shape)
+    dim = 0 if cut == Cut.ROWS else 1
+    size = -(-shape[dim] // tp.size)
+    mine = slice(min(shape[dim], tp.rank * size), min(shape[dim], (tp.rank + 1) * size))
+    return tuple(mine if axis == dim else slice(None) for axis in range(len(shape)))
+
+
+def _join(parts: list[Tensor], form: Form, arch: Architecture) -> Tensor:
+    if form == Form.PLAIN:
+        return parts[0]
+    if form == Form.STACKED:
+        return torch.cat(parts)
+    groups = parts[1].shape[0] // arch.head_dim
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def _split(parameter: Tensor, entry: Entry, arch: Architecture, tp: int) -> list[Tensor]:
+    """The reverse of `_join`."""
+    if entry.form == Form.PLAIN:
+        return [parameter]
+    if entry.form == Form.STACKED:
+        return list(parameter.chunk(2))
+    per_group = arch.num_heads // arch.num_groups
+    sizes = [per_group * arch.head_dim, arch.head_dim, arch.head_dim]
+    grouped = parameter.unflatten(0, (arch.num_groups // tp, -1))
+    return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+
+
+def _gather(part: Tensor, shape: tuple[int, ...], cut: Cut, tp: Axis) -> Tensor:
+    if cut == Cut.WHOLE or tp.size == 1:
+        return part.contiguous()
+    dim = 0 if cut == Cut.ROWS else 1
+    return torch.cat(list(tp.all_gather(part)), dim=dim).narrow(dim, 0, shape[dim]).contiguous()

@@ -1,0 +1,296 @@
+"""What a model is fed: the tokens of a micro-batch's rows end to end, without padding.
+
+Legend: `B` rows, `C` completion tokens, `T` tokens fed. Where rows share prompts, those are fed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """What a model is fed: B rows end to end."""
+
+    token_ids: Tensor
+    """(T,) int64."""
+    position_ids: Tensor
+    """(T,) int64, from 0 in each row."""
+    lengths: tuple[int, ...]
+    """B entries, tokens of each row that the model sees."""
+    score_index: Tensor
+    """(C,) int64, the position in T whose hidden state predicts completion token c, or with `feeds_last` follows it."""
+    labels: Tensor
+    """(C,) int64, the completion tokens."""
+    cu_seqlens: Tensor
+    """(B + 1,) int64, row offsets into C."""
+    completions: tuple[int, ...]
+    """B entries, completion tokens per row; a row's last tokens fed are those that predict them."""
+    num_valid: int
+    """T without padding."""
+    routed_experts: Tensor | None = None
+    """(T, layers, experts of a token) int64, where the batch says which experts to take."""
+    candidates: Tensor | None = None
+    """(C, K) int64, more tokens to be scored in the place of each completion token."""
+    visual: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """The `VISUAL` columns' entries of these rows, in their order; see `rl_engine.model.multimodal`."""
+    places: Tensor | None = None
+    """(T, 3) int64, time, height and width of each token, where the batch has images."""
+    given_ids: Tensor | None = None
+    """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
+    shared: PrefixSharing | None = None
+    """How the tokens make up rows that begin with the same prompt; None: row by row."""
+
+    @property
+    def scored(self) -> Tensor | Repeats:
+        """`score_index`, for `take_rows`."""
+        return self.score_index if self.shared is None else self.shared.scored
+
+    def padded(self, multiple: int) -> PackedRows:
+        """With one more row, which nothing looks at, where T is no multiple of `multiple`."""
+        missing = -sum(self.lengths) % multiple
+        if not missing:
+            return self
+        pad = self.token_ids.new_zeros(missing)
+        routed = self.routed_experts
+        if routed is not None:  # an expert comes once for each token
+            routed = torch.cat(
+                [routed, torch.arange(routed.shape[2], device=pad.device).expand(missing, *routed.shape[1:])]
+            )
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, pad]),
+            position_ids=torch.cat([self.position_ids, torch.arange(missing, device=pad.device)]),
+            lengths=(*self.lengths, missing),
+            completions=(*self.completions, 0),
+            routed_experts=routed,
+        )
+
+
+def one_token_row(device: torch.device) -> PackedRows:
+    """A stand-in row for a rank that has run out of rows while others still compute together."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return PackedRows(
+        token_ids=zero,
+        position_ids=zero,
+        lengths=(1,),
+        score_index=zero,
+        labels=zero,
+        cu_seqlens=torch.tensor([0, 1], device=device),
+        completions=(1,),
+        num_valid=1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """Which row of a source each row of a result is, where a source's row may come many times."""
+
+    index: Tensor
+    """(N,) int64."""
+    num_rows: int
+    """Of the source."""
+    sums: tuple[tuple[Tensor, Tensor], ...]
+    """By how often (n) they come: (u,) int64 rows of the source, and the (u * n,) of the result that each became."""
+
+
+def repeats(index: Tensor, num_rows: int, device: torch.device) -> Repeats:
+    """`index` (on the CPU) into `num_rows` rows, made ready for `take_rows`."""
+    order = index.sort(stable=True).indices
+    counts = torch.bincount(index, minlength=num_rows)
+    starts = counts.cumsum(0) - counts
+    sums: list[tuple[Tensor, Tensor]] = []
+    for count in counts.unique().tolist():
+        if count:
+            rows = (counts == count).nonzero()[:, 0]
+            slots = order[(starts[rows, None] + torch.arange(count)).flatten()]
+            sums.append((to_device(rows, device), to_device(slots, device)))
+    return Repeats(index=to_device(index, device), num_rows=num_rows, sums=tuple(sums))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`, without waiting for what that still computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def take_rows(source: Tensor, index: Tensor | Repeats) -> Tensor:
+    """`source[index]` over the first dimension; an entry that comes twice needs `Repeats`."""
+    if isinstance(index, Repeats):
+        return _RepeatRows.apply(source, index)  # pyright: ignore[reportReturnType]
+    return _TakeRows.apply(source, index)  # pyright: ignore[reportReturnType]
+
+
+def spread_rows(source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """`source[index]` where `index` repeats rows as padding; only the slots in `inverse` send a gradient back.
+
+    `index[inverse]` is 0, 1, ...; nothing but zero may flow back into the other slots.
+    """
+    return _SpreadRows.apply(source, index, inverse)  # pyright: ignore[reportReturnType]
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = source.shape[0]
+        return source.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        grad = grads[0].new_zeros((ctx.num_rows, *grads[0].shape[1:]))
+        return grad.index_copy_(0, index, grads[0]), None
+
+
+class _RepeatRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Repeats) -> Tensor:
+        ctx.repeats = index
+        return source.index_select(0, index.index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].new_zeros((ctx.repeats.num_rows, *grads[0].shape[1:]))
+        for rows, slots in ctx.repeats.sums:
+            copies = grads[0].index_select(0, slots)
+            is_unique = len(slots) == len(rows)
+            grad.index_copy_(0, rows, copies if is_unique else copies.unflatten(0, (len(rows), -1)).sum(1))
+        return grad, None
+
+
+class _SpreadRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return source.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSharing:
+    """How U tokens make up B rows."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each segment; they sum up to U."""
+    before: tuple[int, ...]
+    """By segment, the tokens of the prompt that it goes on from; 0 where it is a beginning."""
+    keys: Repeats
+    """By segment, which of the U tokens its queries look at: the prompt that it goes on from, then its own."""
+    scored: Repeats
+    """(C,), which of the U tokens predicts each completion token: a prompt's last does so for all of its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    start: int
+    """Its first token of T."""
+    length: int
+    before: int
+    """Tokens of T in front of `start` that it goes on from."""
+
+
+def share_prefixes(packed: PackedRows, prompts: Sequence[int], groups: Sequence[int]) -> PackedRows:
+    """Feed each prompt that several rows begin with once; the rows as they were where none does.
+
+    Args:
+        packed: Rows end to end.
+        prompts: Prompt tokens of each.
+        groups: A number for each; rows of the same number have the same prompt.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    if len(members) == len(groups):
+        return packed
+    lengths = torch.tensor(packed.lengths)
+    starts: list[int] = (lengths.cumsum(0) - lengths).tolist()
+    beginnings, ends = list[_Segment](), list[_Segment]()
+    first_of = list(starts)  # where in T each row's prompt is fed
+    for rows in members.values():
+        first, prompt = rows[0], prompts[rows[0]]
+        if len(rows) == 1:
+            beginnings.append(_Segment(starts[first], packed.lengths[first], 0))
+            continue
+        beginnings.append(_Segment(starts[first], prompt, 0))
+        for row in rows:
+            first_of[row] = starts[first]
+            if packed.lengths[row] > prompt:
+                ends.append(_Segment(starts[row] + prompt, packed.lengths[row] - prompt, prompt))
+    beginnings.sort(key=lambda segment: -segment.length)
+    ends.sort(key=lambda segment: (-segment.before, -segment.length))  # neighbours of like shape are attended together
+    return _regroup(packed, [*beginnings, *ends], _fed_at(prompts, starts, first_of, sum(packed.lengths)))
+
+
+def _fed_at(prompts: Sequence[int], starts: Sequence[int], first_of: Sequence[int], total: int) -> Tensor:
+    """(T,) int64, which of T is fed in the place of each."""
+    counts = torch.tensor(prompts)
+    fed_at = torch.arange(total)
+    fed_at[_ranges(torch.tensor(starts), counts)] = _ranges(torch.tensor(first_of), counts)
+    return fed_at
+
+
+def _regroup(packed: PackedRows, segments: Sequence[_Segment], fed_at: Tensor) -> PackedRows:
+    lengths = torch.tensor([segment.length for segment in segments])
+    before = torch.tensor([segment.before for segment in segments])
+    starts = torch.tensor([segment.start for segment in segments])
+    fed = _ranges(starts, lengths)
+    place = torch.empty(len(fed_at), dtype=torch.int64)  # of each of T among U
+    place[fed] = torch.arange(len(fed))
+    place = place[fed_at]
+    completions = torch.tensor(packed.completions)
+    predicting = _ranges(torch.tensor(packed.lengths).cumsum(0) - completions, completions)
+    device = packed.token_ids.device
+    here = to_device(fed, device)
+    shared = PrefixSharing(
+        lengths=tuple(lengths.tolist()),
+        before=tuple(before.tolist()),
+        keys=repeats(place[_ranges(starts - before, before + lengths)], len(fed), device),
+        scored=repeats(place[predicting], len(fed), device),
+    )
+    return replace(
+        packed,
+        token_ids=packed.token_ids[here],
+        position_ids=packed.position_ids[here],
+        score_index=shared.scored.index,
+        num_valid=len(fed),
+        shared=shared,
+    )
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """`start, start + 1, ...` of each length, end to end."""
+    return torch.arange(int(lengths.sum())) + (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+
+
+def ragged(rows: Sequence[Sequence[float]] | Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Rows as one jagged nested tensor."""
+    if not rows:
+        return torch.nested.nested_tensor_from_jagged(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
+    return torch.nested.nested_tensor([torch.as_tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+def ragged_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    loss_mask: Sequence[Sequence[int]] | None = None,
+) -> TensorDict:
+    """A batch as an engine takes it; every completion token counts unless `loss_mask` says otherwise."""
+    mask = [[1] * len(row) for row in completions] if loss_mask is None else loss_mask
+    columns = {
+        "prompt_token_ids": ragged(prompts),
+        "completion_token_ids": ragged(completions),
+        "loss_mask": ragged(mask),
+    }
+    return TensorDict(columns, batch_size=[len(prompts)])  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,1 @@
+"""Ranks: the process group, what they tell each other, and sequence parallelism."""

@@ -1,0 +1,1 @@
+"""Training programs on one engine: SFT, preferences, reward models, distillation."""

@@ -1,0 +1,162 @@
+"""Command lines of rl-engine: `key=value` arguments in, exit code 2 and one sentence for bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import sys
+import typing
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+from rl_engine.checkpoint.lock import hold_lock
+from rl_engine.errors import (
+    BackendError,
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FolderInUseError,
+    ModelFolderError,
+)
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from rl_engine.finetune.loop import RunConfig, RunReport
+
+_Config = TypeVar("_Config", bound="RunConfig")
+_NEEDED = "model.path=DIR data.path=FILE.jsonl output_dir=DIR"
+_BAD_INPUT = (BackendError, BatchError, CheckpointError, ConfigError, DataError, FolderInUseError, ModelFolderError)
+
+
+def sft_main(arguments: Sequence[str] | None = None) -> int:
+    """`rl-sft`: supervised fine-tuning; see `rl_engine.finetune.sft`. Returns the exit code."""
+    from rl_engine.finetune.sft import SftConfig, train
+
+    return _main("rl-sft", SftConfig, train, arguments)
+
+
+def dpo_main(arguments: Sequence[str] | None = None) -> int:
+    """`rl-dpo`: preference optimisation; see `rl_engine.finetune.dpo`. Returns the exit code."""
+    from rl_engine.finetune.dpo import DpoConfig, train
+
+    return _main("rl-dpo", DpoConfig, train, arguments)
+
+
+def rm_main(arguments: Sequence[str] | None = None) -> int:
+    """`rl-rm`: reward modelling; see `rl_engine.finetune.rm`. Returns the exit code."""
+    from rl_engine.finetune.rm import RmConfig, train
+
+    return _main("rl-rm", RmConfig, train, arguments)
+
+
+def distill_main(arguments: Sequence[str] | None = None) -> int:
+    """`rl-distill`: distillation; see `rl_engine.finetune.distill`. Returns the exit code."""
+    from rl_engine.finetune.distill import DistillConfig, train
+
+    return _main("rl-distill", DistillConfig, train, arguments)
+
+
+def _main(
+    program: str, config_class: type[_Config], train: Callable[[_Config], RunReport], arguments: Sequence[str] | None
+) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in ("-h", "--help"):
+        print(f"{program} {_NEEDED} [key=value ...]", *_key_lines(config_class), sep="\n")
+        return 0
+    # torch 2.13 warns of a name of its own whenever a jagged tensor is made; delete when no torch does
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    try:
+        config = parse_config(config_class, given, program=program)
+        with _held(config):
+            outcome = train(config)
+    except _BAD_INPUT as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    loss = f", loss {outcome.metrics['loss']:.4f}" if outcome.metrics else ""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{outcome.steps} steps, {outcome.wall_s:.1f} s{loss}; model in {config.output_dir}")
+    return 0
+
+
+@contextmanager
+def _held(config: RunConfig) -> Generator[None]:
+    """Rank 0 holds the output folder; it is replaced as a whole, so the lock lies beside it."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    output = Path(config.output_dir).absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock(output.with_name(f"{output.name}.lock"), f"output_dir={config.output_dir}"):
+        yield
+
+
+def parse_config(config_class: type[_Config], arguments: Sequence[str], *, program: str = "rl-sft") -> _Config:
+    """Build a config dataclass from `key=value` arguments; `model.path` and `model_path` are the same key.
+
+    Raises:
+        ConfigError: an unknown key (nearest named), a value of the wrong type, a key twice or a needed key missing.
+    """
+    types = typing.get_type_hints(config_class)
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.removeprefix("--").partition("=")
+        name = key.replace(".", "_").replace("-", "_")
+        if not equals:
+            raise ConfigError(f"Argument {argument!r} is not key=value.")
+        if name not in types:
+            near = difflib.get_close_matches(name, types, n=1, cutoff=0.0)
+            raise ConfigError(f"Unknown key {key!r}; the nearest is {_spelled(near[0])!r}.")
+        if name in values:
+            raise ConfigError(f"Key {key!r} is given twice.")
+        values[name] = _parse(key, text, types[name])
+    needed = [
+        _spelled(field.name)
+        for field in dataclasses.fields(config_class)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in values
+    ]
+    if needed:
+        raise ConfigError(f"{' and '.join(needed)} must be given, as in: {program} {_NEEDED} [key=value ...]")
+    return config_class(**values)
+
+
+def _parse(key: str, text: str, kind: Any) -> Any:
+    options = typing.get_args(kind) or (kind,)
+    if NoneType in options and text.lower() in ("none", "null"):
+        return None
+    kind = next(option for option in options if option is not NoneType)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{key} is {text!r}; wanted true or false.")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError as error:
+        wanted = ", ".join(kind) if issubclass(kind, StrEnum) else {int: "a whole number", float: "a number"}[kind]
+        raise ConfigError(f"{key} is {text!r}; wanted {wanted}.") from error
+
+
+def _spelled(name: str) -> str:
+    """`model.path` and `data.path` are written as in rl-train."""
+    dotted = ("model_path", "data_path", "eval_path", "teacher_path")
+    return name.replace("_", ".") if name in dotted else name
+
+
+def _key_lines(config_class: Any) -> list[str]:
+    lines: list[str] = []
+    for field in dataclasses.fields(config_class):
+        default = "needed" if field.default is dataclasses.MISSING else field.default
+        lines.append(f"  {_spelled(field.name)}={default}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(sft_main())

@@ -1,0 +1,224 @@
+"""JSONL files of chats and token ids as the columns that an engine takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_engine.batch.packed import ragged_batch
+from rl_engine.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from tensordict import TensorDict
+
+
+@dataclass(slots=True)
+class Columns:
+    """Rows being collected."""
+
+    prompts: list[list[int]] = field(default_factory=list[list[int]])
+    completions: list[list[int]] = field(default_factory=list[list[int]])
+    masks: list[list[int]] = field(default_factory=list[list[int]])
+
+    def add(self, prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int] | None = None) -> None:
+        """One row; without a mask all of its completion counts."""
+        self.prompts.append(list(prompt))
+        self.completions.append(list(completion))
+        self.masks.append([1] * len(completion) if mask is None else list(mask))
+
+    def batch(self, **more: torch.Tensor) -> TensorDict:
+        """The columns of an engine's batch, and `more`."""
+        return ragged_batch(self.prompts, self.completions, self.masks).update(more)
+
+
+class ChatTokenizer:
+    """A model folder's tokenizer, loaded when a row first needs one."""
+
+    def __init__(self, model_path: str | Path) -> None:
+        self._model_path = model_path
+        self._loaded: Any = None
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A chat up to where the assistant speaks."""
+        return self.ids(self._render(messages, is_open=True))
+
+    def completion(self, text: str) -> list[int]:
+        """What the assistant says, ended by eos."""
+        return [*self.ids(text), self._tokenizer().eos_token_id]
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int], list[int]]:
+        """Prompt, completion and loss mask of a whole chat: 1 on what the assistant says, its eos included.
+
+        The prompt ends where the assistant first speaks. Every piece is tokenised by itself, as it is when a policy
+        generates: what it says is appended to what it was given.
+
+        Raises:
+            DataError: no assistant turn, or a template that writes a turn differently once another follows it.
+        """
+        turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not turns:
+            raise DataError("messages has no assistant turn to learn from")
+        pieces: list[tuple[list[int], bool]] = []
+        text = ""
+        for turn in turns:
+            before, after = self._render(messages[:turn], is_open=True), self._render(messages[: turn + 1])
+            if not (before.startswith(text) and after.startswith(before)):
+                raise DataError(
+                    "the chat template writes an earlier turn differently once a later one follows, so that one row "
+                    "cannot hold them all; give a row per assistant turn (prompt and completion)"
+                )
+            pieces += [(self.ids(before[len(text) :]), False), (self.ids(after[len(before) :]), True)]
+            text = after
+        completion = [token for ids, _ in pieces[1:] for token in ids]
+        mask = [kept for ids, spoken in pieces[1:] for kept in self._spoken(ids, spoken)]
+        return pieces[0][0], completion, mask
+
+    def _spoken(self, ids: list[int], spoken: bool) -> list[int]:
+        """1 up to the last eos of an assistant's piece; what a template adds behind it nobody has to say."""
+        eos = self._tokenizer().eos_token_id
+        last = max((at for at, token in enumerate(ids) if token == eos), default=len(ids) - 1)
+        return [int(spoken and at <= last) for at in range(len(ids))]
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a piece of text by itself."""
+        return self._tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
+        tokenizer = self._tokenizer()
+        try:
+            return tokenizer.apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
+        except Exception as error:
+            raise DataError(f"The chat template of {self._model_path} cannot render a prompt: {error}") from error
+
+    def _tokenizer(self) -> Any:
+        if self._loaded is None:
+            self._loaded = _tokenizer(self._model_path)
+        return self._loaded
+
+
+def read_rows(path: str | Path, shapes: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
+    """The rows of a JSONL file, each with all fields of one of `shapes`.
+
+    Raises:
+        DataError: no file, no rows, or a row (counted from 1) that has none of the shapes.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"Data file {path} does not exist.")
+    rows: list[Mapping[str, Any]] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}: line {number} is not JSON: {error}.") from error
+            rows.append(_checked(row, path, number, shapes))
+    if not rows:
+        raise DataError(f"Data file {path} has no rows.")
+    return rows
+
+
+def refuse_empty(path: str | Path, columns: Columns, numbers: Sequence[int] = ()) -> None:
+    """Refuse a row without a prompt token or without a completion token, and a file without a token to learn.
+
+    Args:
+        path: The file.
+        columns: Its rows.
+        numbers: Of the row of the file that each came from, where some came from one.
+
+    Raises:
+        DataError: names the row of the file.
+    """
+    if not any(map(any, columns.masks)):
+        raise DataError(f"{path}: loss_mask is 0 on every token of every row, so that there is nothing to learn.")
+    for index, (prompt, completion) in enumerate(zip(columns.prompts, columns.completions, strict=True)):
+        if not prompt or not completion:
+            number = numbers[index] if numbers else index + 1
+            raise DataError(f"{path}: row {number} needs at least one prompt token and one completion token.")
+
+
+def _checked(row: Any, path: Path, number: int, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
+    if isinstance(row, dict) and any(all(name in row for name in shape) for shape in shapes):
+        has_ids = "prompt_token_ids" in row  # texts beside them are not read
+        for name, (is_right, wanted) in _FIELDS.items():
+            is_read = name in row and not (has_ids and is_right in (_is_chat, _is_text))
+            if is_read and not is_right(row[name]):
+                raise DataError(f"{path}: row {number}: {name} is {_shortened(row[name])}; wanted {wanted}.")
+        return row  # pyright: ignore[reportUnknownVariableType] - JSON
+    fields = ", ".join(sorted(map(str, row))) if isinstance(row, dict) else type(row).__name__
+    wanted = ", or ".join(f"{', '.join(shape[:-1])} and {shape[-1]}" if shape[1:] else shape[0] for shape in shapes)
+    raise DataError(f"{path}: row {number} has {fields or 'nothing'}; wanted {wanted}.")
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one in (0, 1) for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int | float) and 0 <= one <= 1 for one in value)  # pyright: ignore[reportUnknownVariableType]
+
+
+_CHAT = (_is_chat, 'a list of chat messages, such as [{"role": "user", "content": "text"}]')
+_TEXT = (_is_text, "text")
+_IDS = (_are_ids, "a list of whole numbers")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": _CHAT,
+    "messages": _CHAT,
+    "completion": _TEXT,
+    "chosen": _TEXT,
+    "rejected": _TEXT,
+    "prompt_token_ids": _IDS,
+    "completion_token_ids": _IDS,
+    "chosen_token_ids": _IDS,
+    "rejected_token_ids": _IDS,
+    "loss_mask": (_is_mask, "a list of 0 and 1"),
+    "steps": (_are_texts, "a list of texts"),
+    "labels": (_are_shares, "a list of numbers from 0 to 1"),
+}
+
+
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+
+
+def _tokenizer(model_path: str | Path) -> Any:
+    from transformers import AutoTokenizer
+
+    lack = f"Model folder {model_path} has no tokenizer that transformers can load; give one, or pre-tokenised rows."
+    if not any(file for pattern in _VOCABULARIES for file in Path(model_path).glob(pattern)):
+        raise DataError(lack)  # transformers would make an empty one
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(lack) from error
+    if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
+        lack = "chat template" if tokenizer.chat_template is None else "eos token"
+        raise DataError(f"The tokenizer of {model_path} has no {lack}; add one, or give pre-tokenised rows.")
+    return tokenizer

@@ -1,0 +1,398 @@
+"""The loop that rl-sft, rl-dpo and rl-rm share: order of rows, steps, evaluation, checkpoints, progress lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rl_engine.batch.row_batch import RowBatch
+from rl_engine.checkpoint.hf_folder import previous_folder
+from rl_engine.distributed.world import expected_size, gather_values
+from rl_engine.errors import ConfigError, DataError
+from rl_engine.registry import check as check_engine
+from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from rl_engine.base import LossFunction
+    from rl_engine.worker import TrainingWorker
+
+    Complete = Callable[["TrainingWorker", "Rows", list[int], TensorDict], TensorDict]
+    """`(worker, data, indices of the rows, the rows)`: the rows with more columns."""
+
+_FREE_ON_RESUME = ("resume", "save_every", "eval_every", "eval_path", "log_every", "max_tokens_per_gpu", "backend")
+"""Keys that change nothing of what is learned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What every training command line takes."""
+
+    model_path: str
+    """A Hugging Face model folder with a tokenizer."""
+    data_path: str
+    """A JSONL file."""
+    output_dir: str
+    """Where the trained model folder is written; checkpoints go to `OUTPUT_DIR.checkpoint`."""
+    eval_path: str | None = None
+    """A JSONL file of held-out rows."""
+    eval_every: int = 0
+    """Steps between two evaluations; 0: at the end alone."""
+    steps: int = 300
+    """Optimizer steps."""
+    batch_size: int = 256
+    """Rows (or pairs) per step, over all ranks."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up, but no more than half of `steps`; the rate then falls along a cosine to a tenth of the
+    peak."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm is clipped to this."""
+    max_tokens_per_gpu: int = 8192
+    """Tokens of one micro-batch."""
+    precision: Precision = Precision.FLOAT32
+    """Of parameters and activations."""
+    matmul_precision: MatmulPrecision = MatmulPrecision.MEDIUM
+    """Of matrix products inside float32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass."""
+    seed: int = 0
+    """Of initialisation, dropout and the order of rows."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: none."""
+    resume: bool = False
+    """Go on from the checkpoint, or start where there is none; a run with other keys is refused."""
+    log_every: int = 20
+    """Steps between two progress lines."""
+    backend: str = "fsdp"
+    """Engine backend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a run came to."""
+
+    steps: int
+    """Optimizer steps taken, those before a resume included."""
+    metrics: Mapping[str, float]
+    """Loss and the loss function's metrics, mean over the last `log_every` steps, each before its batch was learned."""
+    eval_metrics: Mapping[str, float]
+    """The same on the held-out rows after the last step; empty without them."""
+    num_rows: int
+    """Rows in the data file."""
+    tokens: int
+    """Prompt and completion tokens learned from by this process and its peers."""
+    wall_s: float
+    """Seconds since `started`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A tokenised data file. Item i (a row, or a pair) is rows `[i * rows_per_item, (i + 1) * rows_per_item)`."""
+
+    columns: TensorDict
+    """As an engine takes them."""
+    rows_per_item: int = 1
+    """2 for pairs."""
+
+
+def check(config: RunConfig) -> None:
+    """Refuse numbers that cannot be meant.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for name, low in (
+        ("steps", 1),
+        ("batch_size", 1),
+        ("max_tokens_per_gpu", 1),
+        ("log_every", 1),
+        ("save_every", 0),
+        ("eval_every", 0),
+    ):
+        if getattr(config, name) < low:
+            raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least {low}.")
+    if Path(config.output_dir).is_file():
+        raise ConfigError(f"output_dir {config.output_dir} is a file; give a folder.")
+    if config.eval_every and config.eval_path is None:
+        raise ConfigError(f"eval_every is {config.eval_every}, but there is no eval_path to evaluate on.")
+    if config.resume and not config.save_every:
+        raise ConfigError("resume=true needs save_every, or the run would write no checkpoint to go on from.")
+
+
+def check_parts(config: RunConfig, *engines: EngineConfig) -> None:
+    """Refuse files that are not there and engines that cannot be, before anything is read.
+
+    Raises:
+        DataError: names the file.
+        BackendError, ConfigError, ModelFolderError: as `rl_engine.check`.
+    """
+    for path in (config.data_path, config.eval_path):
+        if path is not None and not Path(path).is_file():
+            raise DataError(f"Data file {path} does not exist.")
+    for engine in engines:
+        check_engine(config.backend, engine, expected_size())
+
+
+def engine_config(config: RunConfig, *, head: Head = Head.LM, init: ModelInit = ModelInit.PRETRAINED) -> EngineConfig:
+    """The engine of a run."""
+    return EngineConfig(
+        model_path=config.model_path,
+        init=init,
+        head=head,
+        optimizer=OptimizerConfig(
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            warmup_steps=min(config.warmup_steps, config.steps // 2),
+            total_steps=config.steps,
+            min_lr_ratio=0.1,
+        ),
+        precision=config.precision,
+        matmul_precision=config.matmul_precision,
+        max_tokens_per_gpu=config.max_tokens_per_gpu,
+        activation_checkpointing=config.activation_checkpointing,
+        seed=config.seed,
+    )
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    """Where a run keeps its one checkpoint."""
+    output = Path(config.output_dir)
+    return output.with_name(f"{output.name}.checkpoint")
+
+
+def run(
+    config: RunConfig,
+    worker: TrainingWorker,
+    loss_function: LossFunction,
+    train: Rows,
+    held_out: Rows | None,
+    report: Callable[[str], None],
+    started: float,
+    is_reached: Callable[[Mapping[str, float]], bool] = lambda _: False,
+    complete: Complete | None = None,
+) -> RunReport:
+    """Learn from `train` for `config.steps` steps, or until `is_reached` of the mean metrics; write the model folder.
+
+    Args:
+        config: The run.
+        worker: Its engine, as built.
+        loss_function: Of every step and evaluation.
+        train: To learn from.
+        held_out: To evaluate on.
+        report: Takes one progress line at a time, on rank 0.
+        started: `time.perf_counter()` when the command began.
+        is_reached: Asked once `log_every` steps have been taken.
+        complete: Adds columns that depend on the weights to the rows of a step or evaluation. Collective.
+
+    Raises:
+        NonFiniteError: a gradient is NaN or infinite.
+        CheckpointError: `resume` found another model's checkpoint.
+    """
+    rank, size = rank_and_size()
+    source = RowBatch(train.columns, needs_mask=True, device=torch.device("cpu"))
+    lengths = source.lengths
+    num_items = source.num_rows // train.rows_per_item
+    recent: deque[dict[str, float]] = deque(maxlen=config.log_every)
+    means: dict[str, float] = {}
+    evaluated: dict[str, float] = {}
+    tokens = 0
+    done = _resumed(config, worker, num_items)
+    progress = Progress(report, total=config.steps, done=done, is_shown=rank == 0)
+    if done:
+        progress.line(f"resumed after step {done}" + (", the last" if done >= config.steps else ""))
+    for step, items in enumerate(batches(num_items, config.batch_size, config.seed, config.steps), start=1):
+        if step <= done:
+            continue
+        chosen = rows_of(items[rank::size], train.rows_per_item)
+        mine = _taken(source, chosen, train.rows_per_item)
+        if complete is not None:
+            mine = complete(worker, train, chosen, mine)
+        recent.append(worker.forward_backward(mine, loss_function).metrics)
+        outcome = worker.optim_step()
+        tokens += sum(lengths[row] for row in rows_of(items, train.rows_per_item))
+        progress.step(recent[-1]["loss"])
+        means = {name: fmean(entry[name] for entry in recent) for name in recent[-1]}
+        is_last = step == config.steps or (len(recent) == config.log_every and is_reached(means))
+        if step % config.log_every == 0 or is_last:
+            speed = tokens / (time.perf_counter() - started)
+            progress.line(
+                f"step {step}/{config.steps}  {_shown(means)}  grad norm {outcome.grad_norm:.2f}  "
+                f"lr {outcome.lr:.2e}  {speed:.0f} tokens/s"
+            )
+        if held_out is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
+            evaluated = evaluate(worker, loss_function, held_out, complete)
+            progress.line(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
+        if config.save_every and (step % config.save_every == 0 or is_last):
+            _save(config, worker, num_items)
+        if is_last:
+            break
+    progress.close()
+    worker.save_weights(config.output_dir)
+    return RunReport(
+        steps=worker.step,
+        metrics=means,
+        eval_metrics=evaluated,
+        num_rows=source.num_rows,
+        tokens=tokens,
+        wall_s=time.perf_counter() - started,
+    )
+
+
+def _identity(config: RunConfig, num_items: int) -> dict[str, Any]:
+    """What makes a run the same run, as JSON gives it back."""
+    same = {name: value for name, value in asdict(config).items() if name not in _FREE_ON_RESUME}
+    return json.loads(json.dumps(same | {"rows in data_path": num_items}))
+
+
+def _record_file(config: RunConfig) -> Path:
+    folder = checkpoint_folder(config)
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _resumed(config: RunConfig, worker: TrainingWorker, num_items: int) -> int:
+    """Load the checkpoint of the same run, if there is one and it is wanted; steps taken by then."""
+    folder, record = checkpoint_folder(config), _record_file(config)
+    if not config.resume or not any((place / "manifest.json").is_file() for place in (folder, previous_folder(folder))):
+        return 0
+    mine, written = _identity(config, num_items), json.loads(record.read_text()) if record.is_file() else {}
+    for name in sorted(mine.keys() | written.keys()):
+        if mine.get(name) != written.get(name):
+            raise ConfigError(
+                f"{folder} was written with {name}={written.get(name)}, this run has {mine.get(name)}; "
+                "resumed, it would not be the same run. Say resume=false to start anew."
+            )
+    return worker.load_state(folder)
+
+
+def _save(config: RunConfig, worker: TrainingWorker, num_items: int) -> None:
+    """The record comes after the checkpoint: one that belongs to another run is never taken for this one's."""
+    worker.save_state(checkpoint_folder(config))
+    if rank_and_size()[0] == 0:
+        _record_file(config).write_text(json.dumps(_identity(config, num_items)))
+
+
+def evaluate(
+    worker: TrainingWorker, loss_function: LossFunction, rows: Rows, complete: Complete | None = None
+) -> dict[str, float]:
+    """Loss and metrics over all rows, as one logical batch."""
+    rank, size = rank_and_size()
+    source = RowBatch(rows.columns, needs_mask=True, device=torch.device("cpu"))
+    items = list(range(source.num_rows // rows.rows_per_item))[rank::size]
+    chosen = rows_of(items, rows.rows_per_item)
+    mine = _taken(source, chosen, rows.rows_per_item)
+    if complete is not None:
+        mine = complete(worker, rows, chosen, mine)
+    return worker.forward(mine, loss_function).metrics
+
+
+def _taken(source: RowBatch, chosen: list[int], rows_per_item: int) -> TensorDict:
+    """The chosen rows; a pair that comes twice in one step is two pairs."""
+    mine = source.select(chosen)
+    if rows_per_item > 1:
+        mine["pair_id"] = torch.arange(len(chosen)) // rows_per_item
+    return mine
+
+
+def score_all(
+    worker: TrainingWorker, rows: TensorDict, names: Sequence[str], *, at_once: int = 1024
+) -> dict[str, Tensor]:
+    """Per-token columns of every row under the weights as they are now; every rank scores its share. Collective."""
+    rank, size = rank_and_size()
+    source = RowBatch(rows, needs_mask=False, device=torch.device("cpu"))
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for start in range(0, source.num_rows, at_once * size):
+        mine = list(range(start, min(start + at_once * size, source.num_rows)))[rank::size]
+        columns = worker.forward(source.select(mine)).columns
+        if mine:
+            found |= dict(zip(mine, zip(*(columns.get(name).unbind() for name in names), strict=True), strict=True))
+    shares = gather_values(found) if size > 1 else [found]
+    whole = {row: values for share in shares for row, values in share.items()}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(
+            torch.cat([whole[row][index] for row in range(source.num_rows)]), source.completion_offsets
+        )
+        for index, name in enumerate(names)
+    }
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process among its peers."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def rows_of(items: list[int], rows_per_item: int) -> list[int]:
+    """The rows of the given items, in order."""
+    return [item * rows_per_item + offset for item in items for offset in range(rows_per_item)]
+
+
+def batches(num_items: int, batch_size: int, seed: int, steps: int) -> Iterator[list[int]]:
+    """Items of each step: every item once before any comes again, in an order drawn anew each time round."""
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    for _ in range(steps):
+        while len(queue) < batch_size:
+            queue += torch.randperm(num_items, generator=generator).tolist()
+        yield queue[:batch_size]
+        del queue[:batch_size]
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+
+
+class Progress:
+    """Of one process; the bar is there where lines are printed and stderr is a terminal."""
+
+    def __init__(self, report: Callable[[str], None], *, total: int, done: int, is_shown: bool) -> None:
+        """Begin.
+
+        Args:
+            report: Takes one line at a time.
+            total: Steps of the run.
+            done: Steps taken before.
+            is_shown: False says nothing: another rank does.
+        """
+        self._report, self._is_shown, self._bar = report, is_shown, None
+        if is_shown and report is print and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def line(self, text: str) -> None:
+        """Say something."""
+        if self._bar is not None:
+            self._bar.write(text)
+        elif self._is_shown:
+            self._report(text)
+
+    def step(self, loss: float) -> None:
+        """One more step is taken."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()

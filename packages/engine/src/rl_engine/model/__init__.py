@@ -1,0 +1,1 @@
+"""A language model fed with packed rows: attention, log-probs, experts, images, adapters."""

@@ -1,0 +1,315 @@
+"""A Hugging Face model as a scorer of packed rows: tokens in, one log-prob or one value of every completion token out.
+
+Legend: `T` tokens fed, `C` completion tokens, `B` rows, `L` longest row, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from rl_engine.batch.cost import cost_model
+from rl_engine.batch.packed import take_rows
+from rl_engine.errors import BatchError
+from rl_engine.model import attention
+from rl_engine.model.logprobs import LinearHead, ScoreOptions, score_logits, score_states, score_values
+from rl_engine.model.moe import Routers, routing_of
+from rl_engine.model.multimodal import MultimodalInputs, is_multimodal, modalities_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rl_engine.batch.cost import CostModel
+    from rl_engine.batch.packed import PackedRows, Repeats
+    from rl_engine.batch.results import Scores
+    from rl_engine.model.moe import ExpertLoad, Experts, Routing
+    from rl_engine.model.ulysses import SequenceGroup
+
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """What the model is given for a micro-batch, and which of its states are scored."""
+
+    arguments: dict[str, Any]
+    """Keyword arguments of the model."""
+    index: Tensor | Repeats
+    """Where the scored states lie in its flattened output, `[C]`, or this rank's share of them."""
+    labels: Tensor
+    """The completion tokens that those states predict, `[C]`, or this rank's share of them."""
+    candidates: Tensor | None = None
+    """(C, K) more tokens to score there."""
+
+
+class Scorer(nn.Module):
+    """Scores packed rows with one model. `model` holds every parameter."""
+
+    multimodal: MultimodalInputs | None = None
+    """How images are fed; None for a model that takes none in that way."""
+    shares_prefixes: bool = False
+    """Whether rows that begin with the same prompt may be fed it once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @abstractmethod
+    def forward(self, rows: PackedRows) -> Scores:
+        """Score every completion token."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Any:
+        """The language model's transformers config."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """What the routers that can be counted and replayed choose among; None without such routers."""
+        return None
+
+    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
+        """What the routers are to do with the next `forward`; None without `experts`."""
+        return None
+
+    @abstractmethod
+    def cost(self) -> CostModel:
+        """What a row costs on this model."""
+
+    @abstractmethod
+    def named_weights(self) -> dict[str, Tensor]:
+        """Parameters, tied ones once, and the buffers that belong to a checkpoint."""
+
+    def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Some of `named_weights` as the tensors of a Hugging Face folder that they are made of."""
+        return named
+
+
+class HuggingFaceScorer(Scorer):
+    """Scores packed rows with a transformers model; the root module that is sharded."""
+
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel, *, is_compiled: bool = False) -> None:
+        super().__init__(model)
+        self.sequence_group: SequenceGroup | None = None
+        self.routers = Routers(model)
+        self.is_packed = _can_pack(model)
+        if self.is_packed:
+            name = attention.register(is_compiled=is_compiled)
+            self.multimodal = MultimodalInputs(model) if is_multimodal(model) else None
+            model.set_attn_implementation(name if self.multimodal is None else {"text_config": name})
+
+    @property
+    def config(self) -> Any:
+        """See `Scorer`."""
+        return self.model.config.get_text_config()
+
+    @property
+    def experts(self) -> Experts | None:
+        """See `Scorer`."""
+        return self.routers.experts if self.is_packed else None
+
+    def cost(self) -> CostModel:
+        """See `Scorer`."""
+        trunk = dict(self.model.base_model.named_parameters())
+        table: Any = self.model.get_input_embeddings()
+        shapes = {name: tuple(weight.shape) for name, weight in trunk.items() if weight is not table.weight}
+        return cost_model(self.config, shapes)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """See `Scorer`."""
+        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        saved = self.model.state_dict(keep_vars=True)
+        return named | {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+
+    def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Scorer`: transformers joins tensors of the folder, such as the experts of a layer."""
+        return transformers.core_model_loading.revert_weight_conversion(self.model, named)
+
+    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
+        """See `Scorer`."""
+        if self.experts is None:
+            return None
+        if self.sequence_group is None:
+            self.routers.routing = routing_of(rows, load, is_counting=is_counting)
+        else:
+            rows = rows.padded(self.sequence_group.size)
+            start, stop = self.sequence_group.token_range(rows)
+            self.routers.routing = routing_of(rows, load, is_counting=is_counting, start=start, stop=stop)
+        return self.routers.routing
+
+    def forward(self, rows: PackedRows) -> Scores:
+        """Score every completion token."""
+        if self.sequence_group is None:
+            missing = 0 if self.multimodal is None else self.multimodal.num_passes - len(modalities_in(rows))
+            return self._score(self._feed(rows)) if not missing else self._with_blanks(rows, missing)
+        rows = rows.padded(self.sequence_group.size)
+        return self.sequence_group.gather_scores(self._score(self._feed_share(rows, self.sequence_group)), rows)
+
+    def _with_blanks(self, rows: PackedRows, count: int) -> Scores:
+        """Scores for which the vision tower runs `count` times more, as it does elsewhere, and adds nothing."""
+        assert self.multimodal is not None
+        blanks = [self.multimodal.blank(rows.token_ids.device) for _ in range(count)]
+        zero, scores = torch.stack(blanks).sum(), self._score(self._feed(rows))
+        main = scores.main + zero.to(scores.main.dtype)
+        return replace(scores, values=main) if scores.logprobs is None else replace(scores, logprobs=main)
+
+    def _score(self, inputs: ModelInputs) -> Scores:
+        raise NotImplementedError
+
+    def _hidden(self, inputs: ModelInputs) -> Tensor:
+        return take_rows(self.model.base_model(**inputs.arguments).last_hidden_state.flatten(0, 1), inputs.index)
+
+    def _feed(self, rows: PackedRows) -> ModelInputs:
+        if self.is_packed:
+            layout = attention.row_layout(rows.lengths, rows.token_ids.device, shared=rows.shared)
+            packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
+            arguments = {**packed, "use_cache": False, attention.LAYOUT_KWARG: layout}
+            if self.multimodal is not None:
+                arguments |= self.multimodal.arguments(rows)
+            return ModelInputs(arguments=arguments, index=rows.scored, labels=rows.labels, candidates=rows.candidates)
+        slot, width = _padded_slots(rows)
+        token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)
+        mask = torch.zeros_like(token_ids)
+        token_ids[slot], mask[slot] = rows.token_ids, 1
+        padded = {"input_ids": token_ids.view(-1, width), "attention_mask": mask.view(-1, width)}
+        index = slot[rows.score_index]
+        arguments = {**padded, "use_cache": False}
+        return ModelInputs(arguments=arguments, index=index, labels=rows.labels, candidates=rows.candidates)
+
+    def _feed_share(self, rows: PackedRows, sequence_group: SequenceGroup) -> ModelInputs:
+        """This rank's slice of the packed tokens."""
+        start, stop = sequence_group.token_range(rows)
+        first, last = sequence_group.score_range(rows)
+        arguments = {
+            "input_ids": rows.token_ids[None, start:stop],
+            "position_ids": rows.position_ids[None, start:stop],
+            "use_cache": False,
+            attention.LAYOUT_KWARG: attention.row_layout(rows.lengths, rows.token_ids.device, sequence_group),
+        }
+        return ModelInputs(
+            arguments=arguments,
+            index=rows.score_index[first:last] - start,
+            labels=rows.labels[first:last],
+            candidates=None if rows.candidates is None else rows.candidates[first:last],
+        )
+
+
+class ValueScorer(HuggingFaceScorer):
+    """A sequence classifier with one label, asked at every completion token."""
+
+    def _score(self, inputs: ModelInputs) -> Scores:
+        """One float32 value of each state (float64 for a float64 model)."""
+        return score_values(self.model.score(self._hidden(inputs)))  # pyright: ignore[reportCallIssue]
+
+
+class PolicyScorer(HuggingFaceScorer):
+    """A causal LM whose logits are never kept."""
+
+    def __init__(self, model: PreTrainedModel, wanted: ScoreOptions, *, is_compiled: bool = False) -> None:
+        super().__init__(model, is_compiled=is_compiled)
+        self.head: LinearHead | None = None  # see `find_linear_head`; with None the model makes its logits itself
+        self._wanted = wanted
+
+    def _score(self, inputs: ModelInputs) -> Scores:
+        """Log-prob (and what else is wanted) of each completion token, and of candidates."""
+        if self.head is None:
+            # The head does more than one product: let the model make the (C, V) logits.
+            logits = take_rows(self.model(**inputs.arguments).logits.flatten(0, 1), inputs.index)
+            return score_logits(logits, inputs.labels, inputs.candidates, self._wanted)
+        output: Any = self.model.get_output_embeddings()
+        hidden = self._hidden(inputs)
+        return score_states(
+            hidden, output.weight, output.bias, inputs.labels, inputs.candidates, self.head, self._wanted
+        )
+
+
+def find_linear_head(model: PreTrainedModel) -> LinearHead | None:
+    """Compare the model's logits with a bare product on four tokens; None where no scale of its config fits."""
+    output = model.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or model.base_model is model:
+        return None
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        rows = _probe_rows(model)
+        want = model(**rows).logits.double()
+        bare = output(model.base_model(**rows).last_hidden_state).double()
+    model.train(was_training)
+    for scale in _scales(config):
+        logits = bare * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if torch.allclose(logits, want, rtol=2e-2, atol=2e-2 * float(want.abs().max())):
+            return LinearHead(scale=scale, softcap=softcap)
+    return None
+
+
+def _can_pack(model: PreTrainedModel) -> bool:
+    """Whether every layer attends through transformers' attention interface and takes positions from outside."""
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    return model.is_backend_compatible() and takes_positions and layers <= _PACKABLE_LAYERS
+
+
+def _probe_rows(model: PreTrainedModel) -> dict[str, Any]:
+    token_ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+    positions = {"position_ids": torch.arange(4, device=model.device)[None]} if _can_pack(model) else {}
+    layout = {attention.LAYOUT_KWARG: attention.row_layout([4], model.device)} if _can_pack(model) else {}
+    return {"input_ids": token_ids, "use_cache": False, **positions, **layout}
+
+
+def _scales(config: Any) -> list[float]:
+    """Factors that architectures put on their logits, under the names they give them; 1 first."""
+    scales = [1.0]
+    scales += [float(value) for name in ("logit_scale", "lm_head_multiplier") if (value := getattr(config, name, None))]
+    scales += [1.0 / value for name in ("logits_scaling",) if (value := getattr(config, name, None))]
+    return scales
+
+
+def _padded_slots(rows: PackedRows) -> tuple[Tensor, int]:
+    """Slot of each of the T tokens in a right-padded (B, L) block, and L."""
+    width = max(rows.lengths)
+    row = torch.repeat_interleave(torch.tensor(rows.lengths)).to(rows.token_ids.device)
+    return row * width + rows.position_ids, width
+
+
+def check_lengths(lengths: Sequence[int], config: Any) -> None:
+    """See that rows fit into the model's context, and that a row's positions mean the same whatever is beside it.
+
+    Transformers chooses the frequencies of `longrope` by the largest position of a pass, for all rows that are in it.
+
+    Args:
+        lengths: Tokens of each row.
+        config: The model's, of transformers.
+
+    Raises:
+        BatchError: a row is too long.
+    """
+    longest, context = max(lengths, default=0), getattr(config, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
+    for rope in _ropes(config.get_text_config()):
+        if rope.get("rope_type") == "longrope" and longest > (limit := rope["original_max_position_embeddings"]):
+            raise BatchError(
+                f"A row has {longest} tokens; beyond {limit} this model (longrope) turns all rows of a pass by other "
+                "frequencies, so that log-probs and gradients would depend on micro-batches. Shorten the row."
+            )
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary positions: one, or one for each kind of layer."""
+    found: Any = getattr(config, "rope_parameters", None) or {}
+    for rope in (found, *found.values()):
+        if isinstance(rope, Mapping):
+            yield rope

@@ -1,0 +1,183 @@
+"""What completion tokens are given: log-probs by a head whose logits are never kept, or values.
+
+Legend: `C` completion tokens, `V` vocabulary, `H` hidden, `K` candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_csrc import linear_logprobs, logprobs
+from rl_engine.batch.results import Scores
+
+if TYPE_CHECKING:
+    from rl_engine.types import EngineConfig
+
+_CHUNK = 1024  # tokens whose logits are made at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """What a language-model head is to give."""
+
+    temperature: float
+    """Of the distributions."""
+    entropy: bool
+    """Theirs."""
+    sum_pi_squared: bool
+    """Theirs."""
+    num_candidates: int
+    """Likeliest tokens per position."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ScoreOptions:
+        """As an engine is asked for it."""
+        return cls(
+            temperature=config.temperature,
+            entropy=config.entropy,
+            sum_pi_squared=config.sum_pi_squared,
+            num_candidates=config.num_candidates,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHead:
+    """A language-model head that is no more than `softcap(hidden @ weight.T * scale)`."""
+
+    scale: float = 1.0
+    """Factor of the logits."""
+    softcap: float | None = None
+    """`c * tanh(logits / c)`."""
+
+
+def score_values(values: Tensor) -> Scores:
+    """`[C, 1]` outputs of a scalar head, in float32 or wider; copied, as FSDP wants its modules to give no views."""
+    return Scores(values=values[:, 0].to(torch.promote_types(values.dtype, torch.float32), copy=True))
+
+
+def score_logits(logits: Tensor, labels: Tensor, candidates: Tensor | None, wanted: ScoreOptions) -> Scores:
+    """Scores of the completion tokens `labels` `[C]` from `[C, V]` logits that are here anyway."""
+    options: dict[str, Any] = {"temperature": wanted.temperature, "ignore_index": None}
+    found = logprobs(logits, labels, entropy=wanted.entropy, sum_pi_squared=wanted.sum_pi_squared, **options)
+    lookup = _FromLogits(logits / wanted.temperature)
+    return _with_candidates(
+        lookup, found.logprobs, labels, candidates, wanted, entropy=found.entropy, squares=found.sum_pi_squared
+    )
+
+
+def score_states(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    candidates: Tensor | None,
+    head: LinearHead,
+    wanted: ScoreOptions,
+) -> Scores:
+    """Scores of the completion tokens `labels` `[C]` from the `[C, H]` states that predict them, logits not kept.
+
+    Args:
+        hidden: The states.
+        weight: (V, H), of the head.
+        bias: (V,), of the head.
+        labels: int64.
+        candidates: (C, K) more tokens to score in the place of each.
+        head: What the head does beside the product.
+        wanted: What to give.
+    """
+    scale = head.scale
+    found = linear_logprobs(
+        hidden if scale == 1 else hidden * scale,
+        weight,
+        labels,
+        bias=None if bias is None else bias * scale,
+        softcap=head.softcap,
+        temperature=wanted.temperature,
+        entropy=wanted.entropy,
+        sum_pi_squared=wanted.sum_pi_squared,
+        ignore_index=None,
+    )
+    lookup = _FromStates(hidden, weight, bias, head, wanted.temperature)
+    return _with_candidates(
+        lookup, found.logprobs, labels, candidates, wanted, entropy=found.entropy, squares=found.sum_pi_squared
+    )
+
+
+def _with_candidates(
+    lookup: _FromLogits | _FromStates,
+    scored: Tensor,
+    labels: Tensor,
+    candidates: Tensor | None,
+    wanted: ScoreOptions,
+    *,
+    entropy: Tensor | None,
+    squares: Tensor | None,
+) -> Scores:
+    asked = token_ids = likeliest = None
+    if candidates is not None:
+        asked = lookup.of(torch.cat([labels[:, None], candidates], 1))
+        asked = asked[:, 1:] - asked[:, :1] + scored[:, None]
+    if wanted.num_candidates:
+        token_ids, likeliest = lookup.likeliest(wanted.num_candidates)
+    return Scores(
+        logprobs=scored,
+        entropy=entropy,
+        sum_pi_squared=squares,
+        asked=asked,
+        candidate_token_ids=token_ids,
+        candidate_logprobs=likeliest,
+    )
+
+
+class _FromLogits:
+    """Candidates of tokens whose logits are here anyway."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def of(self, token_ids: Tensor) -> Tensor:
+        """(C, K) logits."""
+        return self._logits.gather(1, token_ids)
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """(C, K) token ids and their log-probs."""
+        found = self._logits.detach().log_softmax(-1).topk(count, -1)
+        return found.indices, found.values
+
+
+class _FromStates:
+    """The same of tokens whose logits are not kept: a few rows of the head each, or a chunk of tokens at a time."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LinearHead, temperature: float
+    ) -> None:
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._head, self._temperature = head, temperature
+
+    def of(self, token_ids: Tensor) -> Tensor:
+        """(C, K) logits, with gradient; `C * K * H` numbers are gathered."""
+        logits = torch.einsum("ch,ckh->ck", self._hidden, self._weight[token_ids])
+        return self._final(logits if self._bias is None else logits + self._bias[token_ids])
+
+    @torch.no_grad()
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """(C, K) token ids and their log-probs, without gradient."""
+        token_ids, values = [self._hidden.new_empty(0, count, dtype=torch.int64)], [self._hidden.new_empty(0, count)]
+        for hidden in self._hidden.split(_CHUNK):
+            found = self._logits(hidden).log_softmax(-1).topk(count, -1)
+            token_ids.append(found.indices)
+            values.append(found.values)
+        return torch.cat(token_ids), torch.cat(values[1:] or values)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._final(torch.nn.functional.linear(hidden, self._weight, self._bias))
+
+    def _final(self, logits: Tensor) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self._head.scale
+        if (cap := self._head.softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits / self._temperature

@@ -1,0 +1,116 @@
+"""LoRA adapters by peft: put into a model, turned off, and taken out again."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_engine.checkpoint.hf_folder import publish
+from rl_engine.checkpoint.shards import whole
+from rl_engine.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from rl_engine.types import LoraConfig
+
+_ADAPTER = "default"  # peft's own name for the only one
+
+
+def add_adapter(model: nn.Module, config: LoraConfig, seed: int) -> dict[str, Any]:
+    """Put an adapter into `model`, in place, and freeze the rest; peft's configuration of it.
+
+    Raises:
+        BackendError: peft is not installed.
+        ConfigError: a number out of range, or no layer has one of the target names.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise BackendError(f"lora needs peft ({error}); try: pip install 'rl-engine[lora]'") from error
+    if config.rank < 1 or config.alpha <= 0 or not 0 <= config.dropout < 1:
+        raise ConfigError(
+            f"lora has rank={config.rank}, alpha={config.alpha}, dropout={config.dropout}; "
+            "rank must be at least 1, alpha above 0, dropout in [0, 1)."
+        )
+    known = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - any number does
+        lora_dropout=config.dropout,
+        target_modules=list(config.target_modules) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(known, model, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"lora.target_modules is {list(config.target_modules)}: {error}") from error
+    return json.loads(json.dumps(known.to_dict(), default=_plain))
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Generator[None]:
+    """Inside, `model` computes what it did before it had an adapter."""
+    layers = _layers(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for layer in layers.values():
+        layer.enable_adapters(False)
+    for parameter in trained:  # peft freezes them; FSDP, should this be its first pass, would take them for frozen
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.enable_adapters(True)
+
+
+def merged_weights(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`named`, the weights of a model with an adapter, as those of one without: names, sums, whole tensors."""
+    layers = _layers(model)
+    for name, tensor in named.items():
+        owner, _, rest = name.partition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        full = whole(tensor)
+        if owner in layers and rest == "weight":
+            down, up = (whole(named[f"{owner}.lora_{part}.{_ADAPTER}.weight"]) for part in "AB")
+            full = full + (up @ down) * layers[owner].scaling[_ADAPTER]
+        yield (f"{owner}.{rest}" if rest else name), full
+
+
+def adapter_weights(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's tensors under the names that peft writes into adapter_model.safetensors."""
+    for name, tensor in named.items():
+        if ".lora_" in name:
+            yield f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}", whole(tensor)
+
+
+def write_adapter(path: str | Path, weights: dict[str, Tensor], config: Mapping[str, Any], base: str) -> None:
+    """Write a folder that peft loads; it appears complete or not at all."""
+    from safetensors.torch import save_file
+
+    def write(draft: Path) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, draft / "adapter_model.safetensors")
+        described = {**config, "base_model_name_or_path": base, "inference_mode": True}
+        (draft / "adapter_config.json").write_text(json.dumps(described, indent=2, sort_keys=True))
+
+    publish(path, write)
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+def _plain(value: Any) -> Any:
+    """Sets and enums of a configuration."""
+    return sorted(value) if isinstance(value, set) else str(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

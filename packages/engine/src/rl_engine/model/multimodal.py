@@ -1,0 +1,187 @@
+"""Images and videos in a packed batch, for models with the interface of Qwen2.5-VL and Qwen3-VL.
+
+A row's images stand in it as placeholder tokens; their patches ride along as `pixel_values` and their sizes as
+`image_grid_thw`, those of videos as `pixel_values_videos` and `video_grid_thw`. The model puts the features in the
+places of the placeholders. Only positions are made here: they have three axes (time, height, width) and start anew in
+each row. They are made once for a whole batch, on the CPU: transformers asks for the sizes of one image after another,
+which on a GPU would wait for it each time. (Its vision towers still do so, once for each micro-batch with images.)
+A placeholder that the model wrote itself (`loss_mask` 1) is a token like any other, as in inference engines.
+
+Legend: `T` tokens fed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_engine.errors import BatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rl_engine.batch.packed import PackedRows
+    from rl_engine.batch.row_batch import RowBatch
+
+
+def is_multimodal(model: PreTrainedModel) -> bool:
+    """Whether the model takes images in the way described above."""
+    trunk: Any = model.base_model
+    return hasattr(trunk, "visual") and hasattr(trunk, "get_rope_index")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modality:
+    """What a placeholder stands for."""
+
+    name: str
+    """`image` or `video`."""
+    pixels: str
+    """The column of its patches."""
+    grids: str
+    """The column of its sizes."""
+    code: int
+    """In the model's `mm_token_type_ids`."""
+
+
+MODALITIES = (
+    Modality(name="image", pixels="pixel_values", grids="image_grid_thw", code=1),
+    Modality(name="video", pixels="pixel_values_videos", grids="video_grid_thw", code=2),
+)
+_SECONDS = "second_per_grid_ts"
+
+
+def modalities_in(rows: PackedRows) -> list[Modality]:
+    """Those of which a micro-batch has any."""
+    return [kind for kind in MODALITIES if len(rows.visual.get(kind.grids, ()))]
+
+
+class MultimodalInputs:
+    """What one model needs to see the images and videos of a packed batch."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._trunk: Any = model.base_model
+        self._token_ids = {kind.code: int(getattr(model.config, f"{kind.name}_token_id")) for kind in MODALITIES}
+        self._vision: Any = model.config.vision_config
+        self._takes_seconds = _SECONDS in inspect.signature(self._trunk.get_rope_index).parameters
+        self._find_places: Any = self._trunk.get_placeholder_mask
+        self._trunk.get_placeholder_mask = self._places
+        self._given_ids: Tensor | None = None
+        self.num_passes = 1
+        """Runs of the vision tower per micro-batch, the same on every rank: all gather its parameters together."""
+
+    def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's own search for placeholders, which would take those that it wrote for others."""
+        return self._find_places(input_ids if self._given_ids is None else self._given_ids, *args, **kwargs)
+
+    def passes_for(self, batch: RowBatch) -> int:
+        """Runs that this rank's rows need in one micro-batch."""
+        return max(1, sum(batch.has(kind.grids) for kind in MODALITIES))
+
+    def check(self, batch: RowBatch) -> None:
+        """Refuse rows whose images or videos do not fit.
+
+        Raises:
+            BatchError: says what does not belong together.
+        """
+        for kind in MODALITIES:
+            self._check(batch, kind)
+        if not batch.has(_SECONDS):
+            return
+        if not self._takes_seconds:
+            raise BatchError(
+                f"The batch has {_SECONDS} and {type(self._trunk).__name__} reads time from its text. Drop the column."
+            )
+        seconds = batch.ragged(_SECONDS)[1]
+        if not batch.has(MODALITIES[1].grids) or not torch.equal(batch.ragged(MODALITIES[1].grids)[1], seconds):
+            raise BatchError(f"{_SECONDS} needs one number for each video of {MODALITIES[1].grids}.")
+
+    def _check(self, batch: RowBatch, kind: Modality) -> None:
+        marks = batch.count_given(self._token_ids[kind.code])
+        has_pixels, has_grids = batch.has(kind.pixels), batch.has(kind.grids)
+        if not has_pixels and not has_grids:
+            if int(marks.sum()):
+                raise BatchError(
+                    f"Rows hold {kind.name} tokens ({self._token_ids[kind.code]}); give {kind.pixels} and {kind.grids}."
+                )
+            return
+        if not has_pixels or not has_grids:
+            raise BatchError(f"{kind.pixels} and {kind.grids} come together; the batch has one of them.")
+        (pixels, num_patches), (grids, num_grids) = batch.ragged(kind.pixels), batch.ragged(kind.grids)
+        size, merged = self._patch_numbers(), self._vision.spatial_merge_size**2
+        if pixels.ndim != 2 or pixels.shape[1] != size or grids.shape[1:] != (3,):
+            raise BatchError(
+                f"{kind.pixels} has values of shape {list(pixels.shape)} and {kind.grids} of {list(grids.shape)}; "
+                f"wanted (patches, {size}) and ({kind.name}s, 3)."
+            )
+        row_of = torch.arange(batch.num_rows, device=grids.device).repeat_interleave(num_grids)
+        patches = torch.zeros_like(marks).index_add_(0, row_of, grids.prod(-1))
+        wrong = (patches != num_patches) | (patches != marks * merged)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise BatchError(
+                f"Row {row} has grids of {int(patches[row])} patches, {int(num_patches[row])} patches and "
+                f"{int(marks[row])} {kind.name} tokens; {merged} patches belong to each such token."
+            )
+
+    def place(self, batch: RowBatch) -> None:
+        """Give every token of the batch its position."""
+        present = [kind for kind in MODALITIES if batch.has(kind.grids)]
+        if not present or not batch.num_rows:
+            return
+        names = [kind.grids for kind in present] + ([_SECONDS] if batch.has(_SECONDS) else [])
+        columns = {name: batch.ragged(name) for name in names}
+        by_row = {name: values.cpu().split(counts.tolist()) for name, (values, counts) in columns.items()}
+        packed = batch.lay_out(range(batch.num_rows))
+        assert packed.given_ids is not None
+        rows = packed.given_ids.cpu().split(list(packed.lengths))
+        batch.place(
+            torch.cat(
+                [
+                    self._positions(tokens, {name: parts[row] for name, parts in by_row.items() if len(parts[row])})
+                    for row, tokens in enumerate(rows)
+                ]
+            )
+        )
+
+    def _positions(self, given_ids: Tensor, sizes: dict[str, Tensor]) -> Tensor:
+        """(tokens, 3) of one row."""
+        kinds = torch.zeros_like(given_ids, dtype=torch.int32)
+        for code, token_id in self._token_ids.items():
+            kinds[given_ids == token_id] = code
+        mask = torch.ones_like(given_ids)
+        positions, _ = self._trunk.get_rope_index(
+            given_ids[None], mm_token_type_ids=kinds[None], attention_mask=mask[None], **sizes
+        )
+        return positions[:, 0].T
+
+    def arguments(self, rows: PackedRows) -> dict[str, Any]:
+        """Keyword arguments of the model: positions (3, 1, T), and the images and videos where there are any."""
+        if rows.places is None:
+            return {"position_ids": rows.position_ids.expand(3, 1, -1)}
+        assert rows.given_ids is not None
+        self._given_ids = rows.given_ids[None]
+        seen = {name: rows.visual[name] for kind in modalities_in(rows) for name in (kind.pixels, kind.grids)}
+        return {"position_ids": rows.places.T[:, None], **seen}
+
+    def blank(self, device: torch.device) -> Tensor:
+        """Zero, made by the vision tower from a blank image.
+
+        For a micro-batch without one: ranks must all gather and reduce the vision tower's parameters, or none.
+        """
+        side = self._vision.spatial_merge_size
+        pixels = torch.zeros(side**2, self._patch_numbers(), device=device)
+        grid = torch.tensor([[1, side, side]], device=device)
+        found = self._trunk.get_image_features(pixels.to(self._trunk.visual.dtype), grid, return_dict=True)
+        parts = [*found.pooler_output, *(part for layer in getattr(found, "deepstack_features", ()) for part in layer)]
+        return torch.stack([part.sum() for part in parts]).sum() * 0.0
+
+    def _patch_numbers(self) -> int:
+        """Numbers of one patch: channels, frames, height and width."""
+        vision = self._vision
+        channels = getattr(vision, "in_channels", None) or vision.in_chans
+        return channels * vision.temporal_patch_size * vision.patch_size**2
