@@ -39,7 +39,7 @@ build() {
 run_tests() {
   # shellcheck disable=SC2086
   (cd "$root" && "$python" -m pytest -q -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
-    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_TESTS:-$(cd "$root" && ls tests/test_csrc_cuda_*.py)}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
+    -o markers="gpu: a CUDA device" -W error -m gpu --durations=8 ${RL_TESTS:-$(cd "$root" && find tests -name 'test_csrc_cuda_*.py')}) 2>&1 | tee "$out/tests.log" | tail -"${RL_TAIL:-60}"
 }
 
 tune() {
@@ -60,7 +60,7 @@ sanitize() {
     echo "compute-sanitizer $tool"
     (cd "$root" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${RL_SANITIZE_S:-200}" compute-sanitizer --tool $tool --error-exitcode 9 \
       "$python" -m pytest -q -x -p no:cacheprovider --import-mode=importlib -c /dev/null --rootdir "$root" \
-      -o markers="gpu: a CUDA device" -m gpu -k "$chosen" tests/test_csrc_cuda_{softmax,policy,buffers}.py 2>&1 |
+      -o markers="gpu: a CUDA device" -m gpu -k "$chosen" tests/ops/test_csrc_cuda_{logprobs,policy_loss}.py tests/buffers/test_csrc_cuda_buffers.py 2>&1 |
       tee "$out/$tool.log" | tail -12) || failed=1
   done
   return $failed

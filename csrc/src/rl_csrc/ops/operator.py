@@ -75,8 +75,13 @@ class Operator:
         registered.register_fake(fake)
         if save is not None and backward is not None:
             registered.register_autograd(backward, setup_context=save)
-            methods = {"forward": run, "setup_context": save, "backward": _once(backward)}
-            methods = {key: staticmethod(function) for key, function in methods.items()}
+
+            def forward(ctx: Any, *arguments: Any) -> Any:  # with setup_context, apply would inspect signatures: 85 us
+                results = run(*arguments)
+                save(ctx, arguments, results)
+                return results
+
+            methods = {"forward": staticmethod(forward), "backward": staticmethod(_once(backward))}
             self._function = type(name, (torch.autograd.Function,), methods)
         self._library_op = getattr(torch.ops.rl_csrc, name).default
 

@@ -10,7 +10,7 @@ import torch
 
 from rl_csrc import frames
 
-FUZZ = Path(__file__).parent.parent / "fuzz"
+FUZZ = Path(__file__).parents[2] / "fuzz"
 
 
 def seed(corpus):

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = sorted(
-    path.name
-    for path in Path(__file__).parent.glob("test_csrc_*.py")
+    str(path)
+    for path in Path(__file__).parent.rglob("test_csrc_*.py")
     if "cuda" not in path.name and path.name not in ("test_csrc_frames_fuzz.py", Path(__file__).name)
 )
 """Every file that calls the native CPU module; the fuzzers have a build of their own."""
@@ -46,7 +46,7 @@ def test_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_
         "-c",
         _RUNNER,
         str(package.parent),
-        *(str(ROOT / "tests" / name) for name in SUITE),
+        *SUITE,
     ]
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-8000:]
@@ -69,7 +69,7 @@ def test_emulated_cuda_kernels_are_clean_under_address_and_undefined_behaviour_s
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
-    suite = [str(path) for path in sorted(Path(__file__).parent.glob("test_csrc_cuda_*.py"))]
+    suite = [str(path) for path in sorted(Path(__file__).parent.rglob("test_csrc_cuda_*.py"))]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "emulated", *suite]
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-8000:]
