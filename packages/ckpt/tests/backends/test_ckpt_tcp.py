@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from rl_ckpt import AddressError, PeerLostError, PeerTimeoutError, ReceiverState, SyncAbortedError, connect
+from rl_ckpt.backends.tcp import TcpStreamReceive
 from rl_ckpt.protocol.messages import WIRE_VERSION, Begin, Hello, Proof, Stream, encode
 from rl_ckpt.testing import assert_same, failure, receive_all, sample_weights, until
-from rl_ckpt.transports import TcpReceive
 from rl_ckpt.types import Role, SessionConfig
 
 TOKEN = "known to both"
@@ -96,7 +96,7 @@ def test_a_connection_that_was_reset_since_it_was_dialled():
     poll.register(connection, 0)
     assert poll.poll(5000)
     config = SessionConfig(address="tcp://h:1", name="h:1", role=Role.RECEIVE, timeout_s=1, token="t")
-    channel = TcpReceive(config).channel_of(connection)
+    channel = TcpStreamReceive(config).channel_of(connection)
     with pytest.raises(PeerLostError, match="sender went away"):
         channel.addresses()
     channel.close()
