@@ -28,7 +28,18 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "bench" / "results" / "fuzz.json"
 MAX_INPUT_BYTES, MAX_KEPT, MAX_KEPT_BYTES = 4096, 40, 1024
-PACKAGES = ["rl_agent", "rl_ckpt", "rl_csrc", "rl_engine", "rl_rollout", "rl_tq", "rl_trainer", "judge", "values"]
+PACKAGES = [
+    "rl_agent",
+    "rl_ckpt",
+    "rl_csrc",
+    "rl_engine",
+    "rl_rollout",
+    "rl_tq",
+    "rl_tq_transfer_queue",
+    "rl_trainer",
+    "judge",
+    "values",
+]
 
 
 def targets():

@@ -2,12 +2,11 @@
 
 from _forms import files
 
-from rl_tq import _journal, _snapshot
-from rl_tq._recovery import Recovery  # noqa: F401 - what reads them; its parts are used below
+from rl_tq.durability import journal, snapshot
 from rl_tq.errors import TransferQueueError
 
 EXPECTED = (TransferQueueError,)
-_VERSION = b'["version", %d]\n' % _journal.VERSION if isinstance(_journal.VERSION, int) else b""
+_VERSION = b'["version", %d]\n' % journal.VERSION if isinstance(journal.VERSION, int) else b""
 
 
 def seeds():
@@ -18,6 +17,6 @@ def seeds():
 
 
 def one(data):
-    with files(**{_journal.NAME: _VERSION + data}) as root, _snapshot.Snapshot(root) as snapshot:
-        for number in list(snapshot.places)[:3]:
-            snapshot.where(number)
+    with files(**{journal.NAME: _VERSION + data}) as root, snapshot.Snapshot(root) as opened:
+        for number in list(opened.places)[:3]:
+            opened.where(number)

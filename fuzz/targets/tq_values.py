@@ -4,8 +4,8 @@ import io
 
 import msgspec
 
-from rl_tq import _schema
-from rl_tq.compat.transfer_queue import _codec
+from rl_tq.columns import schema
+from rl_tq_transfer_queue import _codec
 
 EXPECTED = (ValueError, msgspec.DecodeError)
 
@@ -23,7 +23,7 @@ def seeds():
 
 
 def one(data):
-    for read in (_codec.decode, lambda data: list(_codec.read_records(File(data))), _schema.read_schema):
+    for read in (_codec.decode, lambda data: list(_codec.read_records(File(data))), schema.read_schema):
         try:
             read(data)
         except EXPECTED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ os._exit(0)
 @contextmanager
 def server() -> Iterator[tuple[str, str, int, int]]:
     """A process that serves queues, and the same bytes by a raw socket and by zmq."""
+    os.environ.setdefault("RL_TQ_TOKEN", secrets.token_hex(32))  # both processes need it
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None

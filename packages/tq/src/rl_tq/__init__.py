@@ -1,7 +1,6 @@
 """A columnar sample store: the controller passes references, workers exchange the tensors."""
 
 from rl_tq import policies
-from rl_tq._registry import connect, serve
 from rl_tq.base import Sampler, Storage, TransferQueue
 from rl_tq.errors import (
     AddressError,
@@ -17,6 +16,7 @@ from rl_tq.errors import (
     TransferQueueError,
     WaitTimeoutError,
 )
+from rl_tq.registry import connect, serve
 from rl_tq.types import BatchMeta, Credit, OnFull, PartitionOptions, PerGroup, RestoreReport, RowMeta
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from rl_tq._registry import connect
 from rl_tq.errors import WaitTimeoutError
+from rl_tq.registry import connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

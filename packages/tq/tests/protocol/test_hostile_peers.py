@@ -16,8 +16,8 @@ import torch
 
 import rl_tq
 from rl_csrc import frames
-from rl_tq import _handshake
-from rl_tq._codec import decode, encode
+from rl_tq.protocol import handshake as _handshake
+from rl_tq.protocol.codec import decode, encode
 
 MIB = 1 << 20
 TOKEN = "the token of this test"

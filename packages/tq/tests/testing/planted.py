@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import rl_tq
-from rl_tq import _registry
+from rl_tq import registry as _registry
 from rl_tq.storage import inproc
 from rl_tq.storage.inproc import InprocQueue
 from rl_tq.testing import TransferQueueContract

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from rl_tq._agent import Host
-from rl_tq._journal import Journal
-from rl_tq._shm_client import ShmQueue
+from rl_tq.client.shm import ShmQueue
+from rl_tq.durability.journal import Journal
 from rl_tq.errors import AddressError
+from rl_tq.storage.shm import Host
 
 
 def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> ShmQueue:
@@ -36,4 +36,4 @@ def _names(name: str) -> tuple[str, str, Path]:
     if not name.startswith("/"):
         raise AddressError(f"'file://{name}' names no directory: write file:///an/absolute/path")
     directory = Path(name).resolve()
-    return f"file://{directory}", "\0rl-tq-file/" + hashlib.sha256(str(directory).encode()).hexdigest()[:40], directory
+    return f"file://{directory}", "rl-tq-file/" + hashlib.sha256(str(directory).encode()).hexdigest()[:40], directory

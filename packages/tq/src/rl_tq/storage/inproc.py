@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_tq._checks import check_process
-from rl_tq._client import QueueClient
-from rl_tq._codec import decode, encode
-from rl_tq._hub import Hub, Reply
-from rl_tq._service import Message, raise_error
+from rl_tq.client.client import QueueClient
 from rl_tq.errors import AddressError, ServerLostError
+from rl_tq.metadata.checks import check_process
+from rl_tq.protocol.codec import decode, encode
+from rl_tq.protocol.service import Message, raise_error
+from rl_tq.server.host import QueueHost, Reply
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rl_tq._extent import Layout
-    from rl_tq._opened import Opened
+    from rl_tq.columns.extent import Layout, Opened
 
-_SERVED: dict[tuple[int, str], Hub] = {}
+_SERVED: dict[tuple[int, str], QueueHost] = {}
 """By process, as a child's copy is no queue of it, and address."""
 _SERVED_LOCK = threading.Lock()
 _NUMBERS = count(1)
@@ -33,7 +32,7 @@ _NUMBERS = count(1)
 class InprocQueue(QueueClient):
     """A client in the same process as the queue."""
 
-    def __init__(self, hub: Hub, *, timeout_s: float, is_owner: bool) -> None:
+    def __init__(self, hub: QueueHost, *, timeout_s: float, is_owner: bool) -> None:
         super().__init__(hub.address, timeout_s=timeout_s)
         self._hub = hub
         self._is_owner = is_owner
@@ -118,7 +117,7 @@ class InprocQueue(QueueClient):
 def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> InprocQueue:
     """See `rl_tq.serve`."""
     address = f"inproc://{name or uuid.uuid4().hex[:12]}"
-    hub = Hub(address, snapshot)
+    hub = QueueHost(address, snapshot)
     with _SERVED_LOCK:
         if (os.getpid(), address) in _SERVED:
             raise AddressError(f"{address} is served already: close that queue, or take another name")

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
-from rl_tq._extent import as_bytes
-from rl_tq._remote import ALIGNMENT, Desk, Payload, assembled, checked_extent, landing_place, located_parts
+from rl_tq.client.remote import assembled, output_memory
+from rl_tq.columns.extent import as_bytes
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.protocol.stream import ALIGNMENT, Payload
+from rl_tq.server.connection import ClientConnection, checked_extent, located_parts
 from rl_tq.storage.tcp import Gateway, ServedQueue, TcpQueue, split_place
 
 if TYPE_CHECKING:
@@ -30,12 +32,11 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from rl_tq._extent import Layout
-    from rl_tq._hub import Hub
-    from rl_tq._landing import Landing
-    from rl_tq._opened import Opened
-    from rl_tq._remote import Send
-    from rl_tq._service import Message
+    from rl_tq.columns.extent import Layout, Opened
+    from rl_tq.columns.output import Output
+    from rl_tq.protocol.service import Message
+    from rl_tq.server.connection import Send
+    from rl_tq.server.host import QueueHost
 
 _IN_FLIGHT, _DONE = "PROC", "DONE"
 _POLL_S = 5e-5
@@ -109,10 +110,12 @@ class _Agent:
             self._agent.deregister_memory(registered)
 
 
-class _NixlDesk(Desk):
+class _NixlDesk(ClientConnection):
     """Tells where values lie, and fetches what is put."""
 
-    def __init__(self, agent: _Agent, hub: Hub, label: str, send: Send, limit_s: float, max_waiting_bytes: int) -> None:
+    def __init__(
+        self, agent: _Agent, hub: QueueHost, label: str, send: Send, limit_s: float, max_waiting_bytes: int
+    ) -> None:
         super().__init__(hub, label, send, max_waiting_bytes=max_waiting_bytes)
         self._agent = agent
         self._limit_s = limit_s
@@ -121,19 +124,19 @@ class _NixlDesk(Desk):
         one by one."""
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
-        """See `Desk`."""
+        """See `ClientConnection`."""
         if message["op"] == "done":
             self._held.pop(message["request"], None)
         else:
             super().take(message, payload)
 
     def leave(self) -> None:
-        """See `Desk`."""
+        """See `ClientConnection`."""
         super().leave()
         self._held.clear()
 
     def extent_of(self, message: Message, payload: torch.Tensor | None) -> torch.Tensor:
-        """See `Desk`."""
+        """See `ClientConnection`."""
         address, nbytes = message["from"]
         if nbytes != message["nbytes"] or not 1 <= nbytes <= self._max_waiting_bytes:
             raise TransferQueueError(
@@ -144,7 +147,7 @@ class _NixlDesk(Desk):
         return checked_extent(message, memory)
 
     def fetched(self, number: int, reply: Message, opened: Opened) -> tuple[Message, Payload]:
-        """See `Desk`."""
+        """See `ClientConnection`."""
         places: list[Place] = []
         starts: list[int] = []
         described: dict[str, Any] = {}
@@ -177,7 +180,7 @@ class _NixlGateway(Gateway):
         self._limit_s = timeout_s
         super().__init__(host, port, timeout_s, token=token, snapshot=snapshot)
 
-    def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
+    def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
         return _NixlDesk(self._agent, hub, label, send, self._limit_s, self.limits.payload_bytes)
 
 
@@ -197,9 +200,9 @@ class NixlQueue(TcpQueue):
         place = {"from": [memory.data_ptr(), layout.nbytes], "memory": self._agent.describe(memory)}
         return self._request({**request, **place}, [], timeout_s)[0]
 
-    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+    def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
         reply, _ = self._request({"op": "fetch", **request}, [], self.timeout_s)
-        payload = landing_place(landing, reply, reply["nbytes"])
+        payload = output_memory(output, reply, reply["nbytes"])
         if payload is None:
             payload = torch.empty(reply["nbytes"], dtype=torch.uint8)
         try:
@@ -213,7 +216,7 @@ class NixlQueue(TcpQueue):
             raise
         finally:
             self._release(reply["id"])
-        return assembled(reply, payload, num_rows, landing)
+        return assembled(reply, payload, num_rows, output)
 
     def _release(self, request: int) -> None:
         """The server need not keep these values for us any longer."""

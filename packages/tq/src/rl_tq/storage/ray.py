@@ -21,10 +21,8 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_tq._checks import check_process
-from rl_tq._client import QueueClient
-from rl_tq._opened import OpenExtent
-from rl_tq._remote import Desk
+from rl_tq.client.client import QueueClient
+from rl_tq.columns.extent import ExtentView
 from rl_tq.errors import (
     AddressError,
     ServerLostError,
@@ -33,7 +31,9 @@ from rl_tq.errors import (
     TransferQueueError,
     WaitTimeoutError,
 )
-from rl_tq.storage._keeper import NAMESPACE, Keeper, actor_name
+from rl_tq.metadata.checks import check_process
+from rl_tq.server.connection import ClientConnection
+from rl_tq.storage.ray_owner import NAMESPACE, Keeper, actor_name
 from rl_tq.storage.tcp import Gateway, TcpQueue
 
 if TYPE_CHECKING:
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from rl_tq._extent import Layout
-    from rl_tq._hub import Hub
-    from rl_tq._landing import Landing
-    from rl_tq._opened import Opened
-    from rl_tq._remote import Payload, Send
-    from rl_tq._service import Message
-    from rl_tq.storage._keeper import Where
+    from rl_tq.columns.extent import Layout, Opened
+    from rl_tq.columns.output import Output
+    from rl_tq.protocol.service import Message
+    from rl_tq.protocol.stream import Payload
+    from rl_tq.server.connection import Send
+    from rl_tq.server.host import QueueHost
+    from rl_tq.storage.ray_owner import Where
 
 
-class _Kept:
+class _StoredExtent:
     """An extent as the server has it: on which node it is, and what the keeper there calls it."""
 
     def __init__(self, node: str, number: int, nbytes: int, keepers: _Keepers) -> None:
@@ -79,7 +79,7 @@ class _Keepers:
     def keep(self, memory: torch.Tensor, _: str | None) -> Any:
         """Have an extent kept on the serving node."""
         number: Any = ray.get(self._actors[""].keep.remote(memory.numpy()), timeout=60.0)
-        return _Kept("", number, len(memory), self)
+        return _StoredExtent("", number, len(memory), self)
 
     def sweep(self) -> None:
         """Have the keepers drop what is gone."""
@@ -106,15 +106,15 @@ class _Keepers:
         self._actors[key] = actor
 
 
-class _RayDesk(Desk):
+class _RayDesk(ClientConnection):
     """Knows where values lie, and never sees them."""
 
-    def __init__(self, keepers: _Keepers, hub: Hub, label: str, send: Send, max_waiting_bytes: int) -> None:
+    def __init__(self, keepers: _Keepers, hub: QueueHost, label: str, send: Send, max_waiting_bytes: int) -> None:
         super().__init__(hub, label, send, max_waiting_bytes=max_waiting_bytes)
         self._keepers = keepers
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
-        """See `Desk`."""
+        """See `ClientConnection`."""
         if message["op"] == "keeper":
             self._keepers.make(message["node"])
             self._send({"id": message["id"]}, [])
@@ -126,12 +126,12 @@ class _RayDesk(Desk):
             self._keepers.sweep()
 
     def extent_of(self, message: Message, payload: torch.Tensor | None) -> Any:
-        """See `Desk`."""
+        """See `ClientConnection`."""
         node, number = message["object"]
-        return _Kept(node, number, message["nbytes"], self._keepers)
+        return _StoredExtent(node, number, message["nbytes"], self._keepers)
 
     def fetched(self, number: int, reply: Message, opened: Mapping[int, Any]) -> tuple[Message, Payload]:
-        """See `Desk`."""
+        """See `ClientConnection`."""
         objects = {extent: held.memory.place for extent, held in opened.items()}
         return {**reply, "id": number, "objects": [*objects.items()]}, []
 
@@ -160,7 +160,7 @@ class _RayGateway(Gateway):
             self._keepers.close()
             self._keepers = None
 
-    def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
+    def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
         assert self._keepers is not None
         return _RayDesk(self._keepers, hub, label, send, self.limits.payload_bytes)
 
@@ -198,8 +198,8 @@ class RayQueue(TcpQueue):
         number = self._ask(self._node, "keep", memory.numpy())
         return self._request({**request, "object": [self._node, number]}, [], timeout_s)[0]
 
-    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
-        return QueueClient._fetch(self, request, num_rows, landing)  # gathered here, not by the server
+    def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
+        return QueueClient._fetch(self, request, num_rows, output)  # gathered here, not by the server
 
     def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """See `TransferQueue.snapshot`."""
@@ -211,13 +211,13 @@ class RayQueue(TcpQueue):
         by_node: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for extent, (node, number, _) in reply["objects"]:
             by_node[node].append((extent, number))
-        opened: dict[int, OpenExtent] = {}
+        opened: dict[int, ExtentView] = {}
         for node, wanted in by_node.items():
             found = self._ask(node, "give", [number for _, number in wanted])
             if None in found:
                 raise StaleReferenceError(f"rows of {self.address} were cleared while they were fetched")
             for (extent, _), values in zip(wanted, self._get(node, found), strict=True):
-                opened[extent] = OpenExtent(memory=_viewed(values), is_private=False)
+                opened[extent] = ExtentView(memory=_viewed(values), is_private=False)
         return reply, opened
 
     def _ask(self, node: str, method: str, argument: Any) -> Any:

@@ -17,19 +17,20 @@ from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from rl_tq import _handshake, _stream
-from rl_tq._checks import check_process
-from rl_tq._codec import encode
-from rl_tq._hub import Hub
-from rl_tq._limits import MAX_MESSAGE_BYTES, Limits
-from rl_tq._listener import Listener
-from rl_tq._neighbours import Neighbours, key_of
-from rl_tq._parking import Slot, Turnstile
-from rl_tq._remote import Desk, Payload, RemoteQueue, Send, assembled, landing_place
-from rl_tq._service import Message, raise_error
-from rl_tq._session import GRACE_S
-from rl_tq._wire import close_after_fork
+from rl_csrc.ipc import close_in_children
+from rl_tq.client.host_cache import HostCache, key_of
+from rl_tq.client.remote import RemoteQueue, assembled, output_memory
+from rl_tq.client.session import GRACE_S, LeaderFollower, PendingReply
 from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
+from rl_tq.metadata.checks import check_process
+from rl_tq.protocol import handshake as _handshake
+from rl_tq.protocol import stream as _stream
+from rl_tq.protocol.codec import encode
+from rl_tq.protocol.limits import MAX_MESSAGE_BYTES, Limits
+from rl_tq.protocol.service import Message, raise_error
+from rl_tq.server.connection import ClientConnection, Send
+from rl_tq.server.host import QueueHost
+from rl_tq.server.listener import Listener
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_tq._landing import Landing
+    from rl_tq.columns.output import Output
+    from rl_tq.protocol.stream import Payload
 
 _TICK_S = 0.1
 
@@ -54,7 +56,7 @@ class _Remote:
         self._outgoing: SimpleQueue[tuple[Message, Payload] | None] = SimpleQueue()
         self._unsent_bytes = 0
         self._sent = threading.Condition()
-        self._desk = gateway.make_desk(gateway.hub, label, self._send)
+        self._desk = gateway.make_connection(gateway.hub, label, self._send)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
@@ -144,7 +146,7 @@ class Gateway:
         )  # fmt: skip
         self.port = self._listener.port
         try:
-            self.hub = Hub(_address(self.scheme, host, self.port), snapshot, is_compacted=self.is_compacted)
+            self.hub = QueueHost(_address(self.scheme, host, self.port), snapshot, is_compacted=self.is_compacted)
         except BaseException:
             self._listener.close()
             raise
@@ -162,9 +164,9 @@ class Gateway:
         self._thread.join()
         self.hub.close()
 
-    def make_desk(self, hub: Hub, label: str, send: Send) -> Desk:
+    def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
         """Where a client is answered."""
-        return Desk(hub, label, send, max_waiting_bytes=self.limits.payload_bytes)
+        return ClientConnection(hub, label, send, max_waiting_bytes=self.limits.payload_bytes)
 
     def _tick(self) -> None:
         """Have leases and waits end at their deadline."""
@@ -204,7 +206,7 @@ class TcpQueue(RemoteQueue):
                 f"nobody serves {self.address} ({error.strerror or error}): start it with rl_tq.serve, and check that "
                 "this host reaches it"
             ) from error
-        close_after_fork(self._socket)
+        close_in_children(self._socket)
         try:
             _handshake.introduce(self._socket, self.address, timeout_s, secret)
         except AddressError:
@@ -222,11 +224,11 @@ class TcpQueue(RemoteQueue):
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._ids = count(1)
-        self._pending: dict[int, Slot[tuple[Message, torch.Tensor | None]]] = {}
-        self._landings: dict[int, Landing] = {}
+        self._pending: dict[int, PendingReply[tuple[Message, torch.Tensor | None]]] = {}
+        self._outputs: dict[int, Output] = {}
         self._why_lost: str | None = None
-        self._turnstile = Turnstile(self._read)
-        self._neighbours = Neighbours(self.address, patience_s=timeout_s / 2) if self.is_lending else None
+        self._turnstile = LeaderFollower(self._read)
+        self._neighbours = HostCache(self.address, patience_s=timeout_s / 2) if self.is_lending else None
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
@@ -241,15 +243,15 @@ class TcpQueue(RemoteQueue):
         with self._send_lock:
             self._socket.close()
 
-    def _fetch(self, request: Message, num_rows: int, landing: Landing) -> TensorDict:
+    def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
         neighbours = self._neighbours
         if neighbours is None or not neighbours.are_there or os.getpid() != self._pid:
-            return super()._fetch(request, num_rows, landing)
+            return super()._fetch(request, num_rows, output)
         key = key_of(request)
         lent = neighbours.borrow(key)
         try:
             asked = {"op": "fetch", **request, "unless": b"" if lent is None else lent.etag}
-            reply, payload = self._request(asked, [], self.timeout_s, landing)
+            reply, payload = self._request(asked, [], self.timeout_s, output)
         except BaseException:
             neighbours.give_up(key)
             raise
@@ -257,19 +259,19 @@ class TcpQueue(RemoteQueue):
             reply, payload = lent.reply, lent.payload
         else:
             neighbours.lend(key, reply, payload)
-        return assembled(reply, payload, num_rows, landing)
+        return assembled(reply, payload, num_rows, output)
 
     def _request(
-        self, request: Message, payload: list[torch.Tensor], timeout_s: float, landing: Landing | None = None
+        self, request: Message, payload: list[torch.Tensor], timeout_s: float, output: Output | None = None
     ) -> tuple[Message, torch.Tensor | None]:
         check_process(self.address, self._pid)
         number = next(self._ids)
-        slot: Slot[tuple[Message, torch.Tensor | None]] = Slot()
+        slot: PendingReply[tuple[Message, torch.Tensor | None]] = PendingReply()
         with self._lock:
             self._check_alive()
             self._pending[number] = slot
-            if landing is not None and landing.is_given:
-                self._landings[number] = landing
+            if output is not None and output.is_given:
+                self._outputs[number] = output
         try:
             self._send({**request, "id": number}, payload)
             if not self._turnstile.wait(slot, timeout_s + GRACE_S):
@@ -279,9 +281,9 @@ class TcpQueue(RemoteQueue):
                 )
         except BaseException:
             with self._lock:
-                is_landing = self._landings.pop(number, None) is None and landing is not None and landing.is_taken
+                is_receiving = self._outputs.pop(number, None) is None and output is not None and output.is_taken
                 was_pending = self._pending.pop(number, None) is not None
-            if is_landing:
+            if is_receiving:
                 self._lose("a call was given up while its values were being received into the caller's buffer")
             if was_pending and self._why_lost is None:
                 self._send({"op": "withdraw", "request": number, "id": 0}, [])
@@ -315,8 +317,8 @@ class TcpQueue(RemoteQueue):
 
     def _place(self, message: Message, nbytes: int) -> torch.Tensor | None:
         with self._lock:
-            landing = self._landings.pop(message.get("id", 0), None)
-        return landing_place(landing, message, nbytes)
+            output = self._outputs.pop(message.get("id", 0), None)
+        return output_memory(output, message, nbytes)
 
     def _lose(self, why: str) -> None:
         with self._lock:

@@ -23,23 +23,23 @@ import torch
 import zmq
 from zmq.utils import z85
 
-from rl_tq import _handshake
-from rl_tq._checks import check_process
-from rl_tq._codec import decode, encode
-from rl_tq._hub import Hub
-from rl_tq._limits import MAX_MESSAGE_BYTES, Limits
-from rl_tq._parking import Slot
-from rl_tq._remote import Desk, Payload, RemoteQueue, Send, landing_place
-from rl_tq._service import Message, raise_error
-from rl_tq._session import GRACE_S
-from rl_tq._stream import encode_request
+from rl_tq.client.remote import RemoteQueue, output_memory
+from rl_tq.client.session import GRACE_S, PendingReply
 from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
+from rl_tq.metadata.checks import check_process
+from rl_tq.protocol import handshake as _handshake
+from rl_tq.protocol.codec import decode, encode
+from rl_tq.protocol.limits import MAX_MESSAGE_BYTES, Limits
+from rl_tq.protocol.service import Message, raise_error
+from rl_tq.protocol.stream import Payload, encode_request
+from rl_tq.server.connection import ClientConnection, Send
+from rl_tq.server.host import QueueHost
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rl_tq._landing import Landing
+    from rl_tq.columns.output import Output
 
 _BEAT_S = 1.0
 _SILENCE_S = 10.0
@@ -60,7 +60,7 @@ class _Loop:
         self._wake_write.connect(f"inproc://{id(self)}")
         self._wake_lock = threading.Lock()
         self._outgoing: deque[list[Any]] = deque()
-        self._is_ending = False
+        self._is_ending = self._is_over = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def send(self, frames: list[Any]) -> None:
@@ -90,8 +90,9 @@ class _Loop:
         """The thread ends."""
 
     def _wake(self) -> None:
-        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # woken already, or ended
-            self._wake_write.send(b"", zmq.NOBLOCK)
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # woken already
+            if not self._is_over:  # a socket that its thread closes meanwhile would abort the process
+                self._wake_write.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -116,8 +117,10 @@ class _Loop:
         finally:
             self.stop()
             self._flush()
-            for each in (self._wake_read, self._wake_write):
-                each.close(0)
+            with self._wake_lock:
+                self._is_over = True
+                for each in (self._wake_read, self._wake_write):
+                    each.close(0)
             self.socket.close(_LINGER_MS)
 
     def _flush(self) -> None:
@@ -133,7 +136,7 @@ class _Gateway(_Loop):
     def __init__(self, host: str, port: int, snapshot: Path | None, token: str | None, limits: Limits) -> None:
         self._secret = _handshake.serving_token(host, token)
         self._limits = limits
-        self.hub = Hub("zmq", snapshot)
+        self.hub = QueueHost("zmq", snapshot)
         self._context: zmq.Context[Any] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         public, secret = zmq.curve_keypair()
@@ -157,7 +160,7 @@ class _Gateway(_Loop):
         super().__init__(self._context, socket, "rl-tq-zmq-server")
         self.hub.address = f"zmq://{_bracketed(host)}:{port}/{z85.decode(public).hex()}"
         self._key = public
-        self._desks: dict[bytes, Desk] = {}
+        self._desks: dict[bytes, ClientConnection] = {}
         self._heard: dict[bytes, float] = {}
         self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self.thread.start()
@@ -226,7 +229,9 @@ class _Gateway(_Loop):
         self._heard[client] = time.monotonic()
         self._unsent[client] = deque()
         label = f"client {str(message.get('id'))[:64]}"
-        self._desks[client] = Desk(self.hub, label, self._sender(client), max_waiting_bytes=self._limits.payload_bytes)
+        self._desks[client] = ClientConnection(
+            self.hub, label, self._sender(client), max_waiting_bytes=self._limits.payload_bytes
+        )
         self._outgoing.append([client, encode({"op": "beat"})])
 
     def tick(self) -> None:
@@ -292,7 +297,7 @@ class ZmqQueue(RemoteQueue, _Loop):
         _Loop.__init__(self, self._context, socket, f"rl-tq-client-{self.address}")
         self._lock = threading.Lock()
         self._ids = count(1)
-        self._pending: dict[int, tuple[Slot[tuple[Message, torch.Tensor | None]], Landing | None]] = {}
+        self._pending: dict[int, tuple[PendingReply[tuple[Message, torch.Tensor | None]], Output | None]] = {}
         self._why_lost: str | None = None
         self._heard = self._beaten = time.monotonic()
         self._greeted = threading.Event()
@@ -339,9 +344,9 @@ class ZmqQueue(RemoteQueue, _Loop):
                 self._lose("the queue was closed")
             case _:
                 with self._lock:
-                    slot, landing = self._pending.pop(message["id"], (None, None))
+                    slot, output = self._pending.pop(message["id"], (None, None))
                 if slot is not None:
-                    slot.put((message, _received(frames[1:], message, landing)))
+                    slot.put((message, _received(frames[1:], message, output)))
 
     def tick(self) -> None:
         """See `_Loop`."""
@@ -357,14 +362,14 @@ class ZmqQueue(RemoteQueue, _Loop):
         self._lose("its thread ended")
 
     def _request(
-        self, request: Message, payload: Payload, timeout_s: float, landing: Landing | None = None
+        self, request: Message, payload: Payload, timeout_s: float, output: Output | None = None
     ) -> tuple[Message, torch.Tensor | None]:
         check_process(self.address, self._pid)
         number = next(self._ids)
-        slot: Slot[tuple[Message, torch.Tensor | None]] = Slot()
+        slot: PendingReply[tuple[Message, torch.Tensor | None]] = PendingReply()
         with self._lock:
             self._check_alive()
-            self._pending[number] = (slot, landing if landing is not None and landing.is_given else None)
+            self._pending[number] = (slot, output if output is not None and output.is_given else None)
         self.send([encode_request({**request, "id": number}), *(part.numpy().data for part in payload)])
         deadline = time.monotonic() + timeout_s + GRACE_S
         try:
@@ -450,11 +455,11 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _received(frames: list[zmq.Frame], message: Message, landing: Landing | None) -> torch.Tensor | None:
+def _received(frames: list[zmq.Frame], message: Message, output: Output | None) -> torch.Tensor | None:
     nbytes = sum(len(frame) for frame in frames)
     if not nbytes:
         return None
-    memory = landing_place(landing, message, nbytes)
+    memory = output_memory(output, message, nbytes)
     if memory is None:
         memory = torch.empty(nbytes, dtype=torch.uint8)
     start = 0

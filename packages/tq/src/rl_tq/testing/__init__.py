@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_tq._registry import serve
+from rl_tq.registry import serve
 from rl_tq.testing._leases import LeasesContract
 from rl_tq.testing._policies import PoliciesContract
 from rl_tq.testing._rows import RowsContract

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rl_tq._registry import connect, serve
 from rl_tq.errors import (
     LeaseLostError,
     PolicyError,
@@ -24,6 +23,7 @@ from rl_tq.errors import (
     TransferQueueError,
     WaitTimeoutError,
 )
+from rl_tq.registry import connect, serve
 from rl_tq.testing._served import SLACK_S, Served, ends_within, until
 from rl_tq.types import BatchMeta
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from rl_tq._registry import connect, serve
+from rl_tq.registry import connect, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,0 +1,369 @@
+"""What every storage's client does: columns into an extent, references out, and extents into a batch.
+
+A storage adds three things: how a request reaches the server, where the memory of a new extent comes from, and how the
+extents of an answer are opened.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rl_tq.base import Sampler, TransferQueue
+from rl_tq.columns.encode import borrowed_columns, check_tags, encode_columns
+from rl_tq.columns.extent import Layout, plan_extent
+from rl_tq.columns.gather import gather
+from rl_tq.columns.locations import locations_of
+from rl_tq.columns.output import Output
+from rl_tq.columns.schema import ColumnSchema, pack_schema
+from rl_tq.durability.snapshot import write_snapshot
+from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError
+from rl_tq.metadata.checks import check_seconds
+from rl_tq.protocol.codec import lengthen, shorten
+from rl_tq.types import BatchMeta, Buffer, Credit, PartitionOptions, Policy, RestoreReport, RowMeta, batch_meta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from tensordict import TensorDict
+
+    from rl_tq.columns.extent import LocatedColumns, Opened
+    from rl_tq.protocol.service import Message
+
+Answer = TypeVar("Answer")
+
+
+class QueueClient(TransferQueue):
+    """A `TransferQueue` over `_call`, `_store_extent` and `_locate`."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        """Deadline of every call that is not given its own, seconds."""
+
+    @abstractmethod
+    def _call(self, request: Message, timeout_s: float) -> Message:
+        """Have a request answered, or raise the error it is answered with."""
+
+    @abstractmethod
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        """Write an extent where the server can hand it out from, and have the put that publishes it answered."""
+
+    @abstractmethod
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
+        """Have a locate answered and its extents opened; they stay readable whatever is cleared meanwhile.
+
+        `is_copied`: nothing of them will be given away as it is.
+        """
+
+    def put(
+        self,
+        data: TensorDict | Mapping[str, Any],
+        *,
+        partition: str,
+        sample_ids: Sequence[str] | BatchMeta | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        credit: Credit | None = None,
+        timeout_s: float | None = None,
+    ) -> BatchMeta:
+        """See `TransferQueue.put`."""
+        row_tags = sample_ids.tags if tags is None and isinstance(sample_ids, BatchMeta) else tags
+        borrowed = borrowed_columns(data)
+        columns = encode_columns(data, row_tags, borrowed)
+        layout = plan_extent(columns)
+        limit = self._limit(timeout_s)
+        request: Message = {
+            "op": "put",
+            "partition": partition,
+            "num_rows": next(iter(columns.values())).num_rows,
+            "schema": pack_schema([(name, column.schema) for name, column in columns.items()]),
+            "nbytes": layout.nbytes,
+            "timeout_s": limit,
+        }
+        if isinstance(sample_ids, BatchMeta):
+            request |= _target_of(sample_ids, partition, request["num_rows"])
+        elif sample_ids is not None:
+            request["sample_ids"] = _checked_ids(sample_ids)
+        if tags is not None:
+            request["tags"] = _checked_tags(tags)
+        if credit is not None:
+            request["credit"] = credit.number
+        if borrowed:
+            request["shared"] = borrowed
+        return _batch_meta(self._store_extent(layout, request, limit), partition, (*columns, *borrowed))
+
+    def get(
+        self,
+        meta: BatchMeta,
+        columns: Sequence[str] | None = None,
+        *,
+        out: torch.Tensor | Buffer | None = None,
+        device: torch.device | str | None = None,
+    ) -> TensorDict:
+        """See `TransferQueue.get`."""
+        names = meta.columns if columns is None else tuple(columns)
+        if not len(meta) or not names:
+            raise MissingDataError(
+                f"a get of {len(meta)} rows and columns {list(names)} has nothing to fetch: both must be at least one"
+            )
+        output = Output(out, device)
+        if meta.places and (found := self._find_here(meta, names, is_copied=output.is_given)) is not None:
+            return gather(*found, len(meta), output)
+        return self._about(meta, lambda request: self._fetch({"columns": names, **request}, len(meta), output))
+
+    def _find_here(
+        self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
+    ) -> tuple[LocatedColumns, Opened] | None:
+        """Where columns lie and their extents, opened without asking; None where that must be asked."""
+        del meta, columns, is_copied
+        return None
+
+    def _about(self, meta: BatchMeta, ask: Callable[[Message], Answer]) -> Answer:
+        """Ask something about rows by number; if that is refused, again with names, for the sentence it gives."""
+        try:
+            return ask(_rows_of(meta))
+        except (StaleReferenceError, LeaseLostError):
+            return ask(_rows_of(meta, has_names=True))
+
+    def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
+        """Bring the values of rows here."""
+        reply, opened = self._locate({"op": "locate", **request}, is_copied=output.is_given)
+        located = {
+            name: (ColumnSchema.from_json(schema), reply["runs"][which])
+            for name, (schema, which) in reply["columns"].items()
+        }
+        return gather(located, opened, num_rows, output)
+
+    def get_meta(
+        self,
+        *,
+        partition: str,
+        columns: Sequence[str],
+        batch_size: int,
+        task: str,
+        sampler: Sampler | Policy | None = None,
+        timeout_s: float | None = None,
+        lease_s: float | None = None,
+    ) -> BatchMeta:
+        """See `TransferQueue.get_meta`."""
+        if lease_s is not None:
+            check_seconds("lease_s", lease_s)
+        claim = _claim(partition, columns, batch_size, task, sampler)
+        claim["lease_s"] = lease_s
+        limit = self._limit(timeout_s)
+        if sampler is None or isinstance(sampler, Policy):
+            reply = self._wait(claim, limit, is_claim=True)
+        else:
+            reply = self._sample(claim, limit, sampler)
+        return _batch_meta(reply, partition, tuple(columns), task)
+
+    def ack(self, meta: BatchMeta, *, step: int = 0) -> None:
+        """See `TransferQueue.ack`."""
+        request = {"op": "ack", "step": step, **_leased(meta)}
+        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
+
+    def nack(self, meta: BatchMeta, *, reason: str = "it was not acknowledged") -> None:
+        """See `TransferQueue.nack`."""
+        request = {"op": "nack", "reason": reason, **_leased(meta)}
+        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
+
+    def extend(self, meta: BatchMeta, lease_s: float) -> None:
+        """See `TransferQueue.extend`."""
+        check_seconds("lease_s", lease_s)
+        request = {"op": "extend", "lease_s": lease_s, **_leased(meta)}
+        self._about(meta, lambda rows: self._call({**request, **rows}, self.timeout_s))
+
+    def restore(self, partition: str, step: int, *, task: str | None = None) -> RestoreReport:
+        """See `TransferQueue.restore`."""
+        reply = self._call({"op": "restore", "partition": partition, "step": step, "task": task}, self.timeout_s)
+        return RestoreReport(**{name: reply[name] for name in ("num_returned", "num_cleared", "num_revoked")})
+
+    def dead_letters(self, partition: str, task: str) -> BatchMeta:
+        """See `TransferQueue.dead_letters`."""
+        reply = self._call({"op": "dead_letters", "partition": partition, "task": task}, self.timeout_s)
+        return _batch_meta(reply, partition, tuple(reply["columns"]))
+
+    def configure(self, partition: str, **options: Any) -> None:
+        """See `TransferQueue.configure`."""
+        checked = PartitionOptions.from_json(options).to_json()
+        self._call({"op": "configure", "partition": partition, "options": checked}, self.timeout_s)
+
+    def advance(self, partition: str, weight_version: int) -> int:
+        """See `TransferQueue.advance`."""
+        if type(weight_version) is not int:
+            raise ValueError(f"weight_version is {weight_version!r}: it must be an integer")
+        request = {"op": "advance", "partition": partition, "weight_version": weight_version}
+        return self._call(request, self.timeout_s)["num_dropped"]
+
+    def admit(self, *, partition: str, num_rows: int, num_bytes: int = 0, timeout_s: float | None = None) -> Credit:
+        """See `TransferQueue.admit`."""
+        limit = self._limit(timeout_s)
+        request = {
+            "op": "admit", "partition": partition, "num_rows": num_rows, "num_bytes": num_bytes, "timeout_s": limit
+        }  # fmt: skip
+        reply = self._call(request, limit)
+        return Credit(**{each.name: reply[each.name] for each in fields(Credit)})
+
+    def release(self, credit: Credit) -> None:
+        """See `TransferQueue.release`."""
+        self._call({"op": "release", "credit": credit.number}, self.timeout_s)
+
+    def explain(
+        self,
+        *,
+        partition: str,
+        columns: Sequence[str],
+        batch_size: int,
+        task: str,
+        sampler: Policy | None = None,
+    ) -> str:
+        """See `TransferQueue.explain`."""
+        claim = _claim(partition, columns, batch_size, task, sampler)
+        return self._call({"op": "explain", "timeout_s": 0.0, **claim}, self.timeout_s)["text"]
+
+    def clear(self, meta_or_partition: BatchMeta | str) -> None:
+        """See `TransferQueue.clear`."""
+        if isinstance(meta_or_partition, str):
+            self._call({"op": "clear", "is_whole": True, "partition": meta_or_partition}, self.timeout_s)
+        elif len(meta_or_partition):
+            request = {"op": "clear", "is_whole": False}
+            self._about(meta_or_partition, lambda rows: self._call({**request, **rows}, self.timeout_s))
+
+    def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """See `TransferQueue.snapshot`."""
+        self._limit(timeout_s)
+        reply, opened = self._locate({"op": "snapshot"}, is_copied=True)
+        write_snapshot(Path(path), reply["records"], {number: extent.memory for number, extent in opened.items()})
+
+    def stats(self) -> dict[str, Any]:
+        """See `TransferQueue.stats`."""
+        return self._call({"op": "stats"}, self.timeout_s)
+
+    def _limit(self, timeout_s: float | None) -> float:
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        check_seconds("timeout_s", limit, may_be_none_left=True)
+        return limit
+
+    def _wait(self, claim: Message, limit: float, *, is_claim: bool, after: int = -1) -> Message:
+        return self._call({"op": "wait", **claim, "timeout_s": limit, "is_claim": is_claim, "after": after}, limit)
+
+    def _sample(self, claim: Message, limit: float, sampler: Sampler) -> Message:
+        """Let the sampler choose among the ready rows here and claim its choice; begin again if another was faster."""
+        deadline = time.monotonic() + limit
+        after = -1
+        batch_size: int = claim["batch_size"]
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ready = self._wait(claim, left, is_claim=False, after=after)
+            numbers = lengthen(ready["rows"])
+            names = ready["sample_ids"] or [f"row{number}" for number in numbers]
+            tags = ready["tags"] or [{} for _ in names]
+            rows = [RowMeta(sample_id=name, tags=tag) for name, tag in zip(names, tags, strict=True)]
+            choice = sampler(rows, batch_size)
+            after = ready["version"]
+            if choice is None:
+                continue
+            chosen = _checked_choice(choice, len(rows), batch_size)
+            request = {"op": "claim_rows", **claim, "timeout_s": left, "rows": [numbers[i] for i in chosen]}
+            reply = self._call(request, self.timeout_s)
+            if "is_conflict" not in reply:
+                return reply
+            after = -1
+
+
+def _claim(
+    partition: str, columns: Sequence[str], batch_size: int, task: str, sampler: Sampler | Policy | None
+) -> Message:
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: claim 1 row or more")
+    if isinstance(columns, str):
+        raise ValueError(f"columns is the string {columns!r}: give a list of names")
+    claim: Message = {"partition": partition, "columns": list(columns), "task": task, "batch_size": batch_size}
+    if isinstance(sampler, Policy):
+        sampler.check(batch_size)
+        claim["policy"] = sampler.to_json()
+    return claim
+
+
+def _rows_of(meta: BatchMeta, *, has_names: bool = False) -> Message:
+    """How a request names rows. By number they need their ids in messages of errors only."""
+    return {
+        "partition": meta.partition,
+        "generation": meta.generation,
+        "rows": shorten(meta.rows),
+        "sample_ids": meta.sample_ids if has_names or not meta.rows else (),
+    }
+
+
+def _leased(meta: BatchMeta) -> Message:
+    if not meta.leases or not meta.rows:
+        raise ValueError(
+            f"this reference to {len(meta)} rows of partition {meta.partition!r} has no leases: only what get_meta "
+            "returned, or was made of that, can be acked, nacked or extended"
+        )
+    return {"task": meta.task, "leases": shorten(meta.leases)}
+
+
+def _target_of(meta: BatchMeta, partition: str, num_rows: int) -> Message:
+    """What a put says of the rows it adds to."""
+    if meta.partition != partition:
+        raise SchemaError(f"the rows given lie in partition {meta.partition!r}, and the put is for {partition!r}")
+    if len(meta) != num_rows:
+        raise SchemaError(f"{len(meta)} sample_ids were given for {num_rows} rows: one per row is needed")
+    if not meta.rows:
+        return {"sample_ids": list(meta.sample_ids)}
+    return {
+        **_rows_of(meta, has_names=True),
+        "task": meta.task,
+        "leases": shorten(meta.leases),
+    }
+
+
+def _batch_meta(reply: Message, partition: str, columns: tuple[str, ...], task: str = "") -> BatchMeta:
+    lease = reply.get("lease", 0)
+    rows = lengthen(reply["rows"])
+    names = reply["sample_ids"]
+    return batch_meta(
+        partition,
+        None if names is None else tuple(names),
+        tuple(dict.fromkeys(columns)),
+        tuple(reply["tags"]),
+        tuple(rows),
+        reply["generation"],
+        task if lease else "",
+        (lease,) * len(rows) if lease else (),
+        locations_of(reply.get("hints", ())),
+        {},
+    )
+
+
+def _checked_ids(sample_ids: Sequence[str]) -> list[str]:
+    ids = list(sample_ids)
+    # Callers may be untyped.
+    wrong = [i for i in ids if not isinstance(i, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if wrong or isinstance(sample_ids, str):
+        raise SchemaError(f"sample_ids is a list of strings, not {wrong[0] if wrong else sample_ids!r}")
+    return ids
+
+
+def _checked_tags(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    copies = [dict(tag) for tag in tags]
+    try:
+        check_tags(copies)
+    except TypeError as error:
+        raise SchemaError(f"tags must be mappings of JSON values: {error}") from error
+    return copies
+
+
+def _checked_choice(choice: Sequence[int], num_ready: int, batch_size: int) -> list[int]:
+    chosen = [int(i) for i in choice]
+    if len(set(chosen)) != batch_size or len(chosen) != batch_size or not all(0 <= i < num_ready for i in chosen):
+        raise ValueError(
+            f"the sampler chose {chosen[:8]}: it must return {batch_size} different positions below {num_ready}, "
+            "or None to wait"
+        )
+    return chosen

@@ -1,0 +1,198 @@
+"""The client of a control server on the same host: requests over a UNIX socket, extents in shared memory.
+
+A put writes one extent into memory that its process made, whose descriptor the server keeps; a get is told where its
+rows lie, receives the descriptors that it has not seen, and maps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_csrc.ipc import SharedMemory
+from rl_tq.client.client import QueueClient
+from rl_tq.client.mappings import NO_PIN, MappedSegments, Pin
+from rl_tq.client.session import Session
+from rl_tq.columns.locations import find_runs, unpack_location
+from rl_tq.errors import ServerLostError
+from rl_tq.memory.arena import RESERVE_S, Arenas
+from rl_tq.memory.generations import GenerationReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_tq.columns.extent import ExtentView, Layout, LocatedColumns, Opened
+    from rl_tq.protocol.service import Message
+    from rl_tq.types import BatchMeta
+
+_IDLE_S = 0.02
+"""How long the client's own thread leaves the socket to the threads that call."""
+
+
+class ShmQueue(QueueClient):
+    """A client in any process of the host."""
+
+    def __init__(self, address: str, socket_name: str, *, timeout_s: float, host: Any = None) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        self._host = host
+        self._readers = MappedSegments()
+        self._reusable: deque[int] = deque()
+        self._to_seal: deque[int] = deque()
+        self._session: Session[Pin] = Session(
+            address, socket_name, timeout_s=timeout_s, note=self._note, hold=self._hold, drop=Pin.release
+        )
+        hello, generations = self._session.greet()
+        self._generations = None if generations is None else GenerationReader(generations)
+        directory = None if hello["directory"] is None else Path(hello["directory"])
+        self._arena = Arenas(self._announce, self._seal, self._retire, directory)
+        self._idler = threading.Thread(target=self._read_idly, name=f"rl-tq-client-{address}", daemon=True)
+        self._idler.start()
+
+    def close(self) -> None:
+        """See `TransferQueue.close`."""
+        if not self._session.is_of_this_process:
+            return
+        if not self._session.is_lost:
+            with contextlib.suppress(ServerLostError):
+                self._session.send({"op": "bye"})
+        self._session.lose("this client was closed")
+        self._idler.join()
+        if self._host is not None:
+            self._host.close()
+
+    # What QueueClient asks for
+
+    def _call(self, request: Message, timeout_s: float) -> Message:
+        self._session.check()
+        self._tidy()
+        reply, pins = self._session.request(request, timeout_s)
+        pins.release()
+        return reply
+
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        reply = self._store_in(None, layout, request, timeout_s)
+        return self._store_in(reply["spill"], layout, request, timeout_s) if "spill" in reply else reply
+
+    def _store_in(self, spill: str | None, layout: Layout, request: Message, timeout_s: float) -> Message:
+        """The same, in memory or in a file of a directory."""
+        self._session.check()
+        self._tidy()  # what the server gave back with its last answer is there for this put
+        block = self._arena.allocate(layout.nbytes, spill)
+        try:
+            layout.write(block.memory)
+        except BaseException:
+            if block.is_alone:
+                self._seal(block.segment)
+            raise
+        request["segment"], request["offset"], request["is_last"] = block.segment, block.offset, block.is_alone
+        if spill is not None:
+            request["is_spilled"] = True
+        return self._session.request(request, timeout_s)[0]
+
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
+        self._session.check()
+        self._tidy()
+        reply, pins = self._session.request(request, self.timeout_s)
+        try:
+            opened: dict[int, ExtentView] = {
+                extent: pins.open(number, extent, offset, nbytes, is_copied=is_copied)
+                for extent, number, offset, nbytes in reply["places"]
+            }
+        finally:
+            pins.release()
+        return reply, opened
+
+    def _find_here(
+        self, meta: BatchMeta, columns: Sequence[str], *, is_copied: bool
+    ) -> tuple[LocatedColumns, Opened] | None:
+        self._session.check()
+        if (
+            self._generations is None
+            or (found := find_runs(meta.rows, columns, [unpack_location(each) for each in meta.places])) is None
+        ):
+            return None
+        located, places = found
+        pins = self._readers.pin({place.segment for place in places})
+        if pins is None:
+            return None
+        try:
+            # Pinned first: from here on, what the generation numbers say is valid stays where it is until it is opened.
+            if not self._generations.are_valid(places):
+                return None
+            opened: dict[int, ExtentView] = {
+                place.extent: pins.open(place.segment, place.extent, place.offset, place.nbytes, is_copied=is_copied)
+                for place in places
+            }
+        finally:
+            pins.release()
+        return located, opened
+
+    # Memory
+
+    def _announce(self, number: int, segment: SharedMemory, is_packed: bool, file: str | None) -> None:
+        self._session.send({"op": "segment", "segment": number, "is_packed": is_packed, "file": file}, segment)
+        segment.close()
+
+    def _seal(self, number: int) -> None:
+        self._session.send({"op": "seal", "segment": number})
+
+    def _retire(self, number: int) -> None:
+        self._session.send({"op": "retire", "segment": number})
+
+    def _tidy(self) -> None:
+        """Take back what the server says is free, and tell it which freed segments are no longer looked at."""
+        while self._reusable:
+            with contextlib.suppress(IndexError):  # another thread does the same
+                self._arena.reuse(self._reusable.popleft())
+        while self._to_seal:
+            with contextlib.suppress(IndexError):
+                self._arena.leave(self._to_seal.popleft())
+        if self._readers.has_freed and (done := self._readers.take_released()):
+            self._session.send({"op": "released", "segments": done})
+
+    # What the server says
+
+    def _note(self, message: Message, fd: int | None) -> None:
+        match message["op"]:
+            case "segment":
+                segment = None if fd is None else SharedMemory(fd)
+                self._readers.add(message["segment"], segment, is_packed=message["is_packed"])
+            case "freed":
+                self._readers.free(message["segments"])
+            case "reuse":
+                self._reusable.append(message["segment"])
+            case "fill no more":
+                self._to_seal.append(message["segment"])
+            case other:
+                raise ValueError(f"unknown message {other!r}")
+
+    def _hold(self, answer: Message) -> Pin:
+        """Pin what an answer names: the next message may say that a segment was freed."""
+        if "places" not in answer:
+            return NO_PIN
+        pins = self._readers.pin({place[1] for place in answer["places"]})
+        if pins is None:
+            raise ValueError("an answer names a segment that was never sent")
+        return pins
+
+    def _read_idly(self) -> None:
+        trimmed = time.monotonic()
+        try:
+            while not self._session.is_lost:
+                is_quiet = not (self._readers.has_freed or self._arena.has_spare)
+                if not self._session.read_idly(60.0 if is_quiet else _IDLE_S):
+                    time.sleep(_IDLE_S)
+                with contextlib.suppress(ServerLostError):
+                    self._tidy()
+                    if time.monotonic() - trimmed > RESERVE_S / 4:
+                        trimmed = time.monotonic()
+                        self._arena.trim(RESERVE_S)
+        finally:
+            self._session.lose("its reader ended")
+            self._readers.clear()
+            self._arena.close()
+            self._session.shut()

@@ -1,1 +1,0 @@
-"""Other systems' interfaces over rl-tq."""

@@ -1,0 +1,1 @@
+"""The bookkeeping of a queue: pure, without I/O, threads or tensors."""

@@ -1,0 +1,403 @@
+"""Room in partitions: credits, what a put does where there is none, and rows that are too old to keep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from rl_tq.errors import MissingDataError, QueueFullError, SchemaError
+from rl_tq.metadata import checks as _checks
+from rl_tq.metadata.checks import few
+from rl_tq.metadata.requests import Admission, Put, Request
+from rl_tq.types import Credit, OnFull, PartitionOptions
+from rl_tq.types.options import DEFAULT_OPTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from rl_tq.metadata.partition import Partition
+    from rl_tq.metadata.rows import Extent, Row
+    from rl_tq.metadata.state import State
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reservation:
+    partition: str
+    num_rows: int
+    """Left of it."""
+    num_bytes: int
+    """Left of it."""
+    owner: Any
+    label: str
+
+
+class Admissions:
+    """Decides which puts enter a state."""
+
+    def __init__(self, state: State, alias: Callable[[int], int]) -> None:
+        self._state = state
+        self._alias = alias
+        self._reservations: dict[int, _Reservation] = {}
+        self._num_given = 0
+
+    # Puts
+
+    def check(self, put: Put) -> list[Row | None]:
+        """Raise what makes a put impossible whatever room there is; see `TransferQueue.put`.
+
+        Returns the rows that it adds to, None where it makes one; empty when it makes all of them.
+        """
+        home = self._state.partitions.get(put.partition)
+        options = self._options(put.partition)
+        _checks.check_put(put, home)
+        if options.max_lag is not None:
+            _checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
+        if put.leases:
+            ledger = home.tasks.get(put.task) if home else None
+            _checks.check_leases(
+                ledger, put.partition, put.task, put.rows, put.leases, put.sample_ids or (), may_be_acked=True
+            )
+        existing = self._existing(put, home)
+        if existing:
+            _checks.check_unfilled(put.partition, [row for row in existing if row], (*put.schema, *put.shared))
+        if put.shared:
+            check_group_columns(put, home, existing)
+        if options is not DEFAULT_OPTIONS:
+            num_new = existing.count(None) if existing else put.num_rows
+            self._check_possible(put.partition, num_new, put.nbytes if num_new else 0, "a put")
+        return existing
+
+    def put(self, put: Put) -> list[Row] | None:
+        """Enter a put's rows; None: there is no room yet.
+
+        Raises:
+            what `check` raises; QueueFullError: there is no room, and its partition does not wait.
+        """
+        existing = self.check(put)
+        if self._options(put.partition) is DEFAULT_OPTIONS and not put.credit:
+            return self.enter(put, existing)
+        num_new = existing.count(None) if existing else put.num_rows
+        reservation = self._promise(put) if put.credit else None
+        if num_new and self._has_limits(put.partition):
+            rows = max(0, num_new - (reservation.num_rows if reservation else 0))
+            nbytes = max(0, put.nbytes - (reservation.num_bytes if reservation else 0))
+            has_room = self._has_room(put.partition, rows, nbytes) and self._fits_where_it_lies(put)
+            if not has_room and not self._make_room(put, rows, nbytes):
+                return None
+        if reservation is not None:
+            reservation.num_rows = max(0, reservation.num_rows - num_new)
+            reservation.num_bytes = max(0, reservation.num_bytes - put.nbytes)
+            if not reservation.num_rows:
+                del self._reservations[put.credit]
+        return self.enter(put, existing)
+
+    def spill(self, put: Put) -> str | None:
+        """The directory that a put's values belong in; None: they may stay in memory."""
+        options = self._options(put.partition)
+        if options.spill_bytes is None or put.is_spilled or self._fits_where_it_lies(put):
+            return None
+        if put.nbytes > options.spill_bytes:
+            return None  # it waits for memory
+        return options.spill_directory
+
+    def _fits_where_it_lies(self, put: Put) -> bool:
+        """Whether a put that may spill fits into what its partition has of memory or of files."""
+        options = self._options(put.partition)
+        if options.on_full is not OnFull.SPILL:
+            return True
+        home = self._state.partitions.get(put.partition)
+        in_memory, in_files = (home.nbytes, home.spilled_nbytes) if home else (0, 0)
+        held, limit = (in_files, options.spill_bytes) if put.is_spilled else (in_memory, options.max_bytes)
+        return limit is None or held + put.nbytes <= limit
+
+    def enter(self, put: Put, existing: list[Row | None]) -> list[Row]:
+        """Enter a put that is checked and for which there is room; `existing` is what `check` returned."""
+        state = self._state
+        if put.partition not in state.partitions:
+            state.open(put.partition, state.next_generation)
+        home = state.partitions[put.partition]
+        names: Sequence[str | None] | None = put.sample_ids
+        numbers: Sequence[int]
+        if existing:
+            following = count(state.next_row)
+            numbers = [next(following) if row is None else row.number for row in existing]
+        else:
+            numbers = range(state.next_row, state.next_row + put.num_rows)
+            if home.by_name:
+                names = [_untaken(f"row{number}", home) for number in numbers]
+        rows = state.enter(
+            put.partition, put.extent, put.schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags,
+            put.is_spilled,
+        )  # fmt: skip
+        if put.shared:
+            share_group_columns(state, home, put, rows, self._alias)
+        return rows
+
+    def _existing(self, put: Put, home: Partition | None) -> list[Row | None]:
+        """The rows that a put adds to, None where it makes one; empty when it makes all of them."""
+        if put.rows:
+            return [*_checks.find_rows(self._state, put.partition, put.generation, put.rows, put.sample_ids or ())]
+        if put.sample_ids is None:
+            return []
+        return [home.find(sample_id) if home else None for sample_id in put.sample_ids]
+
+    # Credits
+
+    def admit(self, request: Admission) -> Credit | None:
+        """Promise room; None: there is none yet.
+
+        Raises:
+            QueueFullError: there will never be as much, or the partition does not wait.
+        """
+        name = request.partition
+        if request.num_rows < 1 or request.num_bytes < 0:
+            raise SchemaError(f"a credit is for 1 row or more and 0 bytes or more, not {request.num_rows} rows and {request.num_bytes} bytes")  # fmt: skip  # noqa: E501
+        self._check_possible(name, request.num_rows, request.num_bytes, "a credit")
+        if not self._has_room(name, request.num_rows, request.num_bytes):
+            if self._options(name).on_full is OnFull.RAISE:
+                raise QueueFullError(self.explain(request))
+            return None
+        self._num_given += 1
+        self._reservations[self._num_given] = _Reservation(
+            partition=name, num_rows=request.num_rows, num_bytes=request.num_bytes, owner=request.owner,
+            label=request.label,
+        )  # fmt: skip
+        return Credit(
+            number=self._num_given, partition=name, num_rows=request.num_rows, num_bytes=request.num_bytes,
+            weight_version=self._state.versions.get(name, 0),
+        )  # fmt: skip
+
+    def release(self, credit: int) -> str | None:
+        """End a reservation; returns its partition, None if it ended before."""
+        reservation = self._reservations.pop(credit, None)
+        return reservation.partition if reservation else None
+
+    def owner_left(self, owner: Any) -> list[str]:
+        """End the promises to a client that is gone; returns their partitions."""
+        gone = [number for number, reservation in self._reservations.items() if reservation.owner == owner]
+        return [self._reservations.pop(number).partition for number in gone]
+
+    def must_wait(self, request: Request, parked: Iterable[Request]) -> bool:
+        """Whether others wait for room that a request must not overtake. Who adds columns, or has a credit, may."""
+        if isinstance(request, Put) and (request.credit or request.rows or not self._makes_rows(request)):
+            return False
+        return any(isinstance(other, Put | Admission) for other in parked)
+
+    # Age
+
+    def drop_stale(self, partition: str) -> int:
+        """Clear the rows (and their groups) that are more than `max_lag` behind, leased ones excepted; how many."""
+        home = self._state.partitions.get(partition)
+        if home is None or home.options.max_lag is None:
+            return 0
+        oldest = home.weight_version - home.options.max_lag
+        stale = [n for version in sorted(home.by_version) if version < oldest for n in home.by_version[version]]
+        gone = {mate for number in stale for mate in self._unit(home, home.rows[number])}
+        if gone:
+            self._state.clear(partition, sorted(gone), "stale")
+        return len(gone)
+
+    def drop_rejected(self, home: Partition, rejected: Iterable[int]) -> bool:
+        """Clear rows that a policy rejects, and their groups, leased ones excepted; whether there were any."""
+        gone = {mate for number in rejected for mate in self._unit(home, home.rows[number])}
+        if gone:
+            self._state.clear(home.name, sorted(gone), "rejected")
+        return bool(gone)
+
+    # What is said of it
+
+    def explain(self, request: Request) -> str:
+        """Why a put or an admission waits."""
+        home = self._state.partitions.get(request.partition)
+        options = self._options(request.partition)
+        wanted = (
+            f"{request.num_rows} rows, {request.nbytes} bytes" if isinstance(request, Put)
+            else f"room for {request.num_rows} rows, {request.num_bytes} bytes" if isinstance(request, Admission)
+            else "something"
+        )  # fmt: skip
+        rows, nbytes = self._reserved(request.partition)
+        holders = sorted({p.label for p in self._reservations.values() if p.partition == request.partition})
+        leased = sum(map(home.is_leased, home.rows)) if home else 0
+        return (
+            f"partition {request.partition!r} has no room for {wanted}: it holds {len(home.rows) if home else 0} of "
+            f"{options.row_limit} rows ({leased} leased), {home.nbytes if home else 0} of {options.max_bytes} bytes, "
+            + (
+                f"{home.spilled_nbytes if home else 0} of {options.spill_bytes} in files, "
+                if options.spill_bytes
+                else ""
+            )
+            + f"and promised {rows} rows, {nbytes} bytes"
+            + (f" to {', '.join(holders)}" if holders else "")
+            + ". Rows leave when they are cleared"
+            + (f", or acked by {list(options.tasks)}" if options.tasks else "")
+        )
+
+    def stats(self, partition: str) -> dict[str, Any]:
+        """What is promised."""
+        rows, nbytes = self._reserved(partition)
+        return {"promised_rows": rows, "promised_bytes": nbytes}
+
+    # Parts
+
+    def _options(self, partition: str) -> PartitionOptions:
+        return self._state.options.get(partition, DEFAULT_OPTIONS)
+
+    def _has_limits(self, partition: str) -> bool:
+        options = self._options(partition)
+        return options.row_limit is not None or options.max_bytes is not None
+
+    def _promise(self, put: Put) -> _Reservation:
+        reservation = self._reservations.get(put.credit)
+        if reservation is None or reservation.partition != put.partition:
+            raise QueueFullError(
+                f"credit {put.credit} is not good for partition {put.partition!r}"
+                + (f" but for {reservation.partition!r}" if reservation else ": it is used up or was released")
+                + "; ask for another with admit()"
+            )
+        return reservation
+
+    def _makes_rows(self, put: Put) -> bool:
+        home = self._state.partitions.get(put.partition)
+        return home is None or put.sample_ids is None or not all(home.find(i) for i in put.sample_ids)
+
+    def _check_possible(self, partition: str, num_rows: int, nbytes: int, what: str) -> None:
+        options = self._options(partition)
+        byte_limit = options.byte_limit
+        if what == "a put" and options.spill_bytes is not None and options.max_bytes is not None:
+            byte_limit = max(options.max_bytes, options.spill_bytes)  # it is not divided
+        for amount, limit, unit in ((num_rows, options.row_limit, "rows"), (nbytes, byte_limit, "bytes")):
+            if limit is not None and amount > limit:
+                raise QueueFullError(
+                    f"{what} of {amount} {unit} can never enter partition {partition!r}, which takes {limit}: put "
+                    "fewer at once, or configure a larger limit"
+                )
+
+    def _has_room(self, partition: str, num_rows: int, nbytes: int) -> bool:
+        options = self._options(partition)
+        home = self._state.partitions.get(partition)
+        held_rows, held_bytes = (len(home.rows), home.nbytes + home.spilled_nbytes) if home else (0, 0)
+        promised_rows, promised_bytes = self._reserved(partition)
+        row_limit = options.row_limit
+        return (row_limit is None or not num_rows or held_rows + promised_rows + num_rows <= row_limit) and (
+            options.byte_limit is None or not nbytes or held_bytes + promised_bytes + nbytes <= options.byte_limit
+        )
+
+    def _reserved(self, partition: str) -> tuple[int, int]:
+        mine = [reservation for reservation in self._reservations.values() if reservation.partition == partition]
+        return sum(reservation.num_rows for reservation in mine), sum(reservation.num_bytes for reservation in mine)
+
+    def _make_room(self, put: Put, num_rows: int, nbytes: int) -> bool:
+        """Drop rows until a put fits, as its partition's options say. False: it has to wait.
+
+        Raises:
+            QueueFullError: the options forbid waiting, or all that may be dropped is not enough.
+        """
+        options = self._options(put.partition)
+        home = self._state.partitions.get(put.partition)
+        if options.on_full in (OnFull.BLOCK, OnFull.SPILL):
+            return False
+        if options.on_full is OnFull.RAISE or home is None:
+            raise QueueFullError(self.explain(put))
+        gone: dict[int, None] = {}
+        extents: dict[int, int] = {}
+        freed_bytes = 0
+        row_limit = options.row_limit
+        promised_rows, promised_bytes = self._reserved(put.partition)
+        keep = {row.number for row in self._existing(put, home) if row}
+        for row in self._droppable(home, options.on_full):
+            if row.number in gone or row.number in keep:
+                continue
+            for number in self._unit(home, row) - keep - gone.keys():
+                gone[number] = None
+                for extent, _ in home.rows[number].pieces:
+                    extents[extent.number] = extents.get(extent.number, 0) + 1
+                    freed_bytes += extent.nbytes if extents[extent.number] == extent.num_live else 0
+            fits_rows = row_limit is None or len(home.rows) - len(gone) + promised_rows + num_rows <= row_limit
+            fits_bytes = (
+                options.max_bytes is None or home.nbytes - freed_bytes + promised_bytes + nbytes <= options.max_bytes
+            )
+            if fits_rows and fits_bytes:
+                self._state.clear(put.partition, sorted(gone), options.on_full.value)
+                return True
+        raise QueueFullError(f"{self.explain(put)}; dropping all {len(gone)} rows that may be dropped is not enough")
+
+    def _droppable(self, home: Partition, on_full: OnFull) -> Iterator[Row]:
+        if on_full is OnFull.DROP_OLDEST:
+            rows = iter(list(home.rows.values()))
+        else:
+            rows = (home.rows[n] for version in sorted(home.by_version) for n in sorted(home.by_version[version]))
+        return (row for row in rows if self._unit(home, row))
+
+    def _unit(self, home: Partition, row: Row) -> set[int]:
+        """What goes together: the row's group, or itself; empty while somebody has a lease on any of it."""
+        mates = home.by_group[row.group] if row.group is not None else {row.number}
+        return set() if any(map(home.is_leased, mates)) else set(mates)
+
+
+def _untaken(name: str, home: Partition) -> str | None:
+    """None if a new row may have its own name; else, as a caller gave that to another, a name like it."""
+    if name not in home.by_name:
+        return None
+    while name in home.by_name:
+        name += "+"
+    return name
+
+
+def check_group_columns(put: Put, home: Partition | None, existing: Sequence[Row | None]) -> None:
+    """Raise what keeps rows of a put from sharing columns with their groups.
+
+    Raises:
+        SchemaError: a row has no group.
+        MissingDataError: nobody of its group has such a column.
+    """
+    for name in put.shared:
+        lacking: dict[str, None] = {}
+        for i in range(put.num_rows):
+            tags = put.tags[i] if put.tags else {}
+            row = existing[i] if existing else None
+            group = tags.get("group_id", row.group if row else None)
+            if group is None:
+                raise SchemaError(
+                    f"column {name!r} is that of each row's group, and a row has no tag 'group_id': tag all of them"
+                )
+            if home is None or not any(name in home.rows[mate].columns for mate in home.by_group.get(group, ())):
+                lacking[repr(group)] = None
+        if lacking:
+            raise MissingDataError(
+                f"no row of {len(lacking)} groups of partition {put.partition!r} has {name!r} "
+                f"({few([*lacking], quote=False)}): put its values, PerGroup(values), with the first rows of a group"
+            )
+
+
+def share_group_columns(
+    state: State, home: Partition, put: Put, rows: Sequence[Row], alias: Callable[[int], int]
+) -> None:
+    """Have rows that were just put refer to what their groups have; `alias(extent)` numbers the same memory anew."""
+    places: defaultdict[tuple[int, frozenset[str]], list[tuple[int, int]]] = defaultdict(list)
+    for row in rows:
+        wanted = frozenset(put.shared)
+        found: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+        for name in wanted:
+            extent, index = _holder(home, row, name, wanted)
+            found[extent.number, index].add(name)
+        for (number, index), names in found.items():
+            places[number, frozenset(names)].append((row.number, index))
+    for (number, names), takers in places.items():
+        is_whole = state.extents[number].columns == names
+        extent = number if is_whole else alias(number)
+        state.share(home.name, extent, number, sorted(names), *map(list, zip(*takers, strict=True)))
+
+
+def _holder(home: Partition, row: Row, name: str, wanted: frozenset[str]) -> tuple[Extent, int]:
+    """Who has a column for a row's group; of several, one that has nothing else in the same extent."""
+    found: tuple[Extent, int] | None = None
+    for mate in home.by_group[row.group]:
+        for extent, index in home.rows[mate].pieces:
+            if name in extent.columns:
+                found = extent, index
+                if extent.columns <= wanted:
+                    return found
+    assert found is not None
+    return found

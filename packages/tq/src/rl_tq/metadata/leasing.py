@@ -1,0 +1,252 @@
+"""What becomes of claims: leases given, extended, taken back and ended, and rows that all tasks are done with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rl_tq.errors import PolicyError
+from rl_tq.metadata.partition import answered_rows
+from rl_tq.metadata.requests import Batch, Claim, batch_of
+from rl_tq.policies import FirstK, GroupComplete, RankAware
+from rl_tq.types import RestoreReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rl_tq.metadata.admission import Admissions
+    from rl_tq.metadata.ledger import Lease, TaskLedger, Timers
+    from rl_tq.metadata.partition import Partition
+    from rl_tq.metadata.requests import Claim
+    from rl_tq.metadata.state import State
+    from rl_tq.policies.base import ReadyRows
+
+
+class Leases:
+    """The leases of a state. Who may do what with them was checked before."""
+
+    def __init__(self, state: State, admissions: Admissions, timers: Timers) -> None:
+        self._state = state
+        self._admissions = admissions
+        self._timers = timers
+        self._owned: dict[Any, set[int]] = {}
+
+    def give(
+        self, home: Partition, claim: Claim, rows: Sequence[int], now: float, *, taken_from: ReadyRows | None = None
+    ) -> Batch:
+        """Lease rows to a claim; `taken_from` as in `State.lease`."""
+        is_grouped = isinstance(claim.policy, GroupComplete | FirstK)
+        number = self._state.next_lease
+        lease = self._state.lease(home.name, claim.task, number, rows, claim.lease_s, is_grouped, taken_from)
+        lease.owner, lease.label = claim.owner, claim.label
+        self._note_owner(claim.owner, number)
+        if claim.lease_s is not None:
+            self._timers.set(("lease", number), now + claim.lease_s)
+        columns = frozenset(claim.columns)
+        return Batch(
+            partition=home.name, generation=home.generation, rows=answered_rows(home, rows, columns), numbers=rows,
+            is_bare=home.is_bare, version=home.changed, task=claim.task, lease=number, columns=columns,
+        )  # fmt: skip
+
+    def _note_owner(self, owner: Any, number: int) -> None:
+        owned = self._owned.setdefault(owner, set())
+        owned.add(number)
+        if len(owned) > 2 * len(self._state.leases) + 64:  # most of them ended
+            owned.intersection_update(self._state.leases)
+
+    def extend(self, leases: Iterable[int], lease_s: float, now: float) -> None:
+        """Move deadlines to `lease_s` from now."""
+        for number in set(leases):
+            self._state.leases[number].lease_s = lease_s
+            self._timers.set(("lease", number), now + lease_s)
+
+    def end(self, lease: Lease, why: str, *, is_counted: bool) -> None:
+        """Take all rows of a lease back."""
+        self.take_back(lease.partition, lease.task, sorted(lease.rows), why, is_counted=is_counted)
+
+    def take_back(self, partition: str, task: str, rows: Sequence[int], why: str, *, is_counted: bool) -> None:
+        """Have leased rows be free again, but those that are too old by now, or came back too often."""
+        self._state.give_back(partition, task, rows, why, is_counted)
+        self._admissions.drop_stale(partition)
+
+    def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> set[str]:
+        """Take back what a client that is gone was given; returns the partitions of it."""
+        touched: set[str] = set()
+        for number in self._owned.pop(owner, set()):
+            lease = self._state.leases.get(number)
+            if lease is not None:
+                touched.add(lease.partition)
+                self.end(lease, why, is_counted=is_counted)
+        return touched
+
+    def adopt(self, now: float) -> None:
+        """After a replay: leases with a deadline get it anew, the others go back, as their owners are gone."""
+        for lease in list(self._state.leases.values()):
+            if lease.lease_s is None:
+                self.end(lease, "the server started again", is_counted=False)
+            else:
+                lease.label = "a client of before the server started again"
+                self._timers.set(("lease", lease.number), now + lease.lease_s)
+        for name, home in self._state.partitions.items():
+            home.done.clear()
+            for task in home.options.tasks[:1]:
+                acked = home.tasks[task].acked if task in home.tasks else {}
+                self.retire(name, list(acked), max((step for step, _ in acked.values()), default=0))
+
+    def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
+        """Take back every lease, and every ack after `step`, of one task or all."""
+        home = self._state.partitions.get(partition)
+        num_returned = num_cleared = num_revoked = 0
+        for name, ledger in home.tasks.items() if home else ():
+            if task not in (None, name):
+                continue
+            leased = sorted(ledger.leased)
+            if leased:
+                self.take_back(partition, name, leased, f"step {step} was restored", is_counted=False)
+            acked = sorted(number for number, (at, _) in ledger.acked.items() if at > step)
+            if acked:
+                self._state.unack(partition, name, acked)
+            num_revoked += len(leased)
+            num_returned += len(acked)
+            num_cleared += sum(times for at, times in ledger.cleared.items() if at > step)
+        return RestoreReport(num_returned=num_returned, num_cleared=num_cleared, num_revoked=num_revoked)
+
+    def retire(self, partition: str, rows: Iterable[int], step: int) -> None:
+        """Clear rows that every declared task acked at least `keep_steps` before this step."""
+        home = self._state.partitions[partition]
+        options = home.options
+        if not options.tasks:
+            return
+        for number in rows:
+            acks = [ledger.acked.get(number) for task in options.tasks if (ledger := home.tasks.get(task))]
+            if len(acks) == len(options.tasks) and None not in acks:
+                home.done.setdefault(max(ack[0] for ack in acks if ack), []).append(number)
+        for at in [at for at in home.done if at <= step - options.keep_steps]:
+            done = [
+                n for n in home.done.pop(at) if n in home.rows and all(n in home.tasks[t].acked for t in options.tasks)
+            ]
+            if done:
+                self._state.clear(partition, done, None)
+
+
+class Claims:
+    """Answers claims of a state, each with a lease."""
+
+    def __init__(self, state: State, admissions: Admissions, leases: Leases) -> None:
+        self._state = state
+        self._admissions = admissions
+        self._leases = leases
+        self._replicas = Replicas()
+        self.has_rejected = False
+        """Whether a claim cleared rows, so that somebody may have room now; whoever reads it resets it."""
+
+    def answer(self, claim: Claim, now: float) -> Batch | None:
+        """Rows for a claim, or the list that a sampler asks for; None: it has to wait.
+
+        Raises:
+            PolicyError: a row stands in the way; the task is none of the partition's.
+        """
+        home = self._state.partitions.get(claim.partition)
+        options = self._state.options.get(claim.partition)
+        if options is not None and (tasks := options.tasks) and claim.task not in tasks:
+            raise PolicyError(
+                f"partition {claim.partition!r} is consumed by the tasks {list(tasks)}, and {claim.task!r} is none of "
+                "them: claim for one of these, or configure the partition"
+            )
+        if home is None:
+            return None
+        ledger = self._state.ledger(home, claim.task)
+        is_replicated = isinstance(claim.policy, RankAware)
+        if is_replicated and (given := self._replicas.find(claim, home, ledger)) is not None:
+            return given
+        index = ledger.index(home.rows, claim.columns, claim.policy)
+        if index.rejected and self._admissions.drop_rejected(home, index.rejected):
+            self.has_rejected = True
+        if not claim.is_claim:
+            if len(index) < claim.batch_size or home.changed <= claim.after:
+                return None
+            return batch_of(home, [home.rows[number] for number in index.oldest()])
+        rows = index.take(claim.batch_size)
+        if rows is None:
+            return None
+        batch = self._leases.give(home, claim, rows, now, taken_from=index)
+        if is_replicated:
+            self._replicas.note(claim, home, batch)
+        return batch
+
+    def give(self, claim: Claim, rows: Sequence[int], now: float) -> Batch | None:
+        """The very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
+        home = self._state.partitions.get(claim.partition)
+        if home is None:
+            return None
+        ready = self._state.ledger(home, claim.task).index(home.rows, claim.columns, claim.policy).members
+        if not rows or len(set(rows)) < len(rows) or any(row not in ready for row in rows):
+            return None
+        return self._leases.give(home, claim, rows, now)
+
+    def forget(self, partition: str) -> None:
+        """A partition is cleared."""
+        self._replicas.forget(partition)
+
+
+_Key: TypeAlias = tuple[str, int, str, int, int]
+
+
+@dataclass(slots=True)
+class _Given:
+    batch: Batch
+    num_left: int
+    """Ranks that did not ask for it yet."""
+
+
+class Replicas:
+    """Batches that some of their ranks were given."""
+
+    def __init__(self) -> None:
+        self._given: dict[_Key, _Given] = {}
+
+    def find(self, claim: Claim, home: Partition, ledger: TaskLedger) -> Batch | None:
+        """What another rank was given for this batch; None if none was, or if it went back since.
+
+        Rows that were cleared since are given all the same: a get of them is refused, where other rows would make the
+        ranks differ without a word.
+        """
+        key = _key(claim, home)
+        given = self._given.get(key) if key else None
+        if key is None or given is None:
+            return None
+        if not _is_held(given.batch, home, ledger):
+            del self._given[key]
+            return None
+        given.num_left -= 1
+        if not given.num_left:
+            del self._given[key]
+        return given.batch
+
+    def note(self, claim: Claim, home: Partition, batch: Batch) -> None:
+        """Keep a batch for the other ranks."""
+        key = _key(claim, home)
+        if key is not None and isinstance(claim.policy, RankAware) and claim.policy.num_replicas > 1:
+            self._given[key] = _Given(batch, claim.policy.num_replicas - 1)
+
+    def forget(self, partition: str) -> None:
+        """A partition is cleared."""
+        for key in [key for key in self._given if key[0] == partition]:
+            del self._given[key]
+
+
+def _key(claim: Claim, home: Partition) -> _Key | None:
+    policy = claim.policy
+    if not isinstance(policy, RankAware):
+        return None
+    return claim.partition, home.generation, claim.task, policy.dp_rank, policy.batch_index
+
+
+def _is_held(batch: Batch, home: Partition, ledger: TaskLedger) -> bool:
+    """Whether none of the rows went back: each is leased or acked under the batch's lease, or gone."""
+    for number in batch.numbers:
+        lease = ledger.leased.get(number)
+        held = lease.number if lease is not None else ledger.acked.get(number, (0, 0))[1]
+        if number in home.rows and held != batch.lease:
+            return False
+    return True

@@ -1,0 +1,148 @@
+"""What is asked of the bookkeeping, and what it answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from rl_tq.policies import Fifo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_tq.columns.locations import Run
+    from rl_tq.columns.schema import ColumnSchema, Schema
+    from rl_tq.errors import TransferQueueError
+    from rl_tq.metadata.partition import Partition
+    from rl_tq.metadata.rows import Row
+    from rl_tq.types import Credit, Policy
+
+_FIFO = Fifo()
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows as a store answers them."""
+
+    partition: str
+    """Their partition."""
+    generation: int
+    """Its generation."""
+    rows: Sequence[Row]
+    """In the order asked for, or in that of the policy; only the first, where `answered_rows` says that it will do."""
+    numbers: Sequence[int]
+    """Theirs."""
+    is_bare: bool
+    """Whether none of them has a name or tags."""
+    version: int
+    """Grows whenever the partition changes."""
+    task: str = ""
+    """For whom they were claimed."""
+    lease: int = 0
+    """The claim's lease; 0 where nothing was claimed."""
+    columns: frozenset[str] = frozenset()
+    """Those put or claimed, whose places are worth telling."""
+
+
+def batch_of(
+    home: Partition,
+    rows: Sequence[Row],
+    columns: frozenset[str] = frozenset(),
+    numbers: Sequence[int] | None = None,
+) -> Batch:
+    """Rows of a partition that nobody claims."""
+    if numbers is None:
+        numbers = [row.number for row in rows]
+    return Batch(
+        partition=home.name, generation=home.generation, rows=rows, numbers=numbers, is_bare=home.is_bare,
+        version=home.changed, columns=columns,
+    )  # fmt: skip
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the values of a batch lie."""
+
+    columns: dict[str, tuple[ColumnSchema, int]]
+    """Column name to its schema and the position of its runs."""
+    runs: list[list[Run]]
+    """Runs of rows, in the order of the batch."""
+    extents: set[int]
+    """Every extent among them."""
+
+
+class Spill(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a put for which memory has no room: write it to a file, and put that."""
+
+    directory: str
+
+
+class Request(msgspec.Struct, kw_only=True, eq=False):
+    """Anything that may have to wait: parked until it can be answered or its deadline passes."""
+
+    key: Any
+    """The host's name for whoever waits."""
+    partition: str
+    """Where."""
+    deadline: float
+    """On the host's clock, seconds."""
+    owner: Any = None
+    """The client: leases and credits end with it."""
+    label: str = "a client"
+    """The client in words."""
+
+
+class Claim(Request, kw_only=True, eq=False):
+    """Ready rows for a task."""
+
+    columns: tuple[str, ...]
+    """What a row must have to be ready."""
+    task: str
+    """Who consumes."""
+    batch_size: int
+    """Rows wanted."""
+    is_claim: bool = True
+    """True: claim. False: list all ready rows, for a sampler to choose among."""
+    after: int = -1
+    """List only once the partition's version is beyond this."""
+    policy: Policy = _FIFO
+    """In which order, and what belongs together."""
+    lease_s: float | None = None
+    """Seconds until the lease expires; None: it ends with its owner."""
+
+
+class Put(Request, kw_only=True, eq=False):
+    """An extent to make visible: row i lies at index i."""
+
+    num_rows: int
+    schema: Schema
+    extent: int
+    nbytes: int
+    sample_ids: Sequence[str] | None = None
+    tags: Sequence[Mapping[str, Any]] | None = None
+    credit: int = 0
+    """The credit that it draws on; 0: none."""
+    rows: Sequence[int] = ()
+    """Row numbers, where the caller gave a reference instead of ids."""
+    generation: int = 0
+    task: str = ""
+    leases: Sequence[int] = ()
+    """The leases under which the caller writes: refused if he lost one."""
+    is_spilled: bool = False
+    """Whether the extent lies in a file."""
+    shared: Sequence[str] = ()
+    """Columns that each row has of its group."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it makes all of its rows, and says nothing of them but their values and tags."""
+        return not (self.sample_ids or self.rows or self.credit or self.shared or self.leases)
+
+
+class Admission(Request, kw_only=True, eq=False):
+    """Room for rows that are still to be made."""
+
+    num_rows: int
+    num_bytes: int
+
+
+Outcome: TypeAlias = "Batch | Credit | TransferQueueError"

@@ -1,0 +1,416 @@
+"""The bookkeeping of a queue: who may put, claim and ack what, who waits for what, and what follows from each.
+
+Pure: no I/O, no clock, no thread, no tensor. Whoever hosts it (a process's lock, or the control server) calls one
+method at a time, sets `now` before it, and after each call delivers what `drain` returns. Every method does all of
+its work or none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rl_tq.errors import TransferQueueError, WaitTimeoutError
+from rl_tq.metadata import checks as _checks
+from rl_tq.metadata import explain as _explain
+from rl_tq.metadata.admission import Admissions
+from rl_tq.metadata.leasing import Claims, Leases
+from rl_tq.metadata.ledger import Timers
+from rl_tq.metadata.requests import Admission, Batch, Claim, Located, Outcome, Put, Request, Spill, batch_of
+from rl_tq.metadata.rows import runs_of
+from rl_tq.metadata.state import State
+from rl_tq.types import Credit, PartitionOptions, RestoreReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rl_tq.metadata.ledger import TaskLedger
+    from rl_tq.metadata.requests import Request
+    from rl_tq.metadata.rows import Row
+
+
+class MetadataStore:
+    """Partitions of rows, the tasks that consume them, and the requests parked for them."""
+
+    def __init__(self, alias: Callable[[int], int]) -> None:
+        """`alias` has the host give the memory of an extent a second number."""
+        self.state = State()
+        self.now = 0.0
+        """The host's clock, seconds; it never goes back."""
+        self.num_expired = 0
+        """Leases that ended at their deadline."""
+        self._admissions = Admissions(self.state, alias)
+        self._timers = Timers()
+        self._waiting = Waiting(self._timers)
+        self.next_deadline = self._timers.next
+        """When `expire` must be called again at the latest; None: nothing has a deadline."""
+        self._leases = Leases(self.state, self._admissions, self._timers)
+        self._claims = Claims(self.state, self._admissions, self._leases)
+        self._settled: list[tuple[Request, Outcome]] = []
+
+    # Rows in and out
+
+    def put(self, put: Put) -> Batch | Spill | None:
+        """Make an extent's rows visible, or park the put while there is no room for it and return None.
+
+        Raises:
+            TransferQueueError: of the kinds that `TransferQueue.put` lists.
+        """
+        if put.is_plain and put.partition not in self.state.options and not self._waiting.line(put.partition):
+            # Most puts: nothing limits it, and nobody waits for what it brings.
+            home = self.state.partitions.get(put.partition)
+            _checks.check_put(put, home)
+            rows = self._admissions.enter(put, [])
+            home = home or self.state.partitions[put.partition]
+            return batch_of(home, rows, put.schema.names, range(rows[0].number, rows[0].number + put.num_rows))
+        directory = self._admissions.spill(put)
+        if directory is not None:
+            self._admissions.check(put)
+            self.state.freed.append(put.extent)
+            return Spill(directory=directory)
+        return self._try_or_park(put)
+
+    def admit(self, request: Admission) -> Credit | None:
+        """Promise room for rows to come, or park the request and return None.
+
+        Raises:
+            QueueFullError: there will never be as much room, or the partition does not wait.
+        """
+        return self._try_or_park(request)
+
+    def release(self, credit: int) -> None:
+        """Give a credit back, whether anything is left of it or not."""
+        partition = self._admissions.release(credit)
+        if partition is not None:
+            self._settle(partition)
+
+    def locate(
+        self,
+        *,
+        partition: str,
+        columns: Sequence[str],
+        generation: int = 0,
+        rows: Sequence[int] = (),
+        sample_ids: Sequence[str] = (),
+    ) -> Located:
+        """Where the columns of rows lie.
+
+        Raises:
+            StaleReferenceError: a row, or its whole generation, was cleared.
+            MissingDataError: a row has no such column, or (in a reference by ids alone) there is no such row.
+        """
+        found = self._find(partition, generation, rows, sample_ids)
+        _checks.check_columns(partition, found, columns)
+        schema = self.state.partitions[partition].schema
+        which, runs = runs_of(found, columns)
+        extents = {run[0] for each in runs for run in each}
+        return Located(columns={c: (schema[c], which[c]) for c in columns}, runs=runs, extents=extents)
+
+    def clear_rows(
+        self, *, partition: str, generation: int = 0, rows: Sequence[int] = (), sample_ids: Sequence[str] = ()
+    ) -> None:
+        """Forget rows, all of them or (when one was cleared before) none.
+
+        Raises:
+            StaleReferenceError, MissingDataError: as `locate`.
+        """
+        found = {row.number for row in self._find(partition, generation, rows, sample_ids)}
+        self.state.clear(partition, sorted(found), None)
+        self._settle(partition)
+
+    def clear_partition(self, partition: str) -> None:
+        """Forget a partition: rows, schema and who consumed what. Nothing happens when it is not there."""
+        if partition in self.state.partitions:
+            self.state.clear_all(partition)
+            self._claims.forget(partition)
+            self._settle(partition)
+
+    def configure(self, partition: str, options: Mapping[str, Any]) -> None:
+        """Set a partition's options, there or not.
+
+        Raises:
+            ValueError: they make no sense.
+        """
+        self.state.configure(partition, PartitionOptions.from_json(options).to_json())
+        self._settle(partition)
+
+    def advance(self, partition: str, weight_version: int) -> int:
+        """Set the weight version, clear what is now too old, and return how many rows that were.
+
+        Raises:
+            ValueError: versions only grow.
+        """
+        held = self.state.versions.get(partition, 0)
+        if weight_version < held:
+            raise ValueError(
+                f"the weight version of partition {partition!r} is {held} and cannot become {weight_version}"
+            )
+        self.state.advance(partition, weight_version)
+        num_dropped = self._admissions.drop_stale(partition)
+        self._settle(partition)
+        return num_dropped
+
+    # Claiming
+
+    def claim(self, claim: Claim) -> Batch | None:
+        """Answer at once, or park the claim and return None: `drain` gives the outcome later.
+
+        Raises:
+            PolicyError: a row stands in the way; the task is none of the partition's.
+        """
+        answer = self._claims.answer(claim, self.now)
+        if answer is None:
+            self._waiting.park(claim)
+        if self._claims.has_rejected:
+            self._settle(claim.partition)
+        return answer
+
+    def claim_rows(self, claim: Claim, rows: Sequence[int]) -> Batch | None:
+        """Claim the very rows that a sampler chose, or none of them (None) if one is no longer to be had."""
+        return self._claims.give(claim, rows, self.now)
+
+    def ack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int], step: int,
+            sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
+        """Rows are consumed, at a training step. Acking again under the same lease is nothing.
+
+        Raises:
+            LeaseLostError: a row is leased to another, or to nobody; nothing is acked.
+        """
+        ledger = self._ledger(partition, generation, task)
+        due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=True)
+        if due:
+            self.state.ack(partition, task, due, step)
+            self._leases.retire(partition, due, step)
+            self._settle(partition)
+
+    def nack(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
+             reason: str, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
+        """Rows go back, to be given to somebody else.
+
+        Raises:
+            LeaseLostError: as `ack`.
+        """
+        ledger = self._ledger(partition, generation, task)
+        due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
+        self._leases.take_back(partition, task, due, reason, is_counted=True)
+        self._settle(partition)
+
+    def extend(self, *, partition: str, generation: int, task: str, rows: Sequence[int], leases: Sequence[int],
+               lease_s: float, sample_ids: Sequence[str] = ()) -> None:  # fmt: skip
+        """Move the deadline of leases to `lease_s` from now.
+
+        Raises:
+            LeaseLostError: as `ack`.
+        """
+        ledger = self._ledger(partition, generation, task)
+        _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
+        self._leases.extend(leases, lease_s, self.now)
+
+    def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
+        """Take back every lease, and every ack after `step`, of one task or all."""
+        report = self._leases.restore(partition, step, task)
+        self._settle(partition)
+        return report
+
+    def dead_letters(self, partition: str, task: str) -> tuple[Batch | None, dict[int, str]]:
+        """Rows that came back to a task too often, and why."""
+        home = self.state.partitions.get(partition)
+        ledger = home.tasks.get(task) if home else None
+        if home is None or ledger is None:
+            return None, {}
+        return batch_of(home, [home.rows[number] for number in sorted(ledger.dead)]), ledger.dead
+
+    def move(
+        self, *, extent: int, nbytes: int, old: Sequence[int], rows: Sequence[int], is_spilled: bool = False
+    ) -> None:
+        """Have rows lie in a copy of what old extents hold of them. What was cleared meanwhile stays cleared."""
+        left = [number for number in old if number in self.state.extents]
+        if not left:
+            self.state.freed.append(extent)
+        else:
+            partition = self.state.extents[left[0]].partition
+            self.state.move(extent, nbytes, left, rows, is_spilled)
+            self._settle(partition)
+
+    # Time, and clients that go
+
+    def withdraw(self, key: Any) -> None:
+        """Forget a parked request, because whoever waited is gone."""
+        if key in self._waiting:
+            request = self._waiting.leave(key)
+            if isinstance(request, Put):
+                self.state.freed.append(request.extent)
+            self._settle(request.partition)
+
+    def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
+        """A client is gone: its leases and credits go back. `is_counted`: it died, which counts as an attempt."""
+        touched = set(self._admissions.owner_left(owner))
+        for partition in touched | self._leases.owner_left(owner, why, is_counted=is_counted):
+            self._settle(partition)
+
+    def adopt(self) -> None:
+        """After a replay: leases with a deadline get it anew, the others go back, as their owners are gone."""
+        self._leases.adopt(self.now)
+
+    def expire(self) -> None:
+        """End the leases, and settle the parked requests, whose deadline has come."""
+        for kind, key in self._timers.due(self.now):
+            if kind == "lease":
+                lease = self.state.leases.get(key)
+                if lease is not None:
+                    self.num_expired += 1
+                    self._leases.end(lease, f"its lease ({lease.label}) expired", is_counted=True)
+                    self._settle(lease.partition)
+            else:
+                request = self._waiting.find(key)
+                self._end(request, WaitTimeoutError(self.explain(request)))
+                self._settle(request.partition)
+
+    def has_news(self, now: float) -> bool:
+        """Whether a deadline has come, or `drain` would return anything, or a part of an extent was cleared."""
+        deadline = self._timers.next()
+        return bool(
+            self._settled or self.state.freed or self.state.shrunk or (deadline is not None and deadline <= now)
+        )
+
+    def drain(self) -> tuple[list[tuple[Request, Outcome]], list[int]]:
+        """Requests settled since the last call, and the extents that no row refers to any more."""
+        settled, freed = self._settled, self.state.freed
+        self._settled, self.state.freed = [], []
+        return settled, freed
+
+    # Looking
+
+    def explain(self, request: Request) -> str:
+        """What a request waits for: which rows, columns and owners are missing."""
+        if isinstance(request, Claim):
+            return _explain.claim(self.state, request)
+        return self._admissions.explain(request)
+
+    def count_rows(self) -> int:
+        """Rows of all partitions."""
+        return sum(len(home.rows) for home in self.state.partitions.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Rows, bytes, columns, consumption and waiters per partition."""
+        waiting = self._waiting.counts()
+        partitions = {
+            name: {**_explain.partition_stats(home), "waiters": waiting.pop(name, 0), **self._admissions.stats(name)}
+            for name, home in self.state.partitions.items()
+        }
+        return {
+            "partitions": partitions,
+            "waiters_elsewhere": dict(waiting),
+            "rows": self.count_rows(),
+            "bytes": sum(home.nbytes for home in self.state.partitions.values()),
+            "spilled_bytes": sum(home.spilled_nbytes for home in self.state.partitions.values()),
+            "extents": len(self.state.extents),
+            "leases": len(self.state.leases),
+            "leases_expired": self.num_expired,
+        }
+
+    # Parking
+
+    def _try_or_park(self, request: Any) -> Any:
+        parked = self._waiting.line(request.partition)
+        if parked and self._admissions.must_wait(request, parked.values()):
+            if isinstance(request, Put):
+                self._admissions.check(request)
+        elif (answer := self._try(request)) is not None:
+            if isinstance(request, Put):
+                self._settle(request.partition)
+            return answer
+        self._waiting.park(request)
+        return None
+
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        self._waiting.leave(request.key)
+        if isinstance(request, Put) and not isinstance(outcome, Batch):
+            self.state.freed.append(request.extent)
+        self._settled.append((request, outcome))
+
+    def _settle(self, partition: str) -> None:
+        """Answer whom the last change made answerable, in the order in which they came; puts before claims."""
+        parked = self._waiting.line(partition)
+        self._claims.has_rejected = bool(parked)
+        while parked and self._claims.has_rejected:  # once, and again after a claim made room
+            self._claims.has_rejected = False
+            for request in [r for r in parked.values() if not isinstance(r, Claim)]:
+                if not self._settle_one(request):
+                    break  # those behind it wait their turn
+            for request in [r for r in parked.values() if isinstance(r, Claim)]:
+                self._settle_one(request)
+
+    def _settle_one(self, request: Request) -> bool:
+        try:
+            answer: Outcome | None = self._try(request)
+        except TransferQueueError as error:
+            answer = error
+        if answer is None:
+            return False
+        self._end(request, answer)
+        return True
+
+    def _try(self, request: Request) -> Any:
+        match request:
+            case Put():
+                rows = self._admissions.put(request)
+                if rows is None:
+                    return None
+                columns = request.schema.names.union(request.shared)
+                return batch_of(self.state.partitions[request.partition], rows, columns)
+            case Admission():
+                return self._admissions.admit(request)
+            case Claim():
+                return self._claims.answer(request, self.now)
+            case _:
+                raise TypeError(request)
+
+    # Parts
+
+    def _ledger(self, partition: str, generation: int, task: str) -> TaskLedger | None:
+        home = self.state.partitions.get(partition)
+        return home.tasks.get(task) if home and home.generation == generation else None
+
+    def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
+        return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
+
+
+class Waiting:
+    """Parked requests by partition, in the order in which they came; each has a timer for its deadline."""
+
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._lines: dict[str, dict[Any, Request]] = {}
+        self._where: dict[Any, str] = {}
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._where
+
+    def line(self, partition: str) -> dict[Any, Request]:
+        """Those of one partition; kept up to date while it is not empty."""
+        return self._lines.get(partition, {})
+
+    def find(self, key: Any) -> Request:
+        """The request of a key."""
+        return self._lines[self._where[key]][key]
+
+    def park(self, request: Request) -> None:
+        """Have a request wait."""
+        self._lines.setdefault(request.partition, {})[request.key] = request
+        self._where[request.key] = request.partition
+        self._timers.set(("wait", request.key), request.deadline)
+
+    def leave(self, key: Any) -> Request:
+        """Have a request wait no more."""
+        partition = self._where.pop(key)
+        self._timers.cancel(("wait", key))
+        line = self._lines[partition]
+        request = line.pop(key)
+        if not line:
+            del self._lines[partition]
+        return request
+
+    def counts(self) -> Counter[str]:
+        """How many wait, by partition."""
+        return Counter({name: len(line) for name, line in self._lines.items()})

@@ -1,0 +1,78 @@
+"""Policies: which ready rows a claim is given. Pass one as `get_meta(sampler=...)`; they run in the server, on indexes.
+
+Policies read these tags, which a put attaches to rows: `group_id` (any JSON value that is no list or mapping),
+`weight_version_min` (int), `priority` (number), `num_tokens` (number).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from rl_tq.policies.base import Policy
+from rl_tq.policies.groups import FirstK, GroupComplete
+from rl_tq.policies.order import Fifo, OldestVersion, Priority
+from rl_tq.policies.tokens import LengthBalanced, TokenBudget, balanced_order
+from rl_tq.policies.where import RankAware, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "GROUP",
+    "POLICIES",
+    "Fifo",
+    "FirstK",
+    "GroupComplete",
+    "LengthBalanced",
+    "OldestVersion",
+    "Policy",
+    "Priority",
+    "RankAware",
+    "TokenBudget",
+    "Where",
+    "balanced_order",
+    "policy_from_json",
+]
+
+GROUP = "rl_tq.policies"
+"""Entry points of policies of one's own."""
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        Fifo, OldestVersion, Priority, GroupComplete, FirstK, TokenBudget, LengthBalanced, Where, RankAware,
+    )
+}  # fmt: skip
+
+
+def policy_from_json(value: Mapping[str, Any]) -> Policy:
+    """The inverse of `Policy.to_json`.
+
+    Raises:
+        ValueError: there is no such policy, or it has no such parameter.
+    """
+    kind = POLICIES.get(value["name"]) or _plug_in(value["name"])
+    given = {key: item for key, item in value.items() if key != "name"}
+    known = {each.name for each in fields(kind)}
+    if given.keys() != known:
+        raise ValueError(f"policy {value['name']!r} takes {sorted(known)}, not {sorted(given)}")
+    if "then" in given and kind in (Where, RankAware):
+        given["then"] = policy_from_json(given["then"])
+    return kind(**given)
+
+
+def _plug_in(name: str) -> type[Policy]:
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in found:
+        raise ValueError(f"there is no policy {name!r} where the server runs; there are {sorted({*POLICIES, *found})}")
+    try:
+        kind: Any = found[name].load()
+    except ImportError as error:
+        raise ValueError(
+            f"policy {name!r} is installed, and cannot be imported where the server runs: {error}"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Policy) and getattr(kind, "name", None) == name):
+        raise ValueError(f"the entry point {name!r} of {GROUP} must be a subclass of Policy whose name is {name!r}")
+    return kind

@@ -1,0 +1,143 @@
+"""Policies of groups: whole groups, or the first rows of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rl_tq.policies.base import Policy, UnsortedRows, check_at_least_one
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+
+    from rl_tq.policies.base import ReadyRows, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupComplete(Policy):
+    """Whole groups: `group_size` rows with one tag `group_id`, the group that was complete first first.
+
+    A task is given a group once: rows that come with its `group_id` later stay out, and whoever waits is told.
+    """
+
+    group_size: int
+    """Rows of a group."""
+    name: ClassVar[str] = "group_complete"
+
+    def __post_init__(self) -> None:
+        check_at_least_one(group_size=self.group_size)
+
+    def check(self, batch_size: int) -> None:
+        """See `Policy.check`."""
+        if batch_size % self.group_size:
+            raise ValueError(
+                f"batch_size is {batch_size}, and groups have {self.group_size} rows: claim a multiple of that"
+            )
+
+    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
+        """See `Policy.make_index`."""
+        return GroupedRows(self.group_size, given_groups())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstK(Policy):
+    """The first `k` ready rows of every group (tag `group_id`); later ones of that group are never given to the task.
+
+    For groups of which more samples are started than are needed, so that the slowest need not be waited for.
+    """
+
+    k: int
+    """Rows taken of a group."""
+    name: ClassVar[str] = "first_k"
+
+    def __post_init__(self) -> None:
+        check_at_least_one(k=self.k)
+
+    def check(self, batch_size: int) -> None:
+        """See `Policy.check`."""
+        if batch_size % self.k:
+            raise ValueError(f"batch_size is {batch_size}, and {self.k} rows of a group are taken: claim a multiple")
+
+    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
+        """See `Policy.make_index`."""
+        return GroupedRows(self.k, given_groups())
+
+
+class GroupedRows(UnsortedRows):
+    """Index of groups: `size` rows of each, the group that had them first first. A group is given once.
+
+    Rows of it that come later stay out, unless they were given before and came back.
+    """
+
+    def __init__(self, size: int, closed: Iterable[Hashable]) -> None:
+        super().__init__()
+        self._size = size
+        self._closed = set(closed)
+        self._groups: dict[Hashable, dict[int, None]] = {}
+        self._complete: dict[Hashable, None] = {}
+        self._ungrouped: set[int] = set()
+        self._shut_out: set[int] = set()
+        """Rows of groups that were given without them."""
+
+    def add(self, row: Row, *, is_back: bool = False) -> None:
+        """See `ReadyRows.add`."""
+        group = row.group
+        if group is None:
+            self._ungrouped.add(row.number)
+        if group is None:
+            return
+        if group in self._closed and not is_back:
+            self._shut_out.add(row.number)
+            return
+        self.members[row.number] = row
+        rows = self._groups.setdefault(group, {})
+        rows[row.number] = None
+        if len(rows) >= self._size:
+            self._complete[group] = None
+
+    def discard(self, rows: Collection[int]) -> None:
+        """See `ReadyRows.discard`."""
+        for number in rows:
+            row = self.members.pop(number, None)
+            if row is None:
+                self._ungrouped.discard(number)
+                self._shut_out.discard(number)
+                continue
+            group_rows = self._groups[row.group]
+            del group_rows[number]
+            if len(group_rows) < self._size:
+                self._complete.pop(row.group, None)
+            if not group_rows:
+                del self._groups[row.group]
+
+    def take(self, count: int) -> Sequence[int] | None:
+        """See `ReadyRows.take`."""
+        if len(self._complete) * self._size < count:
+            return None
+        taken: list[int] = []
+        for group in list(self._complete)[: count // self._size]:
+            rows = list(self._groups.pop(group))
+            del self._complete[group]
+            for number in rows:
+                del self.members[number]
+            self._closed.add(group)
+            self._shut_out.update(rows[self._size :])
+            taken += sorted(rows[: self._size])
+        return taken
+
+    def why_waiting(self) -> str:
+        """See `ReadyRows.why_waiting`."""
+        told = [f"{len(self._complete)} groups of {self._size} are complete"]
+        told += [
+            f"group {group!r} has {len(rows)} of {self._size}"
+            for group, rows in list(self._groups.items())[:4]
+            if group not in self._complete
+        ]
+        if self._ungrouped:
+            told.append(f"{len(self._ungrouped)} rows came without a tag 'group_id'")
+        if self._shut_out:
+            told.append(
+                f"{len(self._shut_out)} rows stay out, as their groups were given before: a new group needs a group_id "
+                "that this partition never had"
+            )
+        return ", ".join(told)

@@ -1,0 +1,171 @@
+"""Policies over another: only rows whose tag compares so, or the same rows for several ranks."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rl_tq.errors import PolicyError
+from rl_tq.policies.base import Policy, UnsortedRows, check_at_least_one
+from rl_tq.policies.order import Fifo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+
+    from rl_tq.policies.base import ReadyRows, Row
+
+
+def _is_among(value: object, among: Sequence[object]) -> bool:
+    return value in among
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "in": _is_among,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where(Policy):
+    """Rows whose tag compares so with a value, then as `then` says. Rows without the tag wait until they get it.
+
+    With `is_clearing`, rows that do not are cleared with their group (unless somebody holds a lease on it), counted as
+    dropped for the reason `rejected`. The room that they leave goes to whoever waits in `put` or `admit`, so that
+    producers make others instead: dynamic sampling as of DAPO (arXiv:2503.14476, section 3.2) is
+    `Where(tag="reward_std", op=">", value=0.0, is_clearing=True, then=GroupComplete(group_size=8))`.
+    """
+
+    tag: str
+    """Which tag."""
+    op: str
+    """`==`, `!=`, `<`, `<=`, `>`, `>=` or `in`."""
+    value: Any
+    """A string, number, boolean or null; for `in`, several of them."""
+    is_clearing: bool = False
+    """Whether rows that do not compare so go, for all tasks."""
+    then: Policy = field(default_factory=Fifo)
+    """Among the others."""
+    name: ClassVar[str] = "where"
+
+    def __post_init__(self) -> None:
+        if self.op not in _COMPARISONS:
+            raise ValueError(f"op is {self.op!r}: it must be one of {sorted(_COMPARISONS)}")
+        if self.op == "in":
+            object.__setattr__(self, "value", tuple(self.value))
+        elif isinstance(self.value, list | tuple | dict):
+            raise ValueError(f"value is {self.value!r}: a tag is compared with one value, with several by op='in' only")
+        _check_inner(self.then)
+
+    def check(self, batch_size: int) -> None:
+        """See `Policy.check`."""
+        self.then.check(batch_size)
+
+    def accepts(self, tags: Mapping[str, Any]) -> bool | None:
+        """Whether a row of these tags is given; None: that is not known yet.
+
+        Raises:
+            PolicyError: the tag's value cannot be compared so.
+        """
+        if self.tag not in tags:
+            return None
+        try:
+            return bool(_COMPARISONS[self.op](tags[self.tag], self.value))
+        except TypeError as error:
+            raise PolicyError(
+                f"tag {self.tag!r} is {tags[self.tag]!r}, which cannot be compared by {self.op!r} with {self.value!r}: "
+                "tag all rows with values of one kind"
+            ) from error
+
+    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
+        """See `Policy.make_index`."""
+        return FilteredRows(self, self.then.make_index(given_groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAware(Policy):
+    """The same rows, under the same lease, for all that claim batch `batch_index` of data-parallel rank `dp_rank`.
+
+    For trainers whose tensor-, pipeline- or context-parallel ranks fetch for themselves. The first that asks has rows
+    chosen as `then` says. Any of them may ack; the lease ends with the client of the first.
+    """
+
+    dp_rank: int
+    """Which data-parallel rank they are replicas of."""
+    batch_index: int
+    """Which of its batches: each is asked for once by each replica."""
+    num_replicas: int
+    """How many ranks ask."""
+    then: Policy = field(default_factory=Fifo)
+    """Which rows."""
+    name: ClassVar[str] = "rank_aware"
+
+    def __post_init__(self) -> None:
+        check_at_least_one(num_replicas=self.num_replicas)
+        if min(self.dp_rank, self.batch_index) < 0:
+            raise ValueError(f"dp_rank is {self.dp_rank} and batch_index {self.batch_index}: they are 0 or more")
+        _check_inner(self.then)
+
+    def check(self, batch_size: int) -> None:
+        """See `Policy.check`."""
+        self.then.check(batch_size)
+
+    def make_index(self, given_groups: Callable[[], Iterable[Hashable]]) -> ReadyRows:
+        """See `Policy.make_index`."""
+        return self.then.make_index(given_groups)
+
+
+class FilteredRows(UnsortedRows):
+    """Index of the rows that a predicate accepts, in the order of another index."""
+
+    def __init__(self, policy: Where, inner: ReadyRows) -> None:
+        super().__init__()
+        self._policy = policy
+        self._inner = inner
+        self.members = inner.members
+        self._undecided: dict[int, Row] = {}
+        self._refused: dict[int, Row] = {}
+        self.rejected = {} if not policy.is_clearing else self._refused
+
+    def add(self, row: Row, *, is_back: bool = False) -> None:
+        """See `ReadyRows.add`."""
+        is_good = self._accepts(row)
+        if is_good:
+            self._inner.add(row, is_back=is_back)
+        else:
+            (self._undecided if is_good is None else self._refused)[row.number] = row
+
+    def discard(self, rows: Collection[int]) -> None:
+        """See `ReadyRows.discard`."""
+        numbers = list(rows)
+        self._inner.discard(numbers)
+        for number in numbers:
+            self._undecided.pop(number, None)
+            self._refused.pop(number, None)
+
+    def take(self, count: int) -> Sequence[int] | None:
+        """See `ReadyRows.take`."""
+        for row in self._undecided.values():
+            if row.tags and self._policy.tag in row.tags:
+                self._policy.accepts(row.tags)  # raises: it cannot be compared
+        return self._inner.take(count)
+
+    def why_waiting(self) -> str:
+        """See `ReadyRows.why_waiting`."""
+        told = [self._inner.why_waiting()] if self._inner.why_waiting() else []
+        if self._undecided:
+            told.append(f"{len(self._undecided)} have no tag {self._policy.tag!r} that can be compared yet")
+        if self._refused:
+            told.append(f"{len(self._refused)} have one that is not {self._policy.op} {self._policy.value!r}")
+        return ", ".join(told)
+
+    def _accepts(self, row: Row) -> bool | None:
+        try:
+            return self._policy.accepts(row.tags)
+        except PolicyError:  # said to whoever claims, and not to whoever puts
+            return None
+
+
+def _check_inner(policy: Policy) -> None:
+    if isinstance(policy, RankAware):
+        raise ValueError("RankAware is the outermost policy: give it the other as `then`")

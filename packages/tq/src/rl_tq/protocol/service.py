@@ -1,0 +1,309 @@
+"""The requests that a queue's server answers, as plain values in and out: one place for every storage.
+
+The host says where an extent lies (`extent` in a put is its number for it), who asks, what time it is, and delivers
+what was parked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from rl_tq import errors
+from rl_tq.columns.schema import read_schema
+from rl_tq.metadata.partition import packed_locations, pieces_of
+from rl_tq.metadata.requests import Admission, Batch, Claim, Outcome, Put, Spill
+from rl_tq.metadata.state import dump
+from rl_tq.metadata.store import MetadataStore
+from rl_tq.policies import Fifo, policy_from_json
+from rl_tq.protocol.codec import lengthen, shorten
+from rl_tq.types import Credit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_tq.metadata.state import Record
+
+Message: TypeAlias = dict[str, Any]
+"""One request or reply: what MessagePack holds, with string keys."""
+
+_FIFO = Fifo()
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who asks, and how."""
+
+    key: Any
+    """The host's name for this request, should it be parked."""
+    owner: Any
+    """The client: its leases and credits end with it."""
+    label: str
+    """The client in words."""
+
+
+class Service:
+    """A metadata store that is spoken to in messages. One call at a time, as the store itself."""
+
+    def __init__(self, alias: Callable[[int], int], where: Callable[[int], Sequence[int] | None] | None = None) -> None:
+        """Begin empty.
+
+        `alias` gives the memory of an extent a second number, which is freed on its own; `where` says segment, offset,
+        bytes, slot and stamp of an extent, if clients can read it without asking.
+        """
+        self.store = MetadataStore(alias)
+        # At every turn of a host: without a call in between.
+        self.next_deadline = self.store.next_deadline
+        """When `drain` must be called again at the latest."""
+        self.has_news = self.store.has_news
+        """Whether `drain(now)` has anything to do or to tell."""
+        self._where = where
+        self._operations: dict[str, Callable[[Message, Caller], Message | None]] = {
+            "put": self._put,
+            "locate": self._locate,
+            "move": self._move,
+            "snapshot": self._snapshot,
+            "wait": self._wait,
+            "claim_rows": self._claim_rows,
+            "clear": self._clear,
+            "ack": self._ack,
+            "nack": self._nack,
+            "extend": self._extend,
+            "restore": self._restore,
+            "dead_letters": self._dead_letters,
+            "admit": self._admit,
+            "release": self._release,
+            "configure": self._configure,
+            "advance": self._advance,
+            "explain": self._explain,
+            "stats": self._stats,
+        }
+
+    def resume(self, records: Sequence[Record], now: float) -> None:
+        """Begin with the state that records make. Call `store.adopt` once its extents are there."""
+        self.store.now = now
+        self.store.state.replay(records)
+
+    def handle(self, request: Message, caller: Caller, now: float) -> Message | None:
+        """Answer a request. None: it is parked under the caller's key, and `drain` will have the answer.
+
+        Raises:
+            TransferQueueError, ValueError: the store refused it.
+        """
+        self.store.now = now
+        operation = self._operations.get(request["op"])
+        if operation is None:
+            raise errors.TransferQueueError(f"there is no operation {request['op']!r}; client and server differ")
+        return operation(request, caller)
+
+    def drain(self, now: float) -> tuple[list[tuple[Any, Message]], list[int]]:
+        """(key, reply) of the parked requests that are answered or whose time is up, and the extents to free."""
+        self.store.now = now
+        self.store.expire()
+        settled, freed = self.store.drain()
+        return [(request.key, self._reply(outcome)) for request, outcome in settled], freed
+
+    def withdraw(self, key: Any) -> None:
+        """Forget a parked request."""
+        self.store.withdraw(key)
+
+    def caller_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
+        """A client is gone."""
+        self.store.owner_left(owner, why, is_counted=is_counted)
+
+    # Rows
+
+    def _put(self, request: Message, caller: Caller) -> Message | None:
+        get = request.get
+        put = Put(
+            key=caller.key,
+            owner=caller.owner,
+            label=caller.label,
+            partition=request["partition"],
+            deadline=self.store.now + request["timeout_s"],
+            num_rows=request["num_rows"],
+            schema=read_schema(request["schema"]),
+            extent=request["extent"],
+            nbytes=request["nbytes"],
+            sample_ids=get("sample_ids"),
+            tags=get("tags"),
+            credit=get("credit", 0),
+            is_spilled=get("is_spilled", False),
+            shared=get("shared", ()),
+        )
+        if "rows" in request:
+            put.rows, put.generation = self._lengthen(request["rows"]), request["generation"]
+            put.task, put.leases = request["task"], self._lengthen(request["leases"])
+        answer = self.store.put(put)
+        if isinstance(answer, Spill):
+            return {"spill": answer.directory}
+        return None if answer is None else self._reply(answer)
+
+    def _locate(self, request: Message, _: Caller) -> Message:
+        located = self.store.locate(columns=request["columns"], **self._rows_of(request))
+        columns = {name: [schema.to_json(), which] for name, (schema, which) in located.columns.items()}
+        return {"columns": columns, "runs": located.runs, "extents": sorted(located.extents)}
+
+    def _move(self, request: Message, _: Caller) -> Message:
+        self.store.move(
+            extent=request["extent"], nbytes=request["nbytes"], old=request["old"], rows=request["rows"],
+            is_spilled=request.get("is_spilled", False),
+        )  # fmt: skip
+        return {}
+
+    def _snapshot(self, _: Message, __: Caller) -> Message:
+        """All there is, at this moment."""
+        return {"records": list(dump(self.store.state)), "extents": sorted(self.store.state.extents)}
+
+    def _clear(self, request: Message, _: Caller) -> Message:
+        if request["is_whole"]:
+            self.store.clear_partition(request["partition"])
+        else:
+            self.store.clear_rows(**self._rows_of(request))
+        return {}
+
+    # Claims
+
+    def _wait(self, request: Message, caller: Caller) -> Message | None:
+        answer = self.store.claim(self._claim(request, caller))
+        return None if answer is None else self._reply(answer)
+
+    def _claim_rows(self, request: Message, caller: Caller) -> Message:
+        batch = self.store.claim_rows(self._claim(request, caller), self._lengthen(request["rows"]))
+        return {"is_conflict": True} if batch is None else self._reply(batch)
+
+    def _claim(self, request: Message, caller: Caller) -> Claim:
+        policy = request.get("policy")
+        return Claim(
+            key=caller.key,
+            owner=caller.owner,
+            label=caller.label,
+            partition=request["partition"],
+            deadline=self.store.now + request["timeout_s"],
+            columns=tuple(request["columns"]),
+            task=request["task"],
+            batch_size=request["batch_size"],
+            is_claim=request.get("is_claim", True),
+            after=request.get("after", -1),
+            policy=_FIFO if policy is None else policy_from_json(policy),
+            lease_s=request.get("lease_s"),
+        )
+
+    def _ack(self, request: Message, _: Caller) -> Message:
+        self.store.ack(**self._leased(request), step=request["step"])
+        return {}
+
+    def _nack(self, request: Message, _: Caller) -> Message:
+        self.store.nack(**self._leased(request), reason=request["reason"])
+        return {}
+
+    def _extend(self, request: Message, _: Caller) -> Message:
+        self.store.extend(**self._leased(request), lease_s=request["lease_s"])
+        return {}
+
+    def _restore(self, request: Message, _: Caller) -> Message:
+        return asdict(self.store.restore(request["partition"], request["step"], request["task"]))
+
+    def _dead_letters(self, request: Message, _: Caller) -> Message:
+        batch, reasons = self.store.dead_letters(request["partition"], request["task"])
+        if batch is None:
+            return {"rows": [], "sample_ids": None, "tags": [], "generation": 0, "columns": []}
+        columns = sorted(frozenset.intersection(*(row.columns for row in batch.rows))) if batch.rows else []
+        tags = [{**row.tags, "dead_letter": reasons[row.number]} for row in batch.rows]
+        return {**self._reply(batch), "tags": tags, "columns": columns}
+
+    # Limits
+
+    def _admit(self, request: Message, caller: Caller) -> Message | None:
+        answer = self.store.admit(
+            Admission(
+                key=caller.key,
+                owner=caller.owner,
+                label=caller.label,
+                partition=request["partition"],
+                deadline=self.store.now + request["timeout_s"],
+                num_rows=request["num_rows"],
+                num_bytes=request["num_bytes"],
+            )
+        )
+        return None if answer is None else self._reply(answer)
+
+    def _release(self, request: Message, _: Caller) -> Message:
+        self.store.release(request["credit"])
+        return {}
+
+    def _configure(self, request: Message, _: Caller) -> Message:
+        self.store.configure(request["partition"], request["options"])
+        return {}
+
+    def _advance(self, request: Message, _: Caller) -> Message:
+        return {"num_dropped": self.store.advance(request["partition"], request["weight_version"])}
+
+    # Looking
+
+    def _explain(self, request: Message, caller: Caller) -> Message:
+        return {"text": self.store.explain(self._claim(request, caller))}
+
+    def _stats(self, _: Message, __: Caller) -> Message:
+        return self.store.stats()
+
+    def _rows_of(self, request: Message) -> Message:
+        return {
+            "partition": request["partition"],
+            "generation": request["generation"],
+            "rows": self._lengthen(request["rows"]),
+            "sample_ids": request["sample_ids"],
+        }
+
+    def _leased(self, request: Message) -> Message:
+        return {**self._rows_of(request), "task": request["task"], "leases": self._lengthen(request["leases"])}
+
+    def _lengthen(self, value: Any) -> list[int]:
+        """Numbers that a client names: no more than there are rows, whatever it says."""
+        return lengthen(value, self.store.count_rows)
+
+    def _reply(self, outcome: Outcome) -> Message:
+        if not isinstance(outcome, Batch):
+            return asdict(outcome) if isinstance(outcome, Credit) else error_reply(outcome)
+        reply: Message = {
+            "generation": outcome.generation,
+            "version": outcome.version,
+            "lease": outcome.lease,
+            "rows": shorten(outcome.numbers),
+            "sample_ids": None,
+            "tags": [],
+        }
+        if not outcome.is_bare:
+            rows = outcome.rows
+            if any(row.name is not None for row in rows):
+                reply["sample_ids"] = [row.sample_id for row in rows]
+            if any(row.tags for row in rows):
+                reply["tags"] = [row.tags or {} for row in rows]
+        if self._where is not None and outcome.columns and (hints := self._hints(outcome, self._where)):
+            reply["hints"] = hints
+        return reply
+
+    def _hints(self, batch: Batch, where: Callable[[int], Sequence[int] | None]) -> list[bytes] | None:
+        """Where the columns lie; None where that is too long to tell."""
+        pieces = pieces_of(batch.rows, batch.numbers, batch.columns)
+        return (
+            None
+            if pieces is None
+            else packed_locations(self.store.state.partitions[batch.partition], pieces, batch.columns, where)
+        )
+
+
+def error_reply(error: Exception) -> Message:
+    """What stands for an error in a reply."""
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def raise_error(reply: Message) -> None:
+    """Raise the error that stands in a reply, if one does."""
+    if "error" in reply:
+        name = reply["error"]
+        kind = getattr(errors, name, None) or {"ValueError": ValueError, "MemoryError": MemoryError}.get(name)
+        if kind is None:
+            raise errors.TransferQueueError(f"the server failed with {name}: {reply['message']}")
+        raise kind(reply["message"])

@@ -1,0 +1,1 @@
+"""The serving process: the host of a queue, and its connections."""

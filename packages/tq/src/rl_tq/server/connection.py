@@ -1,0 +1,184 @@
+"""The server's end of a client elsewhere, where values lie in the serving process: what `tcp`, `zmq` and others share.
+
+Requests and replies are those of the service. Besides, a `put` brings its extent as payload, and `fetch` is answered
+with values as payload: column after column, each filled up with zeros to a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from rl_tq.columns.encode import INDEX
+from rl_tq.columns.extent import ExtentView, as_bytes
+from rl_tq.columns.gather import collect
+from rl_tq.columns.schema import ColumnSchema, read_schema
+from rl_tq.errors import QueueFullError, SchemaError
+from rl_tq.protocol.codec import encode
+from rl_tq.protocol.service import Message, error_reply, raise_error
+from rl_tq.protocol.stream import ALIGNMENT, Payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_tq.columns.extent import Opened
+    from rl_tq.server.host import QueueHost, Reply
+
+Send: TypeAlias = "Callable[[Message, Payload], None]"
+"""Sends a message to a client, from any thread and without waiting."""
+
+_FREE_ROWS = 1 << 16
+"""A put may bring so many rows whatever its size. A row costs the server 100 bytes, with values or without."""
+
+
+class ClientConnection:
+    """Where a server answers one client; `send` is called from any thread, and must not wait for the client."""
+
+    def __init__(self, hub: QueueHost, label: str, send: Send, *, max_waiting_bytes: int) -> None:
+        """`max_waiting_bytes`: of values of this client's puts that wait for room, at once."""
+        self._hub = hub
+        self._label = label
+        self._send = send
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes: dict[int, int] = {}
+        """Of puts that wait for room, by request."""
+        self._pending: dict[int, Reply] = {}
+        self.has_left = False
+        """It said good-bye: it did not die."""
+
+    def __str__(self) -> str:
+        return self._label
+
+    def take(self, message: Message, payload: torch.Tensor | None) -> None:
+        """Handle one message of the client.
+
+        Raises:
+            ValueError: it is none.
+        """
+        number, op = message.get("id"), message.get("op")
+        if type(number) is not int or type(op) is not str:
+            raise ValueError(f"a message is numbered and named, and this one is {number!r} and {op!r}")
+        try:
+            match op:
+                case "bye":
+                    self.has_left = True
+                case "withdraw":
+                    if (future := self._pending.pop(message["request"], None)) is not None:
+                        self._hub.abandon(future, "withdrawn")
+                case "fetch":
+                    what = "snapshot" if message.get("of") == "snapshot" else "locate"  # nothing that may have to wait
+                    reply, opened = self._hub.locate({**message, "op": what}, self)
+                    raise_error(reply)
+                    etag = self._etag(reply) if "unless" in message else b""
+                    if etag and message["unless"] == etag:
+                        self._send({"id": number, "is_same": True}, [])
+                    else:
+                        answer, values = self.fetched(number, reply, opened)
+                        self._send({**answer, "etag": etag} if etag else answer, values)
+                case "snapshot":
+                    self._expect(number, self._hub.snapshot(Path(message["path"]), self))
+                case "put":
+                    self._put(number, message, payload)
+                case _:
+                    self._expect(number, self._hub.call(message, self))
+        except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
+            self._send({**error_reply(error), "id": number}, [])
+
+    def _put(self, number: int, message: Message, payload: torch.Tensor | None) -> None:
+        waiting, nbytes = sum(self._waiting_bytes.values()), 0 if payload is None else len(payload)
+        if waiting + nbytes > self._max_waiting_bytes:
+            raise QueueFullError(
+                f"puts of this client with {waiting} bytes wait for room already, and {nbytes} more would be over the "
+                f"{self._max_waiting_bytes} bytes that the server keeps for one: wait for those first, or serve with a "
+                "larger max_put_bytes"
+            )
+        self._waiting_bytes[number] = nbytes
+        try:
+            self._expect(number, self._hub.publish(message, self.extent_of(message, payload), self))
+        except BaseException:
+            self._waiting_bytes.pop(number, None)
+            raise
+
+    def leave(self) -> None:
+        """The client is gone."""
+        for future in list(self._pending.values()):
+            self._hub.abandon(future, f"{self} is gone")
+        self._hub.leave(self, has_died=not self.has_left)
+
+    def _etag(self, reply: Message) -> bytes:
+        """What the values of an answer are called: another name, other values. Extents are written once."""
+        told = encode([self._hub.instance, reply["columns"], reply["runs"]])
+        return hashlib.blake2b(told, digest_size=16).digest()
+
+    def _expect(self, number: int, future: Reply) -> None:
+        def answer(message: Message) -> None:
+            self._pending.pop(number, None)
+            self._waiting_bytes.pop(number, None)
+            self._send({**message, "id": number}, [])
+
+        self._pending[number] = future
+        future.when_done(answer)
+
+    def extent_of(self, message: Message, payload: torch.Tensor | None) -> Any:
+        """The extent that a put brings, as `fetched` will have it.
+
+        Raises:
+            SchemaError: it is none.
+        """
+        return checked_extent(message, payload)
+
+    def fetched(self, number: int, reply: Message, opened: Opened) -> tuple[Message, Payload]:
+        """The answer to a fetch whose values were located."""
+        payload: Payload = []
+        described: dict[str, Any] = {}
+        for name, (schema, pieces, lengths) in located_parts(reply, opened).items():
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+            data = as_bytes(whole)
+            described[name] = [schema, len(whole), len(data), lengths]
+            payload.append(data)
+            if gap := -len(data) % ALIGNMENT:
+                payload.append(torch.zeros(gap, dtype=torch.uint8))
+        return {"id": number, "columns": described}, payload
+
+
+def located_parts(
+    reply: Message, opened: Opened
+) -> dict[str, tuple[Any, Sequence[torch.Tensor], Sequence[Any] | None]]:
+    """Column to its schema (as JSON), its values in pieces, and the lengths of its rows."""
+    columns = {
+        name: (ColumnSchema.from_json(schema), reply["runs"][which])
+        for name, (schema, which) in reply["columns"].items()
+    }
+    parts, bounds, turns = collect(columns, opened)
+    lengths = {name: each.offsets.diff().tolist() for name, each in bounds.items()} | dict(turns)
+    return {name: (reply["columns"][name][0], pieces, lengths.get(name)) for name, pieces in parts.items()}
+
+
+def checked_extent(message: Message, payload: torch.Tensor | None) -> torch.Tensor:
+    """A put's extent, if it is one: whatever the bytes are, they are read safely from now on.
+
+    Raises:
+        SchemaError: it is none, or of other columns than announced.
+    """
+    if payload is None:
+        raise SchemaError("a put came without its values")
+    extent = ExtentView(memory=payload, is_private=False)
+    try:
+        columns = {name for name in extent.views if INDEX not in name}
+    except ValueError as error:
+        raise SchemaError(f"a put's values cannot be read: {error}") from error
+    num_rows, nbytes = message["num_rows"], message["nbytes"]
+    found = {extent.num_rows(name) for name in columns}
+    if found != {num_rows} or nbytes != len(payload):
+        raise SchemaError(
+            f"a put announces {num_rows} rows in {nbytes} bytes, and brings {sorted(found)} in {len(payload)} bytes"
+        )
+    if num_rows > max(_FREE_ROWS, nbytes):
+        raise SchemaError(f"a put brings {num_rows} rows in {nbytes} bytes: rows without values come in smaller puts")
+    announced = read_schema(message["schema"])
+    if columns != announced.keys():
+        raise SchemaError(f"a put announces the columns {sorted(announced)} and brings {sorted(columns)}")
+    return payload

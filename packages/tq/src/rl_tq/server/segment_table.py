@@ -1,0 +1,278 @@
+"""What the control server knows of shared memory: segments, the extents in them, and who may still look at which.
+
+A segment goes from its owner (who puts) to its readers (who were sent its descriptor). Once all its extents are freed,
+each reader is told, and says when none of its tensors shares the memory any more; then the owner may use it again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
+
+from rl_csrc.ipc import SharedMemory
+from rl_tq.errors import TransferQueueError
+from rl_tq.memory.arena import spilled_files
+from rl_tq.memory.generations import ExtentGenerations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+    from pathlib import Path
+
+    from rl_tq.metadata.state import Record
+    from rl_tq.protocol.service import Message
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Client:
+    """A client, as far as memory is concerned."""
+
+    own: dict[int, int] = field(default_factory=dict[int, int])
+    """The client's number of a segment that it made, to ours."""
+    known: set[int] = field(default_factory=set[int])
+    """Segments whose descriptor it was sent."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    segment: SharedMemory
+    is_packed: bool
+    owner: Client | None
+    """Who puts into it; None: nobody will any more."""
+    theirs: int
+    """Its number among the owner's."""
+    file: str | None = None
+    """Its file, if it has one."""
+    extents: dict[int, int] = field(default_factory=dict[int, int])
+    """Number to how many of its bytes are counted as live, the oldest first."""
+    live_nbytes: int = 0
+    """Of all of them."""
+    put_nbytes: int = 0
+    """Of all extents since it was empty."""
+    is_sealed: bool = False
+    readers: set[Client] = field(default_factory=set[Client])
+    """Clients that may look at it; once it is free, those that still do."""
+    is_free: bool = False
+    """Its extents are all freed, and its readers were told."""
+
+
+class SegmentTable:
+    """Segments and extents. `tell(member, message, segment)` sends a message, with the descriptor of a segment."""
+
+    def __init__(self, tell: Callable[[Any, Message, SharedMemory | None], None], directory: Path | None) -> None:
+        self._tell = tell
+        self._directory = directory
+        self._segments: dict[int, _Held] = {}
+        self._extents: dict[int, tuple[int, int, int]] = {}
+        """Number to its segment, offset and bytes."""
+        self._numbers = count(1)
+        self.generations = ExtentGenerations()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.generations.end()
+        self._segments.clear()
+
+    # Putting
+
+    def admit(self, member: Client, theirs: int, fd: int, *, is_packed: bool, file: str | None) -> None:
+        """Take a segment that a client made."""
+        number = next(self._numbers)
+        self._segments[number] = _Held(
+            segment=SharedMemory(fd), is_packed=is_packed, owner=member, theirs=theirs, file=file
+        )
+        member.own[theirs] = number
+
+    def enter(self, member: Client, theirs: int, offset: int, nbytes: int, *, is_last: bool) -> int:
+        """Take an extent that a client wrote, and return its number.
+
+        Raises:
+            TransferQueueError: its segment never arrived, or it does not lie in it.
+        """
+        number = member.own.get(theirs)
+        if number is None:
+            raise TransferQueueError(
+                f"the server (process {os.getpid()}) could not take the memory of this put: it has no file descriptor "
+                f"left beside {len(self._segments)} segments; clear rows, put more rows at once, or raise `ulimit -n`"
+            )
+        held = self._segments[number]
+        held.is_free, held.is_sealed = False, is_last
+        if not (offset >= 0 and nbytes > 0 and offset + nbytes <= held.segment.nbytes):
+            self._free_if_done([number])
+            raise TransferQueueError(f"an extent of {nbytes} bytes does not lie in its segment")
+        extent = next(self._numbers)
+        self._extents[extent] = (number, offset, nbytes)
+        held.extents[extent] = nbytes
+        held.live_nbytes += nbytes
+        held.put_nbytes += nbytes
+        self.generations.open(extent)
+        return extent
+
+    def alias(self, extent: int) -> int:
+        """Another number for an extent's memory, which stays as long as one of them is not freed."""
+        number = next(self._numbers)
+        self._extents[number] = self._extents[extent]
+        self._segments[self.segment_of(extent)].extents[number] = 0
+        self.generations.open(number)
+        return number
+
+    def segment_of(self, extent: int) -> int:
+        """Which segment an extent is in."""
+        return self._extents[extent][0]
+
+    def shrink(self, extent: int, live_nbytes: int) -> None:
+        """So many bytes of an extent are of rows that are still there."""
+        held = self._segments[self.segment_of(extent)]
+        held.live_nbytes += live_nbytes - held.extents[extent]
+        held.extents[extent] = live_nbytes
+
+    def usage(self, number: int) -> tuple[Collection[int], int, int]:
+        """The extents in a segment, the oldest first; its live bytes, and those put into it since it was empty."""
+        held = self._segments.get(number)
+        return (
+            (held.extents, held.live_nbytes, held.put_nbytes) if held is not None and not held.is_free else ((), 0, 0)
+        )
+
+    def ask_to_seal(self, number: int) -> None:
+        """Have its owner put nothing more into a segment."""
+        held = self._segments[number]
+        if held.owner is not None and not held.is_sealed:
+            self._tell(held.owner, {"op": "fill no more", "segment": held.theirs}, None)
+
+    def seal(self, member: Client, theirs: int) -> None:
+        """Nothing more will be put into a segment."""
+        number = member.own[theirs]
+        self._segments[number].is_sealed = True
+        self._free_if_done([number])
+
+    def retire(self, member: Client, theirs: int) -> None:
+        """Its owner lets go of a segment that was free."""
+        number = member.own.pop(theirs)
+        self._segments[number].owner = None
+        self._drop_if_idle(number)
+
+    # Looking
+
+    def where(self, extent: int) -> list[int] | None:
+        """Segment, offset, bytes, slot and generation of an extent: what a client needs to read it without asking."""
+        generation = self.generations.of(extent)
+        return None if generation is None else [*self._extents[extent], *generation]
+
+    def announce(self, member: Client, extents: Iterable[int]) -> list[tuple[int, int, int, int]]:
+        """(extent, segment, offset, bytes) of extents, after sending the client the segments that it does not know."""
+        places = [(extent, *self._extents[extent]) for extent in extents]
+        for number in {place[1] for place in places} - member.known:
+            held = self._segments[number]
+            self._tell(member, {"op": "segment", "segment": number, "is_packed": held.is_packed}, held.segment)
+            member.known.add(number)
+            held.readers.add(member)
+        return places
+
+    def release(self, member: Client, numbers: Iterable[int]) -> None:
+        """A client looks at segments no longer."""
+        for number in numbers:
+            held = self._segments.get(number)
+            if held is not None and member in held.readers:
+                held.readers.discard(member)
+                if held.is_free:
+                    self._drop_if_idle(number)
+
+    def counts(self) -> Message:
+        """How much memory there is."""
+        return {
+            "segments": sum(not held.is_free for held in self._segments.values()),
+            "spare_segments": sum(held.is_free for held in self._segments.values()),
+            "shared_bytes": sum(held.segment.nbytes for held in self._segments.values()),
+            "resident_bytes": sum(held.segment.resident_nbytes for held in self._segments.values()),
+        }
+
+    # Freeing
+
+    def free(self, extents: Iterable[int]) -> None:
+        """No row refers to these extents any more."""
+        touched: set[int] = set()
+        for extent in extents:
+            number, _, _ = self._extents.pop(extent)
+            self.generations.close(extent)
+            held = self._segments[number]
+            held.live_nbytes -= held.extents.pop(extent)
+            touched.add(number)
+        self._free_if_done(touched)
+
+    def leave(self, member: Client) -> None:
+        """A client is gone. What it published stays."""
+        for number in member.own.values():
+            self._segments[number].owner = None
+            self._segments[number].is_sealed = True
+        self.release(member, list(self._segments))
+        self._free_if_done([*member.own.values()])
+
+    def _free_if_done(self, numbers: Iterable[int]) -> None:
+        """Have every client let go of segments that hold nothing and will not be put to."""
+        for number in numbers:
+            held = self._segments.get(number)
+            if held is None or held.is_free or not held.is_sealed or held.extents:
+                continue
+            held.is_free = True
+            held.put_nbytes = 0
+            for reader in held.readers:
+                reader.known.discard(number)
+                self._tell(reader, {"op": "freed", "segments": [number]}, None)
+            self._drop_if_idle(number)
+
+    def _drop_if_idle(self, number: int) -> None:
+        """Give a free segment that nobody looks at back to its owner, or to the machine if the owner is gone."""
+        held = self._segments.get(number)
+        if held is None or not held.is_free or held.readers:
+            return
+        if held.owner is not None:
+            self._tell(held.owner, {"op": "reuse", "segment": held.theirs}, None)
+        else:
+            if self._directory is not None and held.file is not None:
+                (self._directory / held.file).unlink(missing_ok=True)
+            del self._segments[number]
+
+    # What outlives the server
+
+    def record(self, extent: int) -> Record:
+        """Where an extent lies, for the journal."""
+        number, offset, nbytes = self._extents[extent]
+        held = self._segments[number]
+        return ["note_place", extent, held.file, offset, nbytes, held.is_packed]
+
+    def records(self) -> Iterator[Record]:
+        """Where all of them lie."""
+        return map(self.record, self._extents)
+
+    def reopen(
+        self, directory: Path, places: dict[int, list[Any]], last_number: int, spilled_to: Iterable[str] = ()
+    ) -> None:
+        """Open the files of the extents that an earlier server left, and remove those of none."""
+        self.restore(
+            places, last_number, lambda file: (SharedMemory(os.open(directory / file, os.O_RDWR | os.O_CLOEXEC)), file)
+        )
+        kept = {directory / held.file for held in self._segments.values() if held.file is not None}
+        for path in chain(directory.glob("*.segment"), *(spilled_files(directory, each) for each in spilled_to)):
+            if path not in kept:
+                path.unlink()
+
+    def restore(
+        self, places: dict[int, list[Any]], last_number: int, make: Callable[[str], tuple[SharedMemory, str | None]]
+    ) -> None:
+        """Take extents that lay in files; `make(file)` gives a segment of what is in it, and the segment's own file."""
+        by_file: dict[str, int] = {}
+        for extent, (file, offset, nbytes, is_packed) in places.items():
+            if file not in by_file:
+                number = by_file[file] = last_number + len(by_file) + 1
+                segment, own = make(file)
+                self._segments[number] = _Held(
+                    segment=segment, is_packed=is_packed, owner=None, theirs=0, file=own, is_sealed=True
+                )
+            self._extents[extent] = (by_file[file], offset, nbytes)
+            self.generations.open(extent)
+            held = self._segments[by_file[file]]
+            held.extents[extent] = nbytes
+            held.live_nbytes += nbytes
+            held.put_nbytes = held.segment.nbytes
+        self._numbers = count(last_number + len(by_file) + 1)
