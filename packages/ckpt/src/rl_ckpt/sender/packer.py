@@ -91,6 +91,8 @@ class BucketPacker:
     ) -> None:
         self.num_buckets = 0
         """That were announced."""
+        self.is_batched = True
+        """Whether buckets may wait for others, to be announced together."""
         self.num_wire_bytes = 0
         """Payload in them."""
         self._peers = peers
@@ -253,7 +255,8 @@ class BucketPacker:
         self.num_buckets += 1
         self._spans = []
         self._direct = {}
-        if len(self._batch) >= min(self._max_batch, 1 + self.num_buckets // NUM_SLOTS):  # few at first: nobody waits
+        # few at first, and one by one from a slow source: receivers shall not wait for what is there
+        if not self.is_batched or len(self._batch) >= min(self._max_batch, 1 + self.num_buckets // NUM_SLOTS):
             self.flush()
 
     def _payload(self, slot: int, used_bytes: int) -> list[ByteRun]:

@@ -79,6 +79,7 @@ class Transaction:
         source_map = self._map(source)
         items = source if source_map is None else self._tell(source_map)
         for name, tensor in items if self._pipe is None else self._pass_on(self._pipe):
+            self._packer.is_batched = not source.is_slow
             if name not in source.alias_of:  # it went with another
                 self._pack(spec_of(name, tensor), tensor)
                 source.require_unchanged([name, *source.aliases.get(name, ())])

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _AT_REST = (type({}.items()), type(OrderedDict[str, torch.Tensor]().items()))
 """Items that a mapping holds; other mappings may make each when it is asked for, all in one memory."""
+SLOW_S = 0.01
+"""From this wait for one item on, a source counts as slow."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Of other kinds of tensors it is not known what their memory means."""
 
@@ -123,6 +125,8 @@ class Source:
         self._hook = register_optimizer_step_pre_hook(self._note_step) if is_there else None
         self._iterator = iter(there if is_at_rest else weights)
         self._clock = clock
+        self.is_slow = False
+        """Whether an item was ever waited for, so that receivers should not wait for the next one."""
         self._is_over = False
 
     def __iter__(self) -> Source:
@@ -174,12 +178,15 @@ class Source:
             error.add_note(f"draining the rest of the source failed as well: {another!r}")
 
     def _take(self) -> object:
+        before = self._clock.export_s
         with self._clock("export_s"):
             try:
-                return next(self._iterator)
+                item = next(self._iterator)
             except BaseException:
                 self._is_over = True
                 raise
+        self.is_slow = self.is_slow or self._clock.export_s - before > SLOW_S
+        return item
 
 
 def _is_dense(tensor: object) -> bool:
