@@ -52,7 +52,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+    except (msgspec.DecodeError, RecursionError, TypeError, LookupError, RuntimeError, OverflowError) as error:
         raise ValueError(f"these bytes are no value of rl-tq's TransferQueue layer: {error}") from error
 
 

@@ -181,7 +181,7 @@ def request_id_of(body: bytes) -> Any:
     """The id in a request that cannot be served, whatever else it holds; None where there is none."""
     try:
         return msgspec.json.decode(body, type=_Id).request_id
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from rl_tq.durability.journal import NAME, Journal
-from rl_tq.errors import AddressError, QueueFullError
+from rl_tq.errors import AddressError, QueueFullError, TransferQueueError
 from rl_tq.memory.arena import PACKED_BYTES, SEGMENT_BYTES
 
 if TYPE_CHECKING:
@@ -136,7 +136,11 @@ class Snapshot:
             raise
         self.records = [record for record in records if record[0] != "note_place"]
         """What makes its state."""
-        self.places: dict[int, list[Any]] = {record[1]: record[2:] for record in records if record[0] == "note_place"}
+        placed = [record for record in records if record[0] == "note_place"]
+        if any(len(record) != 6 or type(record[1]) is not int for record in placed):
+            self._journal.close()
+            raise TransferQueueError(f"{directory} has a place that is none: the snapshot was damaged; take another")
+        self.places: dict[int, list[Any]] = {record[1]: record[2:] for record in placed}
         """Extent to its file, offset, bytes, and whether it shares the file."""
 
     def __enter__(self) -> Self:
