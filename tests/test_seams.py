@@ -168,7 +168,7 @@ def test_there_is_no_common_package():
         ("def f():\n    import rl_agent.loops", ["rl_agent.loops"]),
         ("from rl_agent import loops", ["rl_agent.loops"]),
         ("from rl_agent.testing import FakeGenerator", ["rl_agent.testing.FakeGenerator"]),
-        ("import rl_agent\nrl_agent._runner.seeded", ["rl_agent._runner"]),
+        ("import rl_agent\nrl_agent.runner.seeded", ["rl_agent.runner"]),
         ("entry_points(group='rl_rollout.backends')", []),
         ("import_module('rl_rollout.backends.vllm')", ["the string 'rl_rollout.backends.vllm'"]),
     ],
@@ -201,6 +201,8 @@ BREACHES = {
     "tq-layers": ("rl_tq/metadata/rows.py", "import rl_tq.protocol.service"),
     "ckpt-layers": ("rl_ckpt/tensors/spec.py", "import rl_ckpt.protocol"),
     "rollout-layers": ("rl_rollout/http/text.py", "import rl_rollout.registry"),
+    "engine-layers": ("rl_engine/batch/cost.py", "import rl_engine.model.lora"),
+    "agent-layers": ("rl_agent/media.py", "import rl_agent.session"),
     "nothing-needs-the-bench": ("rl_csrc/__init__.py", "import rl_bench"),
 }
 # Runs in a process of its own, whose working directory holds a copy of every package ahead of the installed ones.

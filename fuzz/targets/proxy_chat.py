@@ -1,7 +1,8 @@
 """rl-agent: bodies of `/v1/chat/completions`, as any framework may send them."""
 
 from rl_agent import RowError
-from rl_agent.proxy import _chat, _server
+from rl_agent.proxy import chat_completions as _chat
+from rl_agent.proxy import server as _server
 
 EXPECTED = (RowError,)
 

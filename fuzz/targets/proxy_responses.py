@@ -1,7 +1,8 @@
 """rl-agent: bodies of `/v1/responses`, as any framework may send them."""
 
 from rl_agent import RowError
-from rl_agent.proxy import _responses, _server
+from rl_agent.proxy import responses as _responses
+from rl_agent.proxy import server as _server
 
 EXPECTED = (RowError,)
 

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from rl_agent import OutputError, ParsedTurn, ToolCall, create_loop, load_tokenizer, validate_output
-from rl_agent._experts import add_experts, finished
+from rl_agent.session import add_experts, finished
 from rl_rollout import ServerConfig, create_server
 from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import FinishReason, TokenOutput

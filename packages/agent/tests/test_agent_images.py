@@ -21,9 +21,8 @@ from rl_agent import (
     load_tokenizer,
     validate_output,
 )
-from rl_agent._images import data_url
-from rl_agent._media import take_images
-from rl_agent._template import TurnTemplate
+from rl_agent.chat_template import TurnTemplate
+from rl_agent.media import data_url, take_images
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_rollout import ServerConfig, create_server
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model

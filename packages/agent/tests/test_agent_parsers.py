@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_agent import PluginError
-from rl_agent._registry import load_plugin
+from rl_agent.registry import load_plugin
 
 FAMILIES = ["hermes", "qwen", "llama", "mistral", "deepseek", "glm", "kimi", "gpt_oss"]
 DS, DE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

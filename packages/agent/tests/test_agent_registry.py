@@ -6,7 +6,7 @@ import pytest
 
 import rl_agent
 from rl_agent import LoopError, TokenizerError, create_loop, load_tokenizer
-from rl_agent import _registry as registry
+from rl_agent import registry as registry
 from rl_agent.loops.single_turn import SingleTurnLoop
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 

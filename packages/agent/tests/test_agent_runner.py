@@ -5,8 +5,8 @@ from contextlib import aclosing
 import pytest
 
 from rl_agent import AgentLoop, AgentRunner, Failure, FailureError, LoopError, OutputError
-from rl_agent._runner import seeded, to_failure
 from rl_agent.loops.single_turn import SingleTurnLoop
+from rl_agent.runner import seeded, to_failure
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_rollout.errors import OverloadedError, RequestError, RequestTimeoutError, ServerLostError, WeightUpdateError
 

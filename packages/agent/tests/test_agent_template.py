@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_agent import TemplateError, create_loop, validate_output
-from rl_agent._template import TurnTemplate
+from rl_agent.chat_template import TurnTemplate
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 
 FAMILIES = ["qwen", "llama", "mistral", "deepseek", "glm", "gpt_oss", "kimi", "plain"]

@@ -8,9 +8,7 @@ import sys
 import pytest
 
 from rl_agent import RowError, create_loop, validate_output
-from rl_agent._images import data_url
-from rl_agent._media import take_images
-from rl_agent._videos import frame_urls
+from rl_agent.media import data_url, frame_urls, take_images
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 
 TOKENIZER = FakeTokenizer()

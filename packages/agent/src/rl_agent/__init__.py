@@ -1,13 +1,7 @@
 """Agent loops that produce trainable tokens: what the model emitted is never re-tokenised."""
 
-from rl_agent._chat import tokenize_prompt
-from rl_agent._groups import GroupResult, OnFailure
-from rl_agent._registry import create_loop
-from rl_agent._runner import AgentRunner
-from rl_agent._tokenizer import load_tokenizer
-from rl_agent._tools import FunctionTool, Tool
-from rl_agent._validation import validate_output
 from rl_agent.base import AgentLoop, Generator
+from rl_agent.chat_template import load_tokenizer, tokenize_prompt
 from rl_agent.errors import (
     AgentError,
     FailureError,
@@ -21,7 +15,10 @@ from rl_agent.errors import (
     ToolDefinitionError,
     ToolError,
 )
+from rl_agent.registry import create_loop
+from rl_agent.runner import AgentRunner, GroupResult, OnFailure
 from rl_agent.sandbox import CodeResult, Grader, SandboxLimits, SandboxReport
+from rl_agent.tools.base import FunctionTool, Tool
 from rl_agent.types import (
     AgentLoopOutput,
     Failure,
@@ -33,6 +30,7 @@ from rl_agent.types import (
     ToolCall,
     ToolResult,
 )
+from rl_agent.validation import validate_output
 
 __all__ = [
     "AgentError",

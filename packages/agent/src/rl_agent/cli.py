@@ -9,13 +9,12 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._registry import create_loop
-from rl_agent._session import Session
-from rl_agent._template import TurnTemplate
-from rl_agent._tokenizer import load_tokenizer
-from rl_agent._validation import validate_output
+from rl_agent.chat_template import TurnTemplate, load_tokenizer
 from rl_agent.errors import AgentError
+from rl_agent.registry import create_loop
+from rl_agent.session import Session
 from rl_agent.types import AgentLoopOutput
+from rl_agent.validation import validate_output
 from rl_rollout import connect_server
 from rl_rollout.errors import RolloutError
 

@@ -14,9 +14,9 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._validation import validate_output
 from rl_agent.errors import RowError
 from rl_agent.types import AgentLoopOutput
+from rl_agent.validation import validate_output
 from rl_rollout.errors import RequestError, ServerLostError
 from rl_rollout.types import FinishReason, GenerateRequest, TokenOutput
 

@@ -7,11 +7,10 @@ import math
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rl_agent._chat import messages_of
-from rl_agent._images import data_url
-from rl_agent._media import take_images
+from rl_agent.chat_template import messages_of
 from rl_agent.errors import FailureError, RowError
 from rl_agent.loops.tool import ToolLoop
+from rl_agent.media import data_url, take_images
 from rl_agent.tools.browser import Browser, browser_tools
 from rl_agent.types import Failure, FailureKind
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._environments import call_environment, check_step, check_text, make_environment
-from rl_agent._session import Session
-from rl_agent._template import TurnTemplate
 from rl_agent.base import AgentLoop
+from rl_agent.chat_template import TurnTemplate
+from rl_agent.environments import call_environment, check_step, check_text, make_environment
+from rl_agent.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

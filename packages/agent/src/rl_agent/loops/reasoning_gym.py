@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rl_agent._environments import environment_failure
-from rl_agent._tools import DeadlineError, in_thread, with_deadline
+from rl_agent.environments import environment_failure
 from rl_agent.errors import FailureError, RowError
 from rl_agent.loops.single_turn import SingleTurnLoop
+from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
 
 _SCORE_TIMEOUT_S = 60.0

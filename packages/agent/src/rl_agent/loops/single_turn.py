@@ -6,10 +6,10 @@ import time
 from typing import Any
 from uuid import uuid4
 
-from rl_agent._chat import tokenize_prompt
-from rl_agent._experts import add_experts
 from rl_agent.base import AgentLoop
+from rl_agent.chat_template import tokenize_prompt
 from rl_agent.errors import FailureError
+from rl_agent.session import add_experts
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind, RoutedToken
 from rl_rollout.types import GenerateRequest, SamplingParams
 

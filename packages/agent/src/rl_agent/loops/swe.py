@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
-from rl_agent._chat import messages_of
+from rl_agent.chat_template import messages_of
 from rl_agent.errors import FailureError, RowError
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.sandbox import Grader, SandboxLimits

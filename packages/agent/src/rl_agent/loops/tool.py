@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rl_agent._chat import messages_of
-from rl_agent._media import take_images
-from rl_agent._registry import load_plugin
-from rl_agent._session import Session
-from rl_agent._template import TurnTemplate
-from rl_agent._tools import FunctionTool, Tool, answer_call
 from rl_agent.base import AgentLoop
+from rl_agent.chat_template import TurnTemplate, messages_of
 from rl_agent.errors import RowError
+from rl_agent.media import take_images
+from rl_agent.registry import load_plugin
+from rl_agent.session import Session
+from rl_agent.tools.base import FunctionTool, Tool, answer_call
 
 if TYPE_CHECKING:
     from rl_agent.base import Generator

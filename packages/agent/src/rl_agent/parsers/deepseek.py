@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import blocks, call_of, malformed, opened_by, split_reasoning, turn
+from rl_agent.parsers.calls import blocks, call_of, malformed, opened_by, split_reasoning, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import calls_of_json, malformed, opened_by, turn
+from rl_agent.parsers.calls import calls_of_json, malformed, opened_by, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_agent._calls import call_of, calls_of_json, opened_by, turn
+from rl_agent.parsers.calls import call_of, calls_of_json, opened_by, turn
 
 if TYPE_CHECKING:
     from rl_agent.types import ParsedTurn, ToolCall

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from playwright.async_api import Error, async_playwright
 
-from rl_agent._tools import Tool
 from rl_agent.errors import FailureError, ToolError
+from rl_agent.tools.base import Tool
 from rl_agent.types import Failure, FailureKind, ToolResult
 
 if TYPE_CHECKING:

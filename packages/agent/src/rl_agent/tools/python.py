@@ -6,9 +6,9 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._tools import Tool
 from rl_agent.errors import ToolError
 from rl_agent.sandbox import Grader, SandboxLimits
+from rl_agent.tools.base import Tool
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._tools import Tool
 from rl_agent.errors import ToolError
+from rl_agent.tools.base import Tool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

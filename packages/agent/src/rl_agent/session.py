@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rl_agent._experts import add_experts, finished
-from rl_agent.errors import FailureError
+from rl_agent.errors import FailureError, OutputError
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_agent._template import TurnTemplate
     from rl_agent.base import Generator
+    from rl_agent.chat_template import TurnTemplate
     from rl_agent.types import Message, RoutedToken, Tokenizer
     from rl_rollout.types import TokenOutput
 
@@ -159,3 +158,36 @@ class Session:
             metrics={"generate_s": self._generate_s, **(metrics or {})},
             extra_fields=dict(extra_fields or {}),
         )
+
+
+def add_experts(known: list[RoutedToken], num_prompt_tokens: int, output: TokenOutput) -> None:
+    """Add what a generation told to what is known of the tokens before.
+
+    A server feeds a prompt anew and tells of its tokens again; what was told first stays, for with those experts a
+    token was sampled. What nobody told is an empty entry until somebody does.
+
+    Args:
+        known: Per token from the prompt's first on; grows.
+        num_prompt_tokens: Of the request.
+        output: Its answer.
+
+    Raises:
+        OutputError: the server told of another number of tokens than it was fed.
+    """
+    told, num_fed = output.routed_experts, num_prompt_tokens + len(output.token_ids) - 1
+    if not told:
+        return
+    if len(told) != num_fed:
+        raise OutputError(
+            f"the server told the experts of {len(told)} tokens, and was fed {num_fed} ({num_prompt_tokens} of the "
+            f"prompt, {len(output.token_ids)} generated, the last never fed); it is not known which tokens they are of"
+        )
+    known += [()] * (num_fed - len(known))
+    known[:] = [before or now for before, now in zip(known, told, strict=True)]
+
+
+def finished(known: Sequence[RoutedToken], num_tokens: int) -> tuple[RoutedToken, ...]:
+    """Of a trajectory of `num_tokens` tokens, the last one left out; empty if nothing was told at all."""
+    if not any(known):
+        return ()
+    return (*known[: num_tokens - 1], *[()] * (num_tokens - 1 - len(known)))

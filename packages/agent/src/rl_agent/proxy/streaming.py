@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_agent._tokenizer import special_tokens
+from rl_agent.chat_template import special_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,9 +6,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._experts import add_experts, finished
 from rl_agent.errors import RowError
-from rl_agent.proxy._call import parsed_arguments
+from rl_agent.session import add_experts, finished
 from rl_agent.types import AgentLoopOutput, RoutedToken
 
 if TYPE_CHECKING:
@@ -156,3 +155,11 @@ def _trajectory(
         metrics=dict(metrics),
         routed_experts=finished(experts, len(prompt) + len(ids)),
     )
+
+
+def parsed_arguments(given: Any) -> Any:
+    """Arguments as an object, where their text is one."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given

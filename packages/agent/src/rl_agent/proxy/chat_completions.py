@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from rl_agent.errors import RowError
-from rl_agent.proxy._call import SAMPLING, Call, parsed_arguments, plain_content, read_body, read_sampling, read_tools
+from rl_agent.proxy.recording import parsed_arguments
+from rl_agent.proxy.requests import SAMPLING, Call, plain_content, read_body, read_sampling, read_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rl_agent.proxy._call import Answer
+    from rl_agent.proxy.requests import Answer
 
 _KNOWN = {
     *SAMPLING,
@@ -79,7 +80,7 @@ class Writer:
         self._envelope = {"id": self.id, "created": int(time.time()), "model": call.model}
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         turn = answer.turn
         message: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
         if turn.reasoning:
@@ -90,18 +91,18 @@ class Writer:
         return {**self._envelope, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
 
     def start(self) -> Iterator[dict[str, Any]]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         yield self._chunk({"role": "assistant", "content": ""})
 
     def delta(self, reasoning: str, content: str) -> Iterator[dict[str, Any]]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         if reasoning:
             yield self._chunk({"reasoning_content": reasoning})
         if content:
             yield self._chunk({"content": content})
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         for index, call in enumerate(_calls(answer)):
             yield self._chunk({"tool_calls": [{"index": index, **call}]})
         yield self._chunk({}, _reason(answer))

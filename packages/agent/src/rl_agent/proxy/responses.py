@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from rl_agent.errors import RowError
-from rl_agent.proxy._call import SAMPLING, Call, parsed_arguments, plain_content, read_body, read_sampling, read_tools
+from rl_agent.proxy.recording import parsed_arguments
+from rl_agent.proxy.requests import SAMPLING, Call, plain_content, read_body, read_sampling, read_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rl_agent.proxy._call import Answer
+    from rl_agent.proxy.requests import Answer
 
 _KNOWN = {
     *SAMPLING,
@@ -118,7 +119,7 @@ class Writer:
         self._items: list[dict[str, Any]] = []
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         turn = answer.turn
         items = [self._reasoning(turn.reasoning)] if turn.reasoning else []
         if turn.content or not turn.calls:
@@ -126,12 +127,12 @@ class Writer:
         return self._response([*items, *_calls(answer)], answer)
 
     def start(self) -> Iterator[dict[str, Any]]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         yield self._event("response.created", response=self._response([]))
         yield self._event("response.in_progress", response=self._response([]))
 
     def delta(self, reasoning: str, content: str) -> Iterator[dict[str, Any]]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         if reasoning:
             if not self._thought:
                 item = {**self._reasoning(""), "status": "in_progress"}
@@ -146,7 +147,7 @@ class Writer:
             yield self._event("response.output_text.delta", **place, delta=content, logprobs=[])
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """See `rl_agent.proxy._call.Writer`."""
+        """See `rl_agent.proxy.requests.Writer`."""
         yield from self._close_reasoning()
         calls = _calls(answer)
         if self._text or not calls:

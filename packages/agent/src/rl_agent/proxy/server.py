@@ -22,14 +22,15 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from rl_agent._registry import load_plugin
-from rl_agent._template import TurnTemplate
 from rl_agent.base import StreamingGenerator
+from rl_agent.chat_template import TurnTemplate
 from rl_agent.errors import AgentError, RowError
-from rl_agent.proxy import _chat, _responses
-from rl_agent.proxy._call import Answer, new_call_id
-from rl_agent.proxy._recording import Exchange, Recording, find_parent, message_key, trajectories
-from rl_agent.proxy._text import LiveText, opens_thinking
+from rl_agent.proxy import chat_completions as _chat
+from rl_agent.proxy import responses as _responses
+from rl_agent.proxy.recording import Exchange, Recording, find_parent, message_key, trajectories
+from rl_agent.proxy.requests import Answer, new_call_id
+from rl_agent.proxy.streaming import LiveText, opens_thinking
+from rl_agent.registry import load_plugin
 from rl_agent.types import ParsedTurn
 from rl_rollout.errors import ConfigError, RequestError, RolloutError
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenOutput
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 
     from rl_agent.base import Generator
-    from rl_agent.proxy._call import Call, Writer
+    from rl_agent.proxy.requests import Call, Writer
     from rl_agent.types import AgentLoopOutput, Tokenizer
 
 _FAILURES = (AgentError, RolloutError, ConnectionError, TimeoutError, RecursionError)

@@ -13,7 +13,7 @@ from rl_rollout.types import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
 
-    from rl_agent.proxy._recording import Exchange
+    from rl_agent.proxy.recording import Exchange
     from rl_agent.types import ParsedTurn
 
 SAMPLING = {"temperature": (int, float), "top_p": (int, float), "seed": (int,)}
@@ -173,11 +173,3 @@ def plain_content(content: Any) -> str:
         if not (is_text and isinstance(part.get("text"), str)):
             raise RowError(f"a message's content holds {part!r:.80}; this endpoint takes text")
     return "".join(part["text"] for part in parts)
-
-
-def parsed_arguments(given: Any) -> Any:
-    """Arguments as an object, where their text is one."""
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        return given

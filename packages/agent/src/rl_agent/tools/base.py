@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from rl_agent._images import data_url
 from rl_agent.errors import FailureError, RowError, ToolDefinitionError, ToolError
+from rl_agent.media import data_url
 from rl_agent.types import ToolResult
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
-from rl_agent._registry import load_plugin
-from rl_agent._tools import DeadlineError, in_thread, with_deadline
 from rl_agent.errors import FailureError, RowError
+from rl_agent.registry import load_plugin
+from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
 from rl_agent.types import Failure, FailureKind
 
 if TYPE_CHECKING:

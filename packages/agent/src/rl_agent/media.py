@@ -1,0 +1,188 @@
+"""Images and videos in messages: taken out as they are, in the order in which the prompt shows them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import mimetypes
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rl_agent.errors import RowError
+
+if TYPE_CHECKING:
+    from rl_agent.types import Message
+
+
+def take_images(messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
+    """Messages as a chat template takes them, and their images as data URLs.
+
+    Parts of a message's content may be `{"type": "image"}`, which stands for the next of the row's `images`, the same
+    with the image itself under `image`, and `{"type": "image_url", "image_url": {"url": ...}}`. In the same way
+    `video`, `videos` and `video_url`: frames of it, as many as `nframes` of the part says (8), each an image in its
+    place.
+
+    Raises:
+        RowError: there are more images or videos than places for them, or fewer, or something is none.
+    """
+    given = {kind: list(row.get(f"{kind}s") or ()) for kind in ("image", "video")}
+    left = {kind: iter(values) for kind, values in given.items()}
+    taken, plain = list[str](), list["Message"]()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) or not isinstance(content, Sequence):
+            plain.append(message)
+            continue
+        parts: list[Any] = []
+        for part in cast("Sequence[Any]", content):
+            kind = _kind_of(part)
+            if kind is None:
+                parts.append(part)
+                continue
+            medium = _own(part, kind) or next(left[kind], None)
+            if medium is None:
+                raise RowError(
+                    f"the messages have more places for {kind}s than the {len(given[kind])} {kind}s of the row"
+                )
+            shown = (data_url(medium),) if kind == "image" else frame_urls(medium, part.get("nframes", NUM_FRAMES))
+            taken += shown
+            parts += [{"type": "image"}] * len(shown)
+        plain.append({**message, "content": parts})
+    for kind, rest in left.items():
+        if num_left := len(list(rest)):
+            total = len(given[kind])
+            raise RowError(f"the row has {total} {kind}s, and its messages places for {total - num_left}")
+    return plain, tuple(taken)
+
+
+def _own(part: Mapping[str, Any], kind: str) -> Any:
+    """What a part brings itself."""
+    return part[f"{kind}_url"]["url"] if f"{kind}_url" in part else part.get(kind)
+
+
+def _kind_of(part: Any) -> str | None:
+    """`image` or `video`; None of other parts."""
+    name = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else None
+    return {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}.get(name or "")
+
+
+def _is_image(part: Any) -> bool:
+    return _kind_of(part) == "image"
+
+
+def count_images(messages: Sequence[Message]) -> int:
+    """Places for images in messages that `take_images` gave."""
+    return sum(_is_image(part) for message in messages for part in _parts(message))
+
+
+def without_images(messages: Sequence[Message]) -> list[Message]:
+    """The messages with their places for images left out."""
+    return [
+        {**message, "content": [part for part in _parts(message) if not _is_image(part)]}
+        if count_images([message])
+        else message
+        for message in messages
+    ]
+
+
+def _parts(message: Message) -> Sequence[Any]:
+    content = message.get("content")
+    return cast("Sequence[Any]", content) if isinstance(content, list) else ()
+
+
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+
+
+def data_url(image: Any) -> str:
+    """An encoded image as a data URL (RFC 2397), its bytes untouched.
+
+    Args:
+        image: A data URL, the bytes of a PNG, JPEG, GIF or WebP file, or the path of one.
+
+    Raises:
+        RowError: it is none of these.
+    """
+    if isinstance(image, str) and image.startswith("data:image/"):
+        return image
+    if isinstance(image, bytes):
+        kind = next((kind for start, kind in _SIGNATURES.items() if image.startswith(start)), None)
+        if kind is None:
+            raise RowError(f"an image starts with {image[:8]!r}; the bytes of a PNG, JPEG, GIF or WebP file are needed")
+        return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+    if isinstance(image, str) and not image.startswith(("http:", "https:")) and Path(image).is_file():
+        kind = mimetypes.guess_type(image)[0] or ""
+        if kind.startswith("image/"):
+            return f"data:{kind};base64,{base64.b64encode(Path(image).read_bytes()).decode()}"
+    raise RowError(f"image {image!r:.80} is no data URL, no bytes and no image file here; nothing is downloaded")
+
+
+NUM_FRAMES = 8
+"""Of a video that does not say how many."""
+
+
+def frame_urls(video: Any, num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
+    """Frames of a video as data URLs, in order: the first, the last, and those at even distances between.
+
+    Args:
+        video: The bytes of a video file, its path, a `data:video/` URL, or its frames themselves, each as `data_url`
+            takes it. Frames of a file are decoded by PyAV (`pip install 'rl-agent[videos]'`) and written as PNG, which
+            loses nothing.
+        num_frames: At most; a shorter video gives all that it has.
+
+    Raises:
+        RowError: it is no video, has no frames, or cannot be decoded here.
+    """
+    if not isinstance(num_frames, int) or isinstance(num_frames, bool) or num_frames < 1:
+        raise RowError(f"nframes of a video is {num_frames!r}; a positive number of frames is needed")
+    if isinstance(video, bytes):
+        return _decoded(video, num_frames)
+    if isinstance(video, str) and video.startswith("data:video/"):
+        try:
+            return _decoded(base64.b64decode(video.partition(",")[2], validate=True), num_frames)
+        except binascii.Error as error:
+            raise RowError(f"video {video!r:.80} is no base64: {error}") from error
+    if isinstance(video, str) and not video.startswith(("http:", "https:")) and Path(video).is_file():
+        return _decoded(Path(video).read_bytes(), num_frames)
+    if isinstance(video, Sequence) and not isinstance(video, str) and video:
+        frames = cast("Sequence[Any]", video)
+        return tuple(data_url(frames[index]) for index in _chosen(len(frames), num_frames))
+    raise RowError(
+        f"video {video!r:.80} is no data URL, no bytes, no file here and no list of frames; nothing is downloaded"
+    )
+
+
+def _chosen(length: int, count: int) -> list[int]:
+    if count == 1 or length == 1:
+        return [0]
+    count = min(count, length)
+    return [round(index * (length - 1) / (count - 1)) for index in range(count)]
+
+
+@lru_cache(maxsize=16)  # the rollouts of a group show the same
+def _decoded(encoded: bytes, num_frames: int) -> tuple[str, ...]:
+    try:
+        import av
+    except ImportError as error:
+        raise RowError(
+            "a row has a video file, which nothing here decodes: pip install 'rl-agent[videos]', or give its frames"
+        ) from error
+    try:
+        with av.open(io.BytesIO(encoded)) as container:
+            length = sum(1 for _ in container.decode(video=0))  # what the file says of itself may be missing, or wrong
+        if not length:
+            raise RowError("a video has no frames")
+        wanted = set(_chosen(length, num_frames))
+        with av.open(io.BytesIO(encoded)) as container:
+            frames = [_png(frame) for at, frame in enumerate(container.decode(video=0)) if at in wanted]
+    except (av.FFmpegError, IndexError) as error:  # the latter where there are only other streams
+        raise RowError(f"a video of {len(encoded)} bytes cannot be decoded: {error}") from error
+    return tuple(map(data_url, frames))
+
+
+def _png(frame: Any) -> bytes:
+    buffer = io.BytesIO()
+    frame.to_image().save(buffer, "png")
+    return buffer.getvalue()
