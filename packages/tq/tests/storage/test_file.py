@@ -193,7 +193,7 @@ def test_what_one_turn_changed_is_written_at_once_and_before_anybody_is_told(tmp
     append = Journal.append
 
     with rl_tq.serve(f"file://{tmp_path}/queue") as queue, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.connect(_names(str(tmp_path / "queue"))[1])
+        client.connect("\0" + _names(str(tmp_path / "queue"))[1])
         client.settimeout(20.0)
         inbox = Inbox(client)
         [(_, stamps)] = inbox.receive()

@@ -150,6 +150,7 @@ def _serve(
     _, status = os.waitpid(child, 0)
     if not has_namespace:
         isolation.kill_descendants(os.getpid())
+        isolation.reap()  # or the ended orphans of a fork bomb would be counted as processes of the next run
     if watch is not None:
         watch.end()
     code = os.waitstatus_to_exitcode(status)

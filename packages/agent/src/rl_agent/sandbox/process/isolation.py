@@ -11,10 +11,6 @@ import os
 import select
 import signal
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -108,12 +104,20 @@ class Watch:
         most = self._memory_bytes + self._OWN_BYTES
         if sum(_statm(pid)[0] for pid in found) * page <= most:
             return None
+        might_be_too_much = sum(_statm(pid)[1] for pid in found) * page > most
+        running = [pid for pid in found if pid != root] if might_be_too_much else []
+        for pid in running:
+            _kill(pid, signal.SIGSTOP)  # a close look takes milliseconds, in which they would take more
         shared: dict[bytes, int] = {}
         taken = 0
         for pid in found:
             taken += _own_bytes(pid, page)
             _add_shared(pid, shared)
-        return self.TOO_MUCH_MEMORY if taken + sum(shared.values()) > most else None
+        if taken + sum(shared.values()) > most:
+            return self.TOO_MUCH_MEMORY
+        for pid in running:
+            _kill(pid, signal.SIGCONT)
+        return None
 
 
 def _statm(pid: int) -> tuple[int, int]:
@@ -255,15 +259,23 @@ def kill_descendants(pid: int) -> None:
         if not found:
             return
         for group in set(found.values()) - {own, 0}:
-            _kill(os.killpg, group)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         for each in found:
-            _kill(os.kill, each)
+            _kill(each, signal.SIGKILL)
     raise RuntimeError(f"process {pid} still has descendants after 1000 rounds of killing them")
 
 
-def _kill(kill: Callable[[int, int], None], number: int) -> None:
+def reap() -> None:
+    """Collect all children that have ended: the kernel counts a process until somebody has asked for its status."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        kill(number, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def _permits_namespaces() -> bool:
