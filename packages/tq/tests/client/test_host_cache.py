@@ -78,7 +78,7 @@ def read(process: subprocess.Popen[str], column: str) -> None:
     assert process.stdout.readline() == "read\n"
 
 
-def test_three_readers_of_a_host_read_what_came_once_and_go_on_without_the_desk(queue, readers, fetched):
+def test_three_readers_of_a_host_read_what_came_once_and_go_on_without_the_cache_server(queue, readers, fetched):
     with connect(queue) as ours, ThreadPoolExecutor(3) as pool:
 
         def read_here(column: str) -> None:
@@ -161,4 +161,4 @@ def test_a_lone_reader_asks_nobody(queue, fetched):
         for _ in range(2):
             assert torch.equal(alone.get(meta)["x"], VALUES)
     assert len(fetched) == 2
-    assert not any("rl-tq-desk" in thread.name for thread in threading.enumerate())
+    assert not any("rl-tq-host-cache" in thread.name for thread in threading.enumerate())

@@ -1,9 +1,9 @@
-"""What several processes of a host ask a far server for travels to it once: who asks first lends it to the others.
+"""Host cache: what several clients of one host read from a remote server travels to that host once.
 
-The clients of one queue on one host meet at an abstract UNIX socket. One of them, whoever came first, has the desk
-there: it says who fetches, has the others wait for that, and passes on what was fetched, in memory without a name. A
-copy is good while the server says that nothing of it changed: it is asked at every get, and answers without the values.
-When the process with the desk ends, the next get of another opens one. Without neighbours, nobody asks anybody.
+The clients of one queue on a host meet at an abstract UNIX socket. The first of them serves the cache: it says who
+fetches, has the others wait for that, and passes the fetched values on in memory without a name. A copy is good while
+the server says that nothing of it changed; it is asked at every get and answers without the values. When the process
+that serves the cache ends, the next get of another client starts a new one. A single client asks nobody.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MIN_BYTES = 64 << 10
 """Less is fetched again sooner than it is lent."""
 _SHUN_S = 60.0
-"""How long a client does without a desk that did not answer."""
+"""How long a client does without a cache server that did not answer."""
 
 
 class Lent(NamedTuple):
@@ -51,13 +51,13 @@ class HostCache:
     """This client's way to the others of its host. Thread-safe; what fails here only means that values are fetched."""
 
     def __init__(self, address: str, *, patience_s: float) -> None:
-        """`patience_s`: how long to wait for the desk, or for who fetches. After that it is left alone for a while."""
+        """`patience_s`: seconds to wait for the cache server, or for who fetches; then neither is asked for a while."""
         self._patience_s = patience_s
         self._shunned_until = 0.0
         self._name = f"rl-tq-host/{hashlib.sha256(address.encode()).hexdigest()[:40]}"
         self._client = secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._end_desk: weakref.finalize[..., Any] | None = None
+        self._end_server: weakref.finalize[..., Any] | None = None
         """Ends ours, once, and at the latest with this object."""
         self._lines = threading.local()
         self._open: weakref.WeakSet[_Line] = weakref.WeakSet()
@@ -72,8 +72,8 @@ class HostCache:
 
     @property
     def has_server(self) -> bool:
-        """Whether the desk of this host is here."""
-        return self._end_desk is not None
+        """Whether the cache server of this host is here."""
+        return self._end_server is not None
 
     def borrow(self, key: bytes) -> Lent | None:
         """What another has under a key, waiting while another fetches it; None: fetch it, then `lend` or `give_up`."""
@@ -111,16 +111,16 @@ class HostCache:
             line.tell({"op": "give up", "key": key})
 
     def close(self) -> None:
-        """Leave. If the desk was ours, another opens one when it needs it."""
+        """Leave. If we served the cache, another opens one when it needs it."""
         with self._lock:
             self._is_closed = True
             for line in list(self._open):
                 line.close()
-            if self._end_desk is not None:
-                self._end_desk()
+            if self._end_server is not None:
+                self._end_server()
 
     def _line(self) -> _Line | None:
-        """This thread's connection to the desk, which is opened if there is none."""
+        """This thread's connection to the cache server, which is opened if there is none."""
         line: _Line | None = getattr(self._lines, "line", None)
         if line is not None and not line.is_lost:
             return line
@@ -130,7 +130,7 @@ class HostCache:
             line = _dial(self._name)
             if line is None:
                 if (listener := _listen(self._name)) is not None:
-                    self._end_desk = weakref.finalize(self, ClientConnection(listener).close)
+                    self._end_server = weakref.finalize(self, ClientConnection(listener).close)
                 line = _dial(self._name)
             if line is None:
                 return None
@@ -151,7 +151,7 @@ class HostCache:
 
 
 class _Line:
-    """One thread's connection to a desk: it asks, and waits for the answer."""
+    """One thread's connection to a cache server: it asks, and waits for the answer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -169,7 +169,7 @@ class _Line:
                 if self._poll.poll(1e3 * left):
                     for answer, fd in self._inbox.receive():
                         return answer, None if fd is None else ipc.SharedMemory(fd)
-            except OSError:  # the desk is gone
+            except OSError:  # the cache server is gone
                 self.close()
         self.close()  # an answer that comes later would be taken for that of another question
         return None, None
@@ -181,7 +181,7 @@ class _Line:
             sent = send_some(self._socket, data, None if segment is None else segment.fd)
             if sent < len(data):
                 self._socket.sendall(data[sent:])
-        except OSError:  # the desk is gone
+        except OSError:  # the cache server is gone
             self.close()
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class _Line:
 def _dial(name: str) -> _Line | None:
     try:
         connection, _ = ipc.connect(name)
-    except OSError:  # nobody has a desk, or another user
+    except OSError:  # nobody serves it, or another user
         return None
     connection.setblocking(True)
     return _Line(connection)
@@ -225,14 +225,14 @@ def key_of(request: Message) -> bytes:
 
 
 _MAX_BYTES = 1 << 30
-"""What a desk holds at most, of all that was lent."""
+"""What a cache server holds at most, of all that was lent."""
 _MAX_AGE_S = 10.0
-"""How long it holds what some neighbour did not ask for."""
+"""How long it holds what some client did not ask for."""
 _TICK_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Visitor:
+class _CacheClient:
     """One connection of a client."""
 
     socket: socket.socket
@@ -255,8 +255,8 @@ class _Copy:
 class _PendingFetch:
     """One who fetches, and who waits for it."""
 
-    fetcher: _Visitor
-    waiting: list[_Visitor] = field(default_factory=list["_Visitor"])
+    fetcher: _CacheClient
+    waiting: list[_CacheClient] = field(default_factory=list["_CacheClient"])
 
 
 class ClientConnection:
@@ -264,7 +264,7 @@ class ClientConnection:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._visitors: dict[int, _Visitor] = {}
+        self._clients: dict[int, _CacheClient] = {}
         self._copies: dict[bytes, _Copy] = {}
         self._errands: dict[bytes, _PendingFetch] = {}
         self._page = ipc.SharedMemory.create(mmap.PAGESIZE)
@@ -273,7 +273,7 @@ class ClientConnection:
         self._epoll = select.epoll()
         for each in (listener, self._waker):
             self._epoll.register(each, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="rl-tq-desk", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rl-tq-host-cache", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class ClientConnection:
             for each in (
                 self._listener,
                 self._waker,
-                *(v.socket for v in self._visitors.values()),
+                *(v.socket for v in self._clients.values()),
             ):
                 each.close()
 
@@ -300,12 +300,12 @@ class ClientConnection:
                 return False
             if fd == self._listener.fileno():
                 self._accept()
-            elif visitor := self._visitors.get(fd):
+            elif client := self._clients.get(fd):
                 try:
-                    for message, brought in visitor.inbox.receive():
-                        self._take(visitor, message, None if brought is None else ipc.SharedMemory(brought))
+                    for message, brought in client.inbox.receive():
+                        self._take(client, message, None if brought is None else ipc.SharedMemory(brought))
                 except (OSError, ValueError, KeyError):  # it hung up, or does not speak our language
-                    self._leave(visitor)
+                    self._leave(client)
         return True
 
     def _accept(self) -> None:
@@ -319,39 +319,39 @@ class ClientConnection:
         if not credentials.is_same_user:
             connection.close()
             return
-        self._visitors[connection.fileno()] = _Visitor(connection, Inbox(connection))
+        self._clients[connection.fileno()] = _CacheClient(connection, Inbox(connection))
         self._epoll.register(connection, select.EPOLLIN)
 
-    def _take(self, visitor: _Visitor, message: Message, brought: ipc.SharedMemory | None) -> None:
+    def _take(self, client: _CacheClient, message: Message, brought: ipc.SharedMemory | None) -> None:
         match message["op"]:
             case "hello":
-                visitor.client = message["client"]
+                client.client = message["client"]
                 self._recount()
-                self._send(visitor, {"op": "hello"}, self._page)
+                self._send(client, {"op": "hello"}, self._page)
             case "want":
-                self._want(visitor, message["key"])
+                self._want(client, message["key"])
             case "keep" if brought is not None:
                 told = {name: message[name] for name in ("etag", "nbytes", "head")}
-                copy = _Copy(brought, told, time.monotonic(), {visitor.client})
+                copy = _Copy(brought, told, time.monotonic(), {client.client})
                 self._copies[message["key"]] = copy
                 errand = self._errands.pop(message["key"], None)
                 for waiting in errand.waiting if errand else ():
                     self._pass_on(waiting, copy)
             case "give up":
-                self._reassign(message["key"], visitor)
+                self._reassign(message["key"], client)
             case other:
                 raise ValueError(f"unknown message {other!r}")
 
-    def _want(self, visitor: _Visitor, key: bytes) -> None:
+    def _want(self, client: _CacheClient, key: bytes) -> None:
         if (copy := self._copies.get(key)) is not None:
-            self._pass_on(visitor, copy)
+            self._pass_on(client, copy)
         elif (errand := self._errands.get(key)) is not None:
-            errand.waiting.append(visitor)
+            errand.waiting.append(client)
         else:
-            self._errands[key] = _PendingFetch(visitor)
-            self._send(visitor, {"op": "fetch"})
+            self._errands[key] = _PendingFetch(client)
+            self._send(client, {"op": "fetch"})
 
-    def _reassign(self, key: bytes, fetcher: _Visitor) -> None:
+    def _reassign(self, key: bytes, fetcher: _CacheClient) -> None:
         """Who was to fetch does not: the next one does."""
         errand = self._errands.get(key)
         if errand is None or errand.fetcher is not fetcher:
@@ -360,35 +360,35 @@ class ClientConnection:
         for waiting in errand.waiting:
             self._want(waiting, key)
 
-    def _pass_on(self, visitor: _Visitor, copy: _Copy) -> None:
-        copy.takers.add(visitor.client)
-        self._send(visitor, copy.told, copy.segment)
+    def _pass_on(self, client: _CacheClient, copy: _Copy) -> None:
+        copy.takers.add(client.client)
+        self._send(client, copy.told, copy.segment)
 
-    def _send(self, visitor: _Visitor, message: Message, segment: ipc.SharedMemory | None = None) -> None:
+    def _send(self, client: _CacheClient, message: Message, segment: ipc.SharedMemory | None = None) -> None:
         data = pack(message, has_fd=segment is not None)
         with contextlib.suppress(OSError):  # who takes no answer of a few bytes has hung up: reading says so next
-            send_some(visitor.socket, data, None if segment is None else segment.fd)
+            send_some(client.socket, data, None if segment is None else segment.fd)
 
-    def _leave(self, visitor: _Visitor) -> None:
-        del self._visitors[visitor.socket.fileno()]
-        self._epoll.unregister(visitor.socket)
-        visitor.inbox.close()
-        visitor.socket.close()
+    def _leave(self, client: _CacheClient) -> None:
+        del self._clients[client.socket.fileno()]
+        self._epoll.unregister(client.socket)
+        client.inbox.close()
+        client.socket.close()
         self._recount()
         for key, errand in list(self._errands.items()):
-            if visitor in errand.waiting:
-                errand.waiting.remove(visitor)
-            self._reassign(key, visitor)
+            if client in errand.waiting:
+                errand.waiting.remove(client)
+            self._reassign(key, client)
 
     def _recount(self) -> None:
-        self._count[0] = len(self._clients())
+        self._count[0] = len(self._names())
 
-    def _clients(self) -> set[str]:
-        return {visitor.client for visitor in self._visitors.values() if visitor.client}
+    def _names(self) -> set[str]:
+        return {client.client for client in self._clients.values() if client.client}
 
     def _forget(self) -> None:
         """Let go of copies that everybody has, of old ones, and of the oldest beyond the limit."""
-        clients = self._clients()
+        clients = self._names()
         oldest = time.monotonic() - _MAX_AGE_S
         total = sum(copy.segment.nbytes for copy in self._copies.values())
         for key, copy in list(self._copies.items()):

@@ -59,7 +59,7 @@ class Session(Generic[Held]):
         self._ids = count(1)
         self._pending: dict[int, PendingReply[tuple[Message, Held]]] = {}
         self._why_lost: str | None = None
-        self._turnstile = LeaderFollower(self._read)
+        self._replies = LeaderFollower(self._read)
 
     @property
     def is_lost(self) -> bool:
@@ -105,11 +105,11 @@ class Session(Generic[Held]):
     def request(self, request: Message, timeout_s: float) -> tuple[Message, Held]:
         """The answer to a request, and what it holds; or raise the error it is answered with."""
         request["id"] = next(self._ids)
-        if self._turnstile.enter():
+        if self._replies.enter():
             try:
                 reply = self._ask_and_read(request, timeout_s)
             finally:
-                self._turnstile.leave()
+                self._replies.leave()
         else:
             reply = self._ask_and_wait(request, timeout_s)
         if "error" in reply[0]:
@@ -146,7 +146,7 @@ class Session(Generic[Held]):
         self._pending[number] = slot
         try:
             self.send(request)
-            if not self._turnstile.wait(slot, timeout_s + GRACE_S):
+            if not self._replies.wait(slot, timeout_s + GRACE_S):
                 raise self._unanswered(request, timeout_s)
         except BaseException:
             self._withdraw(number, slot)
@@ -175,7 +175,7 @@ class Session(Generic[Held]):
 
     def read_idly(self, timeout_s: float) -> bool:
         """Read what comes within that time, if no thread that waits does. Returns whether it was so."""
-        return self._turnstile.read_idly(timeout_s) and not self._turnstile.is_wanted
+        return self._replies.read_idly(timeout_s) and not self._replies.is_wanted
 
     def lose(self, why: str) -> None:
         """End the session: whoever waits is told, and so is whoever calls from now on."""

@@ -45,7 +45,7 @@ class _Connection(Client):
     socket: socket.socket
     inbox: Inbox
     pid: int
-    outbox: deque[_Outgoing] = field(default_factory=deque["_Outgoing"])
+    unsent: deque[_Outgoing] = field(default_factory=deque["_Outgoing"])
     parked: set[tuple[_Connection, int]] = field(default_factory=set["tuple[_Connection, int]"])
     has_left: bool = False
     """It said good-bye: it did not die."""
@@ -133,7 +133,7 @@ class ControlServer:
         if self._journal is not None:
             self._commit(self._journal)
         for connection in self._to_flush:
-            if connection.outbox and connection.fd in self._connections:
+            if connection.unsent and connection.fd in self._connections:
                 self._flush(connection)
         self._to_flush.clear()
         return True
@@ -209,7 +209,7 @@ class ControlServer:
     def _send(self, connection: _Connection, message: Message, segment: ipc.SharedMemory | None = None) -> None:
         """At once if it can be, else once this turn is over: what a journal is to have is written down first."""
         data: bytes | memoryview = pack(message, has_fd=segment is not None)
-        if segment is None and self._journal is None and not connection.outbox:
+        if segment is None and self._journal is None and not connection.unsent:
             try:
                 sent = send_some(connection.socket, data, None)
             except OSError:  # it is full, or gone: reading from it says so next
@@ -217,24 +217,24 @@ class ControlServer:
             if sent == len(data):
                 return
             data = memoryview(data)[sent:]
-        connection.outbox.append((data, segment))
+        connection.unsent.append((data, segment))
         self._to_flush.append(connection)
 
     def _flush(self, connection: _Connection) -> None:
         """Send what the client takes now; epoll says when it takes more."""
         try:
-            while connection.outbox:
-                data, segment = _joined(connection.outbox) if len(connection.outbox) > 1 else connection.outbox[0]
+            while connection.unsent:
+                data, segment = _joined(connection.unsent) if len(connection.unsent) > 1 else connection.unsent[0]
                 sent = send_some(connection.socket, data, None if segment is None else segment.fd)
                 if sent == len(data):
-                    connection.outbox.popleft()
+                    connection.unsent.popleft()
                 else:
-                    connection.outbox[0] = (memoryview(data)[sent:], None)
+                    connection.unsent[0] = (memoryview(data)[sent:], None)
         except BlockingIOError:
             pass
         except OSError:
-            connection.outbox.clear()  # it is gone: reading from it says so next
-        if connection.is_writing != bool(connection.outbox):
+            connection.unsent.clear()  # it is gone: reading from it says so next
+        if connection.is_writing != bool(connection.unsent):
             connection.is_writing = not connection.is_writing
             writing = select.EPOLLOUT if connection.is_writing else 0
             self._epoll.modify(connection.fd, select.EPOLLIN | writing)
@@ -357,15 +357,15 @@ class ControlServer:
         return {"server_pid": os.getpid(), "clients": clients, **self._table.counts()}
 
 
-def _joined(outbox: deque[_Outgoing]) -> _Outgoing:
+def _joined(unsent: deque[_Outgoing]) -> _Outgoing:
     """The first of what is to be sent, after joining it with those behind it that are small and have no descriptor."""
-    data, segment = outbox[0]
-    if segment is None and len(data) < _SMALL_BYTES and len(outbox) > 1 and outbox[1][1] is None:
-        parts = [outbox.popleft()[0]]
-        while outbox and outbox[0][1] is None and len(outbox[0][0]) < _SMALL_BYTES and len(parts) < 64:
-            parts.append(outbox.popleft()[0])
+    data, segment = unsent[0]
+    if segment is None and len(data) < _SMALL_BYTES and len(unsent) > 1 and unsent[1][1] is None:
+        parts = [unsent.popleft()[0]]
+        while unsent and unsent[0][1] is None and len(unsent[0][0]) < _SMALL_BYTES and len(parts) < 64:
+            parts.append(unsent.popleft()[0])
         data = b"".join(parts)
-        outbox.appendleft((data, None))
+        unsent.appendleft((data, None))
     return data, segment
 
 

@@ -110,7 +110,7 @@ class _Agent:
             self._agent.deregister_memory(registered)
 
 
-class _NixlDesk(ClientConnection):
+class _NixlConnection(ClientConnection):
     """Tells where values lie, and fetches what is put."""
 
     def __init__(
@@ -181,7 +181,7 @@ class _NixlGateway(Gateway):
         super().__init__(host, port, timeout_s, token=token, snapshot=snapshot)
 
     def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
-        return _NixlDesk(self._agent, hub, label, send, self._limit_s, self.limits.payload_bytes)
+        return _NixlConnection(self._agent, hub, label, send, self._limit_s, self.limits.payload_bytes)
 
 
 class NixlQueue(TcpQueue):

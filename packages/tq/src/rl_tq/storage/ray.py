@@ -106,7 +106,7 @@ class _Keepers:
         self._actors[key] = actor
 
 
-class _RayDesk(ClientConnection):
+class _RayConnection(ClientConnection):
     """Knows where values lie, and never sees them."""
 
     def __init__(self, keepers: _Keepers, hub: QueueHost, label: str, send: Send, max_waiting_bytes: int) -> None:
@@ -162,7 +162,7 @@ class _RayGateway(Gateway):
 
     def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
         assert self._keepers is not None
-        return _RayDesk(self._keepers, hub, label, send, self.limits.payload_bytes)
+        return _RayConnection(self._keepers, hub, label, send, self.limits.payload_bytes)
 
 
 class RayQueue(TcpQueue):

@@ -56,7 +56,7 @@ class _Remote:
         self._outgoing: SimpleQueue[tuple[Message, Payload] | None] = SimpleQueue()
         self._unsent_bytes = 0
         self._sent = threading.Condition()
-        self._desk = gateway.make_connection(gateway.hub, label, self._send)
+        self._client = gateway.make_connection(gateway.hub, label, self._send)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
@@ -94,11 +94,11 @@ class _Remote:
                 )
                 with self._sent:  # who asks for more than it reads is not read from
                     self._sent.wait_for(lambda: self._unsent_bytes <= self._limits.payload_bytes)
-                self._desk.take(message, payload)
+                self._client.take(message, payload)
         except (OSError, ValueError, KeyError, MemoryError):
             return  # it closed, died, or does not speak our language: nothing of it can be answered any more
         finally:
-            self._desk.leave()
+            self._client.leave()
             self._outgoing.put(None)
             self.shut()
 
@@ -227,7 +227,7 @@ class TcpQueue(RemoteQueue):
         self._pending: dict[int, PendingReply[tuple[Message, torch.Tensor | None]]] = {}
         self._outputs: dict[int, Output] = {}
         self._why_lost: str | None = None
-        self._turnstile = LeaderFollower(self._read)
+        self._replies = LeaderFollower(self._read)
         self._neighbours = HostCache(self.address, patience_s=timeout_s / 2) if self.is_lending else None
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class TcpQueue(RemoteQueue):
                 self._outputs[number] = output
         try:
             self._send({**request, "id": number}, payload)
-            if not self._turnstile.wait(slot, timeout_s + GRACE_S):
+            if not self._replies.wait(slot, timeout_s + GRACE_S):
                 raise WaitTimeoutError(
                     f"the server of {self.address} did not answer {request['op']!r} within {timeout_s} s and "
                     f"{GRACE_S} s more"

@@ -160,7 +160,7 @@ class _Gateway(_Loop):
         super().__init__(self._context, socket, "rl-tq-zmq-server")
         self.hub.address = f"zmq://{_bracketed(host)}:{port}/{z85.decode(public).hex()}"
         self._key = public
-        self._desks: dict[bytes, ClientConnection] = {}
+        self._clients: dict[bytes, ClientConnection] = {}
         self._heard: dict[bytes, float] = {}
         self._unsent: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self.thread.start()
@@ -174,7 +174,7 @@ class _Gateway(_Loop):
 
     def receive(self, frames: list[zmq.Frame]) -> None:
         client = frames[0].bytes
-        if client not in self._desks:
+        if client not in self._clients:
             self._greet(client, frames)
             return
         self._heard[client] = time.monotonic()
@@ -189,8 +189,8 @@ class _Gateway(_Loop):
             if len(frames) > 2:  # its own copy: the extent lives for long, and must lie at a multiple of 64
                 payload = torch.empty(len(frames[2]), dtype=torch.uint8)
                 payload.numpy()[:] = frames[2].buffer
-            self._desks[client].take(message, payload)
-            if self._desks[client].has_left:
+            self._clients[client].take(message, payload)
+            if self._clients[client].has_left:
                 self._drop(client)
         except (ConnectionError, ValueError, IndexError, MemoryError):
             self._drop(client)  # it does not speak our language
@@ -223,13 +223,13 @@ class _Gateway(_Loop):
         if not has_token:
             self._outgoing.append([client, encode({"op": "refused"})])
             return
-        if len(self._desks) >= self._limits.connections:
+        if len(self._clients) >= self._limits.connections:
             self._outgoing.append([client, encode({"op": "closed"})])
             return
         self._heard[client] = time.monotonic()
         self._unsent[client] = deque()
         label = f"client {str(message.get('id'))[:64]}"
-        self._desks[client] = ClientConnection(
+        self._clients[client] = ClientConnection(
             self.hub, label, self._sender(client), max_waiting_bytes=self._limits.payload_bytes
         )
         self._outgoing.append([client, encode({"op": "beat"})])
@@ -241,15 +241,15 @@ class _Gateway(_Loop):
             self._drop(client)
 
     def stop(self) -> None:
-        for client in self._desks:
+        for client in self._clients:
             self._outgoing.append([client, encode({"op": "closed"})])
 
     def _drop(self, client: bytes) -> None:
         self._heard.pop(client, None)
         self._unsent.pop(client, None)
-        desk = self._desks.pop(client, None)
-        if desk is not None:
-            desk.leave()
+        served = self._clients.pop(client, None)
+        if served is not None:
+            served.leave()
 
     def _sender(self, client: bytes) -> Send:
         def send(message: Message, payload: Payload) -> None:
