@@ -15,7 +15,9 @@ import torch
 import rl_ckpt
 from rl_ckpt import DigestError, ReceiverState, SyncAbortedError, UsageError
 from rl_ckpt.relay import Relay
+from rl_ckpt.tensors.spec import spec_of
 from rl_ckpt.testing import assert_same, failure, new_name, new_port, receive_all
+from rl_csrc.ipc import Waker
 
 TOKEN = "known to all"
 needs_nixl = pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed: it is for Linux")
@@ -140,6 +142,60 @@ def test_what_has_landed_is_passed_on_at_once(schemes):
             assert rl_ckpt.tree_digest(each) == report.digest
 
     run(work, schemes)
+
+
+class HalfLanded:
+    """What has landed at a relay: a whole tensor, and half of the next one until it is told otherwise."""
+
+    def __init__(self, tensors):
+        self.news = Waker()
+        self.is_whole = False
+        self._tensors = tensors
+        self._left = [spec_of(name, tensor) for name, tensor in tensors.items()]
+
+    def has_next(self):
+        return True
+
+    def take(self):
+        if not self._left:
+            return None
+        spec = self._left.pop(0)
+        return spec, self._tensors[spec.name]
+
+    def alias_of(self, name):
+        return ()
+
+    def num_landed(self, spec):
+        return spec.num_bytes if spec.name == "whole" or self.is_whole else spec.num_bytes // 2
+
+
+def test_a_tensor_that_is_whole_does_not_wait_in_a_bucket_for_the_rest_of_the_next():
+    weights = {"whole": torch.arange(100), "half": torch.arange(1000)}  # one bucket could hold both
+    pipe, url, got = HalfLanded(weights), address("inproc"), {}
+
+    async def main():
+        async with (
+            rl_ckpt.connect(url, role="send", timeout_s=20) as sender,
+            rl_ckpt.connect(url, role="receive", timeout_s=20) as leaf,
+        ):
+
+            async def take():
+                async for name, tensor in leaf.receive_weights():
+                    got[name] = tensor.clone()
+                    pipe.is_whole = True
+                    pipe.news.wake()
+
+            async def serve():
+                prepared = await sender.prepare_version(pipe, 1, num_peers=1)
+                await asyncio.to_thread(prepared.commit)
+
+            await asyncio.gather(serve(), take())
+
+    try:
+        asyncio.run(main())
+    finally:
+        pipe.news.close()
+    assert_same(got, weights)
 
 
 def test_tensors_that_are_no_plain_memory_are_passed_on_when_they_are_whole():

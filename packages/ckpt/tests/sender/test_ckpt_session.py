@@ -22,6 +22,7 @@ from rl_ckpt import (
     WeightSender,
     connect,
 )
+from rl_ckpt.sender.packer import NUM_SLOTS
 from rl_ckpt.testing import Fault, assert_same, failure, inject, new_name, receive_all, sample_weights
 
 WEIGHTS = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(8)}
@@ -70,6 +71,27 @@ def test_a_report_says_where_the_time_went():
         assert 0.24 <= report.install_s < report.wall_s
 
     run(work)
+
+
+def test_a_source_may_wait_for_what_the_receivers_do_with_its_items():
+    """Buckets that could be announced together are announced before the next item is asked for."""
+
+    async def work(sender, *receivers):
+        taken = threading.Semaphore(0)
+
+        def source():
+            for i, item in enumerate(WEIGHTS.items(), 1):
+                yield item  # a bucket
+                for _ in range(2 * NUM_SLOTS if i == NUM_SLOTS else 0):  # no slot had to be waited for so far
+                    assert taken.acquire(timeout=20), "a bucket was filled and not announced"
+
+        async def take(receiver):
+            async for _ in receiver.receive_weights():
+                taken.release()
+
+        await asyncio.gather(sender.send_weights(source(), version=1), *map(take, receivers))
+
+    run(work, num_receivers=2)
 
 
 SHORT_S = 2.0

@@ -91,8 +91,6 @@ class BucketPacker:
     ) -> None:
         self.num_buckets = 0
         """That were announced."""
-        self.is_batched = True
-        """Whether buckets may wait for others, to be announced together."""
         self.num_wire_bytes = 0
         """Payload in them."""
         self._peers = peers
@@ -137,13 +135,16 @@ class BucketPacker:
         leaves: list[int] = []
         if len(self._spans) == MAX_SPANS:
             self._plan.close()
+        if self._spans and self._pipe is not None and not self._has_landed(self._pipe, index, total):
+            self.close()  # what is there does not wait for what is not
         for piece in self._plan.place(total):
             if piece.bucket > self.num_buckets:
                 self._publish()
             if not self._spans:
                 self._wait_for_slot()
             if self._pipe is not None:
-                self.wait_to_land(self._pipe, partial(self._has_landed, self._pipe, index, piece), "more bytes")
+                end = piece.offset + piece.num_bytes
+                self.wait_to_land(self._pipe, partial(self._has_landed, self._pipe, index, end), "more bytes")
             if is_direct:
                 part = raw[piece.offset : piece.offset + piece.num_bytes]
                 self._direct[len(self._spans)] = memory_of(part)
@@ -241,8 +242,8 @@ class BucketPacker:
         with self._clock("export_s"):
             self._peers.wait_for_news(self._participants, pipe.news, is_there, what)
 
-    def _has_landed(self, pipe: RelayPipe, index: int, piece: Placement) -> bool:
-        return pipe.num_landed(self._manifest.specs[index]) >= piece.offset + piece.num_bytes
+    def _has_landed(self, pipe: RelayPipe, index: int, num_bytes: int) -> bool:
+        return pipe.num_landed(self._manifest.specs[index]) >= num_bytes
 
     def _publish(self) -> None:
         """Close the bucket that is filled; announce it with those before it, when they are enough."""
@@ -255,8 +256,8 @@ class BucketPacker:
         self.num_buckets += 1
         self._spans = []
         self._direct = {}
-        # few at first, and one by one from a slow source: receivers shall not wait for what is there
-        if not self.is_batched or len(self._batch) >= min(self._max_batch, 1 + self.num_buckets // NUM_SLOTS):
+        # few at first: receivers have nothing to do yet
+        if len(self._batch) >= min(self._max_batch, 1 + self.num_buckets // NUM_SLOTS):
             self.flush()
 
     def _payload(self, slot: int, used_bytes: int) -> list[ByteRun]:

@@ -79,10 +79,11 @@ class Transaction:
         source_map = self._map(source)
         items = source if source_map is None else self._tell(source_map)
         for name, tensor in items if self._pipe is None else self._pass_on(self._pipe):
-            self._packer.is_batched = not source.is_slow
             if name not in source.alias_of:  # it went with another
                 self._pack(spec_of(name, tensor), tensor)
                 source.require_unchanged([name, *source.aliases.get(name, ())])
+            if not source.is_at_rest and self._pipe is None:
+                self._packer.flush()  # the next item may take its time, or wait for what receivers do with this one
         if not self._names:
             raise TensorError("the source yielded no tensor; an iterator that was drained before yields none")
         self._packer.close()

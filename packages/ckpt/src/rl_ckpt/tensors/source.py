@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _AT_REST = (type({}.items()), type(OrderedDict[str, torch.Tensor]().items()))
 """Items that a mapping holds; other mappings may make each when it is asked for, all in one memory."""
-SLOW_S = 0.01
-"""From this wait for one item on, a source counts as slow."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Of other kinds of tensors it is not known what their memory means."""
 
@@ -114,8 +112,9 @@ class Source:
         self.registered = registered
         is_there = registered is not None or isinstance(weights, ItemsView)
         there = list(weights) if is_there else []
-        is_at_rest = registered is not None or type(weights) in _AT_REST
-        self.aliases = aliases_of(there) if is_at_rest else {}
+        self.is_at_rest = registered is not None or type(weights) in _AT_REST
+        """Whether all items are there, so that none is waited for."""
+        self.aliases = aliases_of(there) if self.is_at_rest else {}
         """Names of the tensors that have the memory of another before them, under the name of that; read-only."""
         self.alias_of = {name: first for first, names in self.aliases.items() for name in names}
         """The other way round."""
@@ -123,10 +122,8 @@ class Source:
         self._stepped: set[int] = set()
         """Addresses of storages that an optimizer has written to since."""
         self._hook = register_optimizer_step_pre_hook(self._note_step) if is_there else None
-        self._iterator = iter(there if is_at_rest else weights)
+        self._iterator = iter(there if self.is_at_rest else weights)
         self._clock = clock
-        self.is_slow = False
-        """Whether an item was ever waited for, so that receivers should not wait for the next one."""
         self._is_over = False
 
     def __iter__(self) -> Source:
@@ -178,15 +175,12 @@ class Source:
             error.add_note(f"draining the rest of the source failed as well: {another!r}")
 
     def _take(self) -> object:
-        before = self._clock.export_s
         with self._clock("export_s"):
             try:
-                item = next(self._iterator)
+                return next(self._iterator)
             except BaseException:
                 self._is_over = True
                 raise
-        self.is_slow = self.is_slow or self._clock.export_s - before > SLOW_S
-        return item
 
 
 def _is_dense(tensor: object) -> bool:
