@@ -21,21 +21,30 @@ def installed(monkeypatch):
     install()
 
 
-@pytest.mark.contract
-@on_linux
-class TestMmap(CheckpointEngineSuite, VersionSuite, ProcessSuite):
+class InFolderOfTest:
+    """The file of a sender that is killed stays behind: in a folder that pytest clears away."""
+
     set_up = install
 
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path):
+        self.path = tmp_path
+
     def new_address(self):
-        return f"mmap://{new_name()}?folder=/dev/shm"
+        return f"mmap://{new_name()}?folder={self.path}"
+
+
+@pytest.mark.contract
+@on_linux
+class TestMmap(InFolderOfTest, CheckpointEngineSuite, VersionSuite, ProcessSuite):
+    pass
 
 
 @pytest.mark.contract
 @pytest.mark.slow
 @on_linux
-class TestMmapKilled(KillSuite):
-    set_up = install
-    new_address = TestMmap.new_address
+class TestMmapKilled(InFolderOfTest, KillSuite):
+    pass
 
 
 def test_it_is_short_and_uses_what_is_published():
