@@ -1,7 +1,5 @@
 // Policy losses, a vector of tokens at a time. Included by level.h.
 
-typedef uint8_t vb __attribute__((vector_size(kLanes), aligned(1), may_alias));
-
 RL_INLINE vf keep(vi mask, vf x) { return (vf)((vi)x & mask); }
 RL_INLINE vf one_where(vi mask) { return (vf)((vi)splat(1.0f) & mask); }
 
@@ -25,7 +23,7 @@ RL_INLINE vf load_optional(const float* p, int64_t i, vi mask) { return p ? keep
 // One vector of tokens; adds to the twelve sums (without num_sequences) and returns the gradient of the logprobs.
 template <int32_t kLoss>
 RL_INLINE vf policy_vector(const rl_policy_batch& b, const rl_loss_spec& s, int64_t i, float scale, float ratio, float extra, vf* sums) {
-  const vi mask = __builtin_convertvector(*reinterpret_cast<const vb*>(b.mask + i), vi) != 0;
+  const vi mask = widen(b.mask + i) != 0;
   const vf lp = keep(mask, load(b.logprobs + i)), old = keep(mask, load(b.old_logprobs + i));
   const vf d = lp - old;
   const Term term = term_of<kLoss>(s, lp, old, keep(mask, load(b.advantages + i)), splat(ratio), splat(extra));

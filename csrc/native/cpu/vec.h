@@ -11,6 +11,7 @@ constexpr int kLanes = 4;
 typedef float vf __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint8_t vb __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef uint16_t vh __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
 #define RL_INLINE inline __attribute__((always_inline))
@@ -80,6 +81,16 @@ RL_INLINE vf widen(const uint16_t* p) {  // bf16
   return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 #else
   return (vf)(__builtin_convertvector(*reinterpret_cast<const vh*>(p), vu) << 16);
+#endif
+}
+
+RL_INLINE vi widen(const uint8_t* p) {  // what gcc makes of a conversion of vectors takes the bytes one by one
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const vb*>(p), vi);
 #endif
 }
 

@@ -23,8 +23,7 @@ ALIGNMENT = 256
 """Bytes. What CUDA copies and DMA engines like, and a multiple of every vector width."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of bytes of one tensor inside a bucket."""
 
     tensor: int
@@ -83,15 +82,14 @@ class BucketPlan:
             self.close()
         placed: list[Placement] = []
         start = 0
-        while True:
-            if self.offset == self.bucket_bytes and start < num_bytes:
-                self.close()
-            length = min(num_bytes - start, self.bucket_bytes - self.offset)
-            placed.append(Placement(self.bucket, start, self.offset, length))
-            self.offset += aligned(length, self.alignment)
-            start += length
-            if start == num_bytes:
-                return placed
+        while num_bytes - start > self.bucket_bytes:  # then `offset` is 0
+            placed.append(Placement(self.bucket, start, 0, self.bucket_bytes))
+            self.bucket += 1
+            start += self.bucket_bytes
+        length = num_bytes - start
+        placed.append(Placement(self.bucket, start, self.offset, length))
+        self.offset += length + -length % self.alignment
+        return placed
 
     def close(self) -> None:
         """Put nothing more into a bucket that holds something already."""
@@ -117,12 +115,13 @@ def plan(sizes: Iterable[int], *, bucket_nbytes: int, alignment: int = ALIGNMENT
             "and a bucket holds at least one such unit"
         )
     placing = BucketPlan(bucket_nbytes - bucket_nbytes % alignment, alignment)
-    pieces: dict[int, list[Piece]] = {}
+    pieces: list[list[Piece]] = []
     for tensor, size in enumerate(sizes):
         for bucket, offset, start, nbytes in placing.place(size):
-            piece = Piece(tensor=tensor, tensor_offset=offset, bucket_offset=start, nbytes=nbytes)
-            pieces.setdefault(bucket, []).append(piece)
-    ends = ((found, found[-1]) for found in pieces.values())
+            if bucket == len(pieces):
+                pieces.append([])
+            pieces[bucket].append(Piece(tensor=tensor, tensor_offset=offset, bucket_offset=start, nbytes=nbytes))
+    ends = ((found, found[-1]) for found in pieces)
     return [
         Bucket(pieces=tuple(found), nbytes=last.bucket_offset + aligned(last.nbytes, alignment)) for found, last in ends
     ]

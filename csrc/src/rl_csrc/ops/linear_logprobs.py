@@ -94,11 +94,10 @@ def _linear(
     batch_invariant: bool,
     entropy: bool,
     sum_pi_squared: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     options = (number(temperature, scalar_temperature), softcap, ignore_index, entropy, sum_pi_squared)
     run = kernel("linear_logprobs_forward", hidden)
-    scored, entropies, squares, lse = run(hidden, weight, labels, bias, *options, chunk_rows, batch_invariant)
-    return scored, filled(entropies, scored), filled(squares, scored), lse
+    return run(hidden, weight, labels, bias, *options, chunk_rows, batch_invariant)
 
 
 def _linear_fake(hidden: Tensor, _weight: Tensor, _bias: Tensor | None, labels: Tensor, *rest: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import torch
 from rl_csrc.cpu.memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
 from rl_csrc.ops.check import check_rows, integers, optional_integers, per_token
-from rl_csrc.ops.operator import Operator, emptied, filled, float_type, kernel, like_first, number, split
+from rl_csrc.ops.operator import Operator, emptied, float_type, kernel, like_first, number, split
 from rl_csrc.types import NUM_STATS, LogProbs
 
 if TYPE_CHECKING:
@@ -146,11 +146,10 @@ def _logprobs(
     entropy: bool,
     sum_pi_squared: bool,
     inplace: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     options = (number(temperature, scalar_temperature), softcap, ignore_index, row_index)
     run = kernel("logprobs_forward", logits)
-    scored, entropies, squares, lse = run(logits.detach(), labels, *options, entropy, sum_pi_squared)
-    return scored, filled(entropies, scored), filled(squares, scored), lse
+    return run(logits, labels, *options, entropy, sum_pi_squared)
 
 
 def _logprobs_fake(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:

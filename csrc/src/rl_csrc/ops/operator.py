@@ -49,8 +49,9 @@ class Operator:
 
     Args:
         name: Under which `torch.ops.rl_csrc` has it.
-        schema: Arguments and results as torch.library writes them. A result cannot be None: see `filled`.
-        run: What it does, with the arguments of the schema.
+        schema: Arguments and results as torch.library writes them. A result cannot be None.
+        run: What it does, with the arguments of the schema. A result that is None is empty (as `filled` makes it, like
+            the first one) for the dispatcher and for autograd, and stays None in an eager call without a gradient.
         fake: The same arguments to empty results of the same shapes.
         save: `setup_context` of autograd, for an op with a gradient: (ctx, arguments, results).
         backward: (ctx, gradients of the results) to the gradients of the arguments.
@@ -71,13 +72,18 @@ class Operator:
         self._run = run
         self._differentiable = differentiable
         self._function: Any = None
-        registered = cast("Any", custom_op(f"rl_csrc::{name}", mutates_args=(), schema=schema))(run)
+
+        def run_filled(*arguments: Any) -> Any:
+            results = run(*arguments)
+            return tuple(filled(x, results[0]) for x in results) if isinstance(results, tuple) else results
+
+        registered = cast("Any", custom_op(f"rl_csrc::{name}", mutates_args=(), schema=schema))(run_filled)
         registered.register_fake(fake)
         if save is not None and backward is not None:
             registered.register_autograd(backward, setup_context=save)
 
             def forward(ctx: Any, *arguments: Any) -> Any:  # with setup_context, apply would inspect signatures: 85 us
-                results = run(*arguments)
+                results = run_filled(*arguments)
                 save(ctx, arguments, results)
                 return results
 

@@ -300,13 +300,12 @@ def _policy(
     ref_logprobs: Tensor | None,
     weights: Tensor | None,
     entropy: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     first, second = floats(logprobs), optional_floats(entropy, logprobs)
     tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, LossSpec.of(spec))
     run = kernel("policy_loss", first)
     count = number(denominator, scalar_denominator)
-    loss, metrics, grad, grad_entropy = run(first, *tokens, count, second, ref_logprobs, weights)
-    return loss, metrics, grad, filled(grad_entropy, grad)
+    return run(first, *tokens, count, second, ref_logprobs, weights)
 
 
 def _policy_fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -318,11 +317,14 @@ def _policy_fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def _policy_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, metrics, grad, grad_entropy = output
     ctx.mark_non_differentiable(metrics, grad, grad_entropy)
+    ctx.set_materialize_grads(False)  # no zeros for these
     ctx.save_for_backward(grad, grad_entropy)
     ctx.dtypes = (inputs[0].dtype, None if inputs[-1] is None else inputs[-1].dtype)
 
 
-def _policy_backward(ctx: Any, grad_loss: Tensor, *_unused: Any) -> tuple[Any, ...]:
+def _policy_backward(ctx: Any, grad_loss: Tensor | None, *_unused: Any) -> tuple[Any, ...]:
+    if grad_loss is None:
+        return (None,) * 11
     grad, grad_entropy = ctx.saved_tensors
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[10])
     pairs = zip((grad, grad_entropy), needs, ctx.dtypes, strict=True)
