@@ -32,7 +32,7 @@ ALLOWED = {
         (f"rl_agent/sandbox/process/{file}.py", what): "runs code: that is what the sandbox's processes are for"
         for file, whats in {
             "execution": ("compile", "eval", "exec"),
-            **dict.fromkeys(("judge", "solution"), ("compile", "exec")),
+            "judge": ("compile", "exec"),
         }.items()
         for what in whats
     },

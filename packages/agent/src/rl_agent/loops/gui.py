@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import shutil
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from playwright.async_api import Error, async_playwright
+
 from rl_agent.chat_template import messages_of
-from rl_agent.errors import FailureError, RowError
+from rl_agent.errors import FailureError, RowError, ToolError
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.media import data_url, take_images
-from rl_agent.tools.browser import Browser, browser_tools
-from rl_agent.types import Failure, FailureKind
+from rl_agent.tools.base import Tool
+from rl_agent.types import Failure, FailureKind, ToolResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from playwright.async_api import BrowserContext, Page, Route
 
     from rl_agent.base import Generator
-    from rl_agent.types import AgentLoopOutput, Message, ParsedTurn, Tokenizer, ToolResult
+    from rl_agent.types import AgentLoopOutput, Message, ParsedTurn, Tokenizer
 
 
 class GuiLoop(ToolLoop):
@@ -136,3 +143,215 @@ def _reward(check: str, value: Any) -> float:
         return float(value)
     message = f"check {check!r} gave {value!r}; true, false or a finite number is needed"
     raise FailureError(Failure(kind=FailureKind.GRADER, stage="check", message=message, is_retryable=False))
+
+
+_LOOK = """() => {
+  document.querySelectorAll('[data-agent-id]').forEach(e => e.removeAttribute('data-agent-id'));
+  const all = 'a[href], button, input:not([type=hidden]), select, textarea, [onclick], [role=button]';
+  const lines = [...document.querySelectorAll(all)].filter(e => e.checkVisibility()).map((e, i) => {
+    e.setAttribute('data-agent-id', i + 1);
+    const name = e.labels?.[0]?.innerText || e.getAttribute('aria-label') || e.placeholder || e.innerText || e.name;
+    const state = 'checked' in e && ['checkbox', 'radio'].includes(e.type) ? (e.checked ? ' (checked)' : '')
+      : e.value && e.tagName != 'BUTTON' ? ' = ' + JSON.stringify(e.value) : '';
+    return `[${i + 1}] ${e.tagName.toLowerCase()} ${JSON.stringify((name || '').trim())}${state}`;
+  });
+  return [document.title, document.body.innerText.trim(), lines.join('\\n')];
+}"""
+
+
+@dataclass(slots=True)
+class _Tab:
+    """One trajectory's page."""
+
+    context: BrowserContext
+    page: Page
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Browser:
+    """A Chromium whose pages reach nothing but the page that they were opened on and its own origin.
+
+    Args:
+        executable: The browser; None looks for `chromium` on the path, and then takes Playwright's own.
+        timeout_s: Deadline of one action, seconds.
+        has_screenshots: Show pictures of the page besides its text.
+        size: Of the window, pixels: width, height.
+    """
+
+    def __init__(
+        self, *, executable: str | None, timeout_s: float, has_screenshots: bool, size: tuple[int, int]
+    ) -> None:
+        self._executable = executable or shutil.which("chromium")
+        self._timeout_s = timeout_s
+        self._has_screenshots = has_screenshots
+        self._size = size
+        self._tabs: dict[str, _Tab] = {}
+        self._starting = asyncio.Lock()
+        self._playwright: Any = None
+        self._browser: Any = None
+
+    async def open(self, session_id: str, url: str | None, html: str | None) -> ToolResult:
+        """Open a page for a trajectory; what it shows.
+
+        Raises:
+            FailureError: the browser cannot be started, or the page does not load.
+        """
+        try:
+            browser = await self._started()
+            width, height = self._size
+            context = await browser.new_context(viewport={"width": width, "height": height}, accept_downloads=False)
+            context.set_default_timeout(self._timeout_s * 1e3)
+            await context.route("**/*", _only(url))
+            self._tabs[session_id] = tab = _Tab(context, await context.new_page())
+            await (tab.page.goto(url) if url is not None else tab.page.set_content(html or ""))
+            return await self._look(tab)
+        except Error as error:
+            raise _failure("open", error) from error
+
+    async def act(self, session_id: str, action: Callable[[Page], Awaitable[None]]) -> ToolResult:
+        """Do something, and see what the page shows then.
+
+        Raises:
+            ToolError: it cannot be done.
+            FailureError: the page or the browser is gone.
+        """
+        tab = self._tabs[session_id]
+        async with tab.lock:  # the calls of one turn happen one after the other
+            try:
+                await action(tab.page)
+            except Error as error:
+                if tab.page.is_closed():
+                    raise _failure("act", error) from error
+                raise ToolError(error.message.partition("\n")[0]) from error
+            try:
+                return await self._look(tab)
+            except Error as error:
+                raise _failure("look", error) from error
+
+    async def evaluate(self, session_id: str, expression: str) -> Any:
+        """The value of a JavaScript expression on the trajectory's page.
+
+        Raises:
+            FailureError: it has none.
+        """
+        try:
+            return await self._tabs[session_id].page.evaluate(expression)
+        except Error as error:
+            raise _failure("check", error) from error
+
+    async def leave(self, session_id: str) -> None:
+        """Close a trajectory's page, with its cookies and storage."""
+        tab = self._tabs.pop(session_id, None)
+        if tab is not None:
+            await tab.context.close()
+
+    async def close(self) -> None:
+        """End the browser."""
+        for session_id in tuple(self._tabs):
+            await self.leave(session_id)
+        if self._browser is not None:
+            await self._browser.close()
+        if self._playwright is not None:
+            await self._playwright.stop()
+        self._browser = self._playwright = None
+
+    async def _started(self) -> Any:
+        async with self._starting:
+            if self._playwright is None:
+                self._playwright = await async_playwright().start()
+            if self._browser is None or not self._browser.is_connected():
+                arguments = ["--no-sandbox"] if os.getuid() == 0 else []  # Chromium's own refuses to run as root
+                self._browser = await self._playwright.chromium.launch(
+                    executable_path=self._executable, args=[*arguments, "--disable-dev-shm-usage"]
+                )
+            return self._browser
+
+    async def _look(self, tab: _Tab) -> ToolResult:
+        title, text, elements = await tab.page.evaluate(_LOOK)
+        shown = f"page: {title}\n{text}\nelements:\n{elements or 'none'}"
+        if not self._has_screenshots:
+            return ToolResult(text=shown)
+        return ToolResult(text=shown, images=(await tab.page.screenshot(),))
+
+
+class BrowserTool(Tool):
+    """One thing that can be done to a page."""
+
+    def __init__(
+        self,
+        browser: Browser,
+        name: str,
+        description: str,
+        properties: Mapping[str, str],
+        action: Callable[[Page, Mapping[str, Any]], Awaitable[None]],
+    ) -> None:
+        schema = {name: {"type": kind} for name, kind in properties.items()}
+        parameters = {"type": "object", "properties": schema, "required": [*properties]}
+        super().__init__(name, description, parameters)
+        self._browser = browser
+        self._types = {name: int if kind == "integer" else str for name, kind in properties.items()}
+        self._action = action
+
+    async def call(self, arguments: Mapping[str, Any], session_id: str) -> ToolResult:
+        """Do it; what the page shows then."""
+        for name, kind in self._types.items():
+            if not isinstance(arguments.get(name), kind):
+                raise ToolError(f"{name} is {arguments.get(name)!r}; it has to be {kind.__name__}")
+        if unknown := [name for name in arguments if name not in self._types]:
+            raise ToolError(f"there is no argument {unknown[0]!r}; there are: {', '.join(self._types) or 'none'}")
+        return await self._browser.act(session_id, lambda page: self._action(page, arguments))
+
+
+def browser_tools(browser: Browser) -> list[Tool]:
+    """What a model may do: click, fill, choose, press and look."""
+
+    async def click(page: Page, given: Mapping[str, Any]) -> None:
+        await _element(page, given).click()
+
+    async def fill(page: Page, given: Mapping[str, Any]) -> None:
+        await _element(page, given).fill(given["text"])
+
+    async def choose(page: Page, given: Mapping[str, Any]) -> None:
+        await _element(page, given).select_option(given["option"])
+
+    async def press(page: Page, given: Mapping[str, Any]) -> None:
+        await page.keyboard.press(given["key"])
+
+    async def look(page: Page, given: Mapping[str, Any]) -> None:
+        del given
+        await page.wait_for_load_state()
+
+    element = {"element": "integer"}
+    return [
+        BrowserTool(browser, "click", "Click an element, by its number.", element, click),
+        BrowserTool(browser, "fill", "Replace the text of a field.", {**element, "text": "string"}, fill),
+        BrowserTool(browser, "choose", "Choose an option of a list.", {**element, "option": "string"}, choose),
+        BrowserTool(browser, "press", "Press a key, for example Enter.", {"key": "string"}, press),
+        BrowserTool(browser, "look", "See the page again.", {}, look),
+    ]
+
+
+def _element(page: Page, given: Mapping[str, Any]) -> Any:
+    return page.locator(f'[data-agent-id="{given["element"]}"]')
+
+
+def _only(url: str | None) -> Callable[[Route], Awaitable[None]]:
+    """Lets through what lies at the origin of `url`, or beside its file; everything else fails."""
+    if url is None:
+        base = None
+    elif url.startswith("file:"):
+        base = url.rpartition("/")[0] + "/"
+    else:
+        base = "/".join(url.split("/")[:3]) + "/"
+
+    async def decide(route: Route) -> None:
+        asked = route.request.url
+        is_fine = asked.startswith(("data:", "blob:")) or (base is not None and (asked + "/").startswith(base))
+        await (route.continue_() if is_fine else route.abort("blockedbyclient"))
+
+    return decide
+
+
+def _failure(stage: str, error: Exception) -> FailureError:
+    message = f"the browser failed: {str(error).strip()}"
+    return FailureError(Failure(kind=FailureKind.ENVIRONMENT, stage=stage, message=message, is_retryable=True))

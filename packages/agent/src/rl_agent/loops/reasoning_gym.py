@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rl_agent.environments import environment_failure
 from rl_agent.errors import FailureError, RowError
+from rl_agent.loops.gym import environment_failure
 from rl_agent.loops.single_turn import SingleTurnLoop
 from rl_agent.tools.base import DeadlineError, in_thread, with_deadline
 from rl_agent.types import AgentLoopOutput, Failure, FailureKind

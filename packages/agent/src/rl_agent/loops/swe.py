@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -11,17 +13,19 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from rl_agent.chat_template import messages_of
-from rl_agent.errors import FailureError, RowError
+from rl_agent.errors import FailureError, RowError, ToolError
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.sandbox import Grader, SandboxLimits
-from rl_agent.tools.shell import ShellTool, exit_status
+from rl_agent.tools.base import Tool
 from rl_agent.types import Failure, FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from rl_agent.base import Generator
+    from rl_agent.sandbox import CodeResult
     from rl_agent.types import AgentLoopOutput, ParsedTurn, Tokenizer
+
 
 _NOT_RUN = (126, 127)
 """Exit statuses by which a shell says that it could not run a command at all."""
@@ -171,3 +175,71 @@ def _write(copy: Path, files: Mapping[str, str]) -> None:
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
         path.write_text(text)
+
+
+_RUN = (
+    "import subprocess, sys\nsys.exit(subprocess.run(['bash', '-c', {command!r}], stdin=subprocess.DEVNULL).returncode)"
+)
+
+
+class ShellTool(Tool):
+    """Runs a command by bash in the working copy of its trajectory. What a command leaves is files, not processes.
+
+    Args:
+        grader: Gives the processes.
+        venv: A virtual environment whose programs come first; code may read it.
+    """
+
+    def __init__(self, grader: Grader, venv: Path | None = None) -> None:
+        super().__init__(
+            "bash",
+            "Run a shell command in the working copy. Every command starts there anew; files last, variables do not.",
+            {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        )
+        self._grader = grader
+        self._venv = venv
+        self._folders: dict[str, Path] = {}
+
+    def open(self, session_id: str, folder: Path) -> None:
+        """Have a trajectory work in `folder` until its session ends."""
+        self._folders[session_id] = folder
+
+    async def call(self, arguments: Mapping[str, Any], session_id: str) -> str:
+        """Run `arguments["command"]`; its output, and its exit status where that is not 0."""
+        command = arguments.get("command")
+        if not isinstance(command, str) or set(arguments) != {"command"}:
+            raise ToolError(f"the arguments are {', '.join(arguments) or 'none'}; one is needed: command, a string")
+        result = await self.run(command, self._folders[session_id])
+        if result.kind not in ("ok", "error"):
+            raise ToolError(f"{result.output}\n{result.error}".strip())
+        status = exit_status(result)
+        return (result.output.rstrip("\n") + (f"\n[exit status {status}]" if status else "")).lstrip("\n")
+
+    async def run(self, command: str, folder: Path, *, timeout_s: float | None = None) -> CodeResult:
+        """Run a command in `folder`, in a process of its own; `exit_status` reads how it ended.
+
+        Raises:
+            FailureError, SandboxError: see `Grader.run`.
+        """
+        programs = ":".join(str(place / "bin") for place in (self._venv, Path(sys.base_prefix)) if place is not None)
+        exports = f'export PATH={shlex.quote(programs)}:"$PATH" HOME=/tmp PYTHONDONTWRITEBYTECODE=1'
+        readable = [] if self._venv is None else [self._venv]
+        async with self._grader.worker(workspace=folder, readable=readable) as worker:
+            limit = timeout_s or self._grader.limits.timeout_s
+            return await worker.run(_RUN.format(command=f"{exports}\n{command}"), "", limit, is_fresh=True)
+
+    async def end_session(self, session_id: str) -> None:
+        """Forget the trajectory's folder."""
+        self._folders.pop(session_id, None)
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        await self._grader.close()
+
+
+def exit_status(result: CodeResult) -> int | None:
+    """Of a command; None where it did not come to its end."""
+    if result.kind == "ok":
+        return 0
+    _, mark, status = result.error.rpartition("SystemExit: ")
+    return int(status) if mark else None

@@ -20,13 +20,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_agent.sandbox.process import execution, isolation, judge, solution, syscalls
+    from rl_agent.sandbox.process import execution, isolation, judge
 else:  # this folder is the path of the process that it is started in
     import execution
     import isolation
     import judge
-    import solution
-    import syscalls
 
 _MAX_DESCRIPTORS = 8
 _NUM_FILES = 512
@@ -61,7 +59,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # pages of what is here are not copied into a child that collects
     isolation.hide()
-    is_filtered = syscalls.is_known()
+    is_filtered = isolation.can_filter_calls()
     told = {"isolated": sorted(isolated), "is_filtered": is_filtered, "has_rlimit": _counts_processes(isolated)}
     control.send(json.dumps(told).encode())
     _replace(1)
@@ -170,7 +168,7 @@ def _run(run: dict[str, Any], descriptors: list[int], settings: dict[str, Any]) 
         os.nice(10)
     isolation.drop_privileges()
     if run["is_filtered"]:
-        syscalls.refuse(has_memory_files=not settings["is_watched"])
+        isolation.filter_calls(has_memory_files=not settings["is_watched"])
     execution.open_streams()
     if run["mode"] == "code":
         execution.run(text, vars(execution.own_main_module()), is_last=True)
@@ -178,7 +176,7 @@ def _run(run: dict[str, Any], descriptors: list[int], settings: dict[str, Any]) 
     if run["mode"] == "session":
         _keep(_socket.socket(fileno=_VALUES))
         os._exit(0)
-    (judge if run["mode"] == "judge" else solution).main(text, _VALUES)
+    (judge.run_test if run["mode"] == "judge" else judge.hold_solution)(text, _VALUES)
     os._exit(0)
 
 
