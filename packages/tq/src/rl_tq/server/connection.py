@@ -6,7 +6,6 @@ with values as payload: column after column, each filled up with zeros to a mult
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +16,6 @@ from rl_tq.columns.extent import ExtentView, as_bytes
 from rl_tq.columns.gather import collect
 from rl_tq.columns.schema import ColumnSchema, read_schema
 from rl_tq.errors import QueueFullError, SchemaError
-from rl_tq.protocol.codec import encode
 from rl_tq.protocol.service import Message, error_reply, raise_error
 from rl_tq.protocol.stream import ALIGNMENT, Payload
 
@@ -72,12 +70,7 @@ class ClientConnection:
                     what = "snapshot" if message.get("of") == "snapshot" else "locate"  # nothing that may have to wait
                     reply, opened = self._hub.locate({**message, "op": what}, self)
                     raise_error(reply)
-                    etag = self._etag(reply) if "unless" in message else b""
-                    if etag and message["unless"] == etag:
-                        self._send({"id": number, "is_same": True}, [])
-                    else:
-                        answer, values = self.fetched(number, reply, opened)
-                        self._send({**answer, "etag": etag} if etag else answer, values)
+                    self._send(*self.fetched(number, reply, opened))
                 case "snapshot":
                     self._expect(number, self._hub.snapshot(Path(message["path"]), self))
                 case "put":
@@ -107,11 +100,6 @@ class ClientConnection:
         for future in list(self._pending.values()):
             self._hub.abandon(future, f"{self} is gone")
         self._hub.leave(self, has_died=not self.has_left)
-
-    def _etag(self, reply: Message) -> bytes:
-        """What the values of an answer are called: another name, other values. Extents are written once."""
-        told = encode([self._hub.instance, reply["columns"], reply["runs"]])
-        return hashlib.blake2b(told, digest_size=16).digest()
 
     def _expect(self, number: int, future: Reply) -> None:
         def answer(message: Message) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from itertools import count
@@ -84,8 +83,6 @@ class QueueHost:
         self.address = address
         self.lock = threading.Lock()
         self.extents: dict[int, ExtentView] = {}
-        self.instance = secrets.token_bytes(8)
-        """Which server this is: its numbers of extents mean nothing to another."""
         self.is_open = True
         self._service = Service(self._alias)
         self.aliased: set[int] = set()

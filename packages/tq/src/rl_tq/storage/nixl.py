@@ -188,7 +188,6 @@ class NixlQueue(TcpQueue):
     """A client in any process whose host NIXL reaches the server's from."""
 
     scheme = "nixl"
-    is_lending = False
 
     def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
         super().__init__(host, port, timeout_s=timeout_s, token=token)

@@ -169,7 +169,6 @@ class RayQueue(TcpQueue):
     """A client in any process that is connected to the cluster. The one that `serve` returned ends the queue."""
 
     scheme = "ray"
-    is_lending = False
 
     def __init__(self, queue: str, *, timeout_s: float, gateway: _RayGateway | None = None) -> None:
         self._queue = queue

@@ -18,8 +18,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from rl_csrc.ipc import close_in_children
-from rl_tq.client.host_cache import HostCache, key_of
-from rl_tq.client.remote import RemoteQueue, assembled, output_memory
+from rl_tq.client.remote import RemoteQueue, output_memory
 from rl_tq.client.session import GRACE_S, LeaderFollower, PendingReply
 from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
 from rl_tq.metadata.checks import check_process
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from tensordict import TensorDict
 
     from rl_tq.columns.output import Output
     from rl_tq.protocol.stream import Payload
@@ -192,8 +190,6 @@ class TcpQueue(RemoteQueue):
     """A client in any process that reaches the server."""
 
     scheme = "tcp"
-    is_lending = True
-    """Whether what it fetches is passed on to other clients of its host."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
         super().__init__(_address(self.scheme, host, port), timeout_s=timeout_s)
@@ -228,7 +224,6 @@ class TcpQueue(RemoteQueue):
         self._outputs: dict[int, Output] = {}
         self._why_lost: str | None = None
         self._replies = LeaderFollower(self._read)
-        self._neighbours = HostCache(self.address, patience_s=timeout_s / 2) if self.is_lending else None
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
@@ -238,28 +233,8 @@ class TcpQueue(RemoteQueue):
             with contextlib.suppress(ServerLostError):
                 self._send({"op": "bye", "id": 0}, [])
         self._lose("this client was closed")
-        if self._neighbours is not None:
-            self._neighbours.close()
         with self._send_lock:
             self._socket.close()
-
-    def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
-        neighbours = self._neighbours
-        if neighbours is None or not neighbours.are_there or os.getpid() != self._pid:
-            return super()._fetch(request, num_rows, output)
-        key = key_of(request)
-        lent = neighbours.borrow(key)
-        try:
-            asked = {"op": "fetch", **request, "unless": b"" if lent is None else lent.etag}
-            reply, payload = self._request(asked, [], self.timeout_s, output)
-        except BaseException:
-            neighbours.give_up(key)
-            raise
-        if lent is not None and "is_same" in reply:
-            reply, payload = lent.reply, lent.payload
-        else:
-            neighbours.lend(key, reply, payload)
-        return assembled(reply, payload, num_rows, output)
 
     def _request(
         self, request: Message, payload: list[torch.Tensor], timeout_s: float, output: Output | None = None
