@@ -158,7 +158,11 @@ def start(model, output_dir, *overrides):
     command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", f"model.path={model}", f"output_dir={output_dir}"]
     with Path(f"{output_dir}.log").open("a") as log:
         return subprocess.Popen(
-            [*command, *overrides, "--resume"], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [*command, *overrides, "--resume"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"RL_TEST_RUN": str(output_dir)},
         )
 
 
@@ -169,13 +173,13 @@ def steps_done(output_dir):
         return 0
 
 
-def servers_of(output_dir):
-    """Processes of a run that are there still."""
+def processes_of(output_dir):
+    """Command lines of a run's processes that are there still: Ray's, workers, servers."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if str(output_dir).encode() in (process / "cmdline").read_bytes():
-                found.append(process.name)
+            if f"RL_TEST_RUN={output_dir}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ")[:80])
         except OSError:
             continue
     return found
@@ -188,8 +192,6 @@ def test_kill_9_at_random_moments(model, tmp_path, pipeline):
     draw = random.Random(f"kill {pipeline}")
     output_dir, log = tmp_path / "out", tmp_path / "out.log"
     num_steps, batch_size = 150, 4  # more than are done while it draws its moments
-    own_model = tmp_path / "out-model"  # so that the servers' command lines show whose they are
-    own_model.symlink_to(model)
     overrides = [
         f"pipeline={pipeline}", "data.options.num_rows=613", "data.eval_size=8",  # 600 prompts and 13 once more
         f"batch.batch_size={batch_size}", "batch.mini_batch_size=4", "batch.group_size=4", f"steps={num_steps}",
@@ -197,7 +199,7 @@ def test_kill_9_at_random_moments(model, tmp_path, pipeline):
     ]  # fmt: skip
     overrides += ["staleness.max_staleness=2"] if pipeline == "fully_async" else []
     for _ in range(3):
-        process = start(own_model, output_dir, *overrides)
+        process = start(model, output_dir, *overrides)
         before, deadline = steps_done(output_dir), time.monotonic() + 240
         while steps_done(output_dir) <= before or checkpoints.newest(output_dir) is None:
             assert process.poll() is None, log.read_text()[-3000:]
@@ -207,12 +209,12 @@ def test_kill_9_at_random_moments(model, tmp_path, pipeline):
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
         deadline = time.monotonic() + 60
-        while left := servers_of(own_model):
+        while left := processes_of(output_dir):
             assert time.monotonic() < deadline, f"processes {left} of a killed run are there still"
             time.sleep(0.2)
     last = checkpoints.newest(output_dir)
     if RunState.read(last).step < num_steps:
-        assert start(own_model, output_dir, *overrides).wait(300) == 0, log.read_text()[-3000:]
+        assert start(model, output_dir, *overrides).wait(300) == 0, log.read_text()[-3000:]
     rows = used(output_dir)
     assert sorted(rows) == list(range(num_steps * batch_size))
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]

@@ -27,6 +27,7 @@ from rl_trainer.runtime._mesh import checked_mesh
 from rl_trainer.runtime._ray_fleet import RayFleet
 from rl_trainer.runtime._ray_host import CALLS_AT_A_TIME, HEARTBEAT, Host, Whereabouts, last_lines, reason_of, told_of
 from rl_trainer.runtime.heartbeat import Heartbeat
+from rl_trainer.runtime.reaper import Reaper
 from rl_trainer.secrets import make_tokens
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class RayRuntime(Runtime):
         self._fleets: dict[str, RayFleet[Any]] = {}
         self._numbers = itertools.count(1)
         self._has_started_ray = False
+        self._reaper: Reaper | None = None
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
         """Reserve a placement group per pool and start its host processes."""
@@ -125,9 +127,13 @@ class RayRuntime(Runtime):
             os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         if variables:
             options["runtime_env"] = {"env_vars": variables}
-        _init_patiently(options)
-        if self._has_started_ray:
-            self._heartbeat.watch_ray()
+        if not self._has_started_ray:
+            _init_patiently(options)
+            return
+        self._reaper = Reaper()
+        with self._reaper.marking():
+            _init_patiently(options)
+        self._heartbeat.watch_ray()
 
     @property
     def num_machines(self) -> int:
@@ -334,6 +340,9 @@ class RayRuntime(Runtime):
         if self._has_started_ray:
             ray.shutdown()
             self._has_started_ray = False
+        if self._reaper is not None:
+            self._reaper.end()
+            self._reaper = None
 
 
 def _forget_token() -> None:

@@ -1,0 +1,98 @@
+"""A controller that is killed takes the Ray that it has started along, and all that Ray has started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_trainer.runtime.processes import has_ended
+from rl_trainer.runtime.reaper import DEATH_GRACE_S
+
+PLAIN = """
+import subprocess, sys, time
+from rl_trainer.runtime.reaper import Reaper
+reaper = Reaper(death_grace_s=0.5)
+sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+with reaper.marking():
+    started = [subprocess.Popen(sleep, start_new_session=True) for _ in range(2)]
+bystander = subprocess.Popen(sleep, start_new_session=True)
+print(bystander.pid, *[process.pid for process in started], flush=True)
+if sys.argv[1] == "stop":
+    reaper.end()
+    print("ended", flush=True)
+time.sleep(600)
+"""
+RUN = """
+import sys
+from rl_trainer.base import ResourcePool
+from rl_trainer.runtime import create_runtime
+with create_runtime("ray") as runtime:
+    runtime.start([ResourcePool(name="one", num_workers=2, num_cpus=0.1)])
+    print(runtime._reaper._mark, flush=True)
+    sys.stdin.read()
+"""
+
+
+def controller(script, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+    )
+
+
+def of_run(mark):
+    """Command lines of a run's processes, the reaper's too."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+            if mark.encode() in (entry / "environ").read_bytes() + line:
+                found[int(entry.name)] = line.decode(errors="replace")[:80].strip()
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_what_is_marked_ends_and_nothing_else(how):
+    process = controller(PLAIN, how)
+    bystander, running, stopped = map(int, process.stdout.readline().split())
+    try:
+        os.kill(stopped, signal.SIGSTOP)
+        if how == "kill":
+            process.kill()
+            process.wait(10)
+        else:
+            assert process.stdout.readline() == "ended\n"
+        deadline = time.monotonic() + 30
+        while not (has_ended(running) and has_ended(stopped)):
+            assert time.monotonic() < deadline, "a marked process is there still"
+            time.sleep(0.05)
+        assert not has_ended(bystander)
+    finally:
+        os.kill(bystander, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.timeout(300)
+def test_nothing_of_ray_outlives_a_killed_controller():
+    process = controller(RUN)
+    mark = process.stdout.readline().strip()
+    there = of_run(mark)
+    assert len(there) >= 6, f"Ray is not among {there}: the test shows nothing"
+    worker = next(pid for pid, line in there.items() if line == "ray::one")
+    os.kill(worker, signal.SIGSTOP)  # it cannot see that it is alone
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + DEATH_GRACE_S + 30
+    while left := of_run(mark):
+        assert time.monotonic() < deadline, f"a killed controller left {left}"
+        time.sleep(0.1)
