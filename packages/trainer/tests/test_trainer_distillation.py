@@ -9,9 +9,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
+from rl_csrc.reference.logprobs import coarse_kl
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import PolicyLossFunction
-from rl_trainer.algorithms.distillation import coarse_kl
 from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
 from rl_trainer.errors import InputError, PlanError
 from rl_trainer.job import run

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-import rl_engine.checkpoint.dcp
+import rl_engine.checkpoint.sharded
 from rl_engine import read_manifest, write_manifest
 from rl_engine.errors import CheckpointError
 from rl_trainer import checkpoints
@@ -146,14 +146,14 @@ def test_prompts_that_were_given_back_are_waited_for_by_the_next_process_too():
 
 def test_a_last_checkpoint_that_could_not_be_written_is_no_success(model, tmp_path, monkeypatch):
     """What writes it beside training fails after the last step, when nothing is asked of the engine any more."""
-    save, out = rl_engine.checkpoint.dcp.save, tmp_path / "out"
+    save, out = rl_engine.checkpoint.sharded.save, tmp_path / "out"
 
     def full_at_last(path, *rest):
         if "checkpoint-2" in str(path):
             raise CheckpointError("no space left")
         save(path, *rest)
 
-    monkeypatch.setattr(rl_engine.checkpoint.dcp, "save", full_at_last)
+    monkeypatch.setattr(rl_engine.checkpoint.sharded, "save", full_at_last)
     sizes = ["data.options.num_rows=2000", "data.eval_size=4", "batch.batch_size=2", "batch.mini_batch_size=2"]
     sizes += ["batch.group_size=2", "steps=2", "save_every=1", "eval_every=0", "tracking.trackers=[]"]
     how = ["runtime=inline", "engine.async_checkpoints=true", f"model.path={model}", f"output_dir={out}"]

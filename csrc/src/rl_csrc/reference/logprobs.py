@@ -273,3 +273,19 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = compute_dtype(hidden)
     logits = hidden.to(dtype) @ weight.to(dtype).T
     return logits if bias is None else logits + bias.to(dtype)
+
+
+def coarse_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """`[T]` KL(teacher || student) of (T, K) log-probs, all other tokens taken together as one more outcome.
+
+    Computed in float32 or wider. What the K leave of 1 is never taken for less than 1e-6, which rounding cannot tell
+    from nothing.
+    """
+
+    def outcomes(logprobs: Tensor) -> Tensor:
+        wide = logprobs.to(compute_dtype(logprobs))
+        rest = (1.0 - wide.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
+        return torch.cat([wide, rest], -1)
+
+    of_teacher, of_student = outcomes(teacher), outcomes(student)
+    return (of_teacher.exp() * (of_teacher - of_student)).sum(-1)

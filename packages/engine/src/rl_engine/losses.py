@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from rl_csrc.reference.logprobs import coarse_kl
 from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class DistillLoss:
         metrics: dict[str, Tensor] = {}
         if self.kind != DistillKind.REVERSE:
             teacher = token_values(rows, "teacher_candidate_logprobs", output.logprobs)
-            forward = token_mean(_coarse_kl(teacher, output.candidate_logprobs), mask, output)
+            forward = token_mean(coarse_kl(teacher, output.candidate_logprobs), mask, output)
             metrics["forward_kl"] = forward.detach()
             parts.append(forward if self.kind == DistillKind.FORWARD else self.forward_weight * forward)
         if self.kind != DistillKind.FORWARD:
@@ -178,17 +179,6 @@ class DistillLoss:
             metrics |= {"reverse_kl": reverse.detach(), "teacher_gap": token_mean(gap.detach(), mask, output)}
             parts.append(reverse if self.kind == DistillKind.REVERSE else (1.0 - self.forward_weight) * reverse)
         return torch.stack(parts).sum(), metrics
-
-
-def _coarse_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """`[C]` KL of (C, K) log-probs, all other tokens taken together as one more outcome."""
-    outcomes = [torch.cat([logprobs, _log_rest(logprobs)], -1) for logprobs in (teacher, student)]
-    return (outcomes[0].exp() * (outcomes[0] - outcomes[1])).sum(-1)
-
-
-def _log_rest(logprobs: Tensor) -> Tensor:
-    """`[C, 1]` log of what (C, K) log-probs leave of 1; never below 1e-6, which rounding cannot tell from nothing."""
-    return (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
 
 
 def row_log_ratio(output: ModelOutput, rows: TensorDict) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rl_csrc
+from rl_csrc.reference.logprobs import coarse_kl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,14 +77,3 @@ def teacher_loss(
         )
         total = total + teacher.coef * weight * share.loss
     return total, metrics
-
-
-def coarse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
-    """(T,) KL(teacher || policy) of (T, K) log-probs, all other tokens taken together as one more outcome."""
-    outcomes = [torch.cat([logprobs.float(), _log_rest(logprobs.float())], -1) for logprobs in (teacher, policy)]
-    return (outcomes[0].exp() * (outcomes[0] - outcomes[1])).sum(-1)
-
-
-def _log_rest(logprobs: Tensor) -> Tensor:
-    """(T, 1) log of what (T, K) log-probs leave of 1; at least 1e-6, below which rounding is all there is."""
-    return (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
