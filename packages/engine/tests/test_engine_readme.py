@@ -3,14 +3,21 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+PACKAGE = Path(__file__).parents[1]
+PAGES = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md"))]
+EXAMPLES = [(page, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_the_readmes_examples_run(tmp_path, code):
-    exec(compile(code.replace("/tmp/", f"{tmp_path}/"), str(README), "exec"), {})
+@pytest.mark.parametrize(("page", "code"), EXAMPLES)
+def test_the_readmes_examples_run(tmp_path, page, code):
+    exec(compile(code.replace("/tmp/", f"{tmp_path}/"), str(page), "exec"), {})
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 3
+    assert [page.name for page, _ in EXAMPLES] == ["README.md", "backends.md", "finetune.md"]
+
+
+def test_every_link_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
