@@ -202,7 +202,8 @@ BREACHES = {
     "tq-layers": ("rl_tq/metadata/rows.py", "import rl_tq.protocol.service"),
     "ckpt-layers": ("rl_ckpt/tensors/spec.py", "import rl_ckpt.protocol"),
     "rollout-layers": ("rl_rollout/http/text.py", "import rl_rollout.registry"),
-    "engine-layers": ("rl_engine/batch/cost.py", "import rl_engine.model.lora"),
+    "engine-layers": ("rl_engine/batch/micro_batches.py", "import rl_engine.model.lora"),
+    "engine-step-stands-apart": ("rl_engine/worker.py", "import rl_engine.losses"),
     "agent-layers": ("rl_agent/media.py", "import rl_agent.session"),
     "nothing-needs-the-bench": ("rl_csrc/__init__.py", "import rl_bench"),
 }

@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_engine.distributed import serialization as _serial
+from rl_engine.distributed import world as _serial
 from rl_engine.errors import EngineError
 
 EXPECTED = (EngineError,)

@@ -44,7 +44,7 @@ def rank_server():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # NCCL takes no two ranks on one GPU
-        patch.syspath_prepend(Path(__file__).parent)
+        patch.syspath_prepend(Path(__file__).parent / "support")
         server = multiprocessing.get_context("spawn").Process(target=import_module("rank_server").serve, args=(there,))
         server.start()
     there.close()

@@ -37,8 +37,6 @@ def test_a_backend_that_cannot_be_imported_prints_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in (
         "backends.fsdp",
-        "backends.fsdp.engine",
-        "backends.fsdp.parallelize",
         "model.hf",
     ):  # imported by other tests, with transformers
         monkeypatch.delitem(sys.modules, f"rl_engine.{name}", raising=False)

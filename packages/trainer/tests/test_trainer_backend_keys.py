@@ -1,7 +1,7 @@
 """Every key of the backends' sections reaches what its backend is built from, or is refused; and what backends can do.
 
-What a backend then makes of it is held to account where the backend is: rl-engine's `test_engine_config_keys` has such a
-table for every field of `EngineConfig`; a server refuses options that it has not.
+What a backend then makes of it is held to account where the backend is: rl-engine's `test_engine_config_keys` has such
+a table for every field of `EngineConfig`; a server refuses options that it has not.
 """
 
 import tempfile

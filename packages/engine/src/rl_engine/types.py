@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rl_engine.errors import ConfigError
@@ -60,7 +61,7 @@ class ModelInit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """AdamW and its schedule. A number out of range raises `ConfigError`."""
 
     lr: float = 1e-6
     """Peak learning rate."""
@@ -78,6 +79,21 @@ class OptimizerConfig:
     """Steps over which the rate decays to `min_lr_ratio`; None keeps it constant."""
     min_lr_ratio: float = 0.0
     """Final rate over peak rate (cosine decay)."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range."""
+        for name, is_met, allowed in (
+            ("lr", self.lr >= 0 and isfinite(self.lr), "0 or more"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1"),
+            ("eps", self.eps > 0, "above 0"),
+            ("weight_decay", self.weight_decay >= 0, "0 or more"),
+            ("max_grad_norm", self.max_grad_norm > 0, "above 0 (inf: no clipping)"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+            ("total_steps", self.total_steps is None or self.total_steps >= 1, "1 or more, or None"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "from 0 to 1"),
+            ("min_lr_ratio", self.min_lr_ratio == 0 or self.total_steps is not None, "0 without total_steps"),
+        ):
+            _need(is_met, f"optimizer.{name}", getattr(self, name), allowed)
 
 
 class LoraExport(StrEnum):
@@ -103,6 +119,13 @@ class LoraConfig:
     """Names of linear layers, such as q_proj; empty: every linear layer but the head."""
     export: LoraExport = LoraExport.MERGED
     """What `get_per_tensor_param` and `save_model` give."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range."""
+        _need_named("lora.export", self.export, LoraExport)
+        _need(self.rank >= 1, "lora.rank", self.rank, "1 or more")
+        _need(self.alpha > 0, "lora.alpha", self.alpha, "above 0")
+        _need(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +161,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What one engine is built from. Every rank of an engine gets the same one."""
+    """What one engine is built from. Every rank of an engine gets the same one.
+
+    A value that no backend could honour raises `ConfigError` here; what depends on backend, model and ranks is refused
+    by `Engine.check`.
+    """
 
     model_path: str
     """A Hugging Face model folder."""
@@ -194,6 +221,24 @@ class EngineConfig:
     timeout_s: float = 600.0
     """Deadline of every collective, seconds."""
 
+    def __post_init__(self) -> None:
+        """Refuse names that are not among the allowed ones, and numbers out of range."""
+        _need_named("precision", self.precision, Precision)
+        _need_named("matmul_precision", self.matmul_precision, MatmulPrecision)
+        _need_named("head", self.head, Head)
+        _need_named("init", self.init, ModelInit)
+        for name, is_met, allowed in (
+            ("temperature", self.temperature > 0 and isfinite(self.temperature), "above 0"),
+            ("max_tokens_per_gpu", self.max_tokens_per_gpu >= 1, "1 or more"),
+            ("timeout_s", self.timeout_s > 0, "above 0"),
+            ("num_candidates", self.num_candidates >= 0, "0 (none) or more"),
+            ("router_aux_loss_coef", self.router_aux_loss_coef >= 0, "0 (off) or more"),
+        ):
+            _need(is_met, name, getattr(self, name), allowed)
+        for name in ("entropy", "sum_pi_squared", "num_candidates"):
+            if getattr(self, name) and self.head != Head.LM:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it needs head=lm, and head is {self.head}.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
@@ -221,21 +266,25 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutput:
-    """One micro-batch seen by the model. Token tensors are packed: T completion tokens of B rows.
+    """One micro-batch scored by the model. Token tensors are packed: T completion tokens of B rows.
 
     Read `logprobs` or `values`, whichever the engine's head gives; the other raises `ConfigError`.
     """
 
-    token_logprobs: Tensor | None
+    token_logprobs: Tensor | None = None
     """What `logprobs` gives; None with another head."""
     token_values: Tensor | None = None
     """What `values` gives; None with another head."""
-    entropy: Tensor | None
+    entropy: Tensor | None = None
     """(T,) float32 entropy of the predicting distribution, nats; None unless asked for."""
     sum_pi_squared: Tensor | None = None
     """(T,) float32 sum of squared probabilities of the predicting distribution, no gradient; None unless asked for."""
     token_candidate_logprobs: Tensor | None = None
     """What `candidate_logprobs` gives; None without that column."""
+    top_token_ids: Tensor | None = None
+    """(T, K) int64, the K most likely tokens, the likeliest first; None unless `num_candidates` asks for them."""
+    top_logprobs: Tensor | None = None
+    """(T, K) float32, their log-probs, no gradient."""
     cu_seqlens: Tensor
     """(B + 1,) int64 row offsets into T."""
     counts: BatchCounts
@@ -256,6 +305,11 @@ class ModelOutput:
         """(T, K) float32, log-probs of the column `candidate_token_ids`; carries gradient when training."""
         return _given(self.token_candidate_logprobs, "candidate log-probs", "head=lm and a column candidate_token_ids")
 
+    @property
+    def scores(self) -> Tensor:
+        """(T,) what the head gives, log-probs or values."""
+        return self.values if self.token_logprobs is None else self.token_logprobs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
@@ -274,3 +328,13 @@ def _given(tensor: Tensor | None, what: str, wanted: str) -> Tensor:
     if tensor is None:
         raise ConfigError(f"The loss reads {what}, which this engine does not give; it needs {wanted}.")
     return tensor
+
+
+def _need(is_met: bool, name: str, value: object, allowed: str) -> None:
+    if not is_met:
+        raise ConfigError(f"{name} is {value}; it must be {allowed}.")
+
+
+def _need_named(name: str, value: str, allowed: type[StrEnum]) -> None:
+    if value not in list(allowed):
+        raise ConfigError(f"{name} is {str(value)!r}; allowed are {', '.join(allowed)}.")

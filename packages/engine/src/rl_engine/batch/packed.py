@@ -12,8 +12,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rl_engine.types import BatchCounts, ModelOutput
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+NO_COUNTS = BatchCounts(tokens=0.0, sequences=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +52,17 @@ class PackedRows:
     """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
     shared: PrefixSharing | None = None
     """How the tokens make up rows that begin with the same prompt; None: row by row."""
+    counts: BatchCounts = NO_COUNTS
+    """Denominators of the whole logical batch."""
 
     @property
     def scored(self) -> Tensor | Repeats:
         """`score_index`, for `take_rows`."""
         return self.score_index if self.shared is None else self.shared.scored
+
+    def output(self, **scores: Tensor | None) -> ModelOutput:
+        """The micro-batch's output, with these fields of `ModelOutput`."""
+        return ModelOutput(cu_seqlens=self.cu_seqlens, counts=self.counts, **scores)
 
     def padded(self, multiple: int) -> PackedRows:
         """With one more row, which nothing looks at, where T is no multiple of `multiple`."""

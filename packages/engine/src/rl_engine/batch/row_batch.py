@@ -15,13 +15,14 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from rl_engine.batch.micro_batches import Load
-from rl_engine.batch.packed import PackedRows, share_prefixes, to_device
+from rl_engine.batch.packed import NO_COUNTS, PackedRows, share_prefixes, to_device
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_engine.batch.cost import CostModel
+    from rl_engine.batch.micro_batches import CostModel
+    from rl_engine.types import BatchCounts
 
 PROMPT = "prompt_token_ids"
 COMPLETION = "completion_token_ids"
@@ -244,14 +245,14 @@ class RowBatch:
     def _values(self, column: _Ragged, rows: Tensor) -> Tensor:
         return column.values[self._here(_token_index(column.offsets, rows)[0])]
 
-    def pack(self, rows: Sequence[int]) -> PackedRows:
-        """The given rows as the model is fed them."""
-        packed = self.lay_out(rows)
+    def pack(self, rows: Sequence[int], counts: BatchCounts = NO_COUNTS) -> PackedRows:
+        """The given rows as the model is fed them, with the `counts` of the whole batch."""
+        packed = self.lay_out(rows, counts)
         if self._groups is None:
             return packed
         return share_prefixes(packed, [self._prompts[row] for row in rows], [self._groups[row] for row in rows])
 
-    def lay_out(self, rows: Sequence[int]) -> PackedRows:
+    def lay_out(self, rows: Sequence[int], counts: BatchCounts = NO_COUNTS) -> PackedRows:
         """The given rows end to end, each whole."""
         index = torch.tensor(rows, dtype=torch.int64)
         prompts, completions = self._prompt_lengths[index], self._completion_lengths[index]
@@ -289,6 +290,7 @@ class RowBatch:
             visual=visual,
             places=None if self._places is None else self._values(self._places, index),
             given_ids=fed_of(self._given()[completion_tokens]) if visual else None,
+            counts=counts,
         )
 
     def restore(self, rows: Sequence[int], parts: Sequence[Tensor]) -> Tensor:

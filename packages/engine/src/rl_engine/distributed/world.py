@@ -1,8 +1,14 @@
-"""The process group of an engine: joined, made from torchrun's environment, or not needed at all."""
+"""Ranks of an engine: their process group (joined, or made from torchrun's environment), and what they tell each other.
+
+Messages are plain values and tensors, packed as a frame of rl-csrc. Not pickle: bytes that come from a socket can name
+no code here. None, bool, int, float (NaN and infinities too), str, tensors, and lists, tuples and dictionaries of these
+come back as they were; anything else is refused where it is sent.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from rl_engine.distributed.serialization import decode, encode
+from rl_csrc import frames
 from rl_engine.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
 _Value = TypeVar("_Value")
 _MEETINGS: dict[tuple[str, ...], tuple[Store, int, int, itertools.count[int]]] = {}
@@ -41,7 +48,7 @@ class World:
     """Another process group of the same ranks; None: the default one."""
 
     def exchange(self, value: _Value) -> list[_Value]:
-        """Every rank's `value` (plain values and tensors, see `rl_engine.distributed.serialization`), in rank order.
+        """Every rank's `value` (plain values and tensors, see `rl_engine.distributed.world`), in rank order.
 
         Raises:
             EngineError: a peer did not answer before the deadline, or went away.
@@ -64,6 +71,27 @@ class World:
                 f"or is not in the same call): {error}"
             ) from error
 
+    def all_to_all(self, payloads: Sequence[Any]) -> list[Any]:
+        """Send `payloads[r]` (plain values and tensors) to rank r; returns what each rank sent here. Collective.
+
+        Raises:
+            EngineError: a peer did not answer before the deadline, or went away.
+        """
+        if self.size == 1:
+            return list(payloads)
+        device = message_device()
+        packed = [b"" if payload is None else encode(payload) for payload in payloads]
+        sizes = torch.tensor([len(payload) for payload in packed], device=device)
+        joined = bytearray(b"".join(packed)) or bytearray(1)
+        sent = torch.frombuffer(joined, dtype=torch.uint8)[: int(sizes.sum())].to(device)
+        incoming = torch.empty_like(sizes)
+        with self.together():
+            dist.all_to_all_single(incoming, sizes)
+            received = torch.empty(int(incoming.sum()), dtype=torch.uint8, device=device)
+            dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist())
+        parts = received.cpu().split(incoming.tolist())
+        return [decode(part.numpy().tobytes()) if part.numel() else None for part in parts]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.exchange(None)
@@ -75,7 +103,7 @@ class World:
 
 
 def gather_values(value: _Value, group: Any = None) -> list[_Value]:
-    """Every rank's `value` (see `rl_engine.distributed.serialization`), in rank order. Collective."""
+    """Every rank's `value` (see `rl_engine.distributed.world`), in rank order. Collective."""
     device = message_device(group)
     own = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
     lengths = _all_gather(torch.tensor(own.numel(), device=device), group)
@@ -157,3 +185,67 @@ def _device() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+# Messages
+
+
+def encode(value: Any) -> bytearray:
+    """`value` as bytes; tensors come back on the CPU, detached.
+
+    Raises:
+        EngineError: it holds something that is no plain value, which is named.
+    """
+    tensors: list[Tensor] = []
+    text = json.dumps(_to_json(value, tensors), separators=(",", ":")).encode()
+    named = {str(index): tensor for index, tensor in enumerate(tensors)}
+    return frames.encode({"json": text, **named}).to_bytes()
+
+
+def decode(data: bytes | bytearray) -> Any:
+    """What `encode` was given.
+
+    Raises:
+        EngineError: the bytes are not `encode`'s.
+    """
+    try:
+        frame = frames.decode(bytearray(data))  # a copy: tensors are views of it, aligned and writable
+        if frame.nbytes != len(data):
+            raise ValueError(f"the frame has {frame.nbytes}")
+        return _from_json(json.loads(bytes(frame["json"])), frame)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EngineError(f"A rank sent {len(data)} bytes that are no message ({error!r}).") from error
+
+
+def _to_json(value: Any, tensors: list[Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if isinstance(value, (int, float)):  # a subclass, such as a NumPy scalar or an enum
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, list):
+        return [_to_json(item, tensors) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_to_json(item, tensors) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_to_json(key, tensors), _to_json(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu())
+        return {"tensor": len(tensors) - 1}
+    raise EngineError(
+        f"Ranks exchange plain values and tensors; a {type(value).__name__} is neither. Send its parts instead."
+    )
+
+
+def _from_json(found: Any, frame: frames.FrameView) -> Any:
+    if isinstance(found, list):
+        return [_from_json(item, frame) for item in found]
+    if not isinstance(found, dict):
+        return found
+    ((mark, content),) = found.items()
+    if mark == "tuple":
+        return tuple(_from_json(item, frame) for item in content)
+    if mark == "dict":
+        return {_from_json(key, frame): _from_json(item, frame) for key, item in content}
+    if mark == "tensor" and isinstance(tensor := frame[str(int(content))], Tensor):
+        return tensor
+    raise ValueError(f"{mark} of {content!r:.40} is none of tensor, tuple, dict")

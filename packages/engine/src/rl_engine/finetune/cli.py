@@ -10,6 +10,7 @@ import sys
 import typing
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -26,9 +27,9 @@ from rl_engine.errors import (
 )
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
 
-    from rl_engine.finetune.loop import RunConfig, RunReport
+    from rl_engine.finetune.loop import RunConfig
 
 _Config = TypeVar("_Config", bound="RunConfig")
 _NEEDED = "model.path=DIR data.path=FILE.jsonl output_dir=DIR"
@@ -37,35 +38,27 @@ _BAD_INPUT = (BackendError, BatchError, CheckpointError, ConfigError, DataError,
 
 def sft_main(arguments: Sequence[str] | None = None) -> int:
     """`rl-sft`: supervised fine-tuning; see `rl_engine.finetune.sft`. Returns the exit code."""
-    from rl_engine.finetune.sft import SftConfig, train
-
-    return _main("rl-sft", SftConfig, train, arguments)
+    return _main("rl-sft", "sft", "SftConfig", arguments)
 
 
 def dpo_main(arguments: Sequence[str] | None = None) -> int:
     """`rl-dpo`: preference optimisation; see `rl_engine.finetune.dpo`. Returns the exit code."""
-    from rl_engine.finetune.dpo import DpoConfig, train
-
-    return _main("rl-dpo", DpoConfig, train, arguments)
+    return _main("rl-dpo", "dpo", "DpoConfig", arguments)
 
 
 def rm_main(arguments: Sequence[str] | None = None) -> int:
     """`rl-rm`: reward modelling; see `rl_engine.finetune.rm`. Returns the exit code."""
-    from rl_engine.finetune.rm import RmConfig, train
-
-    return _main("rl-rm", RmConfig, train, arguments)
+    return _main("rl-rm", "rm", "RmConfig", arguments)
 
 
 def distill_main(arguments: Sequence[str] | None = None) -> int:
     """`rl-distill`: distillation; see `rl_engine.finetune.distill`. Returns the exit code."""
-    from rl_engine.finetune.distill import DistillConfig, train
-
-    return _main("rl-distill", DistillConfig, train, arguments)
+    return _main("rl-distill", "distill", "DistillConfig", arguments)
 
 
-def _main(
-    program: str, config_class: type[_Config], train: Callable[[_Config], RunReport], arguments: Sequence[str] | None
-) -> int:
+def _main(program: str, module: str, config_name: str, arguments: Sequence[str] | None) -> int:
+    found = import_module(f"rl_engine.finetune.{module}")
+    config_class: type[RunConfig] = getattr(found, config_name)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in ("-h", "--help"):
         print(f"{program} {_NEEDED} [key=value ...]", *_key_lines(config_class), sep="\n")
@@ -75,7 +68,7 @@ def _main(
     try:
         config = parse_config(config_class, given, program=program)
         with _held(config):
-            outcome = train(config)
+            outcome = found.train(config)
     except _BAD_INPUT as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

@@ -170,38 +170,20 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one in (0, 1) for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-
-def _are_shares(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, int | float) and 0 <= one <= 1 for one in value)  # pyright: ignore[reportUnknownVariableType]
+def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))  # pyright: ignore[reportUnknownArgumentType]
 
 
 _CHAT = (_is_chat, 'a list of chat messages, such as [{"role": "user", "content": "text"}]')
 _TEXT = (_is_text, "text")
-_IDS = (_are_ids, "a list of whole numbers")
+_IDS = (_list_of(lambda one: type(one) is int), "a list of whole numbers")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": _CHAT,
-    "messages": _CHAT,
-    "completion": _TEXT,
-    "chosen": _TEXT,
-    "rejected": _TEXT,
-    "prompt_token_ids": _IDS,
-    "completion_token_ids": _IDS,
-    "chosen_token_ids": _IDS,
-    "rejected_token_ids": _IDS,
-    "loss_mask": (_is_mask, "a list of 0 and 1"),
-    "steps": (_are_texts, "a list of texts"),
-    "labels": (_are_shares, "a list of numbers from 0 to 1"),
+    **dict.fromkeys(("prompt", "messages"), _CHAT),
+    **dict.fromkeys(("completion", "chosen", "rejected"), _TEXT),
+    **{f"{name}_token_ids": _IDS for name in ("prompt", "completion", "chosen", "rejected")},
+    "loss_mask": (_list_of(lambda one: type(one) is int and one in (0, 1)), "a list of 0 and 1"),
+    "steps": (_list_of(_is_text), "a list of texts"),
+    "labels": (_list_of(lambda one: isinstance(one, int | float) and 0 <= one <= 1), "a list of numbers from 0 to 1"),
 }
 
 

@@ -1,34 +1,43 @@
-"""Direct preference optimisation on pairs of completions, with nothing but an engine.
+"""Direct preference optimisation on pairs of completions, and Kahneman-Tversky optimisation on judged ones.
 
 A data row is `{"prompt": [chat messages], "chosen": "text", "rejected": "text"}`, or has `prompt_token_ids`,
 `chosen_token_ids` and `rejected_token_ids`. The reference is the model as it was loaded: its log-probs of all rows are
 computed before the first step, so that no second model is held.
+
+With `loss=kto` (2402.01306) a row may also be `{"prompt": ..., "completion": "text", "label": true or false}`, or have
+`completion_token_ids`; a pair is one good row and one bad one. The reference point of a step is estimated on prompts
+with the completion of another row, dealt once; only the policy's log-probs of those are computed anew.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_engine.batch.row_batch import RowBatch
-from rl_engine.errors import ConfigError
-from rl_engine.finetune import loop
+from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, read_rows, refuse_empty
-from rl_engine.finetune.kto import mismatched, tokenize_labelled, with_reference_point
-from rl_engine.finetune.loop import Rows, RunConfig, RunReport
-from rl_engine.losses import DpoKind, DpoLoss, KtoLoss
-from rl_engine.worker import TrainingWorker
+from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
+from rl_engine.losses import DpoKind, DpoLoss, KtoLoss, row_log_ratio, row_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tensordict import TensorDict
+    from torch import Tensor
 
-_SHAPES = (("prompt", "chosen", "rejected"), ("prompt_token_ids", "chosen_token_ids", "rejected_token_ids"))
+    from rl_engine.base import LossFunction
+    from rl_engine.types import ModelOutput
+    from rl_engine.worker import TrainingWorker
+
+__all__ = ["DpoConfig", "divergence", "tokenize_labelled", "tokenize_pairs", "train"]
+
+_PAIRS = (("prompt", "chosen", "rejected"), ("prompt_token_ids", "chosen_token_ids", "rejected_token_ids"))
+_LABELLED = (("prompt", "completion", "label"), ("prompt_token_ids", "completion_token_ids", "label"), *_PAIRS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +49,7 @@ class DpoConfig(RunConfig):
     lr: float = 1e-6
     """Peak learning rate."""
     loss: DpoKind = DpoKind.SIGMOID
-    """How the margin becomes a loss; `kto` learns from single rows, see `rl_engine.finetune.kto`."""
+    """How the margin becomes a loss; `kto` learns from single rows."""
     beta: float = 0.1
     """Weight of staying near the reference."""
     label_smoothing: float = 0.0
@@ -52,84 +61,68 @@ class DpoConfig(RunConfig):
     undesirable_weight: float = 1.0
     """Of bad rows; kto only."""
 
-
-def train(config: DpoConfig, report: Callable[[str], None] = print) -> RunReport:
-    """Train and write `output_dir`. Every rank calls it; rank 0 reports.
-
-    Raises:
-        ConfigError: a number is out of range.
-        DataError: a data file is missing, or one of its rows cannot be used.
-        ModelFolderError: the model folder cannot be loaded.
-        NonFiniteError: a gradient is NaN or infinite.
-    """
-    started = time.perf_counter()
-    loop.check(config)
-    if config.beta <= 0 or not 0 <= config.label_smoothing < 0.5:
-        raise ConfigError(
-            f"beta is {config.beta} and label_smoothing {config.label_smoothing}; "
-            "beta must be above 0, label_smoothing in [0, 0.5)."
+    @property
+    def loss_function(self) -> LossFunction:
+        """See `RunConfig`."""
+        if self.loss == DpoKind.KTO:
+            return KtoLoss(
+                beta=self.beta,
+                desirable_weight=self.desirable_weight,
+                undesirable_weight=self.undesirable_weight,
+            )
+        return DpoLoss(
+            kind=self.loss,
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            is_reference_free=self.reference_free,
         )
-    if config.label_smoothing and config.loss != DpoKind.SIGMOID:
-        raise ConfigError(f"label_smoothing does nothing with loss={config.loss}; leave it out.")
-    _check_kto(config)
-    loop.check_parts(config, loop.engine_config(config))
-    if config.loss == DpoKind.KTO:
-        return _train_kto(config, report, started)
-    data = tokenize_pairs(config.data_path, config.model_path)
-    held_out = None if config.eval_path is None else tokenize_pairs(config.eval_path, config.model_path)
-    loss = DpoLoss(
-        kind=config.loss,
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        is_reference_free=config.reference_free,
-    )
-    with TrainingWorker(loop.engine_config(config), config.backend) as worker:
-        if not config.reference_free:
-            for rows in (data, held_out):
-                if rows is not None:
-                    _add_reference(worker, rows)
-        return loop.run(config, worker, loss, data, held_out, report, started)
 
-
-def _train_kto(config: DpoConfig, report: Callable[[str], None], started: float) -> RunReport:
-    data = tokenize_labelled(config.data_path, config.model_path)
-    held_out = None if config.eval_path is None else tokenize_labelled(config.eval_path, config.model_path)
-    loss = KtoLoss(
-        beta=config.beta,
-        desirable_weight=config.desirable_weight,
-        undesirable_weight=config.undesirable_weight,
-    )
-    with TrainingWorker(loop.engine_config(config), config.backend) as worker:
-        others: dict[int, RowBatch] = {}
-        for rows in (data, held_out):
-            if rows is not None:
-                other = mismatched(rows, config.seed)
-                _add_reference(worker, rows)
-                _add_reference(worker, other)
-                others[id(rows)] = RowBatch(other.columns, needs_mask=True, device=torch.device("cpu"))
-
-        def complete(worker: TrainingWorker, rows: Rows, chosen: list[int], mine: TensorDict) -> TensorDict:
-            return with_reference_point(worker, mine, others[id(rows)].select(chosen))
-
-        return loop.run(config, worker, loss, data, held_out, report, started, complete=complete)
-
-
-def _add_reference(worker: TrainingWorker, rows: Rows) -> None:
-    """Adds `ref_logprobs`, the log-probs of the weights as they are now."""
-    rows.columns["ref_logprobs"] = loop.score_all(worker, rows.columns, ["logprobs"])["logprobs"]
-
-
-def _check_kto(config: DpoConfig) -> None:
-    weights = (config.desirable_weight, config.undesirable_weight)
-    if config.loss == DpoKind.KTO:
+    def check_own(self) -> None:
+        """See `RunConfig`."""
+        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"beta is {self.beta} and label_smoothing {self.label_smoothing}; "
+                "beta must be above 0, label_smoothing in [0, 0.5)."
+            )
+        if self.label_smoothing and self.loss != DpoKind.SIGMOID:
+            raise ConfigError(f"label_smoothing does nothing with loss={self.loss}; leave it out.")
+        weights = (self.desirable_weight, self.undesirable_weight)
+        if self.loss != DpoKind.KTO and weights != (1.0, 1.0):
+            raise ConfigError(
+                f"desirable_weight and undesirable_weight do nothing with loss={self.loss}; leave them out."
+            )
         if min(weights) <= 0:
             raise ConfigError(f"desirable_weight and undesirable_weight are {weights}; they must be above 0.")
-        if config.reference_free:
+        if self.loss == DpoKind.KTO and self.reference_free:
             raise ConfigError("loss=kto compares with the reference; leave reference_free out.")
-    elif weights != (1.0, 1.0):
-        raise ConfigError(
-            f"desirable_weight and undesirable_weight do nothing with loss={config.loss}; leave them out."
-        )
+
+    def read(self, path: str) -> Rows:
+        """See `RunConfig`."""
+        return (tokenize_labelled if self.loss == DpoKind.KTO else tokenize_pairs)(path, self.model_path)
+
+    def prepare(self, worker: TrainingWorker, rows: Rows) -> Rows:
+        """Add the reference's log-probs, and for KTO mismatched rows with theirs. Collective."""
+        if self.reference_free:
+            return rows
+        other = _mismatched(rows, self.seed) if self.loss == DpoKind.KTO else None
+        for columns in (rows.columns, other):
+            if columns is not None:
+                columns["ref_logprobs"] = score_all(worker, columns, ["logprobs"])["logprobs"]
+        if other is None:
+            return rows
+        return replace(rows, mismatched=RowBatch(other, needs_mask=True, device=torch.device("cpu")))
+
+    def complete(self, worker: TrainingWorker, rows: Rows, chosen: list[int], mine: TensorDict) -> TensorDict:
+        """Add the batch's `reference_point`, for KTO. Collective."""
+        if rows.mismatched is not None:
+            found = worker.forward(rows.mismatched.select(chosen), divergence).metrics
+            mine["reference_point"] = torch.full((len(mine),), max(0.0, found.get("loss", 0.0)))
+        return mine
+
+
+def divergence(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean log-ratio of policy and reference over rows, as a loss function that is never differentiated."""
+    return row_mean(row_log_ratio(output, rows), output), {}
 
 
 def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
@@ -139,7 +132,7 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
         DataError: names the row (from 1) and what is wrong with it.
     """
     columns, tokenizer = Columns(), ChatTokenizer(model_path)
-    for row in read_rows(path, _SHAPES):
+    for row in read_rows(path, _PAIRS):
         if "prompt_token_ids" in row:
             prompt, both = row["prompt_token_ids"], (row["chosen_token_ids"], row["rejected_token_ids"])
         else:
@@ -150,3 +143,46 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
     index = torch.arange(len(columns.prompts))
     refuse_empty(path, columns, (index // 2 + 1).tolist())
     return Rows(columns=columns.batch(pair_id=index // 2, is_chosen=index % 2 == 0), rows_per_item=2)
+
+
+def tokenize_labelled(path: str | Path, model_path: str | Path) -> Rows:
+    """Read a JSONL file of judged completions.
+
+    Raises:
+        DataError: names the row (from 1) and what is wrong with it, or all rows are alike.
+    """
+    columns, tokenizer, labels, numbers = Columns(), ChatTokenizer(model_path), list[bool](), list[int]()
+    for number, row in enumerate(read_rows(path, _LABELLED), start=1):
+        prompt = row["prompt_token_ids"] if "prompt_token_ids" in row else tokenizer.prompt(row["prompt"])
+        for completion, label in _judged(row, tokenizer):
+            if not isinstance(label, bool):
+                raise DataError(f"{path}: row {number} has label {label!r}; wanted true or false.")
+            columns.add(prompt, completion)
+            labels.append(label)
+            numbers.append(number)
+    refuse_empty(path, columns, numbers)
+    if len(set(labels)) < 2:
+        raise DataError(f"{path}: every label is {str(labels[0]).lower()}; there is nothing to tell apart.")
+    return Rows(columns=columns.batch(is_desirable=torch.tensor(labels)))
+
+
+def _mismatched(rows: Rows, seed: int) -> TensorDict:
+    """Every prompt with the completion of another row."""
+    prompts, completions = (
+        [part.tolist() for part in rows.columns.get(name).unbind()]
+        for name in ("prompt_token_ids", "completion_token_ids")
+    )
+    shift = random.Random(seed).randrange(1, len(prompts))
+    columns = Columns()
+    for index, prompt in enumerate(prompts):
+        columns.add(prompt, completions[(index + shift) % len(completions)])
+    return columns.batch()
+
+
+def _judged(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Sequence[tuple[list[int], Any]]:
+    if "chosen_token_ids" in row:
+        return (row["chosen_token_ids"], True), (row["rejected_token_ids"], False)
+    if "chosen" in row:
+        return (tokenizer.completion(row["chosen"]), True), (tokenizer.completion(row["rejected"]), False)
+    given = row["completion_token_ids"] if "prompt_token_ids" in row else tokenizer.completion(row["completion"])
+    return ((given, row["label"]),)

@@ -1,10 +1,14 @@
-"""The loop that rl-sft, rl-dpo and rl-rm share: order of rows, steps, evaluation, checkpoints, progress lines."""
+"""The training loop of rl-sft, rl-dpo, rl-rm and rl-distill: order of rows, steps, evaluation, checkpoints, progress.
+
+A program is a subclass of `RunConfig`: its keys, and the methods by which they become an engine, a loss and rows.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.checkpoint.hf_folder import previous_folder
@@ -20,9 +25,7 @@ from rl_engine.distributed.world import expected_size, gather_values
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.registry import check as check_engine
 from rl_engine.types import EngineConfig, Head, MatmulPrecision, ModelInit, OptimizerConfig, Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from rl_engine.worker import TrainingWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,18 +34,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.base import LossFunction
-    from rl_engine.worker import TrainingWorker
-
-    Complete = Callable[["TrainingWorker", "Rows", list[int], TensorDict], TensorDict]
-    """`(worker, data, indices of the rows, the rows)`: the rows with more columns."""
 
 _FREE_ON_RESUME = ("resume", "save_every", "eval_every", "eval_path", "log_every", "max_tokens_per_gpu", "backend")
 """Keys that change nothing of what is learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """What every training command line takes."""
+class RunConfig(ABC):
+    """What every training command line takes, and what a program has to say; `train` runs it."""
 
     model_path: str
     """A Hugging Face model folder with a tokenizer."""
@@ -86,6 +85,68 @@ class RunConfig:
     backend: str = "fsdp"
     """Engine backend."""
 
+    @property
+    @abstractmethod
+    def loss_function(self) -> LossFunction:
+        """Loss of every step and evaluation."""
+
+    @abstractmethod
+    def read(self, path: str) -> Rows:
+        """Read and tokenise a data file.
+
+        Raises:
+            DataError: one of its rows cannot be used.
+        """
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine that is trained."""
+        return self.engine_with()
+
+    @property
+    def other_engines(self) -> tuple[EngineConfig, ...]:
+        """Engines that the run needs beside, to be checked with it."""
+        return ()
+
+    def check_own(self) -> None:  # noqa: B027 - nothing to refuse
+        """Refuse values of the program's own keys that cannot be meant; raises `ConfigError`."""
+
+    def score_files(self, files: Sequence[Rows]) -> None:  # noqa: B027 - nothing to add
+        """Add columns to the files' rows before there is an engine to train. Collective."""
+
+    def prepare(self, worker: TrainingWorker, rows: Rows) -> Rows:
+        """A file's rows with the columns that depend on the weights as they were loaded. Collective."""
+        return rows
+
+    def complete(self, worker: TrainingWorker, rows: Rows, chosen: list[int], mine: TensorDict) -> TensorDict:
+        """`mine`, the `chosen` ones of `rows`, with columns that depend on the weights as they are now. Collective."""
+        return mine
+
+    def is_reached(self, means: Mapping[str, float]) -> bool:
+        """Whether to stop early, by the mean metrics of the last `log_every` steps."""
+        return False
+
+    def engine_with(self, *, head: Head = Head.LM, init: ModelInit = ModelInit.PRETRAINED) -> EngineConfig:
+        """The engine of a run, with this head and these weights."""
+        return EngineConfig(
+            model_path=self.model_path,
+            init=init,
+            head=head,
+            optimizer=OptimizerConfig(
+                lr=self.lr,
+                weight_decay=self.weight_decay,
+                max_grad_norm=self.max_grad_norm,
+                warmup_steps=min(self.warmup_steps, self.steps // 2),
+                total_steps=self.steps,
+                min_lr_ratio=0.1,
+            ),
+            precision=self.precision,
+            matmul_precision=self.matmul_precision,
+            max_tokens_per_gpu=self.max_tokens_per_gpu,
+            activation_checkpointing=self.activation_checkpointing,
+            seed=self.seed,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
@@ -113,13 +174,37 @@ class Rows:
     """As an engine takes them."""
     rows_per_item: int = 1
     """2 for pairs."""
+    mismatched: RowBatch | None = None
+    """By row, its prompt with the completion of another row; for the reference point of KTO alone."""
 
 
-def check(config: RunConfig) -> None:
-    """Refuse numbers that cannot be meant.
+def train(config: RunConfig, report: Callable[[str], None] = print) -> RunReport:
+    """Run a program and write `output_dir`. Every rank calls it; `report` takes a progress line at a time, on rank 0.
+
+    Raises:
+        BackendError: as `rl_engine.check`.
+        CheckpointError: `resume` found another model's checkpoint.
+        ConfigError: a number is out of range, or a key would do nothing.
+        DataError: a data file is missing, or one of its rows cannot be used.
+        ModelFolderError: a model folder cannot be loaded.
+        NonFiniteError: a gradient is NaN or infinite.
+    """
+    started = time.perf_counter()
+    _check(config)
+    files = [config.read(path) for path in (config.data_path, config.eval_path) if path is not None]
+    config.score_files(files)
+    with TrainingWorker(config.engine, config.backend) as worker:
+        data, *held_out = [config.prepare(worker, rows) for rows in files]
+        return _run(config, worker, data, held_out[0] if held_out else None, report, started)
+
+
+def _check(config: RunConfig) -> None:
+    """Refuse what cannot be, before anything is read.
 
     Raises:
         ConfigError: names the key.
+        DataError: names the file.
+        BackendError, ConfigError, ModelFolderError: as `rl_engine.check`.
     """
     for name, low in (
         ("steps", 1),
@@ -137,42 +222,12 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"eval_every is {config.eval_every}, but there is no eval_path to evaluate on.")
     if config.resume and not config.save_every:
         raise ConfigError("resume=true needs save_every, or the run would write no checkpoint to go on from.")
-
-
-def check_parts(config: RunConfig, *engines: EngineConfig) -> None:
-    """Refuse files that are not there and engines that cannot be, before anything is read.
-
-    Raises:
-        DataError: names the file.
-        BackendError, ConfigError, ModelFolderError: as `rl_engine.check`.
-    """
+    config.check_own()
     for path in (config.data_path, config.eval_path):
         if path is not None and not Path(path).is_file():
             raise DataError(f"Data file {path} does not exist.")
-    for engine in engines:
+    for engine in (config.engine, *config.other_engines):
         check_engine(config.backend, engine, expected_size())
-
-
-def engine_config(config: RunConfig, *, head: Head = Head.LM, init: ModelInit = ModelInit.PRETRAINED) -> EngineConfig:
-    """The engine of a run."""
-    return EngineConfig(
-        model_path=config.model_path,
-        init=init,
-        head=head,
-        optimizer=OptimizerConfig(
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            warmup_steps=min(config.warmup_steps, config.steps // 2),
-            total_steps=config.steps,
-            min_lr_ratio=0.1,
-        ),
-        precision=config.precision,
-        matmul_precision=config.matmul_precision,
-        max_tokens_per_gpu=config.max_tokens_per_gpu,
-        activation_checkpointing=config.activation_checkpointing,
-        seed=config.seed,
-    )
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
@@ -181,73 +236,55 @@ def checkpoint_folder(config: RunConfig) -> Path:
     return output.with_name(f"{output.name}.checkpoint")
 
 
-def run(
+def _run(
     config: RunConfig,
     worker: TrainingWorker,
-    loss_function: LossFunction,
-    train: Rows,
+    data: Rows,
     held_out: Rows | None,
     report: Callable[[str], None],
     started: float,
-    is_reached: Callable[[Mapping[str, float]], bool] = lambda _: False,
-    complete: Complete | None = None,
 ) -> RunReport:
-    """Learn from `train` for `config.steps` steps, or until `is_reached` of the mean metrics; write the model folder.
-
-    Args:
-        config: The run.
-        worker: Its engine, as built.
-        loss_function: Of every step and evaluation.
-        train: To learn from.
-        held_out: To evaluate on.
-        report: Takes one progress line at a time, on rank 0.
-        started: `time.perf_counter()` when the command began.
-        is_reached: Asked once `log_every` steps have been taken.
-        complete: Adds columns that depend on the weights to the rows of a step or evaluation. Collective.
-
-    Raises:
-        NonFiniteError: a gradient is NaN or infinite.
-        CheckpointError: `resume` found another model's checkpoint.
-    """
+    """Learn from `data` for `config.steps` steps, or until `config.is_reached`; write the model folder."""
     rank, size = rank_and_size()
-    source = RowBatch(train.columns, needs_mask=True, device=torch.device("cpu"))
+    source = RowBatch(data.columns, needs_mask=True, device=torch.device("cpu"))
     lengths = source.lengths
-    num_items = source.num_rows // train.rows_per_item
+    num_items = source.num_rows // data.rows_per_item
     recent: deque[dict[str, float]] = deque(maxlen=config.log_every)
     means: dict[str, float] = {}
     evaluated: dict[str, float] = {}
     tokens = 0
     done = _resumed(config, worker, num_items)
-    progress = Progress(report, total=config.steps, done=done, is_shown=rank == 0)
+    has_bar = rank == 0 and report is print and sys.stderr.isatty()
+    bar = tqdm(total=config.steps, initial=done, unit="step", dynamic_ncols=True, file=sys.stderr, disable=not has_bar)
+    say = bar.write if has_bar else report if rank == 0 else _say_nothing
     if done:
-        progress.line(f"resumed after step {done}" + (", the last" if done >= config.steps else ""))
+        say(f"resumed after step {done}" + (", the last" if done >= config.steps else ""))
     for step, items in enumerate(batches(num_items, config.batch_size, config.seed, config.steps), start=1):
         if step <= done:
             continue
-        chosen = rows_of(items[rank::size], train.rows_per_item)
-        mine = _taken(source, chosen, train.rows_per_item)
-        if complete is not None:
-            mine = complete(worker, train, chosen, mine)
-        recent.append(worker.forward_backward(mine, loss_function).metrics)
+        chosen = rows_of(items[rank::size], data.rows_per_item)
+        mine = config.complete(worker, data, chosen, _taken(source, chosen, data.rows_per_item))
+        recent.append(worker.forward_backward(mine, config.loss_function).metrics)
         outcome = worker.optim_step()
-        tokens += sum(lengths[row] for row in rows_of(items, train.rows_per_item))
-        progress.step(recent[-1]["loss"])
+        tokens += sum(lengths[row] for row in rows_of(items, data.rows_per_item))
+        bar.set_postfix_str(f"loss {recent[-1]['loss']:.4f}", refresh=False)
+        bar.update()
         means = {name: fmean(entry[name] for entry in recent) for name in recent[-1]}
-        is_last = step == config.steps or (len(recent) == config.log_every and is_reached(means))
+        is_last = step == config.steps or (len(recent) == config.log_every and config.is_reached(means))
         if step % config.log_every == 0 or is_last:
             speed = tokens / (time.perf_counter() - started)
-            progress.line(
+            say(
                 f"step {step}/{config.steps}  {_shown(means)}  grad norm {outcome.grad_norm:.2f}  "
                 f"lr {outcome.lr:.2e}  {speed:.0f} tokens/s"
             )
         if held_out is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
-            evaluated = evaluate(worker, loss_function, held_out, complete)
-            progress.line(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
+            evaluated = _evaluate(config, worker, held_out)
+            say(f"step {step}/{config.steps}  held out: {_shown(evaluated)}")
         if config.save_every and (step % config.save_every == 0 or is_last):
             _save(config, worker, num_items)
         if is_last:
             break
-    progress.close()
+    bar.close()
     worker.save_weights(config.output_dir)
     return RunReport(
         steps=worker.step,
@@ -292,18 +329,14 @@ def _save(config: RunConfig, worker: TrainingWorker, num_items: int) -> None:
         _record_file(config).write_text(json.dumps(_identity(config, num_items)))
 
 
-def evaluate(
-    worker: TrainingWorker, loss_function: LossFunction, rows: Rows, complete: Complete | None = None
-) -> dict[str, float]:
+def _evaluate(config: RunConfig, worker: TrainingWorker, rows: Rows) -> dict[str, float]:
     """Loss and metrics over all rows, as one logical batch."""
     rank, size = rank_and_size()
     source = RowBatch(rows.columns, needs_mask=True, device=torch.device("cpu"))
     items = list(range(source.num_rows // rows.rows_per_item))[rank::size]
     chosen = rows_of(items, rows.rows_per_item)
-    mine = _taken(source, chosen, rows.rows_per_item)
-    if complete is not None:
-        mine = complete(worker, rows, chosen, mine)
-    return worker.forward(mine, loss_function).metrics
+    mine = config.complete(worker, rows, chosen, _taken(source, chosen, rows.rows_per_item))
+    return worker.forward(mine, config.loss_function).metrics
 
 
 def _taken(source: RowBatch, chosen: list[int], rows_per_item: int) -> TensorDict:
@@ -357,42 +390,9 @@ def batches(num_items: int, batch_size: int, seed: int, steps: int) -> Iterator[
         del queue[:batch_size]
 
 
+def _say_nothing(line: str) -> None:
+    """Another rank reports."""
+
+
 def _shown(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
-
-
-class Progress:
-    """Of one process; the bar is there where lines are printed and stderr is a terminal."""
-
-    def __init__(self, report: Callable[[str], None], *, total: int, done: int, is_shown: bool) -> None:
-        """Begin.
-
-        Args:
-            report: Takes one line at a time.
-            total: Steps of the run.
-            done: Steps taken before.
-            is_shown: False says nothing: another rank does.
-        """
-        self._report, self._is_shown, self._bar = report, is_shown, None
-        if is_shown and report is print and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, file=sys.stderr)
-
-    def line(self, text: str) -> None:
-        """Say something."""
-        if self._bar is not None:
-            self._bar.write(text)
-        elif self._is_shown:
-            self._report(text)
-
-    def step(self, loss: float) -> None:
-        """One more step is taken."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            self._bar.update()
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()

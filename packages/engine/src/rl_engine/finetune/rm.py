@@ -7,7 +7,6 @@ Face sequence classifier with one label.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -16,17 +15,19 @@ import torch
 
 from rl_engine.batch.packed import ragged
 from rl_engine.errors import DataError
-from rl_engine.finetune import loop
 from rl_engine.finetune.data import ChatTokenizer, Columns, read_rows, refuse_empty
 from rl_engine.finetune.dpo import tokenize_pairs
-from rl_engine.finetune.loop import Rows, RunConfig, RunReport
+from rl_engine.finetune.loop import Rows, RunConfig, train
 from rl_engine.losses import process_reward_loss, reward_loss
 from rl_engine.types import Head
-from rl_engine.worker import TrainingWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from rl_engine.base import LossFunction
+    from rl_engine.types import EngineConfig
+
+__all__ = ["RewardKind", "RmConfig", "tokenize_steps", "train"]
 
 
 class RewardKind(StrEnum):
@@ -49,26 +50,19 @@ class RmConfig(RunConfig):
     loss: RewardKind = RewardKind.OUTCOME
     """What to learn."""
 
+    @property
+    def engine(self) -> EngineConfig:
+        """See `RunConfig`."""
+        return self.engine_with(head=Head.REWARD)
 
-def train(config: RmConfig, report: Callable[[str], None] = print) -> RunReport:
-    """Train and write `output_dir`. Every rank calls it; rank 0 reports.
+    @property
+    def loss_function(self) -> LossFunction:
+        """See `RunConfig`."""
+        return process_reward_loss if self.loss == RewardKind.PROCESS else reward_loss
 
-    Raises:
-        ConfigError: a number is out of range.
-        DataError: a data file is missing, or one of its rows cannot be used.
-        ModelFolderError: the model folder cannot be loaded, or its architecture takes no scalar head.
-        NonFiniteError: a gradient is NaN or infinite.
-    """
-    started = time.perf_counter()
-    engine = loop.engine_config(config, head=Head.REWARD)
-    loop.check(config)
-    loop.check_parts(config, engine)
-    is_process = config.loss == RewardKind.PROCESS
-    read, loss = (tokenize_steps, process_reward_loss) if is_process else (tokenize_pairs, reward_loss)
-    data = read(config.data_path, config.model_path)
-    held_out = None if config.eval_path is None else read(config.eval_path, config.model_path)
-    with TrainingWorker(engine, config.backend) as worker:
-        return loop.run(config, worker, loss, data, held_out, report, started)
+    def read(self, path: str) -> Rows:
+        """See `RunConfig`."""
+        return (tokenize_steps if self.loss == RewardKind.PROCESS else tokenize_pairs)(path, self.model_path)
 
 
 def tokenize_steps(path: str | Path, model_path: str | Path) -> Rows:

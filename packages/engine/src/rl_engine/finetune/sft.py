@@ -7,23 +7,25 @@ log-likelihood. Packing, data parallelism (start with torchrun) and accumulation
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_engine.errors import DataError
-from rl_engine.finetune import loop
 from rl_engine.finetune.data import ChatTokenizer, Columns, read_rows, refuse_empty
-from rl_engine.finetune.loop import Rows, RunConfig, RunReport
+from rl_engine.finetune.loop import Rows, RunConfig, train
 from rl_engine.losses import sft_loss
 from rl_engine.types import ModelInit
-from rl_engine.worker import TrainingWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tensordict import TensorDict
+
+    from rl_engine.base import LossFunction
+    from rl_engine.types import EngineConfig
+
+__all__ = ["SftConfig", "tokenize_file", "train"]
 
 _SHAPES = (("prompt", "completion"), ("messages",), ("prompt_token_ids", "completion_token_ids"))
 
@@ -40,38 +42,26 @@ class SftConfig(RunConfig):
     """Stop once the mean sequence accuracy of the last `log_every` steps is at or above it, each measured on a batch
     before it is learned from."""
 
+    @property
+    def engine(self) -> EngineConfig:
+        """See `RunConfig`."""
+        return self.engine_with(init=self.init)
 
-def train(config: SftConfig, report: Callable[[str], None] = print) -> RunReport:
-    """Train and write `output_dir`. Every rank calls it; rank 0 reports.
+    @property
+    def loss_function(self) -> LossFunction:
+        """See `RunConfig`."""
+        return sft_loss
 
-    Args:
-        config: What to do.
-        report: Takes one progress line at a time.
+    def read(self, path: str) -> Rows:
+        """See `RunConfig`."""
+        return Rows(columns=tokenize_file(path, self.model_path))
 
-    Raises:
-        ConfigError: a number is out of range.
-        DataError: a data file is missing, or one of its rows cannot be used.
-        ModelFolderError: the model folder cannot be loaded.
-        NonFiniteError: a gradient is NaN or infinite.
-    """
-    started = time.perf_counter()
-    engine = loop.engine_config(config, init=config.init)
-    loop.check(config)
-    loop.check_parts(config, engine)
-    data, held_out = (
-        None if path is None else Rows(columns=tokenize_file(path, config.model_path))
-        for path in (config.data_path, config.eval_path)
-    )
-    assert data is not None
-
-    def is_reached(means: Mapping[str, float]) -> bool:
-        loss, accuracy = config.target_loss, config.target_sequence_accuracy
+    def is_reached(self, means: Mapping[str, float]) -> bool:
+        """See `RunConfig`."""
+        loss, accuracy = self.target_loss, self.target_sequence_accuracy
         return (loss is not None and means["loss"] <= loss) or (
             accuracy is not None and means["sequence_accuracy"] >= accuracy
         )
-
-    with TrainingWorker(engine, config.backend) as worker:
-        return loop.run(config, worker, sft_loss, data, held_out, report, started, is_reached)
 
 
 def tokenize_file(path: str | Path, model_path: str | Path) -> TensorDict:

@@ -11,11 +11,12 @@ Legend: `T` tokens, `B` rows of a block, `L` its width, `H` query heads, `K` key
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -25,8 +26,8 @@ from rl_engine.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_engine.batch.packed import PrefixSharing, Repeats
-    from rl_engine.model.ulysses import SequenceGroup
+    from rl_engine.batch.packed import PackedRows, PrefixSharing, Repeats
+    from rl_engine.types import ModelOutput
 
 ATTENTION_NAME = "rl_engine_packed"
 LAYOUT_KWARG = "rl_engine_rows"  # travels from the model's call down to the attention function
@@ -331,3 +332,120 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, options: _Option
     )
     assert isinstance(out, Tensor)
     return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceGroup:
+    """The ranks that share the tokens of one micro-batch."""
+
+    group: Any
+    """torch.distributed process group."""
+    rank: int
+    """This process's place, from 0: the slice that it holds."""
+    size: int
+    """n."""
+
+    def to_heads(self, part: Tensor) -> Tensor:
+        """`[t, H, D]` of this rank's tokens to `[T, H / n, D]` of its heads."""
+        traded = _Trade.apply(part.unflatten(1, (self.size, -1)).transpose(0, 1), self.group)
+        return traded.flatten(0, 1)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+    def to_tokens(self, part: Tensor) -> Tensor:
+        """The reverse of `to_heads`."""
+        traded = _Trade.apply(part.unflatten(0, (self.size, -1)), self.group)
+        return traded.transpose(0, 1).flatten(1, 2)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """This rank's share of `[H]` numbers, one per head."""
+        return values.chunk(self.size)[self.rank]
+
+    def token_range(self, rows: PackedRows) -> tuple[int, int]:
+        """The first and one past the last of this rank's tokens."""
+        share = sum(rows.lengths) // self.size
+        return self.rank * share, (self.rank + 1) * share
+
+    def share(self, rows: PackedRows) -> PackedRows:
+        """`rows` with the completion tokens that this rank's tokens predict; `score_index` counts from its own."""
+        ends, (start, _) = [0, *self._score_ends(rows)], self.token_range(rows)
+        mine = slice(ends[self.rank], ends[self.rank + 1])
+        return replace(
+            rows,
+            score_index=rows.score_index[mine] - start,
+            labels=rows.labels[mine],
+            candidates=None if rows.candidates is None else rows.candidates[mine],
+        )
+
+    def gather_scores(self, local: ModelOutput, rows: PackedRows) -> ModelOutput:
+        """Scores of this rank's completion tokens to those of all; every rank takes its own gradient back."""
+        ends = self._score_ends(rows)
+        counts = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
+        found = {field.name: getattr(local, field.name) for field in fields(local) if field.name != "cu_seqlens"}
+        gathered = {
+            name: _GatherScores.apply(column, counts, self.rank, self.group)
+            for name, column in found.items()
+            if isinstance(column, Tensor)
+        }
+        return replace(local, **gathered)
+
+    def _score_ends(self, rows: PackedRows) -> list[int]:
+        """By rank, completion tokens predicted up to the end of its slice. A row's last tokens predict them."""
+        share = sum(rows.lengths) // self.size
+        ends: list[int] = []
+        for rank in range(self.size):
+            stop, start, found = (rank + 1) * share, 0, 0
+            for inputs, scored in zip(rows.lengths, rows.completions, strict=True):
+                start += inputs
+                found += min(max(0, stop - (start - scored)), scored)
+            ends.append(found)
+        return ends
+
+
+def check_heads(sp: int, heads: int, key_heads: int) -> None:
+    """Refuse a model whose heads cannot be dealt to `sp` ranks.
+
+    Raises:
+        ConfigError: says how many heads of which kind there are.
+    """
+    for count, what in ((heads, "query heads"), (key_heads, "key and value heads")):
+        if count % sp:
+            raise ConfigError(
+                f"parallel.sp = {sp} does not divide the model's {count} {what}, which Ulysses deals to the ranks. "
+                f"Use a divisor of {key_heads}."
+            )
+
+
+class _Trade(torch.autograd.Function):
+    """`[n, ...]`: slice r goes to rank r, and what comes back in slice r is from it. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _trade(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _trade(grads[0], ctx.group), None
+
+
+def _trade(parts: Tensor, group: Any) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+class _GatherScores(torch.autograd.Function):
+    """Every rank computes the same loss from all scores, so the gradient of its own is whole already."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
+        ctx.start, ctx.stop = sum(counts[:rank]), sum(counts[: rank + 1])
+        missing = max(counts) - counts[rank]
+        padded = torch.cat([local.detach(), local.new_zeros(missing, *local.shape[1:])])
+        found = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(found, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0][ctx.start : ctx.stop], None, None, None

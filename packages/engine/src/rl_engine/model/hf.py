@@ -6,90 +6,31 @@ Legend: `T` tokens fed, `C` completion tokens, `B` rows, `L` longest row, `V` vo
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from rl_engine.batch.cost import cost_model
+from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
-from rl_engine.errors import BatchError
 from rl_engine.model import attention
-from rl_engine.model.logprobs import LinearHead, ScoreOptions, score_logits, score_states, score_values
+from rl_engine.model.engine import Scorer
+from rl_engine.model.logprobs import LinearHead, score_logits, score_states, score_values
 from rl_engine.model.moe import Routers, routing_of
 from rl_engine.model.multimodal import MultimodalInputs, is_multimodal, modalities_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_engine.batch.cost import CostModel
-    from rl_engine.batch.packed import PackedRows, Repeats
-    from rl_engine.batch.results import Scores
+    from rl_engine.batch.micro_batches import CostModel
+    from rl_engine.batch.packed import PackedRows
+    from rl_engine.model.attention import SequenceGroup
     from rl_engine.model.moe import ExpertLoad, Experts, Routing
-    from rl_engine.model.ulysses import SequenceGroup
+    from rl_engine.types import EngineConfig, ModelOutput
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInputs:
-    """What the model is given for a micro-batch, and which of its states are scored."""
-
-    arguments: dict[str, Any]
-    """Keyword arguments of the model."""
-    index: Tensor | Repeats
-    """Where the scored states lie in its flattened output, `[C]`, or this rank's share of them."""
-    labels: Tensor
-    """The completion tokens that those states predict, `[C]`, or this rank's share of them."""
-    candidates: Tensor | None = None
-    """(C, K) more tokens to score there."""
-
-
-class Scorer(nn.Module):
-    """Scores packed rows with one model. `model` holds every parameter."""
-
-    multimodal: MultimodalInputs | None = None
-    """How images are fed; None for a model that takes none in that way."""
-    shares_prefixes: bool = False
-    """Whether rows that begin with the same prompt may be fed it once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    @abstractmethod
-    def forward(self, rows: PackedRows) -> Scores:
-        """Score every completion token."""
-
-    @property
-    @abstractmethod
-    def config(self) -> Any:
-        """The language model's transformers config."""
-
-    @property
-    def experts(self) -> Experts | None:
-        """What the routers that can be counted and replayed choose among; None without such routers."""
-        return None
-
-    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
-        """What the routers are to do with the next `forward`; None without `experts`."""
-        return None
-
-    @abstractmethod
-    def cost(self) -> CostModel:
-        """What a row costs on this model."""
-
-    @abstractmethod
-    def named_weights(self) -> dict[str, Tensor]:
-        """Parameters, tied ones once, and the buffers that belong to a checkpoint."""
-
-    def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Some of `named_weights` as the tensors of a Hugging Face folder that they are made of."""
-        return named
 
 
 class HuggingFaceScorer(Scorer):
@@ -146,90 +87,82 @@ class HuggingFaceScorer(Scorer):
             self.routers.routing = routing_of(rows, load, is_counting=is_counting, start=start, stop=stop)
         return self.routers.routing
 
-    def forward(self, rows: PackedRows) -> Scores:
+    def forward(self, rows: PackedRows) -> ModelOutput:
         """Score every completion token."""
         if self.sequence_group is None:
             missing = 0 if self.multimodal is None else self.multimodal.num_passes - len(modalities_in(rows))
-            return self._score(self._feed(rows)) if not missing else self._with_blanks(rows, missing)
+            return self._score(*self._feed(rows)) if not missing else self._with_blanks(rows, missing)
         rows = rows.padded(self.sequence_group.size)
-        return self.sequence_group.gather_scores(self._score(self._feed_share(rows, self.sequence_group)), rows)
+        return self.sequence_group.gather_scores(self._score(*self._feed_share(rows, self.sequence_group)), rows)
 
-    def _with_blanks(self, rows: PackedRows, count: int) -> Scores:
+    def _with_blanks(self, rows: PackedRows, count: int) -> ModelOutput:
         """Scores for which the vision tower runs `count` times more, as it does elsewhere, and adds nothing."""
         assert self.multimodal is not None
         blanks = [self.multimodal.blank(rows.token_ids.device) for _ in range(count)]
-        zero, scores = torch.stack(blanks).sum(), self._score(self._feed(rows))
-        main = scores.main + zero.to(scores.main.dtype)
-        return replace(scores, values=main) if scores.logprobs is None else replace(scores, logprobs=main)
+        zero, output = torch.stack(blanks).sum(), self._score(*self._feed(rows))
+        scores = output.scores + zero.to(output.scores.dtype)
+        return replace(output, **{"token_values" if output.token_logprobs is None else "token_logprobs": scores})
 
-    def _score(self, inputs: ModelInputs) -> Scores:
+    def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
+        """What the head gives for the model's states at `rows.scored`."""
         raise NotImplementedError
 
-    def _hidden(self, inputs: ModelInputs) -> Tensor:
-        return take_rows(self.model.base_model(**inputs.arguments).last_hidden_state.flatten(0, 1), inputs.index)
+    def _hidden(self, rows: PackedRows, arguments: dict[str, Any]) -> Tensor:
+        """`[C, H]`."""
+        return take_rows(self.model.base_model(**arguments).last_hidden_state.flatten(0, 1), rows.scored)
 
-    def _feed(self, rows: PackedRows) -> ModelInputs:
+    def _feed(self, rows: PackedRows) -> tuple[PackedRows, dict[str, Any]]:
+        """The model's keyword arguments, and `rows` with `scored` counting its flattened output."""
         if self.is_packed:
             layout = attention.row_layout(rows.lengths, rows.token_ids.device, shared=rows.shared)
             packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
             arguments = {**packed, "use_cache": False, attention.LAYOUT_KWARG: layout}
             if self.multimodal is not None:
                 arguments |= self.multimodal.arguments(rows)
-            return ModelInputs(arguments=arguments, index=rows.scored, labels=rows.labels, candidates=rows.candidates)
+            return rows, arguments
         slot, width = _padded_slots(rows)
         token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)
         mask = torch.zeros_like(token_ids)
         token_ids[slot], mask[slot] = rows.token_ids, 1
         padded = {"input_ids": token_ids.view(-1, width), "attention_mask": mask.view(-1, width)}
-        index = slot[rows.score_index]
-        arguments = {**padded, "use_cache": False}
-        return ModelInputs(arguments=arguments, index=index, labels=rows.labels, candidates=rows.candidates)
+        return replace(rows, score_index=slot[rows.score_index]), {**padded, "use_cache": False}
 
-    def _feed_share(self, rows: PackedRows, sequence_group: SequenceGroup) -> ModelInputs:
-        """This rank's slice of the packed tokens."""
+    def _feed_share(self, rows: PackedRows, sequence_group: SequenceGroup) -> tuple[PackedRows, dict[str, Any]]:
+        """`_feed` of this rank's slice of the packed tokens."""
         start, stop = sequence_group.token_range(rows)
-        first, last = sequence_group.score_range(rows)
-        arguments = {
+        return sequence_group.share(rows), {
             "input_ids": rows.token_ids[None, start:stop],
             "position_ids": rows.position_ids[None, start:stop],
             "use_cache": False,
             attention.LAYOUT_KWARG: attention.row_layout(rows.lengths, rows.token_ids.device, sequence_group),
         }
-        return ModelInputs(
-            arguments=arguments,
-            index=rows.score_index[first:last] - start,
-            labels=rows.labels[first:last],
-            candidates=None if rows.candidates is None else rows.candidates[first:last],
-        )
 
 
 class ValueScorer(HuggingFaceScorer):
     """A sequence classifier with one label, asked at every completion token."""
 
-    def _score(self, inputs: ModelInputs) -> Scores:
+    def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
         """One float32 value of each state (float64 for a float64 model)."""
-        return score_values(self.model.score(self._hidden(inputs)))  # pyright: ignore[reportCallIssue]
+        return score_values(self.model.score(self._hidden(rows, arguments)), rows)  # pyright: ignore[reportCallIssue]
 
 
 class PolicyScorer(HuggingFaceScorer):
     """A causal LM whose logits are never kept."""
 
-    def __init__(self, model: PreTrainedModel, wanted: ScoreOptions, *, is_compiled: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, wanted: EngineConfig, *, is_compiled: bool = False) -> None:
         super().__init__(model, is_compiled=is_compiled)
         self.head: LinearHead | None = None  # see `find_linear_head`; with None the model makes its logits itself
         self._wanted = wanted
 
-    def _score(self, inputs: ModelInputs) -> Scores:
+    def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
         """Log-prob (and what else is wanted) of each completion token, and of candidates."""
         if self.head is None:
             # The head does more than one product: let the model make the (C, V) logits.
-            logits = take_rows(self.model(**inputs.arguments).logits.flatten(0, 1), inputs.index)
-            return score_logits(logits, inputs.labels, inputs.candidates, self._wanted)
+            logits = take_rows(self.model(**arguments).logits.flatten(0, 1), rows.scored)
+            return score_logits(logits, rows, self._wanted)
         output: Any = self.model.get_output_embeddings()
-        hidden = self._hidden(inputs)
-        return score_states(
-            hidden, output.weight, output.bias, inputs.labels, inputs.candidates, self.head, self._wanted
-        )
+        hidden = self._hidden(rows, arguments)
+        return score_states(hidden, output.weight, output.bias, rows, self.head, self._wanted)
 
 
 def find_linear_head(model: PreTrainedModel) -> LinearHead | None:
@@ -282,34 +215,3 @@ def _padded_slots(rows: PackedRows) -> tuple[Tensor, int]:
     width = max(rows.lengths)
     row = torch.repeat_interleave(torch.tensor(rows.lengths)).to(rows.token_ids.device)
     return row * width + rows.position_ids, width
-
-
-def check_lengths(lengths: Sequence[int], config: Any) -> None:
-    """See that rows fit into the model's context, and that a row's positions mean the same whatever is beside it.
-
-    Transformers chooses the frequencies of `longrope` by the largest position of a pass, for all rows that are in it.
-
-    Args:
-        lengths: Tokens of each row.
-        config: The model's, of transformers.
-
-    Raises:
-        BatchError: a row is too long.
-    """
-    longest, context = max(lengths, default=0), getattr(config, "max_position_embeddings", None)
-    if context is not None and longest > context:
-        raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
-    for rope in _ropes(config.get_text_config()):
-        if rope.get("rope_type") == "longrope" and longest > (limit := rope["original_max_position_embeddings"]):
-            raise BatchError(
-                f"A row has {longest} tokens; beyond {limit} this model (longrope) turns all rows of a pass by other "
-                "frequencies, so that log-probs and gradients would depend on micro-batches. Shorten the row."
-            )
-
-
-def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The settings of rotary positions: one, or one for each kind of layer."""
-    found: Any = getattr(config, "rope_parameters", None) or {}
-    for rope in (found, *found.values()):
-        if isinstance(rope, Mapping):
-            yield rope

@@ -1,4 +1,4 @@
-"""What completion tokens are given: log-probs by a head whose logits are never kept, or values.
+"""Log-probs of completion tokens by a head whose logits are never kept, or values of a scalar head.
 
 Legend: `C` completion tokens, `V` vocabulary, `H` hidden, `K` candidates.
 """
@@ -12,36 +12,13 @@ import torch
 from torch import Tensor
 
 from rl_csrc import linear_logprobs, logprobs
-from rl_engine.batch.results import Scores
 
 if TYPE_CHECKING:
-    from rl_engine.types import EngineConfig
+    from rl_csrc.types import LogProbs
+    from rl_engine.batch.packed import PackedRows
+    from rl_engine.types import EngineConfig, ModelOutput
 
 _CHUNK = 1024  # tokens whose logits are made at a time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreOptions:
-    """What a language-model head is to give."""
-
-    temperature: float
-    """Of the distributions."""
-    entropy: bool
-    """Theirs."""
-    sum_pi_squared: bool
-    """Theirs."""
-    num_candidates: int
-    """Likeliest tokens per position."""
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> ScoreOptions:
-        """As an engine is asked for it."""
-        return cls(
-            temperature=config.temperature,
-            entropy=config.entropy,
-            sum_pi_squared=config.sum_pi_squared,
-            num_candidates=config.num_candidates,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,46 +31,36 @@ class LinearHead:
     """`c * tanh(logits / c)`."""
 
 
-def score_values(values: Tensor) -> Scores:
+def score_values(values: Tensor, rows: PackedRows) -> ModelOutput:
     """`[C, 1]` outputs of a scalar head, in float32 or wider; copied, as FSDP wants its modules to give no views."""
-    return Scores(values=values[:, 0].to(torch.promote_types(values.dtype, torch.float32), copy=True))
+    return rows.output(token_values=values[:, 0].to(torch.promote_types(values.dtype, torch.float32), copy=True))
 
 
-def score_logits(logits: Tensor, labels: Tensor, candidates: Tensor | None, wanted: ScoreOptions) -> Scores:
-    """Scores of the completion tokens `labels` `[C]` from `[C, V]` logits that are here anyway."""
+def score_logits(logits: Tensor, rows: PackedRows, wanted: EngineConfig) -> ModelOutput:
+    """Scores of the completion tokens of `rows` from `[C, V]` logits that are here anyway."""
     options: dict[str, Any] = {"temperature": wanted.temperature, "ignore_index": None}
-    found = logprobs(logits, labels, entropy=wanted.entropy, sum_pi_squared=wanted.sum_pi_squared, **options)
-    lookup = _FromLogits(logits / wanted.temperature)
-    return _with_candidates(
-        lookup, found.logprobs, labels, candidates, wanted, entropy=found.entropy, squares=found.sum_pi_squared
-    )
+    found = logprobs(logits, rows.labels, entropy=wanted.entropy, sum_pi_squared=wanted.sum_pi_squared, **options)
+    return _with_candidates(_FromLogits(logits / wanted.temperature), found, rows, wanted)
 
 
 def score_states(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    candidates: Tensor | None,
-    head: LinearHead,
-    wanted: ScoreOptions,
-) -> Scores:
-    """Scores of the completion tokens `labels` `[C]` from the `[C, H]` states that predict them, logits not kept.
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: PackedRows, head: LinearHead, wanted: EngineConfig
+) -> ModelOutput:
+    """Scores of the completion tokens of `rows` from the `[C, H]` states that predict them, logits not kept.
 
     Args:
         hidden: The states.
         weight: (V, H), of the head.
         bias: (V,), of the head.
-        labels: int64.
-        candidates: (C, K) more tokens to score in the place of each.
+        rows: Their `labels` are scored, and their `candidates` in the place of each.
         head: What the head does beside the product.
-        wanted: What to give.
+        wanted: Its temperature, entropy, sum_pi_squared and num_candidates say what to give.
     """
     scale = head.scale
     found = linear_logprobs(
         hidden if scale == 1 else hidden * scale,
         weight,
-        labels,
+        rows.labels,
         bias=None if bias is None else bias * scale,
         softcap=head.softcap,
         temperature=wanted.temperature,
@@ -101,35 +68,25 @@ def score_states(
         sum_pi_squared=wanted.sum_pi_squared,
         ignore_index=None,
     )
-    lookup = _FromStates(hidden, weight, bias, head, wanted.temperature)
-    return _with_candidates(
-        lookup, found.logprobs, labels, candidates, wanted, entropy=found.entropy, squares=found.sum_pi_squared
-    )
+    return _with_candidates(_FromStates(hidden, weight, bias, head, wanted.temperature), found, rows, wanted)
 
 
 def _with_candidates(
-    lookup: _FromLogits | _FromStates,
-    scored: Tensor,
-    labels: Tensor,
-    candidates: Tensor | None,
-    wanted: ScoreOptions,
-    *,
-    entropy: Tensor | None,
-    squares: Tensor | None,
-) -> Scores:
+    lookup: _FromLogits | _FromStates, found: LogProbs, rows: PackedRows, wanted: EngineConfig
+) -> ModelOutput:
     asked = token_ids = likeliest = None
-    if candidates is not None:
-        asked = lookup.of(torch.cat([labels[:, None], candidates], 1))
-        asked = asked[:, 1:] - asked[:, :1] + scored[:, None]
+    if rows.candidates is not None:
+        asked = lookup.of(torch.cat([rows.labels[:, None], rows.candidates], 1))
+        asked = asked[:, 1:] - asked[:, :1] + found.logprobs[:, None]
     if wanted.num_candidates:
         token_ids, likeliest = lookup.likeliest(wanted.num_candidates)
-    return Scores(
-        logprobs=scored,
-        entropy=entropy,
-        sum_pi_squared=squares,
-        asked=asked,
-        candidate_token_ids=token_ids,
-        candidate_logprobs=likeliest,
+    return rows.output(
+        token_logprobs=found.logprobs,
+        entropy=found.entropy,
+        sum_pi_squared=found.sum_pi_squared,
+        token_candidate_logprobs=asked,
+        top_token_ids=token_ids,
+        top_logprobs=likeliest,
     )
 
 

@@ -129,13 +129,11 @@ def counts_of_column(batch: RowBatch, experts: Experts) -> Tensor:
 
 
 def check_aux(coef: float, experts: Experts | None) -> None:
-    """Refuse an auxiliary loss that cannot be meant.
+    """Refuse an auxiliary loss without experts.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: there are none.
     """
-    if coef < 0:
-        raise ConfigError(f"router_aux_loss_coef is {coef}; it must be 0 (off) or more.")
     if coef and experts is None:
         raise ConfigError(
             f"router_aux_loss_coef is {coef} and the model has no router that it could even out. Set it to 0."

@@ -61,7 +61,7 @@ class EngineConformance(ABC):
         """And starts nothing."""
         folder = tmp_path / "engine"
         folder.mkdir()
-        bad, good = self.make_engine(folder, temperature=0.0), self.make_engine(folder)
+        bad, good = self.make_engine(folder, num_candidates=10**9), self.make_engine(folder)
         _expect(ConfigError, lambda: bad.check(1))
         _expect(ConfigError, bad.initialize)
         good.check(1)

@@ -8,39 +8,70 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rl_engine.backends.fsdp.engine import mode
-from rl_engine.backends.megatron.bridge import difference, plan, probe_row, refusal
-from rl_engine.backends.megatron.config import check_divides, read_architecture
-from rl_engine.backends.megatron.folder import SliceReader
+from rl_engine.backends.megatron.config import (
+    check_divides,
+    difference,
+    plan,
+    probe_row,
+    read_architecture,
+    refusal,
+    transformer_config,
+)
 from rl_engine.backends.megatron.layout import (
     check_parallel,
     check_world,
     join_layout,
     leave_layout,
     megatron_calls,
+    run_pipeline,
 )
-from rl_engine.backends.megatron.pipeline import run_pipeline
-from rl_engine.backends.megatron.state import MicroBatches, State
-from rl_engine.backends.megatron.weights import shapes_of
+from rl_engine.backends.megatron.model import Stage, StageModel, attach
+from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, ShardedAdamW
+from rl_engine.backends.megatron.weights import (
+    SliceReader,
+    export,
+    local_parts,
+    own_entries,
+    read_into,
+    shapes_of,
+)
 from rl_engine.base import Engine, LossFunction
-from rl_engine.batch.row_batch import CANDIDATES, VISUAL, RowBatch
-from rl_engine.batch.step import BatchPlan, add_up, columns_of, plan_batch, work_of
-from rl_engine.checkpoint import dcp, hf_folder
-from rl_engine.checkpoint.shards import local_shards
+from rl_engine.batch.micro_batches import cost_model
+from rl_engine.batch.plan import (
+    AUX_LOSS,
+    BatchPlan,
+    MicroBatchResults,
+    ModelReplicas,
+    add_up,
+    apply_loss,
+    columns_of,
+    plan_batch,
+    work_of,
+)
+from rl_engine.batch.row_batch import VISUAL, RowBatch
+from rl_engine.checkpoint import hf_folder
+from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore
 from rl_engine.distributed.world import expected_size, join_world
 from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.model.engine import check_candidates, check_columns, mode, prefix_sharing_status, refuse_fsdp_only
 from rl_engine.model.moe import ExpertLoad, check_aux, check_replay, counts_of_column
 from rl_engine.optimizer import learning_rate
-from rl_engine.settings import check_candidates, check_settings, prefix_sharing_status, refuse_fsdp_only
 from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rl_engine.backends.megatron.architecture import Architecture
-    from rl_engine.backends.megatron.optimizer import ShardedAdamW
+    from rl_engine.backends.megatron.layout import Layout
+    from rl_engine.backends.megatron.weights import Architecture, Entry
+    from rl_engine.batch.micro_batches import CostModel
+    from rl_engine.batch.packed import PackedRows
+    from rl_engine.distributed.world import World
+    from rl_engine.model.moe import Routing
 
 
 _NO_SHARING = "the megatron backend feeds every row its prompt"
@@ -72,7 +103,6 @@ class MegatronEngine(Engine):
     def _checked(self, world_size: int) -> tuple[Any, Architecture]:
         """The folder's config, and what is taken from it, where nothing is to be refused."""
         config = self._config
-        check_settings(config)
         prefix_sharing_status(config, _NO_SHARING)
         refuse_fsdp_only(config, "megatron")
         folder = Path(config.model_path)
@@ -238,9 +268,7 @@ class MegatronEngine(Engine):
         longest = max(batch.lengths, default=0)
         if longest > arch.context:
             raise BatchError(f"A row has {longest} tokens; the model's context is {arch.context}. Shorten the row.")
-        batch.check_tokens(arch.vocab_size)
-        if batch.has(CANDIDATES) and self._config.head != Head.LM:
-            raise BatchError(f"Column {CANDIDATES} needs a language-model head. Drop it.")
+        check_columns(batch, arch.vocab_size, self._config.head)
         for name in VISUAL:
             if batch.has(name):
                 raise BatchError(f"The megatron backend takes no images; use the fsdp backend, or drop {name}.")
@@ -266,29 +294,17 @@ class MegatronEngine(Engine):
         state.world.barrier()
 
     def save_checkpoint(self, path: str | Path, step: int) -> None:
-        """See `rl_engine.checkpoint.dcp`; the names and shapes are the fsdp backend's."""
+        """See `rl_engine.checkpoint.sharded`; the names and shapes are the fsdp backend's."""
         state = self._built()
-        manifest = dcp.Manifest(
-            step=step,
-            schedule_step=state.schedule_step,
-            world_size=state.world.size,
-            tensors={name: list(tensor.shape) for name, tensor in state.described().items()},
-        )
-        rng = {f"rng.{state.world.rank}": dcp.rng_state(state.world.device)}
-        tensors = state.checkpoint_tensors() | rng
-        state.writer.save(path, tensors, manifest)
+        state.writer.save(path, state.checkpoint_tensors(), step, state.schedule_step)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
         state = self._built()
         state.writer.wait()
-        manifest = dcp.read_step(path)
-        dcp.check_tensors(path, manifest, state.described())
         tensors = state.checkpoint_tensors()
-        rng = dcp.known_rng(manifest, state.world)
-        dcp.load(path, {**tensors, **rng}, state.world)
+        manifest = restore(path, tensors, state.world, self._config.seed, state.described())
         state.take_checkpoint(tensors)
-        dcp.take_rng(rng, manifest, state.world, self._config.seed)
         state.schedule_step = manifest.schedule_step
         if state.optimizer is not None:
             self._apply_schedule(state.optimizer)
@@ -312,3 +328,215 @@ class MegatronEngine(Engine):
         if optimizer is None:
             raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
         return optimizer
+
+
+class State:
+    """What an initialised engine holds."""
+
+    def __init__(self, config: EngineConfig, source: Any, arch: Architecture, world: World, layout: Layout) -> None:
+        dtype = hf_folder.DTYPES[config.precision]
+        self.source, self.arch, self.world, self.layout = source, arch, world, layout
+        self.entries = plan(arch, pp=layout.pp.size, vpp=layout.vpp, ep=layout.ep.size)
+        self.experts = arch.experts
+        self.cost = _cost(source, self.entries)
+        self.replicas = _replicas(world, layout)
+        self.schedule_step = 0
+        self.writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
+        with megatron_calls():
+            settings = transformer_config(self.arch, config.parallel, dtype)
+            chunks = [StageModel(settings, self.arch, layout, chunk) for chunk in range(layout.vpp)]
+        self.stage = Stage(
+            chunks,
+            settings,
+            self.arch,
+            layout,
+            inv_freq=_inverse_frequencies(source).to(world.device),
+            wanted=config,
+            recompute=config.activation_checkpointing,
+        )
+        self._read(self.stage.model, config)
+        self.stage.to(world.device)
+        self.stage.requires_grad_(config.optimizer is not None)
+        self.stage.train(config.optimizer is not None)
+        self.places: dict[str, torch.device] = dict.fromkeys(("model", "optimizer", "grad"), world.device)
+        self.optimizer: ShardedAdamW | None = None
+        if config.optimizer is not None:
+            self.optimizer = ShardedAdamW(
+                dict(self.stage.model.named_parameters()),
+                own_entries(self.entries, layout),
+                layout,
+                config.optimizer,
+                sequence_parallel=config.parallel.sequence_parallel,
+            )
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The model under its Hugging Face names."""
+        parameters = dict(self.stage.model.named_parameters())
+        like = next(iter(parameters.values())).detach()
+        with self.world.together():
+            yield from export(parameters, self.entries, self.arch, self.layout, like)
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """This rank's part of the model under its Hugging Face names, cut tensors as DTensors."""
+        return self._parts(dict(self.stage.model.named_parameters()))
+
+    def described(self) -> dict[str, Tensor]:
+        """Names and shapes of what a checkpoint of this engine holds, as tensors without memory."""
+        shapes = {f"model.{name}": shape for name, shape in shapes_of(self.entries).items()}
+        if self.optimizer is not None:
+            for name, shape in shapes_of(self.entries).items():
+                shapes |= {f"optim.{name}.{kind}": shape for kind in STATES} | {f"optim.{name}.{STEP}": ()}
+        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of the checkpoint. Collective."""
+        kinds = self._state_by_kind()
+        tensors = {f"model.{name}": part for name, part in self._parts(kinds.pop(MASTER)).items()}
+        for kind, named in kinds.items():
+            for name, part in self._parts(named).items():
+                tensors[f"optim.{name}.{kind}"] = part
+                assert self.optimizer is not None
+                tensors[f"optim.{name}.{STEP}"] = torch.tensor(self.optimizer.num_steps)
+        return tensors
+
+    def take_checkpoint(self, tensors: dict[str, Tensor]) -> None:
+        """What `checkpoint_tensors` gave, filled with other values, into the model and the optimizer."""
+        kinds = self._state_by_kind()
+        num_steps = 0.0
+        for kind, named in kinds.items():
+
+            def read(name: str, part: tuple[slice, ...], kind: str = kind) -> Tensor:
+                found = tensors[f"model.{name}" if kind == MASTER else f"optim.{name}.{kind}"]
+                return found.to_local() if isinstance(found, DTensor) else found
+
+            read_into(named, self.entries, self.arch, self.layout, read)
+        if self.optimizer is not None:
+            num_steps = next(float(value) for name, value in tensors.items() if name.endswith(f".{STEP}"))
+            self.optimizer.load_tensors(kinds, num_steps)
+
+    def _state_by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors in the shapes of this rank's parameters: the parameters (float32 where trained so), and moments."""
+        parameters: dict[str, Tensor] = dict(self.stage.model.named_parameters())
+        return {MASTER: parameters} | (self.optimizer.tensors() if self.optimizer is not None else {})
+
+    def _parts(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        return local_parts(named, self.entries, self.arch, self.layout)
+
+    def move(self, device: torch.device, parts: dict[str, bool]) -> None:
+        """Each part that is asked for and elsewhere."""
+        home = self.world.device
+        target = home if device == torch.device(home.type) else device  # no index: this rank's own
+        moved = {part: wanted and self.places[part] != target for part, wanted in parts.items()}
+        if self.optimizer is not None:
+            self.optimizer.to(target, **moved)
+        elif moved["model"]:
+            self.stage.model.to(target)
+        self.places |= {part: target for part, is_moved in moved.items() if is_moved}
+
+    def _read(self, model: nn.Module, config: EngineConfig) -> None:
+        parameters = dict(model.named_parameters())
+        if config.init == ModelInit.RANDOM:
+            # Every rank draws the whole model, in the fsdp backend's number format: weights depend on neither.
+            drawn = hf_folder.parameter_dtype(config)
+            whole = hf_folder.load_model(
+                config.model_path, init=config.init, dtype=drawn, seed=config.seed, head=config.head
+            )
+            named: dict[str, Tensor] = revert_weight_conversion(whole, whole.state_dict())
+
+            def read_drawn(name: str, part: tuple[slice, ...]) -> Tensor:
+                return named[name][part]
+
+            read_into(parameters, self.entries, self.arch, self.layout, read_drawn)
+            return
+        with SliceReader(
+            config.model_path, shapes_of(self.entries), head=config.head, is_tied=self.arch.is_tied
+        ) as read:
+            read_into(parameters, self.entries, self.arch, self.layout, read)
+
+
+def _replicas(world: World, layout: Layout) -> ModelReplicas:
+    """Ranks that work on the same rows are one copy; its last stage has the results. Collective."""
+    speaks = layout.is_last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
+    places = world.exchange((layout.copy, speaks))
+    leaders = {copy: rank for rank, (copy, is_leader) in enumerate(places) if is_leader}
+    return ModelReplicas(
+        replica_of=tuple(copy for copy, _ in places), leaders=tuple(leaders[copy] for copy in sorted(leaders))
+    )
+
+
+def _cost(source: Any, entries: list[Entry]) -> CostModel:
+    trunk = shapes_of([entry for entry in entries if ".decoder.layers." in entry.parameter])
+    return cost_model(source, trunk)
+
+
+def _inverse_frequencies(config: Any) -> Tensor:
+    """(D / 2,) float32, the rotary table that transformers makes from a config."""
+    return LlamaRotaryEmbedding(config).inv_freq
+
+
+class MicroBatches:
+    """The micro-batches of one call, as the pipeline sees them."""
+
+    def __init__(
+        self,
+        state: State,
+        plan: BatchPlan,
+        loss_function: LossFunction | None,
+        load: ExpertLoad | None = None,
+        counts: Tensor | None = None,
+    ) -> None:
+        """Prepare to run.
+
+        Args:
+            state: The engine's.
+            plan: The batch.
+            loss_function: None computes scores only.
+            load: Of the experts, where their auxiliary loss is wanted.
+            counts: (L, E) float64, to which the load of this rank's experts is added.
+        """
+        self.results = MicroBatchResults()
+        self._state, self._plan = state, plan
+        self._loss_function, self._load, self._counts = loss_function, load, counts
+
+    def buffer(self, index: int) -> Tensor:
+        """For what the piece before sends."""
+        stage, state = self._state.stage, self._state
+        weight = next(stage.parameters())
+        return weight.new_empty((stage.num_tokens(self._packed(index)), 1, state.arch.hidden_size))
+
+    def forward(self, chunk: int, index: int, received: Tensor | None) -> Tensor | None:
+        """Hidden states, or from the last piece of all this micro-batch's share of the loss."""
+        packed, stage = self._packed(index), self._state.stage
+        is_idle = self._plan.is_idle(index)
+        load = None if is_idle else self._load
+        routing = stage.route(packed, load, is_counting=self._counts is not None)
+        hidden = stage.hidden(chunk, packed, received, routing)
+        if routing is not None and not is_idle:
+            hidden = self._with_experts(hidden, routing)
+        layout = self._state.layout
+        if not layout.is_last_stage or chunk < layout.vpp - 1:
+            return hidden
+        output = stage.score(hidden, packed)
+        if is_idle:
+            return output.scores.sum() * 0.0
+        rows = self._plan.micro_batches[index]
+        shares: dict[str, Tensor] = {}
+        if self._loss_function is not None:
+            columns = self._plan.batch.select(rows)
+            shares = apply_loss(self._loss_function, output, columns)
+        self.results.add(rows, output, shares)
+        return shares.get("loss")
+
+    def _with_experts(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """Count where tokens went, and let the auxiliary loss of this stage's layers be differentiated."""
+        if self._counts is not None:
+            for layer, counts in routing.counts.items():
+                self._counts[layer] += counts
+        share = routing.aux_share()
+        if share is None or self._load is None:
+            return hidden
+        self.results.add_shares({AUX_LOSS: share})
+        return attach(hidden, self._load.coef * share)
+
+    def _packed(self, index: int) -> PackedRows:
+        return self._state.stage.padded(self._plan.pack(index))

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -22,24 +23,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_csrc import parallel_logprobs
-from rl_engine.backends.megatron.vocab import VocabShard
 from rl_engine.backends.megatron.weights import padded_vocab
 from rl_engine.batch.packed import take_rows
-from rl_engine.batch.results import Scores
-from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, packed_attention, row_layout
-from rl_engine.model.logprobs import LinearHead, ScoreOptions, score_states, score_values
+from rl_engine.model.attention import LAYOUT_KWARG, RowLayout, SequenceGroup, packed_attention, row_layout
+from rl_engine.model.logprobs import LinearHead, score_states, score_values
 from rl_engine.model.moe import routing_of
-from rl_engine.model.ulysses import SequenceGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron.core.transformer import TransformerConfig
 
-    from rl_engine.backends.megatron.architecture import Architecture
-    from rl_engine.backends.megatron.layout import Layout
+    from rl_engine.backends.megatron.layout import Axis, Layout
+    from rl_engine.backends.megatron.weights import Architecture
     from rl_engine.batch.packed import PackedRows
     from rl_engine.model.moe import ExpertLoad, Routing
+    from rl_engine.types import EngineConfig, ModelOutput
 
 
 @dataclass
@@ -181,7 +180,7 @@ class Stage(nn.Module):
         layout: Layout,
         *,
         inv_freq: Tensor,
-        wanted: ScoreOptions,
+        wanted: EngineConfig,
         recompute: bool,
     ) -> None:
         super().__init__()
@@ -245,29 +244,21 @@ class Stage(nn.Module):
             layer.mlp.router.router_replay.routing = routing
         return layer(hidden, **arguments)[0]
 
-    def score(self, hidden: Tensor, rows: PackedRows) -> Scores:
+    def score(self, hidden: Tensor, rows: PackedRows) -> ModelOutput:
         """Log-prob and entropy, or the scalar head's value, of each completion token from the last `hidden`."""
         score = self._values if self._arch.has_scalar_head else self._logprobs
         if self._sequence_group is None:
             return score(hidden, rows)
-        start, _ = self._sequence_group.token_range(rows)
-        first, last = self._sequence_group.score_range(rows)
-        share = replace(
-            rows,
-            score_index=rows.score_index[first:last] - start,
-            labels=rows.labels[first:last],
-            candidates=None if rows.candidates is None else rows.candidates[first:last],
-        )
-        return self._sequence_group.gather_scores(score(hidden, share), rows)
+        return self._sequence_group.gather_scores(score(hidden, self._sequence_group.share(rows)), rows)
 
-    def _values(self, hidden: Tensor, rows: PackedRows) -> Scores:
+    def _values(self, hidden: Tensor, rows: PackedRows) -> ModelOutput:
         """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
         if self._config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         last: Any = self.model[-1]
-        return score_values(last.score(take_rows(hidden[:, 0], rows.score_index)))
+        return score_values(last.score(take_rows(hidden[:, 0], rows.score_index)), rows)
 
-    def _logprobs(self, hidden: Tensor, rows: PackedRows) -> Scores:
+    def _logprobs(self, hidden: Tensor, rows: PackedRows) -> ModelOutput:
         """With tensor parallelism each rank makes the logits of its part of the vocabulary.
 
         Only five numbers per token are exchanged.
@@ -277,7 +268,7 @@ class Stage(nn.Module):
         states = take_rows(hidden[:, 0], rows.score_index)
         weight = self._head_weight()
         if self._layout.tp.size == 1:
-            return score_states(states, weight, None, rows.labels, rows.candidates, LinearHead(), self._wanted)
+            return score_states(states, weight, None, rows, LinearHead(), self._wanted)
         if not self._config.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states)
         logits = states @ weight.T
@@ -292,12 +283,12 @@ class Stage(nn.Module):
             ignore_index=None,
             inplace=others is None,
         )
-        scores = Scores(
-            logprobs=found.logprobs,
+        output = rows.output(
+            token_logprobs=found.logprobs,
             entropy=found.entropy if self._wanted.entropy else None,
             sum_pi_squared=found.sum_pi_squared if self._wanted.sum_pi_squared else None,
         )
-        return scores if others is None else shard.add_candidates(scores, others)
+        return output if others is None else shard.add_candidates(output, others)
 
     def _vocab_rows(self) -> int:
         return padded_vocab(self._arch.vocab_size, self._layout.tp.size) // self._layout.tp.size
@@ -320,3 +311,47 @@ class Stage(nn.Module):
         if self._arch.pad_id is None:
             return embedded
         return torch.where((token_ids == self._arch.pad_id)[:, None, None], embedded.detach(), embedded)
+
+
+class VocabShard:
+    """This rank's `[C, V / tp]` logits."""
+
+    def __init__(self, logits: Tensor, tp: Axis, start: int, wanted: EngineConfig) -> None:
+        """Look at them, whose column 0 is token `start`."""
+        self._logits, self._tp, self.start, self._wanted = logits, tp, start, wanted
+
+    def with_labels(self, rows: PackedRows) -> Tensor:
+        """(C, 1 + K) float32 logits of each label and of the candidates that the batch names, with gradient."""
+        asked = [rows.labels[:, None]] + ([] if rows.candidates is None else [rows.candidates])
+        column = torch.cat(asked, 1) - self.start
+        count = self._logits.shape[1]
+        mine = self._logits.gather(1, column.clamp(0, count - 1))
+        mine = torch.where((column >= 0) & (column < count), mine, 0).to(self._wide())
+        whole = reduce_from_tensor_model_parallel_region(mine)
+        assert isinstance(whole, Tensor)
+        return whole / self._wanted.temperature
+
+    def add_candidates(self, output: ModelOutput, logits: Tensor) -> ModelOutput:
+        """`output` with what `with_labels` gave, as log-probs, and with the likeliest tokens where they are wanted."""
+        lse = logits[:, :1] - output.logprobs[:, None]
+        if logits.shape[1] > 1:
+            output = replace(output, token_candidate_logprobs=logits[:, 1:] - lse)
+        if not self._wanted.num_candidates:
+            return output
+        with torch.no_grad():
+            values, token_ids = self._likeliest(self._wanted.num_candidates)
+        return replace(output, top_token_ids=token_ids, top_logprobs=values - lse.detach())
+
+    def _likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """(C, K) logits and token ids, over all ranks."""
+        here = min(count, self._logits.shape[1])
+        found = self._logits.detach().to(self._wide()).topk(here, -1)
+        values = found.values.new_full((len(found.values), count), float("-inf"))
+        token_ids = torch.zeros_like(values, dtype=torch.int64)
+        values[:, :here], token_ids[:, :here] = found.values / self._wanted.temperature, found.indices + self.start
+        values, token_ids = (self._tp.all_gather(part).transpose(0, 1).flatten(1) for part in (values, token_ids))
+        best = values.topk(count, -1)
+        return best.values, token_ids.gather(1, best.indices)
+
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self._logits.dtype, torch.float32)

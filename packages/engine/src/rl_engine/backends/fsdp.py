@@ -1,0 +1,402 @@
+"""The `fsdp` backend: any Hugging Face causal LM, or a scalar head on its trunk, sharded by FSDP2.
+
+One rank computing in one number format needs neither sharding nor a process group and gets the bare module. On several,
+rank 0 alone reads the folder; the others build the model without memory and are sent their shards, one parameter at a
+time, so that none of them ever holds more than its shards and one whole parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rl_engine.checkpoint import hf_folder
+from rl_engine.checkpoint.hf_folder import DTYPES, parameter_dtype, trains_narrow
+from rl_engine.errors import ConfigError, EngineError, ModelFolderError
+from rl_engine.model import lora
+from rl_engine.model.attention import SequenceGroup, check_heads
+from rl_engine.model.engine import ModuleEngine, check_candidates, compute_device, shares_prefixes
+from rl_engine.model.hf import HuggingFaceScorer, PolicyScorer, ValueScorer, find_linear_head
+from rl_engine.model.logprobs import LinearHead
+from rl_engine.model.moe import check_aux
+from rl_engine.types import EngineConfig, Head, LoraExport, ParallelConfig, PeftConfig, ShardSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import transformers
+
+    from rl_engine.base import Engine
+    from rl_engine.distributed.world import World
+    from rl_engine.model.engine import Scorer
+
+
+def create(config: EngineConfig) -> Engine:
+    """The registry's entry."""
+    return FsdpEngine(config)
+
+
+class FsdpEngine(ModuleEngine):
+    """See `Engine`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._peft: PeftConfig | None = None
+
+    def _check(self, world_size: int) -> str | None:
+        return check_fit(self._config, world_size)
+
+    def _needs_group(self) -> bool:
+        return needs_sharding(self._config, 1)
+
+    def _build(self, world: World) -> HuggingFaceScorer:
+        scorer, self._peft = build_scorer(self._config, world)
+        return scorer
+
+    def adapter_off(self) -> Any:
+        """See `Engine`."""
+        return super().adapter_off() if self._peft is None else lora.without_adapter(self._built().model)
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
+        """See `ModuleEngine`; with an adapter, merged into the model or alone, as the config says."""
+        return self._exported(), self._peft if self._exports_adapter() else None
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        if self._peft is None:
+            yield from super()._export()
+            return
+        scorer = self._built()
+        named = scorer.named_weights()
+        if self._exports_adapter():
+            yield from ((name, self._as_exported(tensor)) for name, tensor in lora.adapter_weights(named))
+            return
+        for name, full in lora.merged_weights(scorer.model, named):
+            yield from scorer.to_folder({name: self._as_exported(full)}).items()
+
+    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """See `ModuleEngine`."""
+        if self._peft is not None:
+            raise ConfigError("An adapter is merged into whole tensors only; use get_per_tensor_param.")
+        return super().get_local_shards()
+
+    def _exports_adapter(self) -> bool:
+        return self._config.lora is not None and self._config.lora.export == LoraExport.ADAPTER
+
+    def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
+        if self._peft is not None and self._exports_adapter():
+            lora.write_adapter(path, weights, self._peft, self._config.model_path)
+        else:
+            super()._write_model(path, weights)
+
+
+def check_fit(config: EngineConfig, world_size: int) -> str | None:
+    """Refuse what cannot be honoured on that many ranks, by settings and the folder's config alone.
+
+    Returns:
+        What keeps rows from sharing prompts; None where nothing does.
+
+    Raises:
+        BackendError: a setting needs a package that is not installed.
+        ConfigError: a setting that the model or the number of ranks does not allow.
+        ModelFolderError: no config, or an unknown architecture.
+    """
+    _check_parallel(config.parallel)
+    check_replicas(config.parallel, world_size)
+    if config.lora is not None and config.optimizer is None:
+        raise ConfigError("A frozen engine's adapter would stay as it was made; leave lora out.")
+    model = hf_folder.empty_model(config.model_path, dtype=parameter_dtype(config), head=config.head)
+    scorer, _ = _scorer_of(model, config)
+    check_candidates(config.num_candidates, scorer.config.vocab_size)
+    return _sharing_obstacle(scorer, config)
+
+
+def has_gpu() -> bool:
+    """Whether there is another place than the CPU."""
+    return torch.cuda.is_available()
+
+
+def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer, PeftConfig | None]:
+    """The model as a scorer on this rank's device, and peft's description of its adapter. Collective.
+
+    Raises:
+        ConfigError: a setting that this machine does not allow.
+        ModelFolderError: the folder cannot be loaded; on every rank.
+    """
+    if config.cpu_offload and not has_gpu():
+        raise ConfigError("cpu_offload is true and there is no GPU: everything lies on the CPU. Set it to false.")
+    model = load_on_rank_0(config, world)
+    scorer, peft = _scorer_of(model, config)
+    if isinstance(scorer, PolicyScorer):
+        found = find_linear_head(model) if world.rank == 0 else None
+        told = world.exchange(None if found is None else asdict(found))[0]
+        scorer.head = None if told is None else LinearHead(**told)
+    source: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
+    if config.torch_compile:
+        compile_layers(scorer, world.device)
+    if needs_sharding(config, world.size):
+        _shard(scorer, world, config)
+    home = compute_device(config, world)
+    if world.size > 1:
+        _fill(scorer, source, world, home)
+    scorer.to(home)
+    for module in scorer.modules() if config.cpu_offload else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(world.device))
+    scorer.sequence_group = _sequence_group(world, config.parallel.sp)
+    if config.lora is None:
+        scorer.requires_grad_(config.optimizer is not None)
+    scorer.train(config.optimizer is not None)
+    return scorer, peft
+
+
+def _scorer_of(
+    model: transformers.PreTrainedModel, config: EngineConfig
+) -> tuple[HuggingFaceScorer, PeftConfig | None]:
+    """The model as its settings want it, and peft's description of its adapter.
+
+    Raises:
+        BackendError: a setting needs a package that is not installed.
+        ConfigError: a setting that the model does not allow.
+    """
+    peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed)
+    if config.activation_checkpointing:
+        _recompute_layers(model)
+    if config.head == Head.LM:
+        scorer = PolicyScorer(model, config, is_compiled=config.torch_compile)
+    else:
+        scorer = ValueScorer(model, is_compiled=config.torch_compile)
+    _check_sequence(scorer, config.parallel.sp)
+    check_aux(config.router_aux_loss_coef, scorer.experts)
+    if config.torch_compile:
+        _check_compilable(scorer)
+    scorer.shares_prefixes = shares_prefixes(config, _sharing_obstacle(scorer, config))
+    return scorer, peft
+
+
+def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTrainedModel:
+    """The whole model on rank 0, an empty one elsewhere. Collective.
+
+    Raises:
+        ModelFolderError: the folder cannot be loaded; on every rank.
+    """
+    dtype = parameter_dtype(config)
+    model: transformers.PreTrainedModel | None = None
+    problem: str | None = None
+    if world.rank == 0:
+        try:
+            model = hf_folder.load_model(
+                config.model_path, init=config.init, dtype=dtype, seed=config.seed, head=config.head
+            )
+        except ModelFolderError as error:
+            problem = str(error)
+    problem = world.exchange(problem)[0]
+    if problem is not None:
+        raise ModelFolderError(problem)
+    return hf_folder.empty_model(config.model_path, dtype=dtype, head=config.head) if model is None else model
+
+
+def needs_sharding(config: EngineConfig, size: int) -> bool:
+    """Whether the module is FSDP's: on several ranks, in two number formats, or in two places."""
+    return size > 1 or trains_narrow(config) or config.cpu_offload
+
+
+def _fill(scorer: Scorer, source: dict[str, Tensor], world: World, home: torch.device) -> None:
+    """Give every rank its shards of rank 0's weights, and its buffers. Collective."""
+    if world.rank == 0:
+        scorer.to(home)
+    else:
+        ties = _ties(scorer)
+        scorer.to_empty(device=home)
+        for (first, name), *others in ties:
+            for module, other in others:
+                setattr(module, other, getattr(first, name))
+    hand_out(_tensors(scorer), source, world)
+
+
+@torch.no_grad()
+def hand_out(tensors: Mapping[str, Tensor], source: dict[str, Tensor], world: World) -> None:
+    """Fill every rank's `tensors`, or its shards of them, one after the other. Collective.
+
+    Args:
+        tensors: Parameters and buffers; those that are not sharded are taken from rank 0's.
+        source: On rank 0, the whole of those that are sharded, taken out as they go.
+        world: All ranks.
+
+    Raises:
+        EngineError: ranks built different models.
+    """
+    mine = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    if world.exchange(mine)[0] != mine:
+        raise EngineError("Ranks built different models from one folder; do all of them see the same files?")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor, 0)
+            continue
+        if world.rank == 0:
+            full = source.pop(name).to(world.device)
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+        shard = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(shard.to_local())
+
+
+def _tensors(scorer: Scorer) -> dict[str, Tensor]:
+    return {**dict(scorer.named_parameters()), **dict(scorer.named_buffers())}
+
+
+def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Places that have one parameter in common; moving off the meta device would part them."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((owner, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def _recompute_layers(model: transformers.PreTrainedModel) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})  # the older name goes in transformers 6
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    """Refuse what cannot be honoured on any number of ranks, before anything starts.
+
+    Raises:
+        ConfigError: says which setting.
+    """
+    for name in ("sp", "dp_replicate"):
+        if getattr(parallel, name) < 1:
+            raise ConfigError(f"parallel.{name} is {getattr(parallel, name)}; it is a number of ranks, 1 or more.")
+    if replace(parallel, sp=1, dp_replicate=1) != ParallelConfig():
+        raise ConfigError(f"parallel is {parallel}; the fsdp backend takes sp and dp_replicate only. Use megatron.")
+
+
+def check_replicas(parallel: ParallelConfig, size: int) -> None:
+    """Refuse groups that the number of ranks does not divide into.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for name in ("sp", "dp_replicate"):
+        if size % getattr(parallel, name):
+            raise ConfigError(f"parallel.{name} = {getattr(parallel, name)} does not divide {size} ranks.")
+
+
+def _sequence_group(world: World, sp: int) -> SequenceGroup | None:
+    """The ranks that share this rank's tokens. Collective."""
+    if sp == 1:
+        return None
+    axes = init_device_mesh(world.device.type, (world.size // sp, sp), mesh_dim_names=("dp", "sp"))
+    return SequenceGroup(group=axes.get_group("sp"), rank=world.rank % sp, size=sp)
+
+
+def _check_sequence(scorer: HuggingFaceScorer, sp: int) -> None:
+    """Refuse a model whose tokens cannot be cut over ranks.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if sp == 1:
+        return
+    config = scorer.model.config.get_text_config()
+    if not scorer.is_packed:
+        raise ConfigError(
+            f"parallel.sp is {sp}; {type(scorer.model).__name__} has layers that mix tokens outside attention, or "
+            "attends in its own way, so its rows cannot be cut. Set it to 1."
+        )
+    if scorer.multimodal is not None:
+        raise ConfigError(f"parallel.sp is {sp}; {type(scorer.model).__name__} takes images whole. Set it to 1.")
+    check_heads(sp, config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
+
+
+def _sharing_obstacle(scorer: HuggingFaceScorer, config: EngineConfig) -> str | None:
+    """Why two rows with the same prompt cannot have its tokens computed once, or None."""
+    name = type(scorer.model).__name__
+    if config.parallel.sp > 1:
+        return f"parallel.sp is {config.parallel.sp}, which cuts rows over ranks"
+    if not scorer.is_packed:
+        return f"{name} has layers that mix tokens outside attention, or attends in its own way"
+    if scorer.multimodal is not None:
+        return f"{name} takes images, of which rows with the same tokens may have different ones"
+    if scorer.experts is not None:
+        return f"{name} has routers, whose load and replay are of every row's own tokens"
+    if config.optimizer is not None and _drops_out(scorer):
+        return f"{name} is trained with dropout, which every row has its own of"
+    return None
+
+
+def _drops_out(scorer: HuggingFaceScorer) -> bool:
+    """Whether a layer zeroes activations at random while it is trained: by a module, or a rate of the config."""
+    rates = [module.p for module in scorer.modules() if isinstance(module, nn.Dropout)]
+    for name, rate in scorer.config.to_dict().items():
+        is_of_a_head = name.startswith(("summary", "classifier"))  # of kinds that are not built here
+        if ("dropout" in name or "pdrop" in name) and not is_of_a_head:
+            rates.append(rate or 0.0)
+    return any(rate > 0 for rate in rates)
+
+
+def _shard(scorer: HuggingFaceScorer, world: World, config: EngineConfig) -> None:
+    """Shard each decoder layer, then the rest with the root; parameters stay in their own format between uses."""
+    compute, replicas = DTYPES[config.precision], config.parallel.dp_replicate
+    sizes, names = ((world.size,), ("shard",))
+    if replicas > 1:
+        sizes, names = (replicas, world.size // replicas), ("replicate", "shard")
+    mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
+    for module in [*decoder_layers(scorer), scorer]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    sum_gradients(scorer)
+
+
+def decoder_layers(scorer: HuggingFaceScorer) -> list[nn.Module]:
+    """The modules that transformers would not part."""
+    names = set(scorer.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    return [module for module in scorer.modules() if type(module).__name__ in names]
+
+
+def _check_compilable(scorer: HuggingFaceScorer) -> None:
+    """Refuse layers that would be compiled again and again.
+
+    Raises:
+        ConfigError: says what they have.
+    """
+    if not scorer.is_packed or scorer.experts is not None or scorer.multimodal is not None:
+        raise ConfigError(
+            f"torch_compile is true and {type(scorer.model).__name__} has routers, images or layers that mix tokens "
+            "outside attention, which are compiled anew for every batch. Set it to false."
+        )
+
+
+def compile_layers(scorer: HuggingFaceScorer, device: torch.device) -> None:
+    """Let torch compile every decoder layer at its first use, for any number of tokens.
+
+    Raises:
+        ConfigError: there is no compiler.
+    """
+    try:
+        torch.compile(torch.sin)(torch.ones(2, device=device))
+    except Exception as error:  # whatever a missing compiler raises, by torch's version and the device
+        raise ConfigError(
+            "torch_compile is true and torch finds no compiler that works (a C++ compiler for the CPU, Triton for a "
+            f"GPU): {error}. Install one, or set it to false."
+        ) from error
+    for layer in decoder_layers(scorer):
+        layer.compile(dynamic=True)
+
+
+def sum_gradients(root: nn.Module) -> None:
+    """Let FSDP add gradients up over ranks, where it would average: losses are shares of a whole batch's."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum

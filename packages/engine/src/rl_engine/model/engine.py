@@ -1,0 +1,577 @@
+"""Engines around one scoring module, sharded or not: steps, devices, weights and checkpoints.
+
+A backend subclasses `ModuleEngine`: it says what it cannot honour and builds the module, a `Scorer`. Nothing here asks
+which library's layers are inside.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rl_engine.base import Engine
+from rl_engine.batch.plan import (
+    AUX_LOSS,
+    BatchPlan,
+    MicroBatchResults,
+    ModelReplicas,
+    add_up,
+    apply_loss,
+    columns_of,
+    plan_batch,
+    work_of,
+)
+from rl_engine.batch.row_batch import CANDIDATES, VISUAL, RowBatch
+from rl_engine.checkpoint import hf_folder
+from rl_engine.checkpoint.hf_folder import DTYPES
+from rl_engine.checkpoint.sharded import CheckpointWriter, local_shards, restore, whole
+from rl_engine.distributed.world import World, expected_size, join_world
+from rl_engine.errors import BatchError, ConfigError, EngineError
+from rl_engine.model.moe import ExpertLoad, check_replay, counts_of_column
+from rl_engine.optimizer import build_optimizer, clip_grad_norm, learning_rate, optimizer_tensors
+from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from tensordict import TensorDict
+
+    from rl_engine.base import LossFunction
+    from rl_engine.batch.micro_batches import CostModel
+    from rl_engine.batch.packed import PackedRows
+    from rl_engine.model.moe import Experts, Routing
+    from rl_engine.model.multimodal import MultimodalInputs
+    from rl_engine.types import ModelOutput
+
+
+class Scorer(nn.Module):
+    """Scores packed rows with one model. `model` holds every parameter."""
+
+    multimodal: MultimodalInputs | None = None
+    """How images are fed; None for a model that takes none in that way."""
+    shares_prefixes: bool = False
+    """Whether rows that begin with the same prompt may be fed it once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @abstractmethod
+    def forward(self, rows: PackedRows) -> ModelOutput:
+        """Score every completion token."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Any:
+        """The language model's transformers config."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """What the routers that can be counted and replayed choose among; None without such routers."""
+        return None
+
+    def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
+        """What the routers are to do with the next `forward`; None without `experts`."""
+        return None
+
+    @abstractmethod
+    def cost(self) -> CostModel:
+        """What a row costs on this model."""
+
+    @abstractmethod
+    def named_weights(self) -> dict[str, Tensor]:
+        """Parameters, tied ones once, and the buffers that belong to a checkpoint."""
+
+    def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Some of `named_weights` as the tensors of a Hugging Face folder that they are made of."""
+        return named
+
+
+class ModuleEngine(Engine):
+    """See `Engine`. Parameters are plain tensors or DTensors; groups of `parallel.sp` ranks share their rows."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._world: World | None = None
+        self._scorer: Scorer | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._schedule_step = 0
+        self._compute_device = torch.device("cpu")
+        self._places: dict[str, torch.device] = {}
+        self._replicas: ModelReplicas | None = None
+        self._cost: CostModel | None = None
+        self._writer: CheckpointWriter | None = None
+
+    # What a backend says
+
+    @abstractmethod
+    def _check(self, world_size: int) -> str | None:
+        """Refuse what cannot be honoured on that many ranks, by settings and the folder's config alone.
+
+        Returns:
+            What keeps rows from sharing prompts; None where nothing does.
+
+        Raises:
+            BackendError, ConfigError, ModelFolderError: says what.
+        """
+
+    @abstractmethod
+    def _needs_group(self) -> bool:
+        """Whether a lone rank needs a process group."""
+
+    @abstractmethod
+    def _build(self, world: World) -> Scorer:
+        """The module on this rank's device, sharded over the ranks. Collective.
+
+        Raises:
+            ConfigError: a setting that this machine does not allow.
+            ModelFolderError: the folder cannot be loaded; on every rank.
+        """
+
+    # Building
+
+    def check(self, world_size: int) -> dict[str, str]:
+        """See `Engine`."""
+        found = self._check_config(world_size)
+        if self._config.init == ModelInit.PRETRAINED:
+            hf_folder.check_weights(Path(self._config.model_path))
+        return found
+
+    def _check_config(self, world_size: int) -> dict[str, str]:
+        return prefix_sharing_status(self._config, self._check(world_size))
+
+    def initialize(self) -> None:
+        """Load the folder, shard it, and allocate the optimizer."""
+        if self._scorer is not None:
+            raise ConfigError("This engine is initialised already; make another one with create_engine.")
+        config = self._config
+        self._check_config(expected_size())
+        world = join_world(timeout_s=config.timeout_s, needs_group=self._needs_group())
+        try:
+            with world.together():
+                scorer = self._build(world)
+        except BaseException:
+            world.leave()
+            raise
+        sp = config.parallel.sp
+        self._cost = scorer.cost()
+        self._replicas = ModelReplicas(
+            replica_of=tuple(rank // sp for rank in range(world.size)), leaders=tuple(range(0, world.size, sp))
+        )
+        self._world, self._scorer = world, scorer
+        self._compute_device = compute_device(config, world)
+        self._places = dict.fromkeys(("model", "optimizer", "grad"), self._compute_device)
+        if config.optimizer is not None:
+            self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
+        self._writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
+        torch.manual_seed(config.seed + world.rank)
+
+    def close(self) -> None:
+        """Free everything and take down a process group made here."""
+        world, self._world = self._world, None
+        writer, self._writer = self._writer, None
+        self._scorer = self._optimizer = None
+        try:
+            if writer is not None:
+                writer.wait()
+        finally:
+            if world is not None:
+                world.leave()
+
+    # Modes and places
+
+    def train_mode(self) -> Any:
+        """Everything onto the device; back on exit."""
+        self._frozen_error("be trained")
+        return mode(self, self._built(), self._compute_device, self._places, train=True, grad=True)
+
+    def eval_mode(self) -> Any:
+        """The model onto the device, dropout and gradients off; back on exit."""
+        return mode(self, self._built(), self._compute_device, self._places, train=False, grad=True)
+
+    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move what is asked for; what is there already is not touched."""
+        scorer, target = self._built(), self._resolve(device)
+        is_elsewhere = self._places["model"] != target
+        if is_elsewhere and model != grad and any(parameter.grad is not None for parameter in scorer.parameters()):
+            raise ConfigError("Gradients lie where their parameters lie; move both, or zero them first.")
+        if is_elsewhere and model:
+            reshard(scorer)
+            scorer.to(target)
+            self._places["model"] = self._places["grad"] = target
+        if optimizer and self._optimizer is not None and self._places["optimizer"] != target:
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = value.to(target)
+            self._places["optimizer"] = target
+
+    # A step
+
+    def optimizer_zero_grad(self) -> None:
+        """Set every gradient to None."""
+        for parameter in self._built().parameters():
+            parameter.grad = None
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> EngineOutput:
+        """Plan with all ranks, run the micro-batches, add up their shares."""
+        has_backward = loss_function is not None and not forward_only
+        if has_backward:
+            self._frozen_error("run a backward pass (say forward_only=True)")
+        world = self._group()
+
+        def make(rows: TensorDict) -> RowBatch:
+            batch = RowBatch(
+                rows,
+                needs_mask=loss_function is not None,
+                device=world.device,
+                feeds_last=self._config.head == Head.REWARD,
+                shares_prefixes=self._built().shares_prefixes,
+            )
+            self._check_fit(batch)
+            return batch
+
+        assert self._replicas is not None
+        assert self._cost is not None
+        budget = self._config.max_tokens_per_gpu * self._config.parallel.sp
+        plan = plan_batch(world, self._replicas, data, make, budget, self._cost, work_of(loss_function, has_backward))
+        if (multimodal := self._built().multimodal) is not None:
+            multimodal.num_passes = max(world.exchange(multimodal.passes_for(plan.batch)))
+            multimodal.place(plan.batch)
+        results = MicroBatchResults()
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self._config.matmul_precision)
+        try:
+            with world.together(), torch.set_grad_enabled(has_backward):
+                load = self._expert_load(plan) if has_backward else None
+                for index in range(plan.num_micro_batches):
+                    self._run(plan, index, loss_function, results, load, has_backward)
+        finally:
+            torch.set_float32_matmul_precision(before)
+            reshard(self._built())  # a forward pass alone leaves gathered weights in the place of the trained ones
+        shares = results.metric_values(is_leader=world.rank in self._replicas.leaders)
+        metrics = add_up(world, shares) if loss_function is not None else {}
+        place = data.get("completion_token_ids").device
+        columns = columns_of(world, plan, results, place, "logprobs" if self._config.head == Head.LM else "values")
+        return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=plan.num_micro_batches)
+
+    def optimizer_step(self) -> float:
+        """Clip, then AdamW."""
+        optimizer = self._frozen_error("step")
+        assert self._config.optimizer is not None
+        with self._group().together():
+            norm = clip_grad_norm(self._built().parameters(), self._config.optimizer.max_grad_norm)
+        optimizer.step()
+        return norm
+
+    def learning_rate(self) -> float:
+        """Where the schedule stands."""
+        return self._frozen_error("have a schedule").param_groups[0]["lr"]
+
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on by one."""
+        self._frozen_error("have a schedule")
+        self._schedule_step += 1
+        return self._apply_schedule()
+
+    def _check_fit(self, batch: RowBatch) -> None:
+        config = self._built().config
+        check_lengths(batch.lengths, config)
+        check_columns(batch, config.vocab_size, self._config.head)
+        if (multimodal := self._built().multimodal) is not None:
+            multimodal.check(batch)
+        else:
+            for name in VISUAL:
+                if batch.has(name):
+                    raise BatchError(f"The batch has {name} and the model takes no images in that way. Drop it.")
+        check_replay(batch, self._built().experts)
+
+    def _run(
+        self,
+        plan: BatchPlan,
+        index: int,
+        loss_function: LossFunction | None,
+        results: MicroBatchResults,
+        load: ExpertLoad | None,
+        has_backward: bool,
+    ) -> None:
+        """Run micro-batch `index`. A rank that has fewer runs a one-token dummy, so that collectives match."""
+        scorer, packed = self._built(), plan.pack(index)
+        if plan.is_idle(index):
+            scorer.route(packed, None)
+            idle: ModelOutput = scorer(packed)
+            if has_backward:
+                (idle.scores.sum() * 0.0).backward()
+            return
+        rows = plan.micro_batches[index]
+        routing = scorer.route(packed, load)
+        output: ModelOutput = scorer(packed)
+        metrics: dict[str, Tensor] = {}
+        if loss_function is not None:
+            metrics = apply_loss(loss_function, output, plan.batch.select(rows))
+        if has_backward:
+            share, loss = None if routing is None else routing.aux_share(), metrics["loss"]
+            if load is not None and share is not None:
+                metrics[AUX_LOSS] = share
+                loss = loss + load.coef * share
+            loss.backward()
+        results.add(rows, output, metrics)
+
+    def _expert_load(self, plan: BatchPlan) -> ExpertLoad | None:
+        """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
+        world, scorer, coef = self._group(), self._built(), self._config.router_aux_loss_coef
+        experts = scorer.experts
+        if not coef or experts is None:
+            return None
+        if plan.own.routed_experts() is not None:
+            counts = counts_of_column(plan.own, experts)
+        else:
+            counts = torch.zeros(experts.num_layers, experts.num_experts, dtype=torch.float64, device=world.device)
+            with torch.no_grad():
+                for index in range(plan.num_micro_batches):
+                    packed = plan.pack(index)
+                    routing = scorer.route(packed, None, is_counting=True)
+                    scorer(packed)
+                    assert routing is not None
+                    if not plan.is_idle(index):
+                        counts += torch.stack([routing.counts[layer] for layer in range(experts.num_layers)])
+        if world.size > 1:
+            dist.all_reduce(counts)
+        return ExpertLoad(counts=counts, coef=coef)
+
+    # Weights out, and to disk and back
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig | None]:
+        """Full tensors in `precision`, in the model's order; an unsharded one is a view of the live weight."""
+        return self._exported(), None
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        with self._group().together():
+            yield from self._export()
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        scorer = self._built()
+        for name, tensor in scorer.named_weights().items():
+            yield from scorer.to_folder({name: self._as_exported(whole(tensor))}).items()
+
+    def get_local_shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
+        """This rank's shards in `precision`."""
+        scorer = self._built()
+        for spec, part in local_shards(scorer.named_weights(), scorer.to_folder):
+            yield spec, self._as_exported(part)
+
+    def _as_exported(self, tensor: Tensor) -> Tensor:
+        return tensor.to(DTYPES[self._config.precision]) if tensor.is_floating_point() else tensor
+
+    def save_model(self, path: str | Path) -> None:
+        """Rank 0 writes; the others take part in gathering."""
+        world = self._group()
+        weights = {name: tensor.cpu() for name, tensor in self._exported() if world.rank == 0}
+        if world.rank == 0:
+            self._write_model(path, weights)
+        world.barrier()
+
+    def _write_model(self, path: str | Path, weights: dict[str, Tensor]) -> None:
+        source = self._config.model_path
+        model = hf_folder.empty_model(source, dtype=DTYPES[self._config.precision], head=self._config.head)
+        hf_folder.write_model(path, model, weights, source)
+
+    def save_checkpoint(self, path: str | Path, step: int) -> None:
+        """See `rl_engine.checkpoint.sharded`."""
+        tensors = self._state()
+        assert self._writer is not None
+        self._writer.save(path, tensors, step, self._schedule_step)
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
+        world, tensors = self._group(), self._state()
+        assert self._writer is not None
+        self._writer.wait()
+        manifest = restore(path, tensors, world, self._config.seed)
+        self._schedule_step = manifest.schedule_step
+        if self._optimizer is not None:
+            self._apply_schedule()
+        return manifest.step
+
+    # Small helpers
+
+    def _state(self) -> dict[str, Tensor]:
+        named = self._built().named_weights()
+        state = {f"model.{name}": tensor for name, tensor in named.items()}
+        if self._optimizer is not None:
+            trained = [(name, tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)]
+            state |= {f"optim.{name}": value for name, value in optimizer_tensors(self._optimizer, trained).items()}
+        return state
+
+    def _apply_schedule(self) -> float:
+        assert self._optimizer is not None
+        assert self._config.optimizer is not None
+        rate = learning_rate(self._config.optimizer, self._schedule_step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _resolve(self, device: torch.device | str) -> torch.device:
+        wanted, here = torch.device(device), self._group().device
+        is_own = wanted in (here, torch.device(here.type))  # no index: this rank's own
+        return self._compute_device if is_own else wanted
+
+    def _built(self) -> Scorer:
+        if self._scorer is None:
+            raise EngineError("The engine holds no model; call initialize() first (close() is final).")
+        return self._scorer
+
+    def _group(self) -> World:
+        self._built()
+        assert self._world is not None
+        return self._world
+
+    def _frozen_error(self, what: str) -> torch.optim.AdamW:
+        self._built()
+        if self._optimizer is None:
+            raise ConfigError(f"A frozen engine cannot {what}; give EngineConfig an optimizer.")
+        return self._optimizer
+
+
+@contextmanager
+def mode(
+    engine: Engine,
+    module: nn.Module,
+    home: torch.device,
+    places: Mapping[str, torch.device],
+    *,
+    train: bool,
+    grad: bool,
+) -> Generator[None]:
+    """Bring `engine` home on entry, and back on exit to where it was.
+
+    Args:
+        engine: To be moved.
+        module: What it trains.
+        home: Where it computes.
+        places: Where its model, optimizer and gradients are, as `engine.to` keeps it.
+        train: Whether to train.
+        grad: Whether gradients come along.
+    """
+    before, was_training = dict(places), module.training
+    engine.to(home, model=True, optimizer=train, grad=grad)
+    module.train(train)
+    try:
+        with torch.set_grad_enabled(train):
+            yield
+    finally:
+        module.train(was_training)
+        moved = {part: device for part, device in before.items() if places[part] != device}
+        for device in set(moved.values()):
+            engine.to(device, **{part: moved.get(part) == device for part in before})
+
+
+def compute_device(config: EngineConfig, world: World) -> torch.device:
+    """Where parameters lie between uses."""
+    return torch.device("cpu") if config.cpu_offload else world.device
+
+
+def reshard(module: nn.Module) -> None:
+    """Put this rank's shards in the place of gathered parameters."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+# What engines refuse
+
+
+def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
+    """Refuse what the fsdp backend alone can do.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if config.lora is not None:
+        raise ConfigError(f"The {backend} backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
+    for name in ("torch_compile", "cpu_offload"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
+
+
+def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
+    """Whether rows are to share prompts, where `obstacle` says what keeps them from it.
+
+    Raises:
+        ConfigError: they are told to and cannot.
+    """
+    if config.prefix_sharing and obstacle is not None:
+        raise ConfigError(f"prefix_sharing is true and {obstacle}. Leave it out.")
+    return config.prefix_sharing is not False and obstacle is None
+
+
+def prefix_sharing_status(config: EngineConfig, obstacle: str | None) -> dict[str, str]:
+    """What `Engine.check` returns.
+
+    Raises:
+        ConfigError: as `shares_prefixes`.
+    """
+    if shares_prefixes(config, obstacle):
+        return {"prefix_sharing": "yes"}
+    return {"prefix_sharing": "no" if config.prefix_sharing is False else f"no: {obstacle}"}
+
+
+def check_candidates(count: int, vocab_size: int) -> None:
+    """Refuse more candidates than there are tokens.
+
+    Raises:
+        ConfigError: there are not that many.
+    """
+    if count > vocab_size:
+        raise ConfigError(f"num_candidates is {count}; the model's vocabulary has {vocab_size} entries.")
+
+
+def check_columns(batch: RowBatch, vocab_size: int, head: Head) -> None:
+    """Refuse token ids outside the vocabulary, and candidates that no head scores.
+
+    Raises:
+        BatchError: names the column.
+    """
+    batch.check_tokens(vocab_size)
+    if batch.has(CANDIDATES) and head != Head.LM:
+        raise BatchError(f"Column {CANDIDATES} needs a language-model head. Drop it.")
+
+
+def check_lengths(lengths: Sequence[int], config: Any) -> None:
+    """See that rows fit into the model's context, and that a row's positions mean the same whatever is beside it.
+
+    Transformers chooses the frequencies of `longrope` by the largest position of a pass, for all rows that are in it.
+
+    Args:
+        lengths: Tokens of each row.
+        config: The model's, of transformers.
+
+    Raises:
+        BatchError: a row is too long.
+    """
+    longest, context = max(lengths, default=0), getattr(config, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
+    for rope in _ropes(config.get_text_config()):
+        if rope.get("rope_type") == "longrope" and longest > (limit := rope["original_max_position_embeddings"]):
+            raise BatchError(
+                f"A row has {longest} tokens; beyond {limit} this model (longrope) turns all rows of a pass by other "
+                "frequencies, so that log-probs and gradients would depend on micro-batches. Shorten the row."
+            )
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary positions: one, or one for each kind of layer."""
+    found: Any = getattr(config, "rope_parameters", None) or {}
+    for rope in (found, *found.values()):
+        if isinstance(rope, Mapping):
+            yield rope

@@ -1,0 +1,124 @@
+"""`rl_engine.check` says beforehand, and without starting anything, what `initialize` would say."""
+
+import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rl_engine import (
+    BackendError,
+    ConfigError,
+    EngineConfig,
+    LoraConfig,
+    ModelFolderError,
+    ParallelConfig,
+    check,
+    create_engine,
+)
+from rl_engine.testing import write_tiny_model
+
+_spec = spec_from_file_location("moe_oracle", Path(__file__).parents[1] / "support" / "moe_oracle.py")
+moe_oracle = module_from_spec(_spec)
+_spec.loader.exec_module(moe_oracle)
+BACKENDS = ("fsdp", "megatron", "torchtitan")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check")
+    write_tiny_model(folder / "model")
+    moe_oracle.write_model(folder / "experts")
+    (folder / "nothing").mkdir()
+    for name in ("no weights", "damaged"):
+        write_tiny_model(folder / name)
+    (folder / "no weights" / "model.safetensors").unlink()
+    (folder / "damaged" / "model.safetensors").write_bytes(b"no tensors here")
+    write_tiny_model(folder / "unknown")
+    config = json.loads((folder / "unknown" / "config.json").read_text())
+    (folder / "unknown" / "config.json").write_text(json.dumps(config | {"model_type": "qwen99"}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a process group was asked for")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+
+
+FOR_ALL = [
+    ("model", {"num_candidates": 79}, 1, ConfigError, "the model's vocabulary has 78 entries"),
+    ("model", {"router_aux_loss_coef": 0.1}, 1, ConfigError, "the model has no router"),
+    ("nowhere", {}, 1, ModelFolderError, "nowhere does not exist"),
+    ("nothing", {}, 1, ModelFolderError, r"has no config\.json"),
+    ("unknown", {}, 1, ModelFolderError, "qwen99"),
+]
+OWN = [
+    ("fsdp", "model", {"parallel": ParallelConfig(sp=2)}, 3, ConfigError, "sp = 2 does not divide 3 ranks"),
+    ("fsdp", "model", {"parallel": ParallelConfig(sp=4)}, 4, ConfigError, "does not divide .* key and value heads"),
+    ("fsdp", "model", {"parallel": ParallelConfig(tp=2)}, 2, ConfigError, "takes sp and dp_replicate only"),
+    ("fsdp", "model", {"lora": LoraConfig(target_modules=("w9",))}, 1, ConfigError, r"target_modules is \['w9'\]"),
+    ("fsdp", "experts", {"torch_compile": True}, 1, ConfigError, "has routers, images or layers that mix tokens"),
+    ("megatron", "model", {"parallel": ParallelConfig(tp=2)}, 3, ConfigError, "= 2 does not divide 3 ranks"),
+    ("megatron", "model", {"parallel": ParallelConfig(tp=3)}, 3, ConfigError, "does not divide .* 4 query heads"),
+    ("megatron", "experts", {"parallel": ParallelConfig(ep=2)}, 3, ConfigError, "does not divide the 3 ranks"),
+    ("megatron", "model", {"lora": LoraConfig()}, 1, ConfigError, "has no LoRA adapters"),
+    ("torchtitan", "model", {"parallel": ParallelConfig(dp_replicate=2)}, 3, ConfigError, "does not divide 3 ranks"),
+    ("torchtitan", "experts", {}, 1, ModelFolderError, "has no mapping to torchtitan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "folder", "changes", "world_size", "error", "sentence"),
+    [(backend, *case) for case in FOR_ALL for backend in BACKENDS] + OWN,
+)
+def test_what_it_says_is_what_initialize_says(
+    folders, monkeypatch, backend, folder, changes, world_size, error, sentence
+):
+    config = EngineConfig(model_path=str(folders / folder), **changes)
+    with pytest.raises(error, match=sentence) as before:
+        check(backend, config, world_size)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(error) as after:
+        create_engine(backend, config).initialize()
+    assert str(after.value) == str(before.value)
+
+
+@pytest.mark.parametrize("folder", ["no weights", "damaged"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_cannot_be_read_are_found_by_their_headers(folders, backend, folder):
+    sentence = {"no weights": r"has no \.safetensors file", "damaged": "model.safetensors cannot be read"}[folder]
+    config = EngineConfig(model_path=str(folders / folder))
+    with pytest.raises(ModelFolderError, match=sentence):
+        check(backend, config)
+    check(backend, EngineConfig(model_path=str(folders / folder), init="random"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_can_run_is_not_refused(folders, backend):
+    layouts = {"fsdp": ParallelConfig(sp=2, dp_replicate=2), "megatron": ParallelConfig(tp=2, pp=2)}
+    parallel = layouts.get(backend, ParallelConfig(dp_replicate=2))
+    check(backend, EngineConfig(model_path=str(folders / "model"), parallel=parallel), 4)
+    assert not dist.is_initialized()
+
+
+def test_tensors_of_another_model_are_found_before_megatron_starts(tmp_path):
+    write_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 60}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match=r"has with another shape 6 tensor"):
+        check("megatron", EngineConfig(model_path=str(tmp_path)))
+
+
+def test_what_is_not_there_is_named(folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(BackendError, match=r"lora needs peft .*pip install 'rl-engine\[lora\]'"):
+        check("fsdp", EngineConfig(model_path=str(folders / "model"), lora=LoraConfig()))
+    with pytest.raises(BackendError, match="No engine backend is named 'fsdpp'"):
+        check("fsdpp", EngineConfig(model_path=str(folders / "model")))
+    with pytest.raises(ConfigError, match="world_size is 0"):
+        check("fsdp", EngineConfig(model_path=str(folders / "model")), 0)

@@ -1,0 +1,241 @@
+"""The megatron backend on gloo: every layout steps as a plain Hugging Face model that sees one row at a time."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from rl_engine import (
+    EngineConfig,
+    Head,
+    Precision,
+    create_engine,
+)
+from rl_engine.optimizer import build_optimizer
+
+pytestmark = pytest.mark.timeout(600)  # fourteen engines in one start of two processes, on a machine that may be busy
+SCRIPT = Path(__file__).parents[1] / "support" / "megatron_ranks.py"
+_spec = spec_from_file_location("megatron_ranks", SCRIPT)
+ranks = module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+rows_of = ranks.ranks.draw_rows
+TWO = ["tied:dp2", "tied:tp2", "tied:sp2", "tied:pp2", "moe:dp2", "moe:sp2", "moe:ep2", "bias:tp2", "bias:pp2",
+       "deep:vpp2", "deep:cp2"]  # fmt: skip
+FOUR = ["tied:tp2pp2", "tied:tp2dp2", "tied:pp2dp2", "tied:tp4", "moe:pp2ep2", "moe:tp2ep2", "moe:tp2pp2"]
+MORE = ["tied:tp2cp2", "tied:pp2cp2", "moe:cp2ep2", "deep:vpp2dp2", "deep moe:vpp2ep2"]
+
+
+def run_ranks(start_ranks, folder, size, cases):
+    for kind in ranks.MODELS:
+        ranks.write_model(folder, kind)
+    ranks.write_critic(folder)
+    ranks.ranks.moe_oracle.write_model(folder / "experts")
+    return start_ranks(SCRIPT, folder, size, *cases)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("two"), 2, TWO)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("four"), 4, FOUR)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory, start_ranks):
+    return run_ranks(start_ranks, tmp_path_factory.mktemp("more"), 4, MORE)
+
+
+class Oracle:
+    """Scores, losses, norms and weights of two steps of a plain model and a plain AdamW."""
+
+    def __init__(self, folder):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.model.set_experts_implementation("eager")
+        self.columns = self.scores()
+        optimizer = build_optimizer(self.model.parameters(), ranks.OPTIMIZER)
+        self.steps, self.weights = [], []
+        for step in range(2):
+            for group in optimizer.param_groups:
+                group["lr"] = ranks.learning_rate(ranks.OPTIMIZER, step)
+            optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.model.parameters()])
+            optimizer.step()
+            self.steps.append((float(loss.detach()), float(norm)))
+            named = revert_weight_conversion(self.model, dict(self.model.named_parameters()))
+            self.weights.append({name: tensor.detach().clone() for name, tensor in named.items()})
+
+    def distributions(self):
+        for prompt, completion, mask in rows_of(ranks.SEED):
+            logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            yield logits.log_softmax(-1), torch.tensor(completion), torch.tensor(mask)
+
+    def scores(self):
+        with torch.no_grad():
+            found = [(full, full.gather(1, labels[:, None])[:, 0]) for full, labels, _ in self.distributions()]
+        likeliest = [full.topk(ranks.CANDIDATES, -1) for full, _ in found]
+        return {
+            "logprobs": [scored for _, scored in found],
+            "entropy": [(-full.exp() * full).sum(-1) for full, _ in found],
+            "sum_pi_squared": [full.exp().square().sum(-1) for full, _ in found],
+            "candidate_token_ids": [top.indices for top in likeliest],
+            "candidate_logprobs": [top.values for top in likeliest],
+        }
+
+    def loss(self):
+        total, tokens = 0.0, 0
+        for full, labels, mask in self.distributions():
+            total = total - (full.gather(1, labels[:, None])[:, 0] * mask).sum()
+            tokens += int(mask.sum())
+        return total / tokens
+
+
+@pytest.fixture(scope="module")
+def oracles():
+    return {}
+
+
+def oracle_of(oracles, folder, kind):
+    if kind not in oracles:  # the models are the same in every folder
+        oracles[kind] = Oracle(folder / kind)
+    return oracles[kind]
+
+
+def check(seen, oracles, case, size):
+    kind = case.split(":")[0]
+    want, got = oracle_of(oracles, seen["folder"], kind), seen[case]
+    for name, expected in want.columns.items():
+        found = [iter(rows) for rows in got[name]]
+        in_order = [next(found[rank]) for rank in ranks.owners(size)]
+        for one, other in zip(in_order, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(one, dtype=other.dtype), other, rtol=1e-5, atol=1e-6)
+    assert got["lopsided"] == pytest.approx(want.steps[0][0], rel=1e-5)
+    assert got["step"] == pytest.approx(want.steps[0], rel=1e-5)
+    assert got["second"] == pytest.approx(want.steps[1], rel=1e-4)
+    assert got["weights"].keys() == want.weights[0].keys()
+    moved = ranks.initial(seen["folder"] / kind)
+    for name, tensor in got["weights"].items():
+        assert not torch.equal(tensor, moved[name]), name
+    torch.testing.assert_close(got["weights"], want.weights[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got["second_weights"], want.weights[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_step_like_a_plain_model(two, oracles, case):
+    check(two, oracles, case, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_step_like_a_plain_model(four, oracles, case):
+    check(four, oracles, case, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE)
+def test_four_ranks_of_more_layouts_step_like_a_plain_model(more, oracles, case):
+    check(more, oracles, case, 4)
+
+
+def check_resumed(seen, cases):
+    resumed = [case for case in cases if "resumed" in seen[case]]
+    assert len(resumed) == len(cases) - len({case.split(":")[0] for case in cases})
+    for case in resumed:
+        assert seen[case]["resumed"] == pytest.approx(seen[case]["second"], rel=1e-9)
+        torch.testing.assert_close(seen[case]["resumed_weights"], seen[case]["second_weights"], rtol=1e-9, atol=1e-12)
+
+
+def test_a_checkpoint_of_one_layout_continues_on_another(two):
+    check_resumed(two, TWO)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_layout_of_four_continues_on_another(four):
+    check_resumed(four, FOUR)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_cut_rows_continues_where_layers_are_dealt(more):
+    check_resumed(more, MORE)
+
+
+def test_a_layout_is_what_it_says(two):
+    """Cut activations are half as long, and cut rows leave room for twice the tokens in a micro-batch."""
+    assert two["tied:sp2"]["fed"] == pytest.approx(two["tied:tp2"]["fed"] / 2, abs=two["tied:tp2"]["micro-batches"])
+    assert two["deep:cp2"]["fed"] == pytest.approx(two["tied:tp2"]["fed"] / 2, abs=two["deep:cp2"]["micro-batches"])
+    assert 2 * two["deep:cp2"]["micro-batches"] <= two["tied:tp2"]["micro-batches"] + 1
+    assert (two["tied:pp2"]["layers"], two["deep:vpp2"]["layers"]) == ([0], [0, 2])  # of rank 0
+
+
+@pytest.mark.parametrize("case", ["tied:sp2", "tied:pp2", "moe:ep2", "bias:tp2", "deep:vpp2"])
+def test_a_saved_model_is_an_ordinary_folder(two, case):
+    kind, layout = case.split(":")
+    model = AutoModelForCausalLM.from_pretrained(two["folder"] / f"{kind}-{layout}-model", dtype=torch.float64)
+    named = revert_weight_conversion(model, dict(model.named_parameters()))
+    torch.testing.assert_close(
+        dict(named), two[case]["second_weights" if "resumed" not in two[case] else "resumed_weights"]
+    )
+
+
+def test_two_engines_of_a_process_share_a_layout(two):
+    assert "Another engine of this process is laid out as ParallelConfig(tp=2" in two["refusal"]
+    assert "Close the other engine first" in two["refusal"]
+
+
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(two):
+    assert two["bad_batch"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
+
+
+@pytest.mark.parametrize("layout", ["dp2", "sp2", "pp2", "ep2", "cp2"])
+def test_experts_are_evened_out_and_replayed(two, layout):
+    oracle = ranks.ranks.moe_oracle
+    for is_routed, got in zip((False, True), two["experts"][layout], strict=True):
+        rows = oracle.draw_rows()
+        want = oracle.reference(two["folder"] / "experts", rows, is_routed=is_routed, coef=oracle.COEF)
+        assert got == pytest.approx((want["loss"], want["aux"], want["norm"]), rel=1e-5)
+
+
+def test_shards_cover_the_weights(two):
+    shares = {layout: two["experts"][f"{layout} share"] for layout in ("dp2", "cp2", "sp2", "pp2", "ep2")}
+    assert shares.pop("dp2") == shares.pop("cp2") == 1
+    assert all(0.4 < share < 0.9 for share in shares.values())
+
+
+def test_the_stream_of_weights_holds_one_parameter_at_a_time(two):
+    most, largest = two["streamed"]
+    assert most <= 3 * largest  # of a query, key and value that lie in one parameter, at most
+
+
+def test_pairs_of_ranks_that_share_a_model_stay_apart(two):
+    assert sorted(two["pairs"].count(pair) for pair in set(two["pairs"])) == [2, 2]
+
+
+def step_of_fsdp(folder, step, **changes):
+    """What a step comes to on one rank of the fsdp backend."""
+    options = {"precision": Precision.FLOAT64, "optimizer": ranks.OPTIMIZER}
+    engine = create_engine("fsdp", EngineConfig(model_path=str(folder), **(options | changes)))
+    engine.initialize()
+    found = step(engine, rows_of(ranks.SEED))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2", "cp2"])
+def test_named_candidates_are_scored_with_their_gradient(two, layout):
+    want = step_of_fsdp(two["folder"] / "tied", ranks.candidates_step)
+    assert two["candidates"][layout][:2] == pytest.approx(want[:2], rel=1e-5)
+    torch.testing.assert_close(two["candidates"][layout][2], want[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "pp2", "cp2"])
+def test_a_critic_on_two_ranks_steps_like_one_on_one(two, layout):
+    want = step_of_fsdp(two["folder"] / "critic", ranks.critic_step, head=Head.VALUE)
+    assert two["critics"][layout][:2] == pytest.approx(want[:2], rel=1e-5)
+    torch.testing.assert_close(two["critics"][layout][2], want[2], rtol=1e-5, atol=1e-6)

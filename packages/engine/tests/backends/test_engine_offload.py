@@ -1,0 +1,180 @@
+"""What is moved away is gone from where it was: bytes of live tensors, and on a GPU what the allocator holds."""
+
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from rl_engine import ConfigError, EngineConfig, create_engine
+from rl_engine.backends import fsdp
+from rl_engine.losses import sft_loss
+from rl_engine.testing import ragged_batch, write_tiny_model
+
+DATA = ragged_batch([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
+
+
+def built(folder, backend="fsdp", **changes):
+    write_tiny_model(folder, hidden_size=128, intermediate_size=512)
+    engine = create_engine(backend, EngineConfig(model_path=str(folder), **changes))
+    engine.initialize()
+    return engine
+
+
+def live_bytes(device):
+    """Of the storages of all tensors alive on a device."""
+    gc.collect()
+    plain = (torch.Tensor, torch.nn.Parameter)  # a subclass may have no memory of its own
+    tensors = [thing for thing in gc.get_objects() if type(thing) in plain]
+    alive = [tensor for tensor in tensors if tensor.device.type == device and tensor.layout == torch.strided]
+    return sum({part.data_ptr(): part.nbytes() for part in (tensor.untyped_storage() for tensor in alive)}.values())
+
+
+def freed_by(act):
+    """Bytes on the CPU that are let go."""
+    before = live_bytes("cpu")
+    act()
+    return before - live_bytes("cpu")
+
+
+def model_of(engine):
+    return engine._scorer if hasattr(engine, "_scorer") else engine._state.stage.model
+
+
+def sizes_of(engine):
+    """Bytes of the parameters, and of their two moments."""
+    optimizer = engine._optimizer if hasattr(engine, "_scorer") else engine._state.optimizer._adamw
+    parameters = sum(tensor.numel() * 4 for tensor in model_of(engine).parameters())
+    moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    return parameters, moments
+
+
+BACKENDS = ("fsdp", "megatron", "torchtitan")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_modes_take_gradients_home_and_back(tmp_path, backend):
+    engine, away = built(tmp_path, backend), torch.device("cpu", 0)  # to an engine not the place where it computes
+    places = engine._places if hasattr(engine, "_scorer") else engine._state.places
+    engine.forward_backward_batch(DATA, sft_loss)
+    engine.to(away)
+    with engine.eval_mode():
+        assert places["model"] != away
+        engine.forward_backward_batch(DATA, sft_loss, forward_only=True)
+    with engine.train_mode():
+        assert away not in places.values()
+        engine.forward_backward_batch(DATA, sft_loss)
+    assert set(places.values()) == {away}
+    with pytest.raises(ConfigError, match="Gradients lie where") if backend != "megatron" else nullcontext():
+        engine.to("cpu", grad=False)
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_optimizer_state_that_is_moved_leaves_nothing_behind(tmp_path, backend):
+    engine = built(tmp_path, backend)
+    engine.forward_backward_batch(DATA, sft_loss)
+    engine.optimizer_step()
+    parameters, moments = sizes_of(engine)
+    assert moments > 2 * parameters - 1
+    assert freed_by(lambda: engine.to("meta", model=False, optimizer=True, grad=False)) == moments
+    if backend == "megatron":  # its gradients have a buffer of their own
+        assert freed_by(lambda: engine.to("meta", model=False, optimizer=False, grad=True)) == parameters
+    else:
+        assert freed_by(engine.optimizer_zero_grad) == parameters
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])  # FSDP keeps its shards where it is sent nowhere (to meta)
+def test_a_frozen_model_that_is_moved_leaves_nothing_behind(tmp_path, backend):
+    engine = built(tmp_path, backend, optimizer=None)
+    engine.forward_backward_batch(DATA, None)
+    parameters = sum(tensor.numel() * 4 for tensor in model_of(engine).parameters())
+    assert freed_by(lambda: engine.to("meta")) >= parameters
+    engine.close()
+
+
+def take_steps(engine):
+    """Norms of three steps, and the weights after them."""
+    norms = []
+    with engine.train_mode():
+        for _ in range(3):
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(DATA, sft_loss)
+            norms.append(engine.optimizer_step())
+    return norms, {name: tensor.cpu().clone() for name, tensor in engine.get_per_tensor_param()[0]}
+
+
+def test_cpu_offload_without_a_gpu_is_refused(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to offload from")
+    with pytest.raises(ConfigError, match="cpu_offload is true and there is no GPU: everything lies on the CPU"):
+        built(tmp_path, cpu_offload=True)
+
+
+def test_cpu_offload_is_what_every_layer_is_sharded_with(tmp_path, monkeypatch):
+    """As if there were a GPU: the policy is FSDP's, on all parameters, and steps are those without it."""
+    plain = built(tmp_path)
+    want = take_steps(plain)
+    plain.close()
+    monkeypatch.setattr(fsdp, "has_gpu", lambda: True)
+    engine = built(tmp_path, cpu_offload=True)
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in find_sharded(engine)]
+    assert len(groups) == 3  # two layers, and the rest
+    assert all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
+    assert sum(len(group.fsdp_params) for group in groups) == len(list(engine._scorer.parameters()))
+    norms, weights = take_steps(engine)
+    assert norms == pytest.approx(want[0], rel=1e-5)
+    torch.testing.assert_close(weights, want[1], rtol=1e-5, atol=1e-6)
+    engine.save_checkpoint(tmp_path / "checkpoint", 3)
+    take_steps(engine)
+    assert engine.load_checkpoint(tmp_path / "checkpoint") == 3
+    torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), weights, rtol=0, atol=0)
+    engine.close()
+
+
+def find_sharded(engine):
+    return [module for module in engine._scorer.modules() if isinstance(module, FSDPModule)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cpu_offload_keeps_parameters_gradients_and_moments_off_the_gpu(tmp_path):
+    plain = built(tmp_path)
+    want = take_steps(plain)
+    plain.close()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = built(tmp_path, cpu_offload=True)
+    norms, weights = take_steps(engine)
+    assert norms == pytest.approx(want[0], rel=1e-4)
+    torch.testing.assert_close(weights, want[1], rtol=1e-4, atol=1e-5)
+    local = [parameter.to_local() for parameter in engine._scorer.parameters()]
+    moments = [value.to_local() for state in engine._optimizer.state.values() for value in state.values() if value.ndim]
+    assert not any(tensor.is_cuda for tensor in [*local, *moments])
+    parameters, _ = sizes_of(engine)
+    assert torch.cuda.memory_allocated() - before < parameters
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offload_empties_the_gpu_and_modes_bring_everything_back(tmp_path, backend):
+    engine = built(tmp_path, backend)
+    engine.forward_backward_batch(DATA, sft_loss)
+    engine.optimizer_step()
+    torch.cuda.synchronize()
+    before, (parameters, moments) = torch.cuda.memory_allocated(), sizes_of(engine)
+    engine.to("cpu", model=False, optimizer=True, grad=False)
+    assert before - torch.cuda.memory_allocated() >= moments
+    engine.to("cpu")
+    assert before - torch.cuda.memory_allocated() >= moments + 2 * parameters  # and the gradients
+    with engine.train_mode():
+        assert all(parameter.is_cuda for parameter in model_of(engine).parameters())
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(DATA, sft_loss)
+        engine.optimizer_step()
+    assert not any(parameter.is_cuda for parameter in model_of(engine).parameters())
+    engine.close()
