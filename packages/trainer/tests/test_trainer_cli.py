@@ -3,6 +3,7 @@
 import json
 import platform
 import resource
+import signal
 import subprocess
 import sys
 
@@ -256,3 +257,40 @@ def test_errors_of_the_disk_and_of_the_packages_are_sentences_and_mistakes_are_n
     assert sentence_of(PeerLostError("receiver 3 went away")) == "receiver 3 went away"
     assert sentence_of(ZeroDivisionError("division by zero")) is None
     assert sentence_of(KeyError("x")) is None
+
+
+AT_AN_IMPORT = """
+import os, signal, sys
+class Strike:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), int(sys.argv[2]))
+sys.meta_path.insert(0, Strike())
+from rl_trainer import cli
+raise SystemExit(getattr(cli, sys.argv[3])(sys.argv[4:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "told", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "ended by SIGTERM", 143)]
+)
+@pytest.mark.parametrize(
+    ("command", "program", "module"),
+    [
+        ("main", "rl-train", "rl_trainer.errors"),
+        ("main", "rl-train", "rl_trainer.config"),
+        ("main", "rl-train", "rl_trainer.job"),
+        ("main_eval", "rl-eval", "rl_trainer.config"),
+        ("main_sample", "rl-sample", "rl_trainer.config"),
+    ],
+)
+def test_a_signal_during_an_import_is_answered_with_a_sentence(number, told, code, command, program, module):
+    line = [sys.executable, "-c", AT_AN_IMPORT, module, str(int(number)), command, "quickstart"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (code, f"{program}: {told}\n")
+
+
+def test_what_is_imported_with_the_commands_takes_no_time():
+    told = "import sys, rl_trainer.cli; print(*(name for name in ('pydantic', 'yaml', 'torch') if name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout == "\n"

@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 from rich.console import Console
 
+from rl_trainer import checkpoints
 from rl_trainer.config import load_config
 from rl_trainer.errors import InputError
 from rl_trainer.metrics import StepRecord
@@ -54,6 +55,23 @@ def test_console_and_jsonl(run):
     lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["metrics"] == {"policy_loss": -0.5}
+
+
+def test_the_evaluation_with_which_a_run_goes_on_is_there_once(run):
+    def steps():
+        lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line["accuracy"]) for line in lines]
+
+    again = {step: StepRecord.of_evaluation(step, 0.7, {}, position=0) for step in (0, 1, 2)}
+    with TrackerGroup(run, {}) as trackers:
+        trackers.log(again[0])
+        trackers.log(record(1))
+        for _ in range(2):  # it went on from step 1 twice
+            checkpoints.forget_after(run.output_dir, 1)
+            trackers.log(again[1])
+        trackers.log(record(2, accuracy=0.75))
+        trackers.log(again[2])
+    assert steps() == [(0, 0.7), (1, None), (1, 0.7), (2, 0.75)]
 
 
 def test_tensorboard(run):

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_rollout.errors import ServerStartError
@@ -31,6 +32,8 @@ TERMINATE_S = 8.0
 """How long a guarded group may take to end after SIGTERM, seconds."""
 STOP_TIMEOUT_S = 10.0
 """How long a process may take to end by itself before it is killed, seconds."""
+STOPPED_S = 10.0
+"""How long a process of a group may be stopped (SIGSTOP) before its server is taken for lost, seconds."""
 EXIT_CHECK_S = 0.02
 """How often it is looked whether a process has ended, seconds."""
 
@@ -64,6 +67,7 @@ class ServerProcess:
         self._process: subprocess.Popen[str] | None = None
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._first_errors: list[str] = []
+        self._stopped_since: dict[int, float] = {}
         self._reader = threading.Thread(target=self._read, name="rl-rollout-log", daemon=True)
 
     @property
@@ -85,6 +89,22 @@ class ServerProcess:
     def returncode(self) -> int | None:
         """How it ended; None while it runs."""
         return None if self._process is None else self._process.poll()
+
+    def told_stopped(self) -> str | None:
+        """A sentence on a process of this session that is stopped since `STOPPED_S` or longer, as far as calls saw it.
+
+        A stopped process ends nothing and answers nothing, so that all else waits for it. Always None where there is
+        no /proc.
+        """
+        now, stopped = time.monotonic(), _stopped_of_session(self.pid)
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped_since.items():
+            if now - since >= STOPPED_S:
+                return self._told(
+                    f"process {pid} ({stopped[pid]}) of {self._name} is stopped since {now - since:.0f} s (SIGSTOP); "
+                    f"end it, or let it go on by `kill -CONT {pid}`"
+                )
+        return None
 
     def start(self) -> None:
         """Start it.
@@ -173,6 +193,18 @@ class ServerProcess:
         return f"{what}; " + (f"its first errors:{first}\n" if first else "") + f"its last lines:{lines}"
 
 
+def _stopped_of_session(session: int) -> dict[int, str]:
+    """Names of stopped processes of a session, by process id; one that a debugger holds for a moment is none."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat") if session else ():
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = entry.read_text().partition("(")[2].rpartition(")")
+            state, _, _, its_session = rest.split()[:4]
+            if state == "T" and int(its_session) == session:
+                found[int(entry.parent.name)] = name
+    return found
+
+
 def main(command: list[str]) -> int:
     """Guard a command; returns its exit code."""
     signal.signal(signal.SIGTERM, _stay)  # a handler, and not SIG_IGN, which the command would inherit
@@ -190,6 +222,7 @@ def _stay(number: int, frame: object) -> None:
 def _end_with_stdin() -> None:
     os.read(sys.stdin.fileno(), 1)  # nothing is ever written to it: this returns when the other end is closed
     os.killpg(0, signal.SIGTERM)
+    os.killpg(0, signal.SIGCONT)  # one that is stopped takes the other signal then
     time.sleep(TERMINATE_S)
     os.killpg(0, signal.SIGKILL)
 

@@ -274,12 +274,15 @@ def has_lines(output_dir: Path) -> bool:
 
 
 def forget_after(output_dir: Path, step: int) -> None:
-    """Take later steps, and a torn line, out of a run's logs and samples: those steps will be taken again."""
+    """Take later steps, and a torn line, out of a run's logs and samples: those steps will be taken again.
+
+    So will the evaluation with which an earlier process went on from `step`.
+    """
     samples.forget_after(output_dir, step)
     for log in (output_dir / name for name in LOGS):
         if not log.is_file():
             continue
-        lines = [line for line in log.read_text().splitlines() if _step_of(line) <= step]
+        lines = [line for line in log.read_text().splitlines() if _time_of(line) <= step]
         shorter = log.with_suffix(".unfinished")
         shorter.write_text("".join(f"{line}\n" for line in lines))
         shorter.replace(log)
@@ -294,8 +297,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _step_of(line: str) -> float:
+def _time_of(line: str) -> float:
+    """The step of a line of a log; an evaluation alone comes half a step later."""
     try:
-        return json.loads(line)["step"]
+        found = json.loads(line)
     except json.JSONDecodeError:  # the process was killed while it wrote the line
         return float("inf")
+    is_evaluation = found.get("reward", 0.0) is None and not found["metrics"]
+    return found["step"] + (0.5 if is_evaluation and found["step"] else 0.0)

@@ -1,29 +1,89 @@
 """The command lines: `rl-train RECIPE [key=value ...]`, `rl-eval RECIPE ...`, `rl-sample RECIPE ...` or `OUTPUT_DIR`.
 
-Bad input ends with one sentence and exit code 2 before anything is started.
+Exit codes: 0 done, 1 it failed, 2 bad input (one sentence, before anything is started), 130 Ctrl-C, 143 SIGTERM.
+What takes long to import is imported inside: from the first moment on a signal is answered with a sentence.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import yaml
-
-from rl_trainer._memory import keep_freed_memory
-from rl_trainer.config import RECIPES, as_tree, load_config
-from rl_trainer.errors import ConfigError, InputError, sentence_of
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from rl_trainer.config import Config
 
 
+class _Main(Protocol):
+    """A command line: takes its arguments, `sys.argv`'s without them, and returns the exit code."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+def _command(program: str) -> Callable[[_Main], _Main]:
+    """Give a command line the exit codes and sentences that all of them have."""
+
+    def decorate(body: _Main) -> _Main:
+        @wraps(body)
+        def command(argv: Sequence[str] | None = None) -> int:
+            ended: list[int] = []
+
+            def on_sigterm(number: int, frame: FrameType | None) -> None:
+                ended.append(number)
+                raise KeyboardInterrupt
+
+            takes_signals = threading.current_thread() is threading.main_thread()
+            before = signal.signal(signal.SIGTERM, on_sigterm) if takes_signals else None
+            try:
+                return _answered(program, body, argv)
+            except KeyboardInterrupt:
+                if not ended:
+                    print(f"{program}: interrupted", file=sys.stderr)
+                    return 128 + signal.SIGINT
+            except SystemExit as end:
+                if end.code != signal.SIGTERM:  # of the handler that `ray.init` installs in the place of ours
+                    raise
+            finally:
+                if takes_signals:
+                    signal.signal(signal.SIGTERM, before)
+            print(f"{program}: ended by SIGTERM", file=sys.stderr)
+            return 128 + signal.SIGTERM
+
+        return command
+
+    return decorate
+
+
+def _answered(program: str, body: _Main, argv: Sequence[str] | None) -> int:
+    from rl_trainer.errors import InputError, sentence_of
+
+    try:
+        return body(argv)
+    except InputError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if (told := sentence_of(error)) is None:
+            raise
+        print(f"{program}: {told}", file=sys.stderr)
+        return 1
+
+
+@_command("rl-train")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    """Run the command and return its exit code."""
+    import yaml
+
+    from rl_trainer._memory import keep_freed_memory
+    from rl_trainer.config import RECIPES, as_tree, load_config
+
     recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     parser = argparse.ArgumentParser(
         prog="rl-train", description="Reinforcement-learning post-training of a language model."
@@ -48,30 +108,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [*arguments.overrides, *([f"runtime={arguments.runtime}"] if arguments.runtime else [])]
     overrides += ["tracking.profile=true"] if arguments.profile else []
     keep_freed_memory()
-    try:
-        if arguments.verify is not None:
-            return _verify(Path(arguments.verify))
-        config = load_config(arguments.recipe, overrides)
-        if arguments.print_config:
-            print(yaml.safe_dump(as_tree(config), sort_keys=False))
-            return 0
-        from rl_trainer.job import plan, resumed, run
+    if arguments.verify is not None:
+        return _verify(Path(arguments.verify))
+    config = load_config(arguments.recipe, overrides)
+    if arguments.print_config:
+        print(yaml.safe_dump(as_tree(config), sort_keys=False))
+        return 0
+    from rl_trainer.job import plan, resumed, run
 
-        if arguments.dry_run:
-            plan(resumed(config) if arguments.resume else config, is_resumed=arguments.resume)
-            return 0
-        return 130 if run(config, resume=arguments.resume)["interrupted"] else 0
-    except InputError as error:
-        print(f"rl-train: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        if (told := sentence_of(error)) is None:
-            raise
-        print(f"rl-train: {told}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("rl-train: interrupted", file=sys.stderr)
-        return 130
+    if arguments.dry_run:
+        plan(resumed(config) if arguments.resume else config, is_resumed=arguments.resume)
+        return 0
+    return 130 if run(config, resume=arguments.resume)["interrupted"] else 0
 
 
 def _verify(folder: Path) -> int:
@@ -90,6 +138,7 @@ def _verify(folder: Path) -> int:
     return 1 if any(lines for _, lines in found) else 0
 
 
+@_command("rl-eval")
 def main_eval(argv: Sequence[str] | None = None) -> int:
     """Measure a policy on a recipe's held-out rows; exit codes as those of `main`."""
     parser = argparse.ArgumentParser(prog="rl-eval", description="Accuracy, pass@k and maj@k of a policy.")
@@ -102,37 +151,33 @@ def main_eval(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", help="a rollout server that runs already, instead of one that is started")
     parser.add_argument("--output", help="also write every row's rewards and answers to this JSONL file")
     arguments = parser.parse_intermixed_args(argv)
+    import asyncio
+    import json
+    from dataclasses import asdict
+
+    from rl_trainer.errors import ConfigError, InputError
+    from rl_trainer.evaluate import sample, summarise
+
     try:
         ks = [int(k) for k in arguments.k.split(",")]
         if not 0 < min(ks) <= max(ks) <= arguments.samples:
             raise ConfigError(f"--k={arguments.k} must lie between 1 and --samples={arguments.samples}")
         config = _config_of_a_policy(arguments.recipe, arguments.overrides)
-        import asyncio
-        import json
-        from dataclasses import asdict
-
-        from rl_trainer.evaluate import sample, summarise
-
         problems = asyncio.run(
             sample(config, Path(str(config.model.path)), num_samples=arguments.samples, url=arguments.url)
         )
-        if arguments.output:
-            Path(arguments.output).write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
-        for name, estimate in summarise(problems, ks).items():
-            print(f"{name:12s} {estimate.mean:.3f} +- {estimate.half_width:.3f}")
-        num_failed = sum(problem.num_failed for problem in problems)
-        print(f"{'rows':12s} {len(problems)}, {num_failed} of {len(problems) * arguments.samples} completions failed")
-        return 0
-    except (InputError, ValueError) as error:
-        print(f"rl-eval: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        if (told := sentence_of(error)) is None:
-            raise
-        print(f"rl-eval: {told}", file=sys.stderr)
-        return 1
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if arguments.output:
+        Path(arguments.output).write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
+    for name, estimate in summarise(problems, ks).items():
+        print(f"{name:12s} {estimate.mean:.3f} +- {estimate.half_width:.3f}")
+    num_failed = sum(problem.num_failed for problem in problems)
+    print(f"{'rows':12s} {len(problems)}, {num_failed} of {len(problems) * arguments.samples} completions failed")
+    return 0
 
 
+@_command("rl-sample")
 def main_sample(argv: Sequence[str] | None = None) -> int:
     """Show samples: those that a run kept, or fresh ones of a policy; exit codes as those of `main`."""
     parser = argparse.ArgumentParser(prog="rl-sample", description="Look at samples of a run, or of a policy.")
@@ -144,15 +189,16 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, help="of a recipe: completions per row, 1 by default")
     parser.add_argument("--url", help="of a recipe: a rollout server that runs already")
     arguments = parser.parse_intermixed_args(argv)
+    from rich.console import Console
+
+    from rl_trainer import show
+    from rl_trainer.errors import ConfigError, InputError
+
+    order, count = arguments.order, arguments.count
+    samples = 1 if arguments.samples is None else arguments.samples
+    if min(count, samples) < 1:
+        raise ConfigError(f"--count={count} and --samples={samples} must be at least 1")
     try:
-        from rich.console import Console
-
-        from rl_trainer import show
-
-        order, count = arguments.order, arguments.count
-        samples = 1 if arguments.samples is None else arguments.samples
-        if min(count, samples) < 1:
-            raise ConfigError(f"--count={count} and --samples={samples} must be at least 1")
         if Path(arguments.source).is_dir():
             if arguments.samples or arguments.url or arguments.overrides:
                 raise ConfigError(f"{arguments.source} is a run: --samples, --url and key=value are of a recipe")
@@ -162,19 +208,15 @@ def main_sample(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError("--step is of a run, and a recipe was given")
             config = _config_of_a_policy(arguments.source, arguments.overrides)
             found = show.fresh(config, url=arguments.url, order=order, count=count, num_samples=samples)
-        show.show(Console(), found)
-        return 0
-    except (InputError, ValueError) as error:
-        print(f"rl-sample: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        if (told := sentence_of(error)) is None:
-            raise
-        print(f"rl-sample: {told}", file=sys.stderr)
-        return 1
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    show.show(Console(), found)
+    return 0
 
 
 def _config_of_a_policy(recipe: str, overrides: Sequence[str]) -> Config:
+    from rl_trainer.config import load_config
+    from rl_trainer.errors import ConfigError
     from rl_trainer.preflight import check_model
 
     config = load_config(recipe, overrides)

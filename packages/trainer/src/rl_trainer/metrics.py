@@ -69,6 +69,11 @@ class StepRecord:
     """Seconds per phase."""
 
     @property
+    def is_evaluation(self) -> bool:
+        """Whether it holds nothing but an evaluation."""
+        return self.reward is None and not self.metrics
+
+    @property
     def wall_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.phase_s.values())

@@ -26,6 +26,7 @@ from rl_rollout import (
     WeightUpdateError,
     connect_server,
     create_server,
+    process,
 )
 from rl_rollout.testing import load_weights
 
@@ -113,6 +114,31 @@ def test_a_server_that_is_killed_is_told_and_leaves_nothing_behind(qwen3_folder)
     child, folder = asyncio.run(scenario())
     assert not Path(f"/proc/{child}").exists()
     assert not folder.exists()
+
+
+def test_a_server_that_is_stopped_is_found_by_its_health_check_and_may_go_on_before(qwen3_folder, monkeypatch):
+    monkeypatch.setattr(process, "STOPPED_S", 1.0)
+
+    async def scenario():
+        server = create_server("vllm", fake_vllm_config(qwen3_folder))
+        client = connect_server((await server.start()).url)
+        child = int(children(server.process.pid)[0])
+        os.kill(child, signal.SIGSTOP)
+        await client.check_health()  # stopped a moment ago: it may go on
+        os.kill(child, signal.SIGCONT)
+        await asyncio.sleep(1.2)
+        await client.check_health()
+        os.kill(child, signal.SIGSTOP)
+        await client.check_health()
+        await asyncio.sleep(1.2)
+        with pytest.raises(ServerLostError, match=rf"process {child} \(python.*\) of .* is stopped since 1 s"):
+            await client.check_health()
+        await client.stop()
+        await server.stop()
+        return child
+
+    child = asyncio.run(scenario())
+    assert not Path(f"/proc/{child}").exists(), "a stopped server was left behind"
 
 
 def test_it_ends_with_the_process_that_started_it(qwen3_folder):

@@ -47,8 +47,13 @@ class TrackerGroup:
                 ) from error
 
     def log(self, record: StepRecord) -> None:
-        """Take one step's record."""
-        with (self._run.output_dir / "metrics.jsonl").open("a") as file:
+        """Take one step's record; the evaluation with which a run goes on is no news where its step's line has one."""
+        log = self._run.output_dir / "metrics.jsonl"
+        if record.is_evaluation and log.is_file():
+            lines = map(json.loads, log.read_text().splitlines())
+            if any(line["step"] == record.step and line["accuracy"] is not None for line in lines):
+                return
+        with log.open("a") as file:
             file.write(json.dumps(_line(record)) + "\n")
         for name, tracker in list(self._trackers.items()):
             try:

@@ -285,9 +285,11 @@ class ExternalServer(RolloutServer):
         await self.process.end(grace_s=STOP_TIMEOUT_S)
 
     async def check_health(self) -> None:
-        """See `RolloutServer.check_health`: whether what it started has ended."""
+        """See `RolloutServer.check_health`: whether what it started has ended, or is stopped for 10 s already."""
         if self.process.returncode is not None:
             raise ServerLostError(self.process.told_end())
+        if (told := self.process.told_stopped()) is not None:
+            raise ServerLostError(told)
 
     # ---- requests
 
