@@ -2,10 +2,13 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +18,19 @@ from rl_trainer.base import Call, Dispatch, ResourcePool, WorkerContext, registe
 from rl_trainer.dispatch import Mesh, join, spread
 from rl_trainer.errors import PlacementError, WorkerDiedError, WorkerTimeoutError
 from rl_trainer.runtime import create_runtime
+from rl_trainer.runtime._network import free_address
 from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.runtime.ray import _init_patiently
 from rl_trainer.testing import RuntimeConformance
+
+
+def test_a_port_that_is_found_is_given_to_nobody_else_meanwhile():
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    with ExitStack() as stack:
+        for _ in range(20):
+            host, port = free_address("127.0.0.1")
+            assert not low <= port <= high, "the kernel may give it to whoever asks for any port"
+            stack.enter_context(socket.create_server((host, port)))
 
 
 class Counter:

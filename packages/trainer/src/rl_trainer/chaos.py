@@ -13,6 +13,9 @@ bit for bit, those of a run without faults; is every checkpoint whole; is no pro
 | `inline` | everything, in one process (`runtime=inline`). `sync` alone |
 | `ray` | everything, each in its own process (`runtime=ray`). All three pipelines |
 
+With `--chain N` a run takes up to N faults one after the other: the next one strikes when a whole step has been
+taken since, in the same process or in the one that `--resume` made of it. Everything is asked at the end of the chain.
+
 Run as root on Linux, it has a /dev/shm and a small disk of its own (a mount namespace); as anybody else it leaves out
 full disks, and does not look for shared memory that was left.
 """
@@ -40,7 +43,7 @@ import time
 import traceback
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +52,9 @@ if TYPE_CHECKING:
 
 PIPELINES = ("sync", "one_step_off", "fully_async")
 STEPS, BATCH = 4, 2
-DISK_BYTES = 64 << 20
+STEPS_OF_A_LINK = 4
+"""Of a chain, for each of its trials; those that do not come to their turn are the next chain's."""
+DISK_BYTES = 256 << 20
 _MARK = "RL_CHAOS_TRIAL"
 _STEP_PHASES = {
     "sync": ("generate", "yield_memory", "advantage", "update", "weight_sync", "checkpoint", "state file"),
@@ -100,7 +105,8 @@ class Outcome:
     sentence: str = ""
     """The last line that it wrote, if it failed."""
     seconds: float = 0.0
-    """From the fault to the end of the first process; from its start to its end for `--resume`, where that ended."""
+    """From the fault to the end of the first process; from its start to its end for `--resume`, where that ended. In a
+    chain: to the end of the first whole step after it, of the same process or, from its start, of the next one."""
     resumed: bool = False
     """Whether a second process went on."""
     problems: list[str] = field(default_factory=list[str])
@@ -136,30 +142,57 @@ def _draw_trial(number: int, stage: str, draw: random.Random) -> Trial:
 # Inside the run
 
 
-class _Fault:
-    """Strikes once, when the controller has reached its phase often enough."""
+class _Faults:
+    """Strike one after the other, each when the controller has reached its phase often enough.
 
-    def __init__(self, trial: Trial, output_dir: Path, note: Path) -> None:
-        self._trial, self._output_dir, self._note, self._count = trial, output_dir, note, 0
+    Args:
+        trials: In their order. The next one counts from when a whole step was taken after the one before.
+        output_dir: Of the run.
+        notes: Folder of what happened when: `fired-NUMBER`, `missed-NUMBER` if the target was not there,
+            `settled-NUMBER` when a whole step was taken since, and `began` when this process had taken its first.
+    """
+
+    def __init__(self, trials: Sequence[Trial], output_dir: Path, notes: Path) -> None:
+        self._trials, self._output_dir, self._notes = list(trials), output_dir, notes
+        self._count = self._num_checkpoints = 0
+        self._unsettled: Trial | None = None
+        self._has_struck = False
 
     def at(self, phase: str) -> None:
         """The controller begins a phase."""
-        if phase != self._trial.phase:
+        if phase == "checkpoint":
+            self._end_of_step()
+        if self._unsettled is not None or not self._trials or phase != self._trials[0].phase:
             return
         self._count += 1
-        if self._count != self._trial.occurrence:
+        if self._count != self._trials[0].occurrence:
             return
-        if self._trial.delay_s:
-            threading.Timer(self._trial.delay_s, self._strike).start()
+        trial = self._unsettled = self._trials.pop(0)
+        self._count, self._has_struck = 0, False
+        if trial.delay_s:
+            threading.Timer(trial.delay_s, self._strike, [trial]).start()
         else:
-            self._strike()
+            self._strike(trial)
 
-    def _strike(self) -> None:
-        fault, me = self._trial.fault, os.getpid()
-        target = me if self._trial.target == "controller" else _process_of(self._trial.target)
+    def _end_of_step(self) -> None:
+        if not (self._notes / "began").exists():
+            (self._notes / "began").write_text(str(time.time()))
+        self._num_checkpoints += 1
+        if (
+            self._unsettled is not None and self._has_struck and self._num_checkpoints == 2
+        ):  # of the step that was under way, and one more
+            (self._notes / f"settled-{self._unsettled.number}").write_text(str(time.time()))
+            self._unsettled = None
+
+    def _strike(self, trial: Trial) -> None:
+        fault, me = trial.fault, os.getpid()
+        self._num_checkpoints, self._has_struck = 0, True
+        target = me if trial.target == "controller" else _process_of(trial.target)
         if target is None:
+            (self._notes / f"missed-{trial.number}").touch()
+            self._unsettled = None
             return
-        self._note.write_text(json.dumps({"at": time.time(), "pid": target}))
+        (self._notes / f"fired-{trial.number}").write_text(json.dumps({"at": time.time(), "pid": target}))
         if fault in ("kill", "bit flip"):
             os.kill(target, signal.SIGKILL)
         elif fault == "stop":
@@ -174,8 +207,8 @@ class _Fault:
             _drop_connections(target)
 
 
-def _arm(fault: _Fault) -> None:
-    """Let the phases of this process tell `fault`."""
+def _arm(faults: _Faults) -> None:
+    """Let the phases of this process tell `faults`."""
     from rl_trainer import checkpoints
     from rl_trainer.metrics import PhaseTimer
 
@@ -185,15 +218,15 @@ def _arm(fault: _Fault) -> None:
     @contextmanager
     def told(self: PhaseTimer, name: str) -> Generator[None]:
         with phase(self, name):
-            fault.at(name)
+            faults.at(name)
             yield
 
     def saved(*given: Any) -> None:
-        fault.at("checkpoint")
+        faults.at("checkpoint")
         save(*given)
 
     def sealed(*given: Any) -> None:
-        fault.at("state file")
+        faults.at("state file")
         seal(*given)
 
     PhaseTimer.phase = told
@@ -254,64 +287,116 @@ class Chaos:
         deadline_s: Longest life of a process.
         has_own_disk: Whether the runs' folder is a small disk that may be filled.
         note: Takes one line of progress at a time.
+        references: Folder of runs without faults, which are kept for the next time; None: each time anew.
     """
 
     def __init__(
-        self, work: Path, model: Path, *, deadline_s: float, has_own_disk: bool, note: Callable[[str], None]
+        self,
+        work: Path,
+        model: Path,
+        *,
+        deadline_s: float,
+        has_own_disk: bool,
+        note: Callable[[str], None],
+        references: Path | None = None,
     ) -> None:
         self._work, self._model, self._deadline_s = work, model, deadline_s
-        self.has_own_disk, self._note = has_own_disk, note
-        self._undisturbed: dict[tuple[str, str], tuple[list[Any], dict[int, Any]]] = {}
+        self.has_own_disk, self._note, self._references = has_own_disk, note, references
+        self._undisturbed: dict[_Job, tuple[list[Any], dict[int, Any]]] = {}
 
-    def run(self, trial: Trial) -> Outcome:
-        """One trial, and everything that is asked after it."""
-        self._reference(trial)
-        outcome = Outcome(trial=trial)
-        folder = self._work / f"trial-{trial.number}"
+    def run(self, trials: Sequence[Trial]) -> list[Outcome]:
+        """One trial, or a chain of them on one run, and everything that is asked after it.
+
+        Returns:
+            Of each that struck, or whose target was not there; of a single trial in any case.
+        """
+        outcomes = [Outcome(trial=trial) for trial in trials]
+        is_chain, folder = len(trials) > 1, self._work / f"trial-{trials[0].number}"
         disk = folder / "disk"
         disk.mkdir(parents=True)
         try:
-            with _small_disk(disk) if self.has_own_disk and trial.fault == "full disk" else _nothing():
-                self._run(trial, outcome, folder, disk / "out")
+            job = _Job(trials[0].stage, trials[0].pipeline, STEPS_OF_A_LINK * len(trials) if is_chain else STEPS)
+            self._reference(job)
+            needs_disk = self.has_own_disk and any(trial.fault == "full disk" for trial in trials)
+            with _small_disk(disk) if needs_disk else _nothing():
+                self._run(job, outcomes, folder, disk / "out")
         except Exception:  # noqa: BLE001 - a trial that cannot be judged is a problem to be looked at
-            outcome.problems.append(traceback.format_exc())
-        if not outcome.problems:
+            outcomes[-1].problems.append(traceback.format_exc())
+        if not any(outcome.problems for outcome in outcomes):
             shutil.rmtree(folder, ignore_errors=True)
-        return outcome
+        seen = [one for one in outcomes if one.ended or one.problems]
+        return seen if is_chain else outcomes
 
-    def _run(self, trial: Trial, outcome: Outcome, folder: Path, output_dir: Path) -> None:
-        note = folder / "fired"
-        before = _shared_memory()
-        status, _ = self._process(trial, output_dir, folder / "first.log", note)
+    def _run(self, job: _Job, outcomes: list[Outcome], folder: Path, output_dir: Path) -> None:
+        before, waiting = _shared_memory(), list(outcomes)
+        unsettled: Outcome | None = None
+        for number in range(len(outcomes) + 2):
+            notes = folder / f"notes-{number}"
+            notes.mkdir()
+            log, start = folder / f"{number}.log", time.time()
+            status, seconds = self._process(job, [one.trial for one in waiting], output_dir, log, notes)
+            if unsettled is not None:
+                began = notes / "began"
+                is_chain = len(outcomes) > 1 and began.exists()
+                unsettled.seconds = float(began.read_text()) - start if is_chain else seconds
+            unsettled = self._take_notes(waiting, notes, log, status)
+            how, sentence = self._ended(unsettled and unsettled.trial, status, log)
+            if how == "recovered":
+                break
+            struck = [one for one in outcomes if one.fired]
+            blamed = unsettled or (struck[-1] if struck else outcomes[0])
+            if how == "sentence" and struck:  # a fault may show later than after a whole step
+                blamed.ended, blamed.sentence = how, sentence
+            elif unsettled is None or how not in ("killed", "stopped"):
+                blamed.problems.append(f"process {number} {how}: {sentence}")
+            if not struck:
+                break
+            unsettled = blamed
+            with suppress(FileNotFoundError):
+                (output_dir.parent / "filler").unlink()
+            if unsettled.trial.fault == "bit flip":
+                self._flip(job, unsettled, output_dir, folder)
+            unsettled.resumed = True
+        last = next((one for one in reversed(outcomes) if one.ended), outcomes[-1])
+        problems = self._judge(job, output_dir)
+        problems += [f"left in /dev/shm: {name}" for name in _shared_memory() - before]
+        if len(outcomes) == 1:
+            outcomes[0].ended = outcomes[0].ended or "recovered"
+        elif problems:
+            problems.append(f"after trials {[one.trial.number for one in outcomes if one.ended]} in this order")
+        last.problems += problems
+
+    def _take_notes(self, waiting: list[Outcome], notes: Path, log: Path, status: int) -> Outcome | None:
+        """Take those that had their turn off `waiting`; returns the one after which no whole step was taken."""
+        unsettled: Outcome | None = None
         ended = time.time()
-        outcome.fired = note.exists()
-        if outcome.fired:
-            outcome.seconds = ended - json.loads(note.read_text())["at"]
-        outcome.ended, outcome.sentence = self._ended(trial, status, folder / "first.log")
-        if outcome.ended not in ("recovered", "sentence", "killed", "stopped"):
-            outcome.problems.append(f"the first process {outcome.ended}: {outcome.sentence}")
-        with suppress(FileNotFoundError):
-            (output_dir.parent / "filler").unlink()
-        if trial.fault == "bit flip" and outcome.fired:
-            self._flip(trial, output_dir, outcome, folder)
-        if outcome.ended != "recovered":
-            status, seconds = self._process(
-                replace(trial, phase=""), output_dir, folder / "second.log", folder / "none"
-            )
-            outcome.resumed, outcome.seconds = True, seconds
-            how, sentence = self._ended(trial, status, folder / "second.log")
-            if how != "recovered":
-                outcome.problems.append(f"--resume {how}: {sentence}")
-        self._judge(trial, output_dir, outcome)
-        outcome.problems += [f"left in /dev/shm: {name}" for name in _shared_memory() - before]
+        while waiting:
+            outcome, number = waiting[0], waiting[0].trial.number
+            fired, settled = notes / f"fired-{number}", notes / f"settled-{number}"
+            if (notes / f"missed-{number}").exists():
+                outcome.ended = "recovered"
+            elif not fired.exists():
+                break
+            else:
+                at, outcome.fired = json.loads(fired.read_text())["at"], True
+                outcome.ended, outcome.seconds = "recovered", ended - at
+                if settled.exists():
+                    outcome.seconds = float(settled.read_text()) - at
+                else:
+                    outcome.ended, outcome.sentence = self._ended(outcome.trial, status, log)
+                    unsettled = None if outcome.ended == "recovered" else outcome
+            waiting.pop(0)
+        return unsettled
 
-    def _process(self, trial: Trial, output_dir: Path, log: Path, note: Path) -> tuple[int, float]:
+    def _process(
+        self, job: _Job, trials: Sequence[Trial], output_dir: Path, log: Path, notes: Path
+    ) -> tuple[int, float]:
         """A run to its end, or to the deadline: wait status and seconds. What it leaves is a problem, and ended."""
         gc.collect()
-        mark, start = f"{os.getpid()}-{trial.number}-{log.stem}", time.monotonic()
+        mark, start = f"{os.getpid()}-{log.parent.name}-{log.stem}", time.monotonic()
         pid = os.fork()
         if pid == 0:
-            self._child(trial, output_dir, log, note, mark)
+            self._child(job, trials, output_dir, log, notes, mark)
         status: int | None = None
         stopped: float | None = None
         while status is None:
@@ -344,7 +429,7 @@ class Chaos:
             with log.open("a") as file:
                 file.write(f"\nchaos: at the deadline\n{dump.stdout}\n")
 
-    def _child(self, trial: Trial, output_dir: Path, log: Path, note: Path, mark: str) -> None:
+    def _child(self, job: _Job, trials: Sequence[Trial], output_dir: Path, log: Path, notes: Path, mark: str) -> None:
         code = 70
         try:
             os.setsid()
@@ -352,16 +437,15 @@ class Chaos:
             target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             for stream in (1, 2):
                 os.dup2(target, stream)
-            if trial.phase:
-                _arm(_Fault(trial, output_dir, note))
-            if trial.stage == "standins":
+            _arm(_Faults(trials, output_dir, notes))
+            if job.stage == "standins":
                 from rl_trainer.testing import run_standins
 
-                code = run_standins(_settings(trial, output_dir, self._model), seed=trial.number)
+                code = run_standins(_settings(job, output_dir, self._model), seed=trials[0].number if trials else 0)
             else:
                 from rl_trainer import cli
 
-                code = cli.main(["quickstart", *_settings(trial, output_dir, self._model), "--resume"])
+                code = cli.main(["quickstart", *_settings(job, output_dir, self._model), "--resume"])
         except BaseException:  # noqa: BLE001 - written to the log, where the parent looks
             traceback.print_exc()
         finally:
@@ -374,7 +458,7 @@ class Chaos:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _ended(self, trial: Trial, status: int, log: Path) -> tuple[str, str]:
+    def _ended(self, trial: Trial | None, status: int, log: Path) -> tuple[str, str]:
         """In one word, and the last line."""
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
         last = lines[-1][:500] if lines else ""
@@ -384,8 +468,8 @@ class Chaos:
             left = [line.partition("behind: ")[2] for line in lines if line.startswith("chaos: left behind")]
             return "left processes behind", ", ".join(left)
         if os.WIFSIGNALED(status):
-            is_asked = trial.target == "controller" and os.WTERMSIG(status) == signal.SIGKILL
-            how = "stopped" if trial.fault == "stop" else "killed"
+            is_asked = trial and trial.target == "controller" and os.WTERMSIG(status) == signal.SIGKILL
+            how = "stopped" if trial and trial.fault == "stop" else "killed"
             return (how if is_asked else f"was ended by signal {os.WTERMSIG(status)}"), last
         if os.WEXITSTATUS(status) == 0:
             return "recovered", last
@@ -393,14 +477,15 @@ class Chaos:
         is_sentence = bool(found) and "Traceback" not in last and os.WEXITSTATUS(status) in (1, 2)
         return ("sentence", found[-1][:500]) if is_sentence else (f"ended with {os.WEXITSTATUS(status)}", last)
 
-    def _flip(self, trial: Trial, output_dir: Path, outcome: Outcome, folder: Path) -> None:
+    def _flip(self, job: _Job, outcome: Outcome, output_dir: Path, folder: Path) -> None:
         """Flip a bit of the newest checkpoint; where it is the only one, `--resume` has to refuse, and it is healed."""
         from rl_trainer import checkpoints
 
         found = checkpoints.complete(output_dir)
         if not found:
             return
-        draw = random.Random(trial.number)
+        number = outcome.trial.number
+        draw = random.Random(number)
         files = sorted(path for path in found[0].rglob("*") if path.is_file() and path.stat().st_size)
         file = draw.choice(files)
         written = file.read_bytes()
@@ -410,51 +495,68 @@ class Chaos:
         if not checkpoints.damage(found[0]):
             outcome.problems.append(f"a flipped bit of {file} was not found")
         if len(found) == 1:
-            status, _ = self._process(replace(trial, phase=""), output_dir, folder / "refused.log", folder / "none")
-            how, sentence = self._ended(trial, status, folder / "refused.log")
+            log, notes = folder / f"refused-{number}.log", folder / f"refused-{number}"
+            notes.mkdir()
+            status, _ = self._process(job, [], output_dir, log, notes)
+            how, sentence = self._ended(outcome.trial, status, log)
             if how != "sentence" or file.name not in sentence:
                 outcome.problems.append(f"with its only checkpoint damaged ({file}), --resume {how}: {sentence}")
             file.write_bytes(written)
 
-    def _judge(self, trial: Trial, output_dir: Path, outcome: Outcome) -> None:
+    def _judge(self, job: _Job, output_dir: Path) -> list[str]:
+        """What must not be, at the end of a run."""
         from rl_trainer import checkpoints
 
+        found, num_rows = list[str](), job.steps * BATCH
         prompts, losses = logs_of(output_dir)
-        wanted_prompts, wanted_losses = self._undisturbed[trial.stage, trial.pipeline]
+        wanted_prompts, wanted_losses = self._undisturbed[job]
         steps = [line["step"] for line in prompts]
         rows = [row for line in prompts for row in line["rows"]]
-        if steps != list(range(1, STEPS + 1)):
-            outcome.problems.append(f"steps of prompts.jsonl: {steps}")
-        if len(set(rows)) != len(rows) or len(rows) != STEPS * BATCH:
-            outcome.problems.append(f"rows of prompts.jsonl, of which each should be there once: {rows}")
-        if trial.stage == "standins" and set(rows) != set(range(STEPS * BATCH)):
-            outcome.problems.append(f"rows of prompts.jsonl: {sorted(rows)}")
-        if (
-            trial.stage != "standins"
-            and trial.pipeline == "sync"
-            and (prompts, losses) != (wanted_prompts, wanted_losses)
-        ):
-            outcome.problems.append(f"losses {losses}, rows {rows}; without a fault {wanted_losses}")
+        if steps != list(range(1, job.steps + 1)):
+            found.append(f"steps of prompts.jsonl: {steps}")
+        if len(set(rows)) != len(rows) or len(rows) != num_rows:
+            found.append(f"rows of prompts.jsonl, of which each should be there once: {rows}")
+        if job.stage == "standins" and set(rows) != set(range(num_rows)):
+            found.append(f"rows of prompts.jsonl: {sorted(rows)}")
+        if job.is_bitwise and (prompts, losses) != (wanted_prompts, wanted_losses):
+            found.append(f"losses {losses}, rows {rows}; without a fault {wanted_losses}")
         for folder in checkpoints.complete(output_dir):
-            outcome.problems += [f"at the end {line}" for line in checkpoints.damage(folder)]
+            found += [f"at the end {line}" for line in checkpoints.damage(folder)]
+        return found
 
-    def _reference(self, trial: Trial) -> None:
+    def _reference(self, job: _Job) -> None:
         """Run the same without a fault, once."""
-        key = trial.stage, trial.pipeline
-        if key in self._undisturbed:
+        if job in self._undisturbed:
             return
-        if trial.stage == "ray" and trial.pipeline != "sync":  # minutes, and nothing is compared with it
-            self._undisturbed[key] = [], {}
+        if job.stage == "ray" and not job.is_bitwise:  # minutes, and nothing is compared with it
+            self._undisturbed[job] = [], {}
             return
-        folder = self._work / f"undisturbed-{trial.stage}-{trial.pipeline}"
-        folder.mkdir()
-        calm = replace(trial, number=0, phase="")
-        status, seconds = self._process(calm, folder / "out", folder / "log", folder / "none")
-        how, sentence = self._ended(calm, status, folder / "log")
-        if how != "recovered":
-            raise RuntimeError(f"the run without a fault {how}: {sentence} ({folder / 'log'})")
-        self._undisturbed[key] = logs_of(folder / "out")
-        self._note(f"{trial.stage} {trial.pipeline} without a fault: {seconds:.1f} s")
+        kept = None if self._references is None else self._references / f"{job.stage}-{job.pipeline}-{job.steps}"
+        folder = kept or self._work / f"undisturbed-{job.stage}-{job.pipeline}-{job.steps}"
+        if not (folder / "whole").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / "notes").mkdir(parents=True)
+            status, seconds = self._process(job, [], folder / "out", folder / "log", folder / "notes")
+            how, sentence = self._ended(None, status, folder / "log")
+            if how != "recovered":
+                raise RuntimeError(f"the run without a fault {how}: {sentence} ({folder / 'log'})")
+            (folder / "whole").touch()
+            self._note(f"{job.stage} {job.pipeline} of {job.steps} steps without a fault: {seconds:.1f} s")
+        self._undisturbed[job] = logs_of(folder / "out")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The run that faults strike."""
+
+    stage: str
+    pipeline: str
+    steps: int
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether its losses are those of a run without faults."""
+        return self.stage != "standins" and self.pipeline == "sync"
 
 
 def logs_of(output_dir: Path) -> tuple[list[Any], dict[int, Any]]:
@@ -473,16 +575,17 @@ def logs_of(output_dir: Path) -> tuple[list[Any], dict[int, Any]]:
     }
 
 
-def _settings(trial: Trial, output_dir: Path, model: Path) -> list[str]:
+def _settings(job: _Job, output_dir: Path, model: Path) -> list[str]:
+    is_ray, num_rows = job.stage == "ray", max(60, job.steps * BATCH + 10)
     found = [
-        f"model.path={model}", f"output_dir={output_dir}", f"pipeline={trial.pipeline}", f"steps={STEPS}",
+        f"model.path={model}", f"output_dir={output_dir}", f"pipeline={job.pipeline}", f"steps={job.steps}",
         f"batch.batch_size={BATCH}", f"batch.mini_batch_size={BATCH}", "batch.group_size=2", "data.eval_size=2",
-        "data.options.num_rows=60", "save_every=1", "eval_every=0", "tracking.trackers=[]",
+        f"data.options.num_rows={num_rows}", "save_every=1", "eval_every=0", "tracking.trackers=[]",
         "engine.lr=1e-2", "engine.lr_warmup_steps=0", "algorithm.entropy_coef=0.1",
-        "heartbeat_s=30", f"timeout_s={300 if trial.stage == 'ray' else 60}",
+        f"heartbeat_s={20 if is_ray else 30}", f"timeout_s={300 if is_ray else 60}", f"max_restarts={job.steps}",
     ]  # fmt: skip
-    found += ["staleness.max_staleness=2"] if trial.pipeline == "fully_async" else []
-    return [*found, f"runtime={'ray' if trial.stage == 'ray' else 'inline'}"] if trial.stage != "standins" else found
+    found += ["staleness.max_staleness=2"] if job.pipeline == "fully_async" else []
+    return [*found, f"runtime={'ray' if is_ray else 'inline'}"] if job.stage != "standins" else found
 
 
 # Processes, memory, disks
@@ -616,6 +719,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=1, help="number of the first trial of the schedule to run")
     parser.add_argument("--deadline-s", type=float, default=120.0, help="longest life of a process")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no trial after so long")
+    parser.add_argument("--chain", type=int, default=1, help="faults that a run takes one after the other")
+    parser.add_argument("--keep", type=Path, help="folder of the model and of runs without faults, for the next time")
     parser.add_argument("--output", help="also write every trial to this JSON file, as they end")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print the table of such files, and run nothing")
     arguments = parser.parse_args(argv)
@@ -627,22 +732,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     start, work = time.monotonic(), Path(tempfile.mkdtemp(prefix="rl-chaos-"))
     _preload(stages)
+    kept = arguments.keep or work
     chaos = Chaos(
         work,
-        work / "model" if stages == ["standins"] else _tiny_model(work / "model"),
+        kept / "model" if stages == ["standins"] else _tiny_model(kept / "model"),
         deadline_s=arguments.deadline_s,
         has_own_disk=has_own_disk,
         note=lambda line: print(line, flush=True),  # noqa: T201 - a command line
+        references=arguments.keep,
     )
     outcomes: list[Outcome] = []
-    for trial in draw_trials(arguments.trials, arguments.seed, stages, {"standins": 6, "inline": 3, "ray": 1}):
-        if trial.number < arguments.first or (trial.fault == "full disk" and not has_own_disk):
-            continue
-        if time.monotonic() - start > arguments.stop_after_s:
-            break
-        outcome = chaos.run(trial)
-        outcomes.append(outcome)
-        _say(outcome)
+    drawn = draw_trials(arguments.trials, arguments.seed, stages, {"standins": 6, "inline": 3, "ray": 1})
+    left = [t for t in drawn if t.number >= arguments.first and (t.fault != "full disk" or has_own_disk)]
+    while left and time.monotonic() - start < arguments.stop_after_s:
+        links = [t for t in left if (t.stage, t.pipeline) == (left[0].stage, left[0].pipeline)][: arguments.chain]
+        found = chaos.run(links)
+        done = {outcome.trial.number for outcome in found} | {links[0].number}
+        left = [t for t in left if t.number not in done]
+        outcomes += found
+        for outcome in found:
+            _say(outcome)
         if arguments.output:
             _write(Path(arguments.output), arguments.seed, outcomes, time.monotonic() - start)
     print(table(outcomes))  # noqa: T201
@@ -659,6 +768,8 @@ def _tiny_model(folder: Path) -> Path:
     from rl_trainer.data import load_datasets
     from rl_trainer.warmup import make_small_model
 
+    if (folder / "model" / "config.json").exists():
+        return folder / "model"
     rows = load_datasets(
         load_config("quickstart", ["data.options.num_rows=500", "data.eval_size=4"]).data, seed=0
     ).train
