@@ -10,7 +10,7 @@ import torch
 
 import rl_csrc
 from rl_csrc import _cpu
-from rl_csrc.cpu.memory import LARGE_BYTES, in_huge_pages
+from rl_csrc.native import LARGE_BYTES, in_huge_pages
 
 
 def advised(x: torch.Tensor) -> bool:

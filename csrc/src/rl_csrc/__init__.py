@@ -4,7 +4,6 @@ from rl_csrc import ipc, reference
 from rl_csrc.buffers import bucket, delta, frames, rows
 from rl_csrc.buffers.bucket import bucket_copy
 from rl_csrc.buffers.digest import digest, digest_finish, digest_many, digest_sum
-from rl_csrc.build import BuildInfo, build_info
 from rl_csrc.errors import (
     ArgumentError,
     DeadlineError,
@@ -15,6 +14,7 @@ from rl_csrc.errors import (
     RlCsrcError,
 )
 from rl_csrc.inference import decoder, paged, sampling
+from rl_csrc.native import BuildInfo, build_info
 from rl_csrc.ops import (
     group_norm,
     linear_logprobs,

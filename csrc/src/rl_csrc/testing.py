@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_csrc.native import has_cuda
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
@@ -43,7 +45,7 @@ class Implementation:
 
 def implementation(name: str) -> Implementation:
     """The kernels of a device, "cpu" or "cuda"; raises `MissingImplementationError` where they cannot run."""
-    if name == "cuda" and importlib.util.find_spec("rl_csrc._cuda") is None:
+    if name == "cuda" and not has_cuda():
         raise MissingImplementationError("rl-csrc was built without RL_CSRC_CUDA=ON.")
     if name == "cuda" and not torch.cuda.is_available():
         raise MissingImplementationError("torch sees no CUDA device here.")

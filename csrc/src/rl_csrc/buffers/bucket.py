@@ -7,14 +7,13 @@ its bytes.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rl_csrc import _cpu
 from rl_csrc.errors import ArgumentError
+from rl_csrc.native import cpu, has_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -141,7 +140,7 @@ def pack(
     this call. The digest is taken while copying: on most machines it costs nothing.
     """
     pieces = [(_contiguous(tensors[p.tensor]), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
-    return _cpu.move_bucket(out, pieces, bucket.nbytes, True, digest, num_threads)
+    return cpu.move_bucket(out, pieces, bucket.nbytes, True, digest, num_threads)
 
 
 def unpack(
@@ -165,7 +164,7 @@ def unpack(
                 "another device, or lazily conjugated or negated): unpack into one that is, then copy it over"
             )
     pieces = [(tensors[p.tensor].detach(), p.tensor_offset, p.bucket_offset, p.nbytes) for p in bucket.pieces]
-    result = _cpu.move_bucket(data, pieces, bucket.nbytes, False, digest, num_threads)
+    result = cpu.move_bucket(data, pieces, bucket.nbytes, False, digest, num_threads)
     torch.autograd.graph.increment_version(list(touched.values()))
     return result
 
@@ -179,14 +178,14 @@ def pack_leaves(
     in ``out``, uint8 `[N]`. The gaps are left as they are. A piece without bytes has one leaf. Raises ``ArgumentError``
     where a piece does not fit.
     """
-    return _cpu.move_leaves(out, pieces, out.numel(), leaf_nbytes, True)
+    return cpu.move_leaves(out, pieces, out.numel(), leaf_nbytes, True)
 
 
 def unpack_leaves(
     data: torch.Tensor, pieces: list[tuple[torch.Tensor, int, int, int]], *, leaf_nbytes: int
 ) -> list[list[int]]:
     """The other way round: copy pieces out of ``data``; return the digests of what was read. See ``pack_leaves``."""
-    found = _cpu.move_leaves(data, pieces, data.numel(), leaf_nbytes, False)
+    found = cpu.move_leaves(data, pieces, data.numel(), leaf_nbytes, False)
     torch.autograd.graph.increment_version([piece[0] for piece in pieces])
     return found
 
@@ -214,8 +213,8 @@ def _copied_natively(sources: Sequence[torch.Tensor], destinations: Sequence[tor
     """Copy what the device's kernel can; return the positions of the other pairs, which torch copies one by one."""
     device = sources[0].device.type
     if device == "cpu":
-        return _cpu.bucket_copy(list(sources), list(destinations), torch.get_num_threads())
-    if device == "cuda" and importlib.util.find_spec("rl_csrc._cuda") is not None:
+        return cpu.bucket_copy(list(sources), list(destinations), torch.get_num_threads())
+    if device == "cuda" and has_cuda():
         from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there
 
         cuda.bucket_copy(sources, destinations)

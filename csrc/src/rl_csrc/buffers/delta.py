@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from rl_csrc import _cpu
 from rl_csrc.buffers.digest import digest
 from rl_csrc.errors import ArgumentError, DeltaError
+from rl_csrc.native import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +79,7 @@ def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5
     table = torch.empty((num_chunks, 2), dtype=torch.int32)
     gaps = torch.empty(room, dtype=torch.uint8)  # untouched pages cost nothing
     values = torch.empty(room // item, dtype=_WORDS[item])
-    sizes = _cpu.encode_delta(fresh.detach(), base.detach(), item, table, gaps, values)
+    sizes = cpu.encode_delta(fresh.detach(), base.detach(), item, table, gaps, values)
     if sizes is None:
         return None
     gap_nbytes, num_changed = sizes
@@ -148,7 +148,7 @@ def advance(
         raise ArgumentError(
             f"out is {out.dtype} on {out.device} and first {first}; they are uint8 on the CPU, and >= 0"
         )
-    leaves = _cpu.advance_delta(
+    leaves = cpu.advance_delta(
         fresh.detach(),
         base.detach(),
         item,
@@ -172,7 +172,7 @@ def apply(target: torch.Tensor, delta: Delta) -> int:
     """
     item = _checked_item(target, delta)
     if target.device.type == "cpu":
-        _cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values, False)
+        cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values, False)
     else:
         from rl_csrc import cuda
 
@@ -191,7 +191,7 @@ def apply_digest(target: torch.Tensor, delta: Delta) -> int:
         apply(target, delta)
         return digest(target)
     item = _checked_item(target, delta)
-    found = _cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values, True)
+    found = cpu.apply_delta(target.detach(), item, delta.table, delta.gaps, delta.values, True)
     torch.autograd.graph.increment_version(target)
     return cast("int", found)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from rl_csrc import _cpu
 from rl_csrc.errors import ArgumentError
+from rl_csrc.native import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ def digest(data: Data) -> int:
     plain = _plain(data)
     if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
         return digest_finish(_device_sum(plain, 0), plain.numel() * plain.element_size())
-    return _cpu.digest(plain)
+    return cpu.digest(plain)
 
 
 def digest_many(pieces: Sequence[torch.Tensor]) -> list[int]:
@@ -70,7 +70,7 @@ def digest_sum(data: Data, *, offset: int = 0) -> int:
     plain = _plain(data)
     if isinstance(plain, torch.Tensor) and plain.device.type != "cpu":
         return _device_sum(plain, offset)
-    return _cpu.digest_sum(plain, offset)
+    return cpu.digest_sum(plain, offset)
 
 
 def digest_finish(total: int, nbytes: int) -> int:

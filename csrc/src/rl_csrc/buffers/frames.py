@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from rl_csrc import _cpu
 from rl_csrc.errors import DeadlineError, FrameError, PeerDiedError
+from rl_csrc.native import cpu
 
 if TYPE_CHECKING:
     import socket
@@ -74,7 +74,7 @@ class Frame:
 
     __slots__ = ("_native",)
 
-    def __init__(self, native: _cpu.EncodedFrame) -> None:
+    def __init__(self, native: Any) -> None:
         self._native = native
 
     @property
@@ -141,7 +141,7 @@ class FrameView(Mapping[str, Any]):
 
     __slots__ = ("_native",)
 
-    def __init__(self, native: _cpu.DecodedFrame) -> None:
+    def __init__(self, native: Any) -> None:
         self._native = native
 
     @property
@@ -199,7 +199,7 @@ def encode(mapping: Mapping[str, Value], *, checksum: bool = False, tag: int = 0
     if not 0 <= tag < 1 << 64:
         raise FrameError(f"tag is {tag}; it must be an unsigned 64-bit number")
     plain = mapping if type(mapping) is dict else dict(mapping)
-    native = _cpu.EncodedFrame(plain, _normalise, tag)
+    native = cpu.EncodedFrame(plain, _normalise, tag)
     if checksum:
         native.checksum()
     return Frame(native)
@@ -214,12 +214,12 @@ def decode(buffer: Buffer, *, verify: bool = False) -> FrameView:
 
     With ``verify=True`` the payload is compared with its stored digest as well; ``FrameError`` if none was stored.
     """
-    return FrameView(_cpu.DecodedFrame(buffer, verify))
+    return FrameView(cpu.DecodedFrame(buffer, verify))
 
 
 def frame_nbytes(prefix: Buffer) -> int:
     """Return the length that the first 64 bytes of a frame announce, for whoever has to receive the rest."""
-    head = bytes(_cpu.memory_view(prefix)[:PREFIX_BYTES])
+    head = bytes(cpu.memory_view(prefix)[:PREFIX_BYTES])
     if len(head) < PREFIX_BYTES or head[:8] != b"\x89RLF\r\n\x1a\n":
         raise FrameError(f"the stream gave {head[:8]!r} where a frame should start: the two sides are out of step")
     nbytes = int.from_bytes(head[16:24], "little")
@@ -239,7 +239,7 @@ def receive(connection: socket.socket, *, timeout_s: float, max_nbytes: int, out
     _read_exactly(connection, memoryview(prefix), deadline, timeout_s)
     nbytes = frame_nbytes(prefix)
     store = torch.empty(min(nbytes, max_nbytes), dtype=torch.uint8) if out is None else out
-    target = _cpu.memory_view(store)
+    target = cpu.memory_view(store)
     if nbytes > min(max_nbytes, target.nbytes):
         raise FrameError(f"the frame has {nbytes} bytes; this receiver takes at most {min(max_nbytes, target.nbytes)}")
     target[:PREFIX_BYTES] = prefix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from rl_csrc import _cpu
+from rl_csrc.native import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ def row_offsets(rows: list[torch.Tensor]) -> torch.Tensor | None:
     None if they are not alike: plain contiguous CPU tensors (no subclasses) of one real dtype and of shapes that differ
     in their first dimension at most.
     """
-    return _cpu.row_offsets(rows)
+    return cpu.row_offsets(rows)
 
 
 def ends(offsets: torch.Tensor) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def ends(offsets: torch.Tensor) -> tuple[int, int]:
     Raises:
         ArgumentError: they are no such tensor.
     """
-    return _cpu.ends(offsets)
+    return cpu.ends(offsets)
 
 
 def cut(offsets: torch.Tensor, first: int, count: int, known: list[torch.Tensor]) -> tuple[int, int, int, torch.Tensor]:
@@ -49,7 +49,7 @@ def cut(offsets: torch.Tensor, first: int, count: int, known: list[torch.Tensor]
     Raises:
         ArgumentError: the column has no such rows, or the offsets of these do not rise.
     """
-    return _cpu.cut(offsets, first, count, known)
+    return cpu.cut(offsets, first, count, known)
 
 
 def join(pieces: list[torch.Tensor], out: Buffer) -> bool:
@@ -61,7 +61,7 @@ def join(pieces: list[torch.Tensor], out: Buffer) -> bool:
     Raises:
         ArgumentError: they have more bytes than `out`.
     """
-    return _cpu.join(pieces, out)
+    return cpu.join(pieces, out)
 
 
 class Joining(Protocol):
@@ -83,7 +83,7 @@ def begin_joins(joins: Sequence[tuple[Sequence[torch.Tensor], Buffer]]) -> Joini
     Raises:
         ArgumentError: pieces have more bytes than their `out`.
     """
-    return _cpu.begin_joins([*joins])
+    return cpu.begin_joins([*joins])
 
 
 def join_slices(sources: list[Buffer], slices: list[tuple[int, int, int]], out: Buffer, *, width: int) -> int:
@@ -94,7 +94,7 @@ def join_slices(sources: list[Buffer], slices: list[tuple[int, int, int]], out: 
     Raises:
         ArgumentError: a slice does not lie in its source, or all of them not in `out`.
     """
-    return _cpu.join_slices(sources, slices, width, out)
+    return cpu.join_slices(sources, slices, width, out)
 
 
 def balanced_order(lengths: list[int], num_parts: int) -> list[int]:
@@ -106,4 +106,4 @@ def balanced_order(lengths: list[int], num_parts: int) -> list[int]:
     Raises:
         ArgumentError: the count does not divide, or the sum may exceed 64 bits.
     """
-    return _cpu.balanced_order(lengths, num_parts)
+    return cpu.balanced_order(lengths, num_parts)

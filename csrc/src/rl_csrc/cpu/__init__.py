@@ -3,14 +3,22 @@
 Arguments arrive checked: float32 and contiguous but for logits, hidden and weight; cu_seqlens int64; masks bool.
 """
 
-from rl_csrc.cpu.advantages import group_norm, masked_moments, scan_reverse, whiten
+from rl_csrc.cpu.kernels import (
+    group_norm,
+    logprob_stats,
+    logprobs_backward,
+    logprobs_forward,
+    masked_moments,
+    policy_loss,
+    scan_reverse,
+    stats_merge,
+    whiten,
+)
 from rl_csrc.cpu.linear_logprobs import (
     linear_logprobs_backward,
     linear_logprobs_forward,
     policy_loss_from_hidden,
 )
-from rl_csrc.cpu.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
-from rl_csrc.cpu.policy_loss import policy_loss
 
 __all__ = [
     "group_norm",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rl_csrc import reference
-from rl_csrc.cpu.logprobs import logprob_stats, logprobs_backward, logprobs_forward, stats_merge
-from rl_csrc.cpu.memory import in_huge_pages, native, new_floats, with_adjacent_columns
-from rl_csrc.cpu.policy_loss import policy_loss
+from rl_csrc.cpu.kernels import logprob_stats, logprobs_backward, logprobs_forward, policy_loss, stats_merge
+from rl_csrc.native import cpu as native
+from rl_csrc.native import in_huge_pages, new_floats, with_adjacent_columns
 from rl_csrc.reference import LossSpec
 
 if TYPE_CHECKING:

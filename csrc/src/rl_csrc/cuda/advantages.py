@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc.cuda.launch import counter_on, on_its_device, stream_of
+from rl_csrc.cuda.launch import counter_on, native, on_its_device, stream_of
 from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def scan_reverse(
     """Advantages and returns `[T]`; one block per sequence."""
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     per_sequence = isinstance(lam, torch.Tensor)
-    _cuda.scan_reverse(
+    native.scan_reverse(
         rewards,
         values,
         loss_mask,
@@ -69,7 +68,7 @@ def group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | No
         cu_groups = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         rewards, group_ids = rewards[order], None
     advantages = torch.empty_like(rewards)
-    _cuda.group_norm(
+    native.group_norm(
         rewards,
         group_ids,
         cu_groups,
@@ -91,8 +90,8 @@ def masked_moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tens
 
 def _moments(x: Tensor, mask: Tensor | None) -> Tensor:
     found = torch.empty(3, dtype=torch.float64, device=x.device)
-    partials = torch.empty(3 * _cuda.moments_blocks(x.numel()), dtype=torch.float64, device=x.device)
-    _cuda.masked_moments(
+    partials = torch.empty(3 * native.moments_blocks(x.numel()), dtype=torch.float64, device=x.device)
+    native.masked_moments(
         x,
         mask,
         x.numel(),
@@ -111,5 +110,5 @@ def whiten(
     """Whitened values, float32 of x's shape; 0 outside the mask."""
     found = _moments(x, mask) if moments is None else torch.stack([*moments]).to(x.device, torch.float64)
     out = torch.empty_like(x, dtype=torch.float32)
-    _cuda.whiten(x, mask, x.numel(), found, shift_mean, eps, out, stream_of(x))
+    native.whiten(x, mask, x.numel(), found, shift_mean, eps, out, stream_of(x))
     return out

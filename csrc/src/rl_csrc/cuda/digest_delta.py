@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc.cuda.launch import counter_on, on_its_device, stream_of
+from rl_csrc.cuda.launch import counter_on, native, on_its_device, stream_of
 from rl_csrc.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ def digest_sum(raw: Tensor, offset: int = 0) -> int:
 def digest_sum_async(raw: Tensor, offset: int = 0) -> Tensor:
     """The same as a device int64 scalar (the sum's bits), without waiting."""
     total = torch.empty(1, dtype=torch.int64, device=raw.device)
-    partials = torch.empty(_cuda.digest_blocks(raw.numel()), dtype=torch.int64, device=raw.device)
-    _cuda.digest(
+    partials = torch.empty(native.digest_blocks(raw.numel()), dtype=torch.int64, device=raw.device)
+    native.digest(
         raw,
         raw.numel(),
         offset // 8,
@@ -44,7 +43,7 @@ def digest_many(pieces: Sequence[Tensor]) -> list[int]:
     """Unfinished digests of uint8 `[N]` pieces, each from byte 0 of a stream. Waits for the device once."""
     totals = torch.zeros(len(pieces), dtype=torch.int64, device=pieces[0].device)
     addresses, sizes = [piece.data_ptr() for piece in pieces], [piece.numel() for piece in pieces]
-    _cuda.digest_many(addresses, sizes, totals, stream_of(totals))
+    native.digest_many(addresses, sizes, totals, stream_of(totals))
     return [total & ((1 << 64) - 1) for total in totals.tolist()]
 
 
@@ -65,14 +64,14 @@ def delta_encode(fresh: Tensor, base: Tensor, max_fraction: float) -> tuple[Tens
     table = torch.empty(-(-num // 65536), 2, dtype=torch.int32, device=fresh.device)
     masks = torch.empty(table.shape[0], 2048, dtype=torch.int32, device=fresh.device)
     operands = fresh, base, num, item, masks, table
-    _cuda.delta_encode(*operands, None, None, None, stream_of(fresh))
+    native.delta_encode(*operands, None, None, None, stream_of(fresh))
     starts = _delta_starts(table)
     num_changed, num_gaps = starts[-1].tolist()
     if num_gaps + num_changed * item > int(fresh.nbytes * max_fraction) // item * item:
         return None
     gaps = torch.empty(num_gaps, dtype=torch.uint8, device=fresh.device)
     values = torch.empty(num_changed, dtype=_WORDS[item], device=fresh.device)
-    _cuda.delta_encode(*operands, starts, gaps, values, stream_of(fresh))
+    native.delta_encode(*operands, starts, gaps, values, stream_of(fresh))
     return table, gaps, values
 
 
@@ -87,10 +86,10 @@ def delta_apply(target: Tensor, table: Tensor, gaps: Tensor, values: Tensor) -> 
     if bool(bad) or starts[-1].tolist() != [values.numel(), gaps.numel()]:
         return False
     parts = table, starts, gaps, values
-    _cuda.delta_apply(target, num, item, *parts, bad, stream_of(target))
+    native.delta_apply(target, num, item, *parts, bad, stream_of(target))
     if bool(bad):
         return False
-    _cuda.delta_apply(target, num, item, *parts, None, stream_of(target))
+    native.delta_apply(target, num, item, *parts, None, stream_of(target))
     return True
 
 
@@ -110,4 +109,4 @@ def bucket_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> No
         else:
             destination.copy_(source)
     if plain:
-        _cuda.CopyPlan(*map(list, zip(*plain, strict=True))).run(stream_of(sources[0]))
+        native.CopyPlan(*map(list, zip(*plain, strict=True))).run(stream_of(sources[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+native: Any = importlib.import_module("rl_csrc._cuda")
+"""The CUDA kernels, built with RL_CSRC_CUDA=ON only. They are called by address, as those of `rl_csrc.native` are."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types the kernels take, and their codes in the C interface."""

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc.cuda.launch import new_floats, on_its_device, stream_of
+from rl_csrc.cuda.launch import native, new_floats, on_its_device, stream_of
 from rl_csrc.cuda.logprobs import logits_arguments, logprobs_backward, logprobs_forward
 from rl_csrc.cuda.policy_loss import fused_rows, policy_loss, token_arguments, token_scale
 
@@ -135,7 +134,7 @@ def linear_logprobs_forward(
     for rows in head.chunks():
         logits = head.logits(rows)
         arguments = logits_arguments(logits, labels[rows], _rows_of(temperature, rows), softcap, ignore_index, None)
-        _cuda.logprobs(
+        native.logprobs(
             arguments,
             scored[rows],
             _part(entropies, rows),

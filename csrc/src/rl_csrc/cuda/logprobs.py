@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc.cuda.launch import DTYPES, new_floats, on_its_device, row_stride_of, stream_of
+from rl_csrc.cuda.launch import DTYPES, native, new_floats, on_its_device, row_stride_of, stream_of
 from rl_csrc.types import NUM_STATS
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def logits_arguments(
 ) -> Any:
     """The native struct `rl_logits`."""
     per_row = isinstance(temperature, torch.Tensor)
-    return _cuda.Logits(
+    return native.Logits(
         data=logits,
         row_stride=logits.stride(0) if logits.shape[0] > 1 else logits.shape[1],
         vocab=logits.shape[1],
@@ -58,7 +57,7 @@ def logprobs_forward(
     entropies = new_floats(logits, num) if entropy else None
     squares = new_floats(logits, num) if sum_pi_squared else None
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index)
-    _cuda.logprobs(arguments, scored, entropies, squares, lse, stream_of(logits))
+    native.logprobs(arguments, scored, entropies, squares, lse, stream_of(logits))
     return scored, entropies, squares, lse
 
 
@@ -82,7 +81,7 @@ def logprobs_backward(
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
     if row_index is not None:
         zero_unscored(out, row_index)
-    _cuda.logprobs_backward(
+    native.logprobs_backward(
         arguments,
         logprobs,
         lse,
@@ -100,7 +99,7 @@ def zero_unscored(out: Tensor, row_index: Tensor) -> None:
     """Zero the rows that no label scores."""
     is_scored = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
     is_scored[row_index] = True
-    _cuda.zero_rows(out, DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored, stream_of(out))
+    native.zero_rows(out, DTYPES[out.dtype], row_stride_of(out), *out.shape, is_scored, stream_of(out))
 
 
 @on_its_device
@@ -116,7 +115,7 @@ def logprob_stats(
     """Statistics of a vocabulary shard, `[T, 5]`."""
     stats = new_floats(logits, labels.shape[0], NUM_STATS)
     arguments = logits_arguments(logits, labels, temperature, softcap, ignore_index, row_index, vocab_start)
-    _cuda.logprob_stats(arguments, stats, stream_of(logits))
+    native.logprob_stats(arguments, stats, stream_of(logits))
     return stats
 
 
@@ -125,7 +124,7 @@ def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropy, sum of squared probabilities and log-sum-exp of `[W, T, 5]`, merged in rank order."""
     stats = stats.contiguous()
     scored, entropies, squares, lse = (new_floats(stats, stats.shape[1]) for _ in range(4))
-    _cuda.stats_merge(
+    native.stats_merge(
         stats,
         *stats.shape[:2],
         scored,

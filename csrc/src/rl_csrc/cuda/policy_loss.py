@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_csrc import _cuda  # pyright: ignore[reportAttributeAccessIssue]  # built with RL_CSRC_CUDA=ON only
-from rl_csrc.cuda.launch import DTYPES, counter_on, new_floats, on_its_device, row_stride_of, stream_of
+from rl_csrc.cuda.launch import DTYPES, counter_on, native, new_floats, on_its_device, row_stride_of, stream_of
 from rl_csrc.cuda.logprobs import logits_arguments
 from rl_csrc.types import METRIC_NAMES
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 @lru_cache(maxsize=64)
 def _spec(spec: LossSpec) -> Any:
     """The struct `rl_loss_spec`: made once for each set of options."""
-    return _cuda.LossSpec(**spec.fields())
+    return native.LossSpec(**spec.fields())
 
 
 def token_arguments(
@@ -37,7 +36,7 @@ def token_arguments(
     if isinstance(denominator, torch.Tensor):
         counts = denominator.to(old.device, torch.float32).contiguous()
     has_many = counts is not None and counts.dim() == 1
-    tokens = _cuda.LossTokens(
+    tokens = native.LossTokens(
         old_logprobs=old,
         advantages=advantages,
         loss_mask=mask,
@@ -66,13 +65,13 @@ def policy_loss(
     """Loss `[]`, metrics `[M]`, and the gradients of the log-probs and the entropies, `[T]`; one launch."""
     num, num_sequences = logprobs.shape[0], cu_seqlens.shape[0] - 1
     ref = ref if spec.kl != "none" else None
-    native = _spec(spec)
+    options = _spec(spec)
     tokens, _scalar = token_arguments(old, advantages, mask, ref, weights, denominator)
     loss, metrics, grad = new_floats(logprobs), new_floats(logprobs, len(METRIC_NAMES)), new_floats(logprobs, num)
     grad_entropy = None if entropy is None else new_floats(logprobs, num)
-    partials = new_floats(logprobs, _cuda.policy_loss_partials(native, num, num_sequences))
-    _cuda.policy_loss(
-        native,
+    partials = new_floats(logprobs, native.policy_loss_partials(options, num, num_sequences))
+    native.policy_loss(
+        options,
         tokens,
         logprobs,
         entropy,
@@ -115,7 +114,7 @@ def fused_rows(
     out: Tensor,
 ) -> bool:
     """Fill `scored`, `entropies` and `out`; False, and nothing done, where a row does not fit on the chip."""
-    return _cuda.policy_loss_from_logits(
+    return native.policy_loss_from_logits(
         logits_arguments(logits, labels, temperature, softcap, -100, row_index),
         _spec(spec),
         tokens,

@@ -19,15 +19,14 @@ from torch import Tensor
 from torch.nn.functional import embedding as look_up
 from torch.nn.functional import linear, silu
 
-from rl_csrc import _cpu
-from rl_csrc.cpu.memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
 from rl_csrc.inference import paged, sampling
+from rl_csrc.native import cpu, in_huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_native: Any = getattr(_cpu, "Decoder", None)
+_native: Any = getattr(cpu, "Decoder", None)
 _PANEL = 32
 
 
@@ -67,7 +66,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     num_panels = -(-num_outputs // _PANEL)
     if has_kernel(weight):
         panels = in_huge_pages(weight.new_empty(num_panels, num_inputs, _PANEL))
-        _cpu.pack_linear(weight.contiguous(), panels, torch.get_num_threads())
+        cpu.pack_linear(weight.contiguous(), panels, torch.get_num_threads())
     else:
         padded = torch.cat([weight, weight.new_zeros(num_panels * _PANEL - num_outputs, num_inputs)])
         panels = padded.view(num_panels, _PANEL, num_inputs).transpose(1, 2).contiguous()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_csrc import _cpu
 from rl_csrc.errors import ArgumentError
+from rl_csrc.native import cpu
 
-_kernel: Any = getattr(_cpu, "paged_attention", None)
+_kernel: Any = getattr(cpu, "paged_attention", None)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_csrc import _cpu
+from rl_csrc.native import cpu
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
-_kernel: Any = getattr(_cpu, "draw", None)
+_kernel: Any = getattr(cpu, "draw", None)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.ops.check import (
+from rl_csrc.ops.operator import (
+    Operator,
     booleans,
     check_one_of,
     check_same_length,
     floats,
     integers,
+    kernel,
+    like_first,
     optional_floats,
     optional_integers,
+    split,
 )
-from rl_csrc.ops.operator import Operator, kernel, like_first, number, split
 from rl_csrc.types import GROUP_MODES, MASK_MODES, SCAN_KINDS, GroupMode, MaskMode, Moments, Scan, ScanKind
 
 if TYPE_CHECKING:
@@ -103,11 +106,10 @@ def group_norm(
     check_one_of("mode", mode, GROUP_MODES)
     if (group_ids is None) == (cu_groups is None):
         raise ArgumentError("group_norm wants the groups once: either group_ids or cu_groups.")
-    check_same_length("rewards", rewards, rewards.shape[0])
-    check_same_length("group_ids", group_ids, rewards.shape[0])
-    rewards = floats(rewards)
-    options = (optional_integers(group_ids), optional_integers(cu_groups), mode, eps)
-    return _GROUP_NORM(rewards, *options)
+    num = rewards.size(0)
+    check_same_length("rewards", rewards, num)
+    check_same_length("group_ids", group_ids, num)
+    return _GROUP_NORM(floats(rewards), optional_integers(group_ids), optional_integers(cu_groups), mode, eps)
 
 
 def whiten(
@@ -145,15 +147,15 @@ def _scan_reverse(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     run = kernel("scan_reverse", rewards)
-    return tuple(run(rewards, values, cu_seqlens, loss_mask, kind, gamma, number(lam, scalar_lam), *rest))
+    return run(rewards, values, cu_seqlens, loss_mask, kind, gamma, scalar_lam if lam is None else lam, *rest)
 
 
 def _scan_fake(rewards: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(rewards), torch.empty_like(rewards)
 
 
-def _group_norm(rewards: Tensor, *rest: Any) -> Tensor:
-    return kernel("group_norm", rewards)(rewards, *rest)
+def _group_norm(rewards: Tensor, group_ids: Tensor | None, cu_groups: Tensor | None, mode: str, eps: float) -> Tensor:
+    return kernel("group_norm", rewards)(rewards, group_ids, cu_groups, mode, eps)
 
 
 def _whiten(x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, moments: Sequence[Tensor]) -> Tensor:

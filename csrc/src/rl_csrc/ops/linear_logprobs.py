@@ -8,8 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.ops.check import integers, per_token
-from rl_csrc.ops.operator import Operator, emptied, filled, float_type, kernel, number, split
+from rl_csrc.ops.operator import (
+    Operator,
+    emptied,
+    filled,
+    float_type,
+    integers,
+    kernel,
+    per_token,
+)
 from rl_csrc.types import LogProbs
 
 if TYPE_CHECKING:
@@ -60,7 +67,7 @@ def linear_logprobs(
     """
     check_linear(hidden, weight, labels, bias)
     labels = integers(labels)
-    per_row = split(per_token(temperature, labels.shape[0], "temperature"))
+    per_row = per_token(temperature, labels.size(0), "temperature")
     how = (*per_row, softcap, ignore_index, chunk_rows, batch_invariant)
     found = _LINEAR(hidden, weight, bias, labels, *how, entropy, sum_pi_squared)
     return LogProbs(found[0], found[1] if entropy else None, found[2] if sum_pi_squared else None)
@@ -95,7 +102,8 @@ def _linear(
     entropy: bool,
     sum_pi_squared: bool,
 ) -> tuple[Tensor | None, ...]:
-    options = (number(temperature, scalar_temperature), softcap, ignore_index, entropy, sum_pi_squared)
+    per_row = scalar_temperature if temperature is None else temperature
+    options = (per_row, softcap, ignore_index, entropy, sum_pi_squared)
     run = kernel("linear_logprobs_forward", hidden)
     return run(hidden, weight, labels, bias, *options, chunk_rows, batch_invariant)
 
@@ -105,22 +113,22 @@ def _linear_fake(hidden: Tensor, _weight: Tensor, _bias: Tensor | None, labels: 
     return tuple(hidden.new_empty(n, dtype=float_type(hidden)) for n in (num, num * entropy, num * squares, num))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     hidden, weight, bias, labels, temperature, *how = inputs[:-2]
-    scored, entropies, squares, lse = output
-    ctx.mark_non_differentiable(squares, lse)
-    ctx.set_materialize_grads(False)
+    scored, entropies, _, lse = output
     ctx.save_for_backward(hidden, weight, bias, labels, temperature, scored, entropies, lse)
     ctx.how = how
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_unused: Any) -> tuple[Any, ...]:
+def _backward(
+    ctx: Any, needs: Sequence[bool], grad: Tensor | None, grad_entropy: Tensor | None, *_unused: Any
+) -> list[Tensor | None]:
     hidden, weight, bias, labels, temperature, scored, entropies, lse = ctx.saved_tensors
     known = emptied(entropies)
     grads = (grad, known, None if known is None else grad_entropy)
-    need = [bool(n) for n in ctx.needs_input_grad[:3]]
+    need = [bool(n) for n in needs]
     found = _GRADIENT(hidden, weight, bias, labels, scored, lse, *grads, temperature, *ctx.how, need)
-    return *(x if n else None for x, n in zip(found, need, strict=True)), *(None,) * 9
+    return [x if n else None for x, n in zip(found, need, strict=True)]
 
 
 def _gradient(
@@ -143,7 +151,8 @@ def _gradient(
 ) -> tuple[Tensor, ...]:
     first, second = (None if grad is None else grad.contiguous() for grad in (grad_logprobs, grad_entropy))
     operands = (hidden.detach(), weight.detach(), labels, None if bias is None else bias.detach())
-    options = (number(temperature, scalar_temperature), softcap, ignore_index, chunk_rows, batch_invariant)
+    per_row = scalar_temperature if temperature is None else temperature
+    options = (per_row, softcap, ignore_index, chunk_rows, batch_invariant)
     run = kernel("linear_logprobs_backward", hidden)
     found = run(*operands, logprobs, lse, first, entropy, second, *options, tuple(need))
     return tuple(filled(x, hidden) for x in found)
@@ -170,4 +179,6 @@ _LINEAR = Operator(
     save=_save,
     backward=_backward,
     differentiable=(0, 1, 2),
+    differentiable_results=(0, 1),
+    num_outputs=3,
 )

@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_csrc.cpu.memory import in_huge_pages
 from rl_csrc.errors import ArgumentError
-from rl_csrc.ops.check import check_rows, integers, optional_integers, per_token
-from rl_csrc.ops.operator import Operator, emptied, float_type, kernel, like_first, number, split
+from rl_csrc.native import in_huge_pages
+from rl_csrc.ops.operator import (
+    Operator,
+    check_rows,
+    emptied,
+    float_type,
+    integers,
+    kernel,
+    like_first,
+    optional_integers,
+    per_token,
+)
 from rl_csrc.types import NUM_STATS, LogProbs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -131,7 +140,7 @@ def _checked(
     """Labels and options as the schemas have them."""
     check_rows(logits, labels, row_index)
     labels = integers(labels)
-    per_row = split(per_token(temperature, labels.shape[0], "temperature"))
+    per_row = per_token(temperature, labels.size(0), "temperature")
     return (labels, *per_row, softcap, ignore_index, optional_integers(row_index))
 
 
@@ -147,9 +156,9 @@ def _logprobs(
     sum_pi_squared: bool,
     inplace: bool,
 ) -> tuple[Tensor | None, ...]:
-    options = (number(temperature, scalar_temperature), softcap, ignore_index, row_index)
+    per_row = scalar_temperature if temperature is None else temperature
     run = kernel("logprobs_forward", logits)
-    return run(logits, labels, *options, entropy, sum_pi_squared)
+    return run(logits, labels, per_row, softcap, ignore_index, row_index, entropy, sum_pi_squared)
 
 
 def _logprobs_fake(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -157,31 +166,22 @@ def _logprobs_fake(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, 
     return tuple(logits.new_empty(n, dtype=float_type(logits)) for n in (num, num * entropy, num * squares, num))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, temperature, scalar, softcap, ignore_index, row_index, *_, inplace = inputs
-    _keep(ctx, (logits, labels, temperature, row_index), output, (scalar, softcap, ignore_index), 0, inplace)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    logits, labels, temperature, scalar, softcap, ignore_index, row_index = inputs[:7]
+    scored, entropies, _, lse = output
+    ctx.save_for_backward(logits, labels, temperature, row_index, scored, entropies, lse)
+    ctx.options = (scalar, softcap, ignore_index)
+    ctx.vocab_start, ctx.inplace = 0, inputs[-1]
 
 
-def _keep(
-    ctx: Any, given: tuple[Any, ...], output: tuple[Tensor, ...], options: tuple[Any, ...], start: int, inplace: bool
-) -> None:
-    scored, entropies, squares, lse = output
-    ctx.mark_non_differentiable(squares, lse)
-    ctx.set_materialize_grads(False)  # what nothing was made of costs no pass
-    ctx.save_for_backward(*given, scored, entropies, lse)
-    ctx.options, ctx.vocab_start, ctx.inplace = options, start, inplace
-
-
-def _logits_gradient(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+def _backward(
+    ctx: Any, _needs: Sequence[bool], grad: Tensor | None, grad_entropy: Tensor | None, *_unused: Any
+) -> tuple[Tensor]:
     logits, labels, temperature, row_index, scored, entropies, lse = ctx.saved_tensors
     known = emptied(entropies)
     grads = (grad, known, None if known is None else grad_entropy)
     options = (temperature, *ctx.options, row_index, ctx.vocab_start, ctx.inplace)
-    return _LOGITS_GRADIENT(logits, labels, scored, lse, *grads, *options)
-
-
-def _backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_unused: Any) -> tuple[Any, ...]:
-    return _logits_gradient(ctx, grad, grad_entropy), *(None,) * 9
+    return (_LOGITS_GRADIENT(logits, labels, scored, lse, *grads, *options),)
 
 
 def _gradient_of_logits(
@@ -204,8 +204,10 @@ def _gradient_of_logits(
         raise ArgumentError("inplace wants logits whose columns are adjacent; call contiguous() where they are made.")
     new = None if inplace else in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     out = logits.detach() if new is None else new
-    first, second = (None if grad is None else grad.contiguous() for grad in (grad_logprobs, grad_entropy))
-    options = (number(temperature, scalar_temperature), softcap, ignore_index, row_index, vocab_start)
+    first = None if grad_logprobs is None else grad_logprobs.contiguous()
+    second = None if grad_entropy is None else grad_entropy.contiguous()
+    per_row = scalar_temperature if temperature is None else temperature
+    options = (per_row, softcap, ignore_index, row_index, vocab_start)
     run = kernel("logprobs_backward", logits)
     run(logits.detach(), labels, logprobs, lse, first, entropy, second, *options, out)
     if inplace:
@@ -223,7 +225,8 @@ def _stats(
     row_index: Tensor | None,
     vocab_start: int,
 ) -> Tensor:
-    options = (number(temperature, scalar_temperature), softcap, ignore_index, row_index, vocab_start)
+    per_row = scalar_temperature if temperature is None else temperature
+    options = (per_row, softcap, ignore_index, row_index, vocab_start)
     return kernel("logprob_stats", logits)(logits, labels, *options)
 
 
@@ -247,9 +250,9 @@ def _parallel_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return _merge_fake(arguments[-2])
 
 
-def _parallel_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, temperature, scalar, softcap, ignore_index, row_index, vocab_start, _, inplace = inputs
-    _keep(ctx, (logits, labels, temperature, row_index), output, (scalar, softcap, ignore_index), vocab_start, inplace)
+def _parallel_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _save(ctx, inputs, output)
+    ctx.vocab_start = inputs[7]
 
 
 _LOGITS_GRADIENT = Operator(
@@ -267,6 +270,8 @@ _LOGPROBS = Operator(
     _logprobs_fake,
     save=_save,
     backward=_backward,
+    differentiable_results=(0, 1),
+    num_outputs=3,
 )
 _STATS = Operator(
     "logprob_stats",
@@ -283,4 +288,6 @@ _PARALLEL = Operator(
     _parallel_fake,
     save=_parallel_save,
     backward=_backward,
+    differentiable_results=(0, 1),
+    num_outputs=3,
 )

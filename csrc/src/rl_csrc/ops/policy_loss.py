@@ -12,9 +12,22 @@ import torch
 from torch import Tensor
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.ops.check import check_one_of, check_same_length, floats, integers, optional_floats, per_token
 from rl_csrc.ops.linear_logprobs import check_linear
-from rl_csrc.ops.operator import Operator, emptied, filled, float_type, kernel, number, split
+from rl_csrc.ops.operator import (
+    Operator,
+    booleans,
+    check_one_of,
+    check_same_length,
+    emptied,
+    filled,
+    float_type,
+    floats,
+    integers,
+    kernel,
+    optional_floats,
+    per_token,
+    split,
+)
 from rl_csrc.reference import LossSpec
 from rl_csrc.types import AGGREGATIONS, KLS, LOSSES, METRIC_NAMES, TOKEN_LOCAL_LOSSES, PolicyLoss, ScoredPolicyLoss
 
@@ -196,7 +209,7 @@ def policy_loss_from_hidden(
     num, mask = old_logprobs.shape[0], arguments[2]
     check_same_length("labels", labels, num)
     labels = torch.where(mask, integers(labels), -100)
-    per_row = split(per_token(temperature, num, "temperature"))
+    per_row = per_token(temperature, num, "temperature")
     entropy = entropy or spec.entropy_coef != 0
     need = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     found = _FROM_HIDDEN(hidden, weight, labels, *arguments, *per_row, softcap, entropy, chunk_rows, need)
@@ -249,7 +262,7 @@ def _checked_tokens(
         check_same_length(name, x, old_logprobs.shape[0])
     if spec.kl != "none" and ref_logprobs is None:
         raise ArgumentError(f"kl is {spec.kl!r} and there are no ref_logprobs; give them, or kl='none'.")
-    mask = loss_mask.to(torch.bool).contiguous()
+    mask = booleans(loss_mask)
     offsets = integers(cu_seqlens)
     denominator = _denominator(spec.aggregation, mask, offsets, counts)
     if counts.sequence_counts is not None and spec.aggregation == "seq-mean-token-mean":
@@ -304,7 +317,7 @@ def _policy(
     first, second = floats(logprobs), optional_floats(entropy, logprobs)
     tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, LossSpec.of(spec))
     run = kernel("policy_loss", first)
-    count = number(denominator, scalar_denominator)
+    count = scalar_denominator if denominator is None else denominator
     return run(first, *tokens, count, second, ref_logprobs, weights)
 
 
@@ -314,22 +327,18 @@ def _policy_fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return logprobs.new_empty(()), metrics, logprobs.new_empty(num), logprobs.new_empty(num_entropy)
 
 
-def _policy_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, metrics, grad, grad_entropy = output
-    ctx.mark_non_differentiable(metrics, grad, grad_entropy)
-    ctx.set_materialize_grads(False)  # no zeros for these
-    ctx.save_for_backward(grad, grad_entropy)
+def _policy_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*output[2:])
     ctx.dtypes = (inputs[0].dtype, None if inputs[-1] is None else inputs[-1].dtype)
 
 
-def _policy_backward(ctx: Any, grad_loss: Tensor | None, *_unused: Any) -> tuple[Any, ...]:
+def _policy_backward(
+    ctx: Any, needs: Sequence[bool], grad_loss: Tensor | None, *_unused: Any
+) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
-        return (None,) * 11
-    grad, grad_entropy = ctx.saved_tensors
-    needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[10])
-    pairs = zip((grad, grad_entropy), needs, ctx.dtypes, strict=True)
-    first, second = ((g * grad_loss).to(dtype) if need else None for g, need, dtype in pairs)
-    return first, *(None,) * 9, second
+        return None, None
+    pairs = zip(ctx.saved_tensors, needs, ctx.dtypes, strict=True)
+    return tuple((g * grad_loss).to(dtype) if need else None for g, need, dtype in pairs)
 
 
 def _from_hidden(
@@ -353,7 +362,8 @@ def _from_hidden(
     need: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     tokens = (old_logprobs, advantages, loss_mask, cu_seqlens, LossSpec.of(spec))
-    count, per_row = number(denominator, scalar_denominator), number(temperature, scalar_temperature)
+    count = scalar_denominator if denominator is None else denominator
+    per_row = scalar_temperature if temperature is None else temperature
     options = (count, ref_logprobs, weights, per_row, softcap, entropy, chunk_rows, tuple(need))
     run = kernel("policy_loss_from_hidden", hidden)
     found = run(hidden.detach(), weight.detach(), labels, *tokens, *options)
@@ -368,15 +378,16 @@ def _from_hidden_fake(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any
     return *(hidden.new_empty(size, dtype=dtype) for size in sizes), *grads
 
 
-def _from_hidden_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
+def _from_hidden_save(ctx: Any, _inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*output[-2:])
-    ctx.num_inputs = len(inputs)
 
 
-def _from_hidden_backward(ctx: Any, grad_loss: Tensor, *_unused: Any) -> tuple[Any, ...]:
-    grads = (None if emptied(g) is None else _scaled(g, grad_loss) for g in ctx.saved_tensors)
-    return *grads, *(None,) * (ctx.num_inputs - 2)
+def _from_hidden_backward(
+    ctx: Any, _needs: Sequence[bool], grad_loss: Tensor | None, *_unused: Any
+) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return None, None
+    return tuple(None if emptied(g) is None else _scaled(g, grad_loss) for g in ctx.saved_tensors)
 
 
 def _scaled(grad: Tensor, by: Tensor) -> Tensor:
@@ -396,6 +407,7 @@ _POLICY = Operator(
     save=_policy_save,
     backward=_policy_backward,
     differentiable=(0, 10),
+    num_outputs=2,
 )
 _FROM_HIDDEN = Operator(
     "policy_loss_from_hidden",
@@ -406,4 +418,5 @@ _FROM_HIDDEN = Operator(
     save=_from_hidden_save,
     backward=_from_hidden_backward,
     differentiable=(0, 1),
+    num_outputs=4,
 )
