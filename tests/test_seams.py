@@ -194,11 +194,14 @@ BREACHES = {
     "csrc-stands-alone": ("rl_csrc/__init__.py", "import rl_tq.types"),
     "ckpt-stands-alone": ("rl_ckpt/base.py", "import rl_rollout"),
     "tq-stands-alone": ("rl_tq/types/__init__.py", "from rl_ckpt import types"),
+    "tq-compat-is-an-add-on": ("rl_tq_transfer_queue/sampler.py", "import rl_rollout"),
+    "nothing-needs-tq-compat": ("rl_tq/cli.py", "import rl_tq_transfer_queue"),
+    "tq-compat-layers": ("rl_tq_transfer_queue/values/codec.py", "import rl_tq_transfer_queue.metadata"),
     "engine-stands-alone": ("rl_engine/base.py", "def f():\n    import rl_tq"),
     "rollout-receives-weights": ("rl_rollout/base.py", "from rl_agent import base"),
     "agent-talks-to-servers": ("rl_agent/base.py", "from rl_ckpt import base"),
     "servers-are-processes": ("rl_engine/types.py", "import vllm"),
-    "csrc-layers": ("rl_csrc/reference/logprobs.py", "from rl_csrc.ops import check"),
+    "csrc-layers": ("rl_csrc/reference/logprobs.py", "from rl_csrc.ops import operator"),
     "tq-layers": ("rl_tq/metadata/rows.py", "import rl_tq.protocol.service"),
     "ckpt-layers": ("rl_ckpt/tensors/spec.py", "import rl_ckpt.protocol"),
     "rollout-layers": ("rl_rollout/http/text.py", "import rl_rollout.registry"),
@@ -257,7 +260,7 @@ def test_the_rebuilt_packages_keep_their_structure():
     spec = importlib.util.spec_from_file_location("structure", ROOT / "bench" / "structure.py")
     structure = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(structure)
-    for package in ("rl_agent", "rl_ckpt", "rl_csrc", "rl_engine", "rl_rollout", "rl_tq"):
+    for package in ("rl_agent", "rl_ckpt", "rl_csrc", "rl_engine", "rl_rollout", "rl_tq", "rl_tq_transfer_queue"):
         measured = structure.measure_package(SOURCES[package])
         wanted = dict.fromkeys(("import circles", "private root modules", "names with private words"), 0)
         assert {measure: measured[measure] for measure in wanted} == wanted, package

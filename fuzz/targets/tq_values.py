@@ -5,7 +5,7 @@ import io
 import msgspec
 
 from rl_tq.columns import schema
-from rl_tq_transfer_queue import _codec
+from rl_tq_transfer_queue.values import codec
 
 EXPECTED = (ValueError, msgspec.DecodeError)
 
@@ -15,15 +15,15 @@ class File(io.BytesIO):
 
 
 def seeds():
-    yield _codec.encode({"a": [1, "x", None, (2.5, b"y")]})
+    yield codec.encode({"a": [1, "x", None, (2.5, b"y")]})
     file = File()
-    _codec.write_records(file, [1, {"b": 2}])
+    codec.write_records(file, [1, {"b": 2}])
     yield file.getvalue()
     yield b"\x91" * 3000
 
 
 def one(data):
-    for read in (_codec.decode, lambda data: list(_codec.read_records(File(data))), schema.read_schema):
+    for read in (codec.decode, lambda data: list(codec.read_records(File(data))), schema.read_schema):
         try:
             read(data)
         except EXPECTED:

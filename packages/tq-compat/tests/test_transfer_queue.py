@@ -26,8 +26,8 @@ from rl_tq import SchemaError
 from rl_tq.protocol import handshake as _handshake
 from rl_tq.protocol import stream as _stream
 from rl_tq.protocol.codec import encode
-from rl_tq_transfer_queue import _codec
 from rl_tq_transfer_queue.utils.logging_utils import get_logger
+from rl_tq_transfer_queue.values import codec
 
 SWAP = """
 import importlib, sys
@@ -184,7 +184,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_plain_values_are_carried_as_they_are(value):
-    got = _codec.decode(_codec.encode({"of": [value]}))["of"][0]
+    got = codec.decode(codec.encode({"of": [value]}))["of"][0]
     assert got == value
     assert type(got) is type(value)
 
@@ -192,15 +192,15 @@ def test_plain_values_are_carried_as_they_are(value):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64])
 def test_tensors_and_arrays_are_carried_as_they_are(dtype):
     for tensor in (torch.ones(2, 3).to(dtype), torch.ones(3, 2).to(dtype).T, torch.zeros(0, 4).to(dtype)):
-        got = _codec.decode(_codec.encode(tensor))
+        got = codec.decode(codec.encode(tensor))
         assert (got.dtype, got.shape) == (dtype, tensor.shape)
         assert got.to(torch.complex128).equal(tensor.to(torch.complex128))
     array = np.arange(6, dtype=">i2").reshape(2, 3)[:, ::2]
-    got = _codec.decode(_codec.encode(array))
+    got = codec.decode(codec.encode(array))
     assert got.dtype == array.dtype
     assert got.tolist() == array.tolist()
     with pytest.raises(TypeError, match="numpy.ndarray cannot be carried"):
-        _codec.encode(np.array([Mine()], dtype=object))
+        codec.encode(np.array([Mine()], dtype=object))
 
 
 class Evil:
@@ -226,7 +226,7 @@ def test_nothing_that_a_peer_sends_is_run(start, tmp_path: Path):
             assert stranger.recv(1) == b""
     with socket.create_connection((info.host, info.port), timeout=20.0) as known:
         _handshake.introduce(known, "x", 20.0, info.key.encode())
-        for call in (bad, b"", b"\xc1", b"\x91" * 50_000, _codec.encode(("__init__", (), {})), _codec.encode(["x"])):
+        for call in (bad, b"", b"\xc1", b"\x91" * 50_000, codec.encode(("__init__", (), {})), codec.encode(["x"])):
             _stream.send(known, encode({"call": call}))
             assert "error" in _stream.receive(known)[0]
         known.sendall(bad)

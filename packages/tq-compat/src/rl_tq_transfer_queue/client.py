@@ -1,4 +1,4 @@
-"""The client of TransferQueue: samples by global index."""
+"""Client of TransferQueue: put and get samples by global index."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tensordict import TensorDict
 
 from rl_tq import TransferQueue, connect
 from rl_tq.errors import MissingDataError, StaleReferenceError
-from rl_tq_transfer_queue import _codec, _values
-from rl_tq_transfer_queue._rpc import ControllerInfo, ControllerStub
 from rl_tq_transfer_queue.controller import METADATA_TIMEOUT_S, reference
 from rl_tq_transfer_queue.metadata import BatchMeta, extract_field_schema
+from rl_tq_transfer_queue.service.rpc import ControllerInfo, ControllerStub
+from rl_tq_transfer_queue.values import codec, columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -34,7 +34,7 @@ class StorageKeyNotFoundError(KeyError):
 
 
 def _in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The same call for asyncio."""
+    """Asyncio twin of a call; it runs in a thread."""
 
     @functools.wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -114,13 +114,13 @@ class TransferQueueClient:
             if partition_id is None:
                 raise ValueError("partition_id must be provided if metadata is not given")
             self._controller.call("check_dtypes", partition_id, extract_field_schema(data))
-            names = list(_values.plain_fields(data))
+            names = list(columns.plain_fields(data))
             metadata = self.get_meta(names, data.batch_size[0], partition_id, "insert")
         if not metadata:
             raise ValueError("metadata cannot be none or empty")
         if data.batch_size[0] != len(metadata):
             raise ValueError(f"data has {data.batch_size[0]} samples, and metadata {len(metadata)}")
-        fields = _values.plain_fields(data)
+        fields = columns.plain_fields(data)
         if data_parser is not None:
             fields = _parsed(fields, data_parser)
             data = TensorDict(fields, batch_size=data.batch_size)
@@ -133,7 +133,7 @@ class TransferQueueClient:
         schema = extract_field_schema(TensorDict(fields, batch_size=[len(meta)]))
         self._controller.call("check_dtypes", partition, schema)
         pieces: list[Any] = []
-        for piece in _values.encode(fields, len(meta)):
+        for piece in columns.encode(fields, len(meta)):
             stored = self._queue.put(piece.columns, partition=partition)
             rows = [(row, stored.generation) for row in stored.rows]
             pieces.append((list(piece.positions), piece.names, rows))
@@ -158,15 +158,15 @@ class TransferQueueClient:
         for meta, positions in _by_partition(metadata):
             for name, found in self._get(meta, names).items():
                 parts[name] += [([positions[i] for i in where], values) for where, values in found]
-        fields = {name: _values.join(found, len(metadata)) for name, found in parts.items()}
+        fields = {name: columns.join(found, len(metadata)) for name, found in parts.items()}
         return TensorDict(fields, batch_size=[len(metadata)])
 
     def _get(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, list[tuple[Sequence[int], Any]]]:
         partition = meta.partition_ids[0]
         for _ in range(_MAX_MOVES):
             try:
-                places = self._controller.call("locate", partition, meta.global_indexes, names)
-                return self._fetch(partition, places)
+                locations = self._controller.call("locate", partition, meta.global_indexes, names)
+                return self._fetch(partition, locations)
             except KeyError as error:
                 raise StorageKeyNotFoundError(*error.args) from error
             except (StaleReferenceError, MissingDataError):
@@ -174,22 +174,22 @@ class TransferQueueClient:
         raise StorageKeyNotFoundError(f"samples of partition {partition!r} were replaced {_MAX_MOVES} times meanwhile")
 
     def _fetch(
-        self, partition: str, places: dict[str, list[tuple[tuple[int, int], str]]]
+        self, partition: str, locations: dict[str, list[tuple[tuple[int, int], str]]]
     ) -> dict[str, list[tuple[Sequence[int], Any]]]:
         """Values by field; fields that lie side by side are fetched at once."""
         wanted: dict[tuple[Any, ...], list[tuple[str, str, list[int]]]] = {}
-        for name, where in places.items():
-            spots: dict[tuple[int, str], list[int]] = {}
+        for name, where in locations.items():
+            located: dict[tuple[int, str], list[int]] = {}
             for i, ((_, generation), column) in enumerate(where):
-                spots.setdefault((generation, column), []).append(i)
-            for (generation, column), positions in spots.items():
+                located.setdefault((generation, column), []).append(i)
+            for (generation, column), positions in located.items():
                 rows = tuple(where[i][0][0] for i in positions)
                 wanted.setdefault((generation, rows), []).append((name, column, positions))
-        found: dict[str, list[tuple[Sequence[int], Any]]] = {name: [] for name in places}
+        found: dict[str, list[tuple[Sequence[int], Any]]] = {name: [] for name in locations}
         for (generation, rows), fields in wanted.items():
             batch = self._queue.get(reference(partition, rows, generation, [column for _, column, _ in fields]))
             for name, column, positions in fields:
-                found[name].append((positions, _values.decode(column, batch.get(column))))
+                found[name].append((positions, columns.decode(column, batch.get(column))))
         return found
 
     def set_custom_meta(self, metadata: BatchMeta) -> None:
@@ -198,11 +198,11 @@ class TransferQueueClient:
             self._publish("set_custom_meta", meta.partition_ids[0], meta.global_indexes, meta.custom_meta)
 
     def clear_partition(self, partition_id: str) -> None:
-        """Forget a partition."""
+        """Remove a partition."""
         self._controller.call("clear_partition", partition_id)
 
     def clear_samples(self, metadata: BatchMeta) -> None:
-        """Forget samples."""
+        """Remove samples."""
         for meta in metadata.chunk_by_partition():
             self._controller.call("clear_samples", meta.partition_ids[0], meta.global_indexes)
 
@@ -257,27 +257,27 @@ class TransferQueueClient:
     def save_controller_checkpoint(self, path: str) -> None:
         """Write what the controller knows, but for the values."""
         with Path(path).open("wb") as file:
-            _codec.write_records(file, [self._controller.call("snapshot")])
+            codec.write_records(file, [self._controller.call("snapshot")])
 
     def load_controller_checkpoint(self, path: str) -> None:
         """Replace what the controller knows by what `save_controller_checkpoint` wrote. Nothing in the file runs."""
         with Path(path).open("rb") as file:
-            [state] = _codec.read_records(file)
+            [state] = codec.read_records(file)
         self._controller.call("restore", state)
 
     def save_storage_checkpoint(self, checkpoint_dir: str) -> None:
         """Write all values."""
         with (Path(checkpoint_dir) / _VALUES_FILE).open("wb") as file:
-            _codec.write_records(file, self._all_values())
+            codec.write_records(file, self._all_values())
 
     def _all_values(self) -> Iterator[tuple[str, list[int], dict[str, Any]]]:
         for partition in self.get_partition_list():
-            home = self._controller.call("get_partition_snapshot", partition)
-            for name, field in home.fields.items() if home else ():
-                indexes = sorted(field.places)
+            snapshot = self._controller.call("get_partition_snapshot", partition)
+            for name, field in snapshot.fields.items() if snapshot else ():
+                indexes = sorted(field.locations)
                 if indexes:
-                    where = [tuple(field.places[index]) for index in indexes]
-                    values = _values.join(self._fetch(partition, {name: where})[name], len(indexes))
+                    where = [tuple(field.locations[index]) for index in indexes]
+                    values = columns.join(self._fetch(partition, {name: where})[name], len(indexes))
                     is_tensor = isinstance(values, torch.Tensor)
                     rows = list(values.unbind()) if is_tensor and values.is_nested else values
                     yield partition, indexes, {name: rows if is_tensor else values.tolist()}
@@ -285,12 +285,12 @@ class TransferQueueClient:
     def load_storage_checkpoint(self, checkpoint_dir: str) -> None:
         """Put all values again, for samples that the controller knows. Nothing in the file runs."""
         with (Path(checkpoint_dir) / _VALUES_FILE).open("rb") as file:
-            for partition, indexes, fields in _codec.read_records(file):
+            for partition, indexes, fields in codec.read_records(file):
                 meta = BatchMeta(indexes, [partition] * len(indexes))
                 self._put(meta, {name: _nested(values) for name, values in fields.items()})
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connections."""
         self._controller.close()
         if self._connected is not None and self._pid == os.getpid():
             self._connected.close()
@@ -332,7 +332,7 @@ def _at(fields: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and not is_nested:
             taken[name] = value[list(positions)]
         else:
-            items = value.unbind() if is_nested else _values.items_of(value)
+            items = value.unbind() if is_nested else columns.items_of(value)
             taken[name] = _nested([items[i] for i in positions])
     return taken
 
@@ -341,13 +341,13 @@ def _nested(values: Any) -> Any:
     """A list of tensors as one, a list of anything else as `NonTensorStack`; a tensor as it is."""
     if isinstance(values, torch.Tensor):
         return values
-    return _values.join([(range(len(values)), values)], len(values))
+    return columns.join([(range(len(values)), values)], len(values))
 
 
 def _parsed(fields: dict[str, Any], data_parser: Callable[[Any], Any]) -> dict[str, Any]:
     opened = {
         name: value if isinstance(value, torch.Tensor) and not value.is_nested
-        else list(value.unbind()) if isinstance(value, torch.Tensor) else _values.items_of(value)
+        else list(value.unbind()) if isinstance(value, torch.Tensor) else columns.items_of(value)
         for name, value in fields.items()
     }  # fmt: skip
     counts = {name: len(value) for name, value in opened.items()}

@@ -1,4 +1,4 @@
-"""The streaming loader of TransferQueue: batches for a rank as samples become ready."""
+"""Streaming data loader: batches for a rank as samples become ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batch = tuple[TensorDict, BatchMeta]
 
 
 class StreamingDataset(IterableDataset[Batch]):
-    """Micro-batches of one rank. Batches are kept: after `reset` the same ones come again."""
+    """Stream of micro-batches for one rank. Batches are kept: `reset` replays them."""
 
     def __init__(
         self,
@@ -105,11 +105,11 @@ class StreamingDataset(IterableDataset[Batch]):
         return {**self.__dict__, "_client": None}
 
     def reset(self) -> None:
-        """Begin again with the batches there were."""
+        """Replay the fetched batches from the first one."""
         self.batch_index = 0
 
     def step(self, partition_id: str) -> None:
-        """Go on with another partition."""
+        """Switch to another partition."""
         self.buffer = []
         self.batch_index = 0
         self.partition_id = partition_id
@@ -209,5 +209,5 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._stream.step(partition_id)
 
     def get_buffer(self) -> list[Batch]:
-        """The batches that were fetched."""
+        """Fetched batches."""
         return self._stream.buffer

@@ -16,14 +16,14 @@ import torch
 from tensordict import TensorDict
 
 from rl_tq.errors import WaitTimeoutError
-from rl_tq_transfer_queue._job import Config, ControllerHost, merged
 from rl_tq_transfer_queue.client import TransferQueueClient
 from rl_tq_transfer_queue.metadata import KVBatchMeta
+from rl_tq_transfer_queue.service.job import Config, ControllerHost, merged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from rl_tq_transfer_queue._rpc import ControllerInfo
+    from rl_tq_transfer_queue.service.rpc import ControllerInfo
 
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ _session = _Session()
 
 
 def init(conf: Mapping[str, Any] | None = None) -> Config | Mapping[str, Any] | None:
-    """Start the job's queue, or join it where it runs already (`conf` is then not looked at).
+    """Start the queue of a job, or connect to it where it runs already (`conf` is then ignored).
 
     Where Ray is initialized, the controller is an actor that every process of the cluster finds; else it runs here.
 
@@ -139,7 +139,7 @@ def kv_batch_put(
     tags: list[dict[str, Any]] | None = None,
     data_parser: Callable[[Any], Any] | None = None,
 ) -> KVBatchMeta:
-    """Store fields or tags of samples. Returns what all of them have then.
+    """Put fields or tags of samples by key. Returns the fields that all of them have then.
 
     Raises:
         ValueError: neither is given, or their numbers differ.
@@ -171,7 +171,7 @@ def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | Non
 
 
 def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
-    """Fields of samples; None: those that all of them have.
+    """Get fields of samples by key; None: the fields that all of them have.
 
     Raises:
         ValueError: a key or field is not there. (The original leaves a missing key out of the batch in silence.)
@@ -226,7 +226,7 @@ async_kv_clear = _in_thread(kv_clear)
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Write the whole queue to a directory that replaces the one there, at once or not at all.
+    """Checkpoint the queue into a directory. An older one is replaced atomically.
 
     Values are always written: they would not outlive the job elsewhere.
     """
@@ -248,7 +248,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Replace the whole queue by what `save_checkpoint` wrote. Nothing in it runs.
+    """Restore the queue from the files of `save_checkpoint`. Reading them runs no code.
 
     Raises:
         FileNotFoundError: there is none.
@@ -300,7 +300,7 @@ def _join(ray: Any) -> bool:
 
 
 def _config_of(actor: Any, ray: Any) -> Config:
-    """What a controller runs with, once it runs.
+    """Configuration of a running controller.
 
     Raises:
         WaitTimeoutError: it does not.

@@ -1,15 +1,18 @@
-"""References to samples, as code written for TransferQueue knows them: mutable, by global index or by key."""
+"""Batch metadata of TransferQueue: mutable references to samples, by global index or by key."""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_tq_transfer_queue import _codec
-from rl_tq_transfer_queue._fields import (
+from rl_tq_transfer_queue.values import codec
+from rl_tq_transfer_queue.values.field_schema import (
     Schema,
     even_parts,
     extract_field_schema,
@@ -18,12 +21,8 @@ from rl_tq_transfer_queue._fields import (
     names_of,
     schema_at,
 )
-from rl_tq_transfer_queue._keyed import KVBatchMeta
-from rl_tq_transfer_queue._samples import Samples, SampleView
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from tensordict import TensorDict
 
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchMeta:
-    """Samples by their global indexes, and what their fields are. Some methods change it in place, as in the original.
+    """References to samples by global index, with their fields' schema. Some methods mutate it, as in the original.
 
     Attributes:
         global_indexes: one number per sample.
@@ -96,7 +95,7 @@ class BatchMeta:
     @property
     def samples(self) -> Sequence[SampleView]:
         """The samples, one by one."""
-        return Samples(self)
+        return _Samples(self)
 
     @property
     def is_ready(self) -> bool:
@@ -310,9 +309,149 @@ class BatchMeta:
         )
 
 
+class SampleView:
+    """One sample of a `BatchMeta`, read-only."""
+
+    def __init__(self, batch: BatchMeta, index: int) -> None:
+        self._batch = batch
+        self._index = index
+
+    @property
+    def global_index(self) -> int:
+        """Its number."""
+        return self._batch.global_indexes[self._index]
+
+    @property
+    def partition_id(self) -> str:
+        """Its partition."""
+        return self._batch.partition_ids[self._index]
+
+    @property
+    def production_status(self) -> int:
+        """1 where all fields are there, else 0."""
+        return int(self._batch.production_status[self._index])
+
+    @property
+    def custom_meta(self) -> Mapping[str, Any]:
+        """Its tags."""
+        return MappingProxyType(self._batch.custom_meta[self._index])
+
+    @property
+    def fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """What its fields are: `shape` is this sample's."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for name, schema in self._batch.field_schema.items():
+            own = dict(schema)
+            shapes = own.pop("per_sample_shapes", None)
+            if shapes is not None:
+                own["shape"] = shapes[self._index]
+            found[name] = MappingProxyType(own)
+        return MappingProxyType(found)
+
+
+class _Samples(Sequence[SampleView]):
+    """All samples of a `BatchMeta`."""
+
+    def __init__(self, batch: BatchMeta) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return self._batch.size
+
+    def __getitem__(self, index: Any) -> Any:
+        return SampleView(self._batch, range(len(self))[index])
+
+    def __iter__(self) -> Iterator[SampleView]:
+        return (SampleView(self._batch, i) for i in range(len(self)))
+
+
+@dataclass
+class KVBatchMeta:
+    """References to samples of one partition by key."""
+
+    keys: list[str] = field(default_factory=list[str])
+    tags: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    partition_id: str | None = None
+    fields: list[str] | None = None
+    extra_info: dict[str, Any] | None = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.tags):
+            raise ValueError(f"keys and tags must have same length, but got {len(self.keys)} and {len(self.tags)}")
+        for what, names in (("keys", self.keys), ("fields", self.fields or [])):
+            if len(set(names)) < len(names):
+                raise ValueError(f"Got duplicated {what}: {names}")
+        self.tags = copy.deepcopy(self.tags)
+        self.extra_info = copy.deepcopy(self.extra_info)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __str__(self) -> str:
+        return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
+
+    def select_keys(self, keys_to_select: list[str]) -> KVBatchMeta:
+        """The samples of these keys, in this order."""
+        if len(set(keys_to_select)) != len(keys_to_select):
+            raise ValueError(f"Contain duplicate keys: {keys_to_select}")
+        position = {key: i for i, key in enumerate(self.keys)}
+        if missing := [key for key in keys_to_select if key not in position]:
+            raise RuntimeError(f"Keys {missing} not found in current batch.")
+        return self._at([position[key] for key in keys_to_select])
+
+    def reorder(self, indexes: list[int]) -> None:
+        """Put the samples in another order, in place."""
+        if len(indexes) != self.size:
+            raise ValueError(
+                f"Attempted to reorder with indexes length {len(indexes)} that does not match the batch size "
+                f"{self.size}."
+            )
+        if len(set(indexes)) != len(indexes):
+            raise ValueError("Contain duplicate indexes.")
+        self.keys = [self.keys[i] for i in indexes]
+        self.tags = [self.tags[i] for i in indexes]
+
+    def chunk(self, chunks: int) -> list[KVBatchMeta]:
+        """`chunks` contiguous parts; the first ones have one sample more where it does not divide."""
+        return [self._at(part) for part in even_parts(self.size, chunks)]
+
+    @classmethod
+    def concat(cls, data: list[KVBatchMeta]) -> KVBatchMeta:
+        """The samples of all parts, in order. Empty parts do not count."""
+        parts = [part for part in data if part]
+        if not parts:
+            return cls()
+        first = parts[0]
+        for part in parts:
+            if part.fields is not None and set(part.fields) != set(first.fields or []):
+                raise ValueError(f"Field names do not match for concatenation: {first.fields} and {part.fields}.")
+            if part.partition_id != first.partition_id:
+                raise ValueError(
+                    f"Partition do not match for concatenation: {first.partition_id!r} and {part.partition_id!r}."
+                )
+        return cls(
+            [key for part in parts for key in part.keys],
+            [tag for part in parts for tag in part.tags],
+            first.partition_id,
+            first.fields,
+            joined_info([part.extra_info or {} for part in parts], "KVBatchMeta") or None,
+        )
+
+    def _at(self, positions: Sequence[int]) -> KVBatchMeta:
+        return KVBatchMeta(
+            [self.keys[i] for i in positions], [self.tags[i] for i in positions], self.partition_id, self.fields,
+            self.extra_info,
+        )  # fmt: skip
+
+
 def _fields(meta: BatchMeta) -> dict[str, Any]:
     return dict(vars(meta))
 
 
-_codec.register(BatchMeta, _fields)
-_codec.register(KVBatchMeta, _fields)
+codec.register(BatchMeta, _fields)
+codec.register(KVBatchMeta, _fields)

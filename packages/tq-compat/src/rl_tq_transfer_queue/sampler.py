@@ -1,4 +1,4 @@
-"""Who gets which samples: the sampler protocol of TransferQueue, and its four samplers. They run in the controller."""
+"""Samplers of TransferQueue: the protocol and four implementations. They run in the controller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Choice = tuple[list[int], list[int]]
 
 
 class BaseSampler(ABC):
-    """Chooses among ready samples. `_states` is kept per partition, task, `dp_rank` and `batch_index`."""
+    """Base class: chooses among ready samples. `_states` is kept per partition, task, `dp_rank` and `batch_index`."""
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -35,21 +35,21 @@ class BaseSampler(ABC):
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
     ) -> bool:
-        """Whether an answer is there already, so that no other samples have to become ready for it."""
+        """Whether the answer is cached, so that no further samples have to become ready."""
         config = sampling_config or {}
         cached = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"), {})
         return config.get("dp_rank") is not None and config.get("batch_index") in cached
 
     def clear_cache(self, partition_id: str) -> None:
-        """Forget the answers given for a partition."""
+        """Drop the cached answers of a partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """What `load_checkpoint` takes."""
+        """State for `load_checkpoint`."""
         return {"_states": self._states}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
-        """Go on where `save_checkpoint` was called."""
+        """Restore the state of `save_checkpoint`."""
         self._states = state["_states"]
 
     def _answers(self, partition_id: str, task_name: str, dp_rank: int) -> dict[Any, Any]:
@@ -57,7 +57,7 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """The first ones."""
+    """First-in, first-out sampler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class SequentialSampler(BaseSampler):
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Whole groups: `n_samples_per_prompt` consecutive indexes each, beginning where the first ready one is."""
+    """Group sampler: `n_samples_per_prompt` consecutive indexes each, beginning where the first ready one is."""
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """The first ones; whoever comes with the same `dp_rank` and `batch_index` gets the same."""
+    """First-in, first-out per rank: whoever comes with the same `dp_rank` and `batch_index` gets the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,9 +140,9 @@ class RankAwareSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Whole groups, dealt to `dp_size` ranks so that their sums of the tag `total_lengths` are nearly equal.
+    """Group sampler that balances `dp_size` ranks so that their sums of the tag `total_lengths` are nearly equal.
 
-    `batch_size` is one rank's. The first rank that asks for a `batch_index` has it dealt for all. Greedy (LPT, as many
+    `batch_size` is one rank's. The first rank that asks for a `batch_index` assigns it for all. Greedy (LPT, as many
     groups for each), where the original uses the largest differencing method: ranks may get other groups than there.
     """
 
@@ -165,21 +165,23 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         del args
         rank, batch_index = kwargs.get("dp_rank", 0), kwargs.get("batch_index", 0)
         if not 0 <= rank < self.dp_size:
-            raise ValueError(f"dp_rank is {rank}, and the samples are dealt to {self.dp_size} ranks")
+            raise ValueError(f"dp_rank is {rank}, and the samples are divided among {self.dp_size} ranks")
         answers = self._answers(partition_id, task_name, rank)
         if batch_index not in answers:
             chosen, _ = super().sample(ready_indexes, batch_size * self.dp_size)
             if not chosen:
                 return [], []
-            for each, mine in enumerate(self._dealt(chosen, kwargs.get("partition"))):
+            for each, mine in enumerate(self._assigned(chosen, kwargs.get("partition"))):
                 self._answers(partition_id, task_name, each)[batch_index] = (mine, list(mine))
         return answers[batch_index]
 
-    def _dealt(self, chosen: list[int], partition: Any) -> list[list[int]]:
+    def _assigned(self, chosen: list[int], partition: Any) -> list[list[int]]:
         size = self.n_samples_per_prompt
         groups = [chosen[i : i + size] for i in range(0, len(chosen), size)]
         if len(groups) % self.dp_size:
-            raise ValueError(f"{len(groups)} groups of {size} samples cannot be dealt to {self.dp_size} ranks equally")
+            raise ValueError(
+                f"{len(groups)} groups of {size} samples cannot be divided among {self.dp_size} ranks equally"
+            )
         tags = partition.get_custom_meta(chosen) if partition is not None else {}
         lengths = [sum(tags.get(index, {}).get("total_lengths", 1) for index in group) for group in groups]
         order = balanced_order(lengths, self.dp_size)

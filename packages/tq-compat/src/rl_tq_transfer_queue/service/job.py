@@ -1,4 +1,4 @@
-"""The controller of a job, what it answers to, and its configuration."""
+"""Host of a job's controller: configuration, RPC server and Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl_tq.metrics import prometheus
 from rl_tq_transfer_queue import sampler as samplers
-from rl_tq_transfer_queue._rpc import ControllerServer
 from rl_tq_transfer_queue.controller import TransferQueueController
+from rl_tq_transfer_queue.service.rpc import ControllerServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Config(dict[str, Any]):
-    """A mapping whose values are attributes too."""
+    """Mapping whose values are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -34,7 +34,7 @@ class Config(dict[str, Any]):
 
 
 class ControllerHost:
-    """A controller, what it answers to, and its configuration: the Ray actor, or this process's own."""
+    """Controller of a job with its RPC server and configuration: a Ray actor, or in this process."""
 
     def __init__(self, conf: Config, host: str) -> None:
         options, storage = conf.controller, conf.backend.SimpleStorage
@@ -51,7 +51,7 @@ class ControllerHost:
         self._conf = conf
 
     def get_config(self) -> Config:
-        """What the job runs with."""
+        """Configuration of the job."""
         return self._conf
 
     def list_partitions(self) -> list[str]:
@@ -71,7 +71,7 @@ class ControllerHost:
         self._controller.register_sampler(sampler)
 
     def close(self) -> None:
-        """End the queue."""
+        """Close the RPC server and the queue."""
         self._server.close()
         self._controller.close()
 
@@ -83,7 +83,7 @@ def merged(conf: Mapping[str, Any] | None) -> Config:
         ValueError: an option has no counterpart here.
     """
     # The file that the original's recipes read; in YAML's flow style, which is JSON.
-    known = json.loads(resources.files(__package__ or "").joinpath("config.yaml").read_text("utf-8"))
+    known = json.loads(resources.files("rl_tq_transfer_queue").joinpath("config.yaml").read_text("utf-8"))
     final = _overlaid(known, conf or {}, "")
     if final.backend.storage_backend != "SimpleStorage":
         raise ValueError(

@@ -1,6 +1,6 @@
 """Calls of the controller from other threads and processes: rl-tq's messages over TCP, after its handshake.
 
-Only who knows the controller's key is listened to, and arguments are plain values (`_codec`): nothing that is read can
+Only who knows the controller's key is listened to, and arguments are plain values (`codec`): nothing that is read can
 run code. A connection serves one call at a time; a client takes as many as it has calls under way.
 """
 
@@ -22,7 +22,7 @@ from rl_tq.protocol import stream as _stream
 from rl_tq.protocol.codec import encode as encode_message
 from rl_tq.protocol.limits import Limits
 from rl_tq.server.listener import Listener
-from rl_tq_transfer_queue import _codec
+from rl_tq_transfer_queue.values import codec
 
 _GRACE_S = 30.0
 _ERRORS = (
@@ -35,12 +35,12 @@ METHODS = frozenset({
     "list_partitions", "locate", "publish", "queue_address", "reset_consumption", "restore", "set_custom_meta",
     "snapshot",
 })  # fmt: skip
-"""Of the controller, what may be called."""
+"""Methods of the controller that clients may call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerInfo:
-    """Where a controller is reached, and the key that it asks for. Pass it to other processes as it is."""
+    """Address of a controller and its secret key. Pass it to other processes as it is."""
 
     host: str
     port: int
@@ -48,7 +48,7 @@ class ControllerInfo:
 
 
 class ControllerServer:
-    """Answers the calls of a controller's public methods until `close`."""
+    """RPC server for a controller's public methods, until `close`."""
 
     def __init__(self, controller: Any, host: str = "127.0.0.1", key: str | None = None) -> None:
         key = key or secrets.token_hex(32)
@@ -56,15 +56,15 @@ class ControllerServer:
             lambda port: f"the controller at {host}:{port}", host, 0, timeout_s=_GRACE_S, limits=Limits()
         )  # fmt: skip
         self.info = ControllerInfo(host=host, port=self._listener.port, key=key)
-        self._listener.start(lambda connection, _: _Caller(controller, connection, key.encode()))
+        self._listener.start(lambda connection, _: _ClientConnection(controller, connection, key.encode()))
 
     def close(self) -> None:
-        """Take no more clients."""
+        """Stop accepting clients."""
         self._listener.close()
 
 
-class _Caller:
-    """One connection of a client, served by a thread."""
+class _ClientConnection:
+    """Connection of one client, served by a thread of its own."""
 
     def __init__(self, controller: Any, connection: socket.socket, key: bytes) -> None:
         self.is_authenticated = False
@@ -76,16 +76,16 @@ class _Caller:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the connection is open."""
         return self._thread.is_alive()
 
     def shut(self) -> None:
-        """Have it end, without waiting."""
+        """Shut it down without waiting."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it. A call that waits for samples is not waited for."""
+        """Close it. A call that is blocked on samples is abandoned."""
         self.shut()
 
     def _serve(self) -> None:
@@ -98,17 +98,17 @@ class _Caller:
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            method, arguments, named = _codec.decode(message["call"])
+            method, arguments, named = codec.decode(message["call"])
             if method not in METHODS:
                 raise AttributeError(f"the controller has no {method!r} to call")
             value = getattr(self._controller, method)
-            return {"value": _codec.encode(value(*arguments, **named) if callable(value) else value)}
+            return {"value": codec.encode(value(*arguments, **named) if callable(value) else value)}
         except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see
             return {"error": type(error).__name__, "message": str(error.args[0]) if error.args else str(error)}
 
 
 class ControllerStub:
-    """A controller as its clients have it. Good for any number of threads; survives a fork."""
+    """RPC stub of a controller for its clients. Thread-safe; usable after a fork."""
 
     def __init__(self, info: ControllerInfo) -> None:
         self.info = info
@@ -123,7 +123,7 @@ class ControllerStub:
             WaitTimeoutError: it did not answer in time.
             TypeError: an argument cannot be carried.
         """
-        call = encode_message({"call": _codec.encode((method, arguments, named))})
+        call = encode_message({"call": codec.encode((method, arguments, named))})
         connection = self._connection()
         try:
             connection.settimeout(timeout_s + _GRACE_S)
@@ -140,10 +140,10 @@ class ControllerStub:
         self._idle.append(connection)
         if "error" in reply:
             raise _error(reply["error"], reply["message"])
-        return _codec.decode(reply["value"])
+        return codec.decode(reply["value"])
 
     def close(self) -> None:
-        """Leave."""
+        """Close idle connections."""
         while self._idle:
             self._idle.pop().close()
 

@@ -1,8 +1,8 @@
-"""Fields as TransferQueue takes them, as columns that a queue holds, and back.
+"""Columns of a queue for the fields of a TransferQueue batch, and back.
 
 A field of tensors with dimensions is a ragged column, whatever the batch looked like, so that samples of other lengths
 may come later. Its name ends in the inner shape, so that samples may even differ there. Scalars are a dense column.
-Anything else is JSON where JSON gives it back as it was, and packed (`_codec`) else. What that does not carry, objects
+Anything else is JSON where JSON gives it back as it was, and packed (`codec`) else. What that does not carry, objects
 of classes of one's own, is refused.
 """
 
@@ -17,8 +17,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from rl_tq.errors import SchemaError
-from rl_tq_transfer_queue import _codec
-from rl_tq_transfer_queue.metadata import names_of
+from rl_tq_transfer_queue.values import codec
+from rl_tq_transfer_queue.values.field_schema import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ _JSON, _PACKED, _SCALAR = "json", "packed", "scalar"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Columns of some samples of a batch."""
+    """Columns of a subset of a batch's samples."""
 
     positions: Sequence[int]
-    """Which samples."""
+    """Positions of the samples in the batch."""
     columns: dict[str, Any]
-    """Column to values, for `TransferQueue.put`."""
+    """Column name to values, for `TransferQueue.put`."""
     names: dict[str, str]
-    """Field to column."""
+    """Field name to column name."""
 
 
 def encode(data: Mapping[str, Any], size: int) -> list[Piece]:
@@ -80,14 +80,14 @@ def _column(field: str, value: Any) -> tuple[int, str, Any]:
     if all(map(_is_json, items)):
         return len(items), f"{field}:{_JSON}", items
     try:
-        packed = list(map(_codec.encode, items))
+        packed = list(map(codec.encode, items))
     except TypeError as error:
         raise SchemaError(f"field {field!r} cannot be stored: {error}") from error
     return len(items), f"{field}:{_PACKED}", [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in packed]
 
 
 def items_of(value: Any) -> list[Any]:
-    """The samples of a field that is no tensor."""
+    """Samples of a field that is not a tensor."""
     if isinstance(value, NonTensorData):  # of a whole batch: a TensorDict keeps a list or an array in one of these
         data: Any = cast("Any", value).data
         return list(data if isinstance(data, list | tuple | np.ndarray) else value.tolist())
@@ -105,7 +105,7 @@ def _even(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives exactly this back."""
+    """Whether a round trip through JSON is exact."""
     kind = type(value)
     if kind is dict:
         return all(type(key) is str and _is_json(item) for key, item in value.items())
@@ -115,12 +115,12 @@ def _is_json(value: Any) -> bool:
 
 
 def decode(column: str, values: Any) -> Any:
-    """What a get gave for a column, as the field's values: a tensor, or a list."""
+    """Values of a field from its column: a tensor or a list."""
     kind = column.rpartition(":")[2]
     if kind == _JSON:
         return values.tolist()
     if kind == _PACKED:
-        return [_codec.decode(row.numpy()) for row in values.unbind()]
+        return [codec.decode(row.numpy()) for row in values.unbind()]
     return values
 
 
@@ -145,6 +145,6 @@ def join(parts: Sequence[tuple[Sequence[int], Any]], size: int) -> Any:
 
 
 def plain_fields(data: TensorDict | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a batch as they are: a `TensorDict` would unwrap some."""
+    """Fields of a batch without unwrapping, unlike `TensorDict.items`."""
     mapping = cast("Mapping[str, Any]", data)
     return {name: mapping.get(name) for name in names_of(data)}

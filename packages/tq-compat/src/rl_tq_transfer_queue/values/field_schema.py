@@ -1,4 +1,4 @@
-"""What the fields of samples are, and the parts and unions of such descriptions."""
+"""Schema of fields: dtype and shapes per field, its selections and concatenations."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Schema = dict[str, dict[str, Any]]
 
 
 def names_of(data: TensorDict | Mapping[str, Any]) -> list[str]:
-    """The fields of a batch; a `TensorDict` iterates over its rows."""
+    """Field names of a batch; a `TensorDict` itself iterates over its rows."""
     return [*cast("Mapping[str, Any]", data).keys()]
 
 
 def extract_field_schema(data: TensorDict) -> Schema:
-    """What the fields of a batch are. A field of scalars counts as of shape (1,).
+    """Schema of a batch. A field of scalars has shape (1,).
 
     Raises:
         ValueError: a field has another number of samples than the batch.
@@ -57,7 +57,7 @@ def extract_field_schema(data: TensorDict) -> Schema:
 
 
 def even_parts(size: int, count: int) -> list[range]:
-    """0..size-1 in `count` contiguous parts, whose lengths differ by one at most."""
+    """`count` contiguous ranges over 0..size-1 whose lengths differ by one at most."""
     if size < count:
         logger.warning("%d samples are cut into %d chunks: some of them are empty", size, count)
     least, more = divmod(size, count)
@@ -66,7 +66,7 @@ def even_parts(size: int, count: int) -> list[range]:
 
 
 def schema_at(schema: Schema, positions: Sequence[int]) -> Schema:
-    """That of the samples at `positions`."""
+    """Schema of the samples at `positions`."""
     taken = copy.deepcopy(schema)
     for each in taken.values():
         if each.get("per_sample_shapes") is not None:
@@ -75,7 +75,7 @@ def schema_at(schema: Schema, positions: Sequence[int]) -> Schema:
 
 
 def joined_schema(schemas: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
-    """That of one field of several parts, of so many samples each."""
+    """Schema of one field over concatenated batches of `sizes` samples."""
     is_nested = any(schema.get("is_nested") for schema in schemas)
     joined = {
         "dtype": schemas[0].get("dtype"),
@@ -93,7 +93,7 @@ def joined_schema(schemas: Sequence[Mapping[str, Any]], sizes: Sequence[int]) ->
 
 
 def joined_info(infos: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
-    """What callers keep of several parts.
+    """Merged `extra_info` of concatenated batches.
 
     Raises:
         ValueError: two of them differ in a value.

@@ -1,4 +1,4 @@
-"""Values as bytes, and back, for the controller's wire and for files: MessagePack, with types of its own for the rest.
+"""Codec of values for RPC and files: MessagePack with extension types.
 
 Carried are None, bool, numbers, str, bytes, list, tuple, dict, set, tensors (dense and nested), dtypes, shapes, numpy's
 arrays and numbers, and the classes of this package that calls take and return. Nothing else is, so that reading never
@@ -31,12 +31,12 @@ _RECORDS: dict[str, tuple[type[Any], Callable[[Any], dict[str, Any]], Callable[[
 def register(
     kind: type[Any], fields: Callable[[Any], dict[str, Any]], make: Callable[[dict[str, Any]], Any] | None = None
 ) -> None:
-    """Have a class be carried: its name, and the fields that make it again."""
+    """Register a class: it is encoded as its name and fields."""
     _RECORDS[kind.__name__] = (kind, fields, make or (lambda values: kind(**values)))
 
 
 def encode(value: Any) -> bytes:
-    """A value as bytes.
+    """Encode a value as bytes.
 
     Raises:
         TypeError: it, or something in it, is not carried.
@@ -45,7 +45,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The inverse of `encode`.
+    """Decode the bytes of `encode`.
 
     Raises:
         ValueError: the bytes are no value.
