@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class RlCsrcError(Exception):
-    """Base of what rl-csrc raises."""
+    """Base class of rl-csrc's errors."""
 
 
 class ArgumentError(RlCsrcError, ValueError):

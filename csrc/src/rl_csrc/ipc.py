@@ -200,16 +200,16 @@ class Waker:
         self._writer.setblocking(False)
 
     def fileno(self) -> int:
-        """What to poll for reading."""
+        """Descriptor to poll for reading."""
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Make it readable. What the other thread is to find must be there before."""
+        """Make it readable. Publish the data for the other thread before."""
         with contextlib.suppress(BlockingIOError):  # so full that it is readable
             self._writer.send(b"!")
 
     def clear(self) -> None:
-        """Take every `wake` so far as seen. Look for what it was about after this, not before."""
+        """Consume every `wake` so far. Look for its data after this, not before."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
@@ -275,7 +275,7 @@ class SharedMemory:
 
     @property
     def resident_nbytes(self) -> int:
-        """Memory (or disk) that it takes: what was written of it, in whole pages."""
+        """Resident size in bytes of memory (or disk): the pages that were written."""
         return 512 * os.fstat(self.fd).st_blocks
 
     def map(self, *, is_shared: bool = True, when_gone: Callable[[], None] | None = None) -> torch.Tensor:
@@ -364,7 +364,7 @@ def populate(address: int, nbytes: int) -> None:
 
 
 def discard_writes(memory: torch.Tensor) -> None:
-    """Drop what was written to whole pages of a mapping that is not shared: it shows again what the others see.
+    """Discard the private pages of a copy-on-write mapping: it shows the shared contents again.
 
     Raises:
         ArgumentError: the tensor does not start and end at a page.

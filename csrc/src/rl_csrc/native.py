@@ -21,7 +21,7 @@ LARGE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildInfo:
-    """What is compiled into the installed wheel."""
+    """Build description of the installed wheel."""
 
     version: str
     """Version of the distribution."""
@@ -59,5 +59,5 @@ def new_floats(*shape: int) -> Tensor:
 
 
 def with_adjacent_columns(logits: Tensor) -> Tensor:
-    """Logits whose columns are adjacent, as the kernels want them."""
+    """Logits with unit column stride, copied where they have another: the kernels need it."""
     return logits if logits.stride(1) == 1 or logits.shape[1] < 2 else logits.contiguous()

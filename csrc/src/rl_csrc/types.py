@@ -63,7 +63,7 @@ class LogProbs(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """A policy loss and what was measured on the way."""
+    """Policy loss with its metrics."""
 
     loss: Tensor
     """`[]` float32, to minimise."""
@@ -72,7 +72,7 @@ class PolicyLoss(NamedTuple):
 
 
 class ScoredPolicyLoss(NamedTuple):
-    """As `PolicyLoss`, with the log-probs found on the way."""
+    """Policy loss with its metrics and the log-probs of the tokens."""
 
     loss: Tensor
     """`[]` float32, to minimise."""
@@ -85,7 +85,7 @@ class ScoredPolicyLoss(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What a backward recurrence over packed sequences yields."""
+    """Advantages and returns of a backward recurrence over packed sequences."""
 
     advantages: Tensor
     """`[T]` float32."""

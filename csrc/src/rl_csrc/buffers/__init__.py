@@ -1,4 +1,4 @@
-"""What carries tensors between processes: frames, buckets, deltas, digests and rows of ragged columns."""
+"""Buffers that carry tensors between processes: frames, buckets, deltas, digests and rows of ragged columns."""
 
 from rl_csrc.buffers import bucket, delta, digest, frames, rows
 

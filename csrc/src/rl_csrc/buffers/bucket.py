@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 ALIGNMENT = 256
-"""Bytes. What CUDA copies and DMA engines like, and a multiple of every vector width."""
+"""Bytes: the alignment that CUDA copies and DMA engines prefer, and a multiple of every vector width."""
 
 
 class Piece(NamedTuple):
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """What one transfer carries."""
+    """One transfer: the pieces that it carries."""
 
     pieces: tuple[Piece, ...]
     """In the order of their offsets."""
@@ -60,7 +60,7 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True)
 class BucketPlan:
-    """Lays contents into buckets of one size, in order, as they come: for sources whose sizes are not known before.
+    """Streaming bucket plan: packs contents into buckets of one size in order, without knowing their sizes ahead.
 
     What fits a bucket is never split: where the rest of the current bucket is too short, it opens the next. What is
     larger starts a bucket and runs over as many as it needs; its followers go on to fill the last of them.
@@ -151,7 +151,7 @@ def unpack(
     digest: bool = False,
     num_threads: int = 1,
 ) -> int | None:
-    """Copy a bucket's pieces from ``data`` into the tensors; with ``digest`` return the digest of what was read.
+    """Copy a bucket's pieces from ``data`` into the tensors; with ``digest`` return the digest of the bytes read.
 
     The tensors must be contiguous and on the CPU. The digest is of the bytes as they were copied: compare it before
     the tensors are used.
@@ -184,7 +184,7 @@ def pack_leaves(
 def unpack_leaves(
     data: torch.Tensor, pieces: list[tuple[torch.Tensor, int, int, int]], *, leaf_nbytes: int
 ) -> list[list[int]]:
-    """The other way round: copy pieces out of ``data``; return the digests of what was read. See ``pack_leaves``."""
+    """Inverse of ``pack_leaves``: copy pieces out of ``data`` and return the digests of the bytes read."""
     found = cpu.move_leaves(data, pieces, data.numel(), leaf_nbytes, False)
     torch.autograd.graph.increment_version([piece[0] for piece in pieces])
     return found
@@ -210,7 +210,7 @@ def bucket_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Te
 
 
 def _copied_natively(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> Sequence[int]:
-    """Copy what the device's kernel can; return the positions of the other pairs, which torch copies one by one."""
+    """Copy the pairs that the device's kernel takes; return the positions of the others, for torch to copy."""
     device = sources[0].device.type
     if device == "cpu":
         return cpu.bucket_copy(list(sources), list(destinations), torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""The bit-exact difference between two tensors of the same shape: what changed, and what it is now.
+"""Delta codec: the bit-exact difference between two tensors of one shape, as changed positions and new values.
 
 Elements are compared as bits (so a NaN equals itself and 0.0 differs from -0.0) and applying overwrites, so applying
 twice is applying once. One changed element costs its own bytes and one more. ``FRAMES.md`` specifies the three
@@ -52,12 +52,12 @@ class Delta:
 
     @classmethod
     def from_mapping(cls, arrays: Mapping[str, torch.Tensor]) -> Delta:
-        """Take the arrays back from what ``as_mapping`` gave, or from a decoded frame."""
+        """Build a delta from the mapping of ``as_mapping`` or from a decoded frame."""
         return cls(table=arrays["table"], gaps=arrays["gaps"], values=arrays["values"])
 
 
 def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5) -> Delta | None:
-    """Return what turns ``base`` into ``fresh``, or None if that has more than ``max_fraction`` of the tensor's bytes.
+    """Return the delta from ``base`` to ``fresh``, or None if it has more than ``max_fraction`` of the tensor's bytes.
 
     Both are contiguous CPU tensors of one dtype and shape, of 1, 2, 4 or 8 bytes an element; ``ArgumentError``
     otherwise.
@@ -88,12 +88,12 @@ def encode(fresh: torch.Tensor, base: torch.Tensor, *, max_fraction: float = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What `advance` says of one leaf."""
+    """Result of `advance` for one leaf."""
 
     offset: int
     """Where its difference starts in ``out``, bytes."""
     nbytes: int
-    """Size of the difference; 0: the leaf has to be told whole."""
+    """Size of the delta in bytes; 0: the leaf has to be sent whole."""
     content_digest: int
     """Of the difference's bytes; 0 where there is none."""
     digest: int
@@ -197,7 +197,7 @@ def apply_digest(target: torch.Tensor, delta: Delta) -> int:
 
 
 def _checked_item(target: torch.Tensor, delta: Delta) -> int:
-    """Bytes of an element of the target; ``DeltaError`` if the arrays are not those of a delta of such elements."""
+    """Element size of the target; ``DeltaError`` if the arrays are no delta of such elements."""
     item = _item_nbytes(target, "target")
     arrays: tuple[tuple[str, torch.Tensor, torch.dtype], ...] = (
         ("table", delta.table, torch.int32),

@@ -79,7 +79,7 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole frame, header and gaps included: what ``write_into`` needs."""
+        """Bytes of the whole frame, header and gaps included: the room that ``write_into`` needs."""
         return self._native.nbytes
 
     @property
@@ -184,7 +184,7 @@ class FrameView(Mapping[str, Any]):
 
 
 def encode(mapping: Mapping[str, Value], *, checksum: bool = False, tag: int = 0) -> Frame:
-    """Describe named values as a frame, without copying what is contiguous and on the CPU.
+    """Encode named values as a frame, without copying tensors that are contiguous and on the CPU.
 
     Args:
         mapping: name to dense tensor, ``(values, offsets)``, ``Ragged``, jagged nested tensor, or bytes.
@@ -276,7 +276,7 @@ def _nest(value: Any) -> Decoded:
 
 
 def _normalise(name: str, value: object) -> object:
-    """Return what the native encoder takes as it stands, or raise the sentence that says why there is no such thing."""
+    """Convert a value for the native encoder, or raise FrameError with the reason."""
     if isinstance(value, memoryview):
         return memoryview(value.tobytes())
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Rows of ragged columns on the CPU: described and laid one after the other in one call, and dealt to equal parts."""
+"""Rows of ragged columns on the CPU: offsets, concatenation in one call, and balanced partitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ends(offsets: torch.Tensor) -> tuple[int, int]:
 
 
 def cut(offsets: torch.Tensor, first: int, count: int, known: list[torch.Tensor]) -> tuple[int, int, int, torch.Tensor]:
-    """Return what `count` rows of a ragged column, from `first` on, are as a column of their own.
+    """Slice a ragged column: `count` rows from `first` on, as a column of their own.
 
     Args:
         offsets: int64 [rows + 1], contiguous and on the CPU.
@@ -68,7 +68,7 @@ class Joining(Protocol):
     """Copies that were begun: they are done once `finish` returns, or when nothing refers to this any more."""
 
     def finish(self) -> None:
-        """Do what is left of them, together with the thread that began."""
+        """Copy the remaining pieces, together with the thread that began."""
         ...
 
 

@@ -21,7 +21,7 @@ CHUNK_BYTES = 64 << 20
 
 
 KEPT_BYTES = 512 << 20
-"""Room for what a chunk of tokens keeps of its logits until their loss is known."""
+"""Memory for the logits of a chunk of tokens until their loss is known."""
 
 
 INVARIANT_ROWS = 64

@@ -1,4 +1,4 @@
-"""Digests, bit-exact differences and copies of what lies on the device."""
+"""Digests, deltas and bucket copies of tensors on the device."""
 
 from __future__ import annotations
 

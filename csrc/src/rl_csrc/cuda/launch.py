@@ -1,4 +1,4 @@
-"""What all launches share: element types, devices, streams, and zeros that kernels count in."""
+"""Launch helpers of all CUDA kernels: element types, devices, streams, and counters that start at zero."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _without_ignored(hidden: Tensor, valid: Tensor) -> Tensor:
 
 
 def _block_shape(hidden: Tensor, vocab: int, chunk_rows: int | None, batch_invariant: bool) -> tuple[int, int]:
-    """Rows and columns of the logits whose gradient is made at a time: of all rows, where those are not too many."""
+    """Block shape of logits whose gradient is made at a time: all rows, where those are not too many."""
     num, width = hidden.shape
     room = CHUNK_BYTES * 3 // 4  # the rest is for the block's float32 gradient of hidden
     each = 4 if hidden.dtype == torch.float32 else 4 + hidden.element_size()
@@ -245,7 +245,7 @@ class _HeadGradients:
         self._first = 0  # the row whose gradient stands first in `_held`
 
     def room(self, rows: slice, logits: Tensor) -> Tensor:
-        """`[rows, V]` where the chunk's gradient goes: over float32 logits, or beside others collected."""
+        """Output `[rows, V]` of the chunk's gradient: over float32 logits, or beside others collected."""
         if self._held is None:
             self._held_now = logits
             return logits
@@ -253,7 +253,7 @@ class _HeadGradients:
         return self._held[rows.start - self._first : rows.stop - self._first]
 
     def add(self, rows: slice) -> None:
-        """The chunk's gradient is there; multiply what was collected when there is no room for another chunk."""
+        """Accept the chunk's gradient; run the collected products when there is no room for another chunk."""
         if self._held is not None and rows.stop < self._operand.shape[0]:
             chunk = rows.stop - rows.start
             if rows.stop - self._first + chunk <= self._held.shape[0]:
@@ -344,7 +344,7 @@ def _unfused_rows(
     entropies: Tensor | None,
     out: Tensor,
 ) -> None:
-    """What `fused_rows` does, in three passes, for rows that do not fit on the chip."""
+    """Three-pass fallback of `fused_rows`, for rows that do not fit on the chip."""
     found, found_entropy, _, lse = logprobs_forward(
         logits, labels, temperature, softcap, -100, None, entropies is not None, False
     )

@@ -118,7 +118,7 @@ class Drawing:
     """[B, S] int64, tokens with which a sequence ends; -1 where there are fewer."""
 
     def of(self, which: Tensor) -> dict[str, Any]:
-        """What `sampling.draw` asks of some sequences."""
+        """Sampling parameters of a batch, as `sampling.draw` takes them."""
         is_greedy = None if self.is_greedy is None else self.is_greedy[which]
         return {"temperature": self.temperature[which], "streams": self.streams[which], "is_greedy": is_greedy}
 
@@ -217,7 +217,7 @@ class Decoder:
         return logits[:, : self.head.num_outputs]
 
     def _room(self, num_tokens: int, num_logits: int) -> tuple[Tensor, Tensor]:
-        """For the logits of a native call, with whole panels, and for what it computes on the way."""
+        """Work space of a native call: logits in whole panels, and intermediate results."""
         logits = self.norm.new_empty(num_logits, -(-self.head.num_outputs // _PANEL) * _PANEL)
         workspace = self.norm.new_empty(self._kernel.workspace(num_tokens, num_logits))
         return in_huge_pages(logits), in_huge_pages(workspace)

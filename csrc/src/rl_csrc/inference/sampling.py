@@ -29,7 +29,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def streams_of(seeds: Tensor) -> Tensor:
-    """[B] int64, what `draw` makes its numbers of."""
+    """[B] int64 random streams for `draw`."""
     return mix(seeds + _GOLDEN)
 
 

@@ -27,7 +27,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 def kernel(name: str, x: Tensor) -> Callable[..., Any]:
-    """The function that runs on a tensor like `x`: its device's kernel, or plain torch for other devices and dtypes."""
+    """Implementation of op `name` for a tensor like `x`: its device's kernel, else the plain-torch reference."""
     return _find(name, "cpu" if x.is_cpu else x.device.type, x.dtype in _KERNEL_DTYPES)
 
 
@@ -46,15 +46,15 @@ def _kernels(device_type: str) -> Any:
 
 
 class Operator:
-    """An op that a call runs directly, or records for autograd, or hands to the dispatcher. Made at import, once.
+    """Registered op: a call runs its kernel, records it for autograd, or goes through the dispatcher. Made at import.
 
     Args:
         name: Under which `torch.ops.rl_csrc` has it.
         schema: Arguments and results as torch.library writes them. A result cannot be None.
-        run: What it does, with the arguments of the schema. A result that is None is empty (as `filled` makes it, like
-            the first one) for the dispatcher, and stays None in an eager call.
-        fake: The same arguments to empty results of the same shapes.
-        save: Keeps on ctx what the gradient needs, for an op that has one: (ctx, arguments, results). A result may be
+        run: Implementation, with the arguments of the schema. A result that is None is empty for the
+            dispatcher (as `filled` makes it, like the first one), and stays None in an eager call.
+        fake: Fake implementation: the same arguments to empty results of the same shapes.
+        save: Saves on ctx what backward needs, for an op with a gradient: (ctx, arguments, results). A result may be
             None or empty.
         backward: (ctx, which of the differentiable arguments want a gradient, gradients of the results) to the
             gradients of the differentiable arguments.
@@ -150,17 +150,17 @@ def _mark(ctx: Any, results: tuple[Tensor | None, ...], constant: list[int]) -> 
 
 
 def like_first(x: Tensor, *_rest: Any) -> Tensor:
-    """The fake of an op whose result is as its first argument is."""
+    """Fake implementation of an op whose result has the shape and type of its first argument."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def filled(x: Tensor | None, like: Tensor) -> Tensor:
-    """An optional result as a schema returns it: empty for None."""
+    """Optional result for a schema, which has no None: an empty tensor."""
     return like.new_empty(0) if x is None else x
 
 
 def emptied(x: Tensor | None) -> Tensor | None:
-    """The same back: None for an empty result."""
+    """Inverse of `filled`: None for an empty result."""
     return x if x is not None and x.numel() else None
 
 
@@ -170,7 +170,7 @@ def split(value: float | Tensor) -> tuple[Tensor | None, float]:
 
 
 def float_type(x: Tensor) -> torch.dtype:
-    """What results are in: float32, or float64 where `x` is."""
+    """Dtype of the results: float64 where `x` is float64, else float32."""
     return _FLOAT64 if x.dtype is _FLOAT64 else _FLOAT32
 
 

@@ -237,7 +237,7 @@ def _checked_spec(clip_dual: float | None = None, **options: Any) -> LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What the aggregations divide by, where the caller says."""
+    """Denominators of the aggregations as the caller gave them; None: counted from this call."""
 
     num_tokens: float | Tensor | None
     num_sequences: float | Tensor | None
@@ -256,7 +256,7 @@ def _checked_tokens(
     ref_logprobs: Tensor | None,
     weights: Tensor | None,
 ) -> tuple[Any, ...]:
-    """What a policy loss knows of its tokens besides their log-probs, as the schemas have it."""
+    """Per-token arguments, options and denominator of a policy loss, checked and in the order of the schemas."""
     named = {"advantages": advantages, "loss_mask": loss_mask, "ref_logprobs": ref_logprobs, "weights": weights}
     for name, x in {"old_logprobs": old_logprobs, **named}.items():
         check_same_length(name, x, old_logprobs.shape[0])
@@ -391,7 +391,7 @@ def _from_hidden_backward(
 
 
 def _scaled(grad: Tensor, by: Tensor) -> Tensor:
-    """A saved gradient times that of the loss, which is nearly always 1; in place where nothing traces it."""
+    """Saved gradient times the loss's, which is nearly always 1; in place unless traced."""
     if type(grad) is not Tensor or torch.compiler.is_compiling():
         return grad * by.to(grad.dtype)
     if by.device.type == "cpu" and float(by) == 1.0:

@@ -100,7 +100,7 @@ class _Sequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Term:
-    """A per-token loss and what bounded it."""
+    """Per-token loss, its ratio, and masks of the tokens that each bound clipped."""
 
     loss: Tensor
     ratio: Tensor
