@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_csrc import ArgumentError, _cpu
-from rl_csrc.inference.decoder import Decoder, DecoderLayer, pack_linear
+from rl_csrc.inference.decoder import Decoder, DecoderLayer, longrope_limit, pack_linear
 from rl_csrc.testing import random_decoder as make
 
 LEVELS = list(range(min(_cpu.set_kernel_level(-1), 2) + 1))
@@ -236,3 +236,17 @@ def test_layers_that_do_not_fit_together_are_refused():
     for changed, told in (({"embedding": torch.zeros(70, 0)}, "embedding"), ({"cos": nothing, "sin": nothing}, "cos")):
         with pytest.raises(ArgumentError, match=f"{told} is .* wanted at least one column"):
             Decoder(layers=[DecoderLayer(**fields)], scaling=1.0, **options | changed)
+
+
+@pytest.mark.parametrize(
+    ("rope", "original", "limit"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, None, 64),
+        ({"type": "longrope"}, 100, 100),  # older configs keep the length beside the settings
+        ({"full": {"type": "longrope", "original_max_position_embeddings": 8}, "sliding": {}}, None, 8),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, 64, None),
+        (None, 64, None),
+    ],
+)  # fmt: skip
+def test_longrope_has_a_limit_and_other_ropes_have_none(rope, original, limit):
+    assert longrope_limit(rope, original) == limit

@@ -290,3 +290,12 @@ def test_more_than_two_to_the_31_elements():
     for row, scored, other in ((0, -math.log(vocab), -math.log(vocab)), (-1, last, last - 3)):
         assert grad[row, 5].item() == pytest.approx(-math.expm1(scored), rel=2**-8)
         assert grad[row, [0, -1]].tolist() == pytest.approx([-math.exp(other)] * 2, rel=2**-8)
+
+
+def test_coarse_kl_is_that_of_the_candidates_and_the_rest():
+    teacher = torch.tensor([[0.5, 0.3], [0.25, 0.25]], dtype=torch.float64)
+    policy = torch.tensor([[0.25, 0.25], [0.25, 0.25]], dtype=torch.float64)
+    found = reference.coarse_kl(teacher.log(), policy.log())
+    by_hand = 0.5 * math.log(0.5 / 0.25) + 0.3 * math.log(0.3 / 0.25) + 0.2 * math.log(0.2 / 0.5)
+    torch.testing.assert_close(found, torch.tensor([by_hand, 0.0], dtype=torch.float64))
+    assert reference.coarse_kl(teacher.float().log(), policy.float().log()).dtype == torch.float32

@@ -11,6 +11,7 @@ Legend: `T` new tokens of any sequences, `B` of them with logits, `V` vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,24 @@ if TYPE_CHECKING:
 
 _native: Any = getattr(cpu, "Decoder", None)
 _PANEL = 32
+
+
+def longrope_limit(rope: Mapping[str, Any] | None, original: int | None = None) -> int | None:
+    """Positions up to which longrope turns a token alike whatever is beside it; None: the model has no longrope.
+
+    Transformers chooses the frequencies of longrope by the largest position of a pass, for every row in it. Beyond the
+    original context length a token's log-probs therefore depend on its neighbours.
+
+    Args:
+        rope: `rope_parameters` (or `rope_scaling`) of a model's text config: of all layers, or by kind of layer.
+        original: The config's own `original_max_position_embeddings`, for settings without it.
+    """
+    limits = [
+        kind.get("original_max_position_embeddings", original)
+        for kind in (rope or {}, *(rope or {}).values())  # where kinds of layers differ, one each
+        if isinstance(kind, Mapping) and "longrope" in (kind.get("rope_type"), kind.get("type"))
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

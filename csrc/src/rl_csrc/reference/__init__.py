@@ -8,6 +8,7 @@ differentiable by torch's own autograd.
 from rl_csrc.reference.advantages import group_norm, masked_moments, scan_reverse, whiten
 from rl_csrc.reference.logprobs import (
     check_labels,
+    coarse_kl,
     linear_logprobs,
     linear_logprobs_backward,
     linear_logprobs_forward,
@@ -22,6 +23,7 @@ from rl_csrc.reference.policy_loss import LossSpec, differentiable_policy_loss, 
 __all__ = [
     "LossSpec",
     "check_labels",
+    "coarse_kl",
     "differentiable_policy_loss",
     "group_norm",
     "linear_logprobs",

@@ -137,6 +137,25 @@ def stats_merge(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return scored, entropies, squares, torch.where(ignored, zero, torch.where(dead, top, centre + log_total))
 
 
+def coarse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
+    """Forward KL(teacher || policy) over K candidate tokens and one outcome for all other tokens: `[T]`.
+
+    A lower bound of the KL over the vocabulary. Differentiable by torch's autograd.
+
+    Args:
+        teacher: `[T, K]` log-probs of the candidates.
+        policy: `[T, K]` log-probs of the same candidates.
+    """
+    wide = [x.to(compute_dtype(x)) for x in (teacher, policy)]
+    first, second = (torch.cat([x, _log_remainder(x)], -1) for x in wide)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def _log_remainder(x: Tensor) -> Tensor:
+    """`[T, 1]` log of the probability that `[T, K]` log-probs leave; at least 1e-6, below which is only rounding."""
+    return (1.0 - x.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -273,19 +292,3 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = compute_dtype(hidden)
     logits = hidden.to(dtype) @ weight.to(dtype).T
     return logits if bias is None else logits + bias.to(dtype)
-
-
-def coarse_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """`[T]` KL(teacher || student) of (T, K) log-probs, all other tokens taken together as one more outcome.
-
-    Computed in float32 or wider. What the K leave of 1 is never taken for less than 1e-6, which rounding cannot tell
-    from nothing.
-    """
-
-    def outcomes(logprobs: Tensor) -> Tensor:
-        wide = logprobs.to(compute_dtype(logprobs))
-        rest = (1.0 - wide.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
-        return torch.cat([wide, rest], -1)
-
-    of_teacher, of_student = outcomes(teacher), outcomes(student)
-    return (of_teacher.exp() * (of_teacher - of_student)).sum(-1)

@@ -15,6 +15,7 @@ from rl_rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
+from rl_rollout.multimodal import placeholder_repeats
 from rl_rollout.receiver import CkptReceiver
 from rl_rollout.registry import connect_server, create_server, launch_server
 from rl_rollout.router.router import Router
@@ -57,4 +58,5 @@ __all__ = [
     "connect_server",
     "create_server",
     "launch_server",
+    "placeholder_repeats",
 ]

@@ -76,7 +76,7 @@ class ImagePreparer:
         found = self._processor(images=pictures, return_tensors="pt")
         grids: Tensor = found["image_grid_thw"]
         counts = (grids.prod(-1) // self._num_merged).tolist()
-        times = repeats(request.request_id, given, self.token_id, counts)
+        times = placeholder_repeats(f"request {request.request_id!r}", given, self.token_id, counts)
         ids, given = (_repeated(each, times) for each in (request.prompt_token_ids, given))
         prepared = PreparedImages(
             urls=request.images,
@@ -114,12 +114,12 @@ def load_preparer(model_path: str, *, token_id: int, num_merged: int) -> ImagePr
         return None
 
 
-def repeats(request_id: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
-    """How often each token is to stand in a prompt in which image i takes `counts[i]` placeholders.
+def placeholder_repeats(owner: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
+    """Repeats of each token that expand image i to `counts[i]` placeholders: 1 for every other token.
 
     Args:
-        request_id: For the error.
-        given: With one placeholder per image, or with all of them already.
+        owner: The request or trajectory, for the error.
+        given: Tokens with one placeholder per image, or with all of them already; -1 where a model sampled one.
         token_id: The placeholder.
         counts: Placeholders of each image.
 
@@ -131,8 +131,8 @@ def repeats(request_id: str, given: Sequence[int], token_id: int, counts: Sequen
         return [1] * len(given)
     if num_places != len(counts):
         raise RequestError(
-            f"request {request_id!r}: {len(counts)} images and {num_places} places for them (token {token_id}); the "
-            f"prompt must have one for each image, or all {sum(counts)} that their features take. Tokens that a model "
+            f"{owner}: {len(counts)} images and {num_places} places for them (token {token_id}); the "
+            f"tokens must have one for each image, or all {sum(counts)} that their features take. Tokens that a model "
             "sampled are told in sampled_spans"
         )
     left = iter(counts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from rl_rollout.errors import (
 from rl_rollout.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rl_rollout.types import Capabilities, GenerateRequest, SamplingParams, ServerConfig, TokenOutput
 
@@ -264,21 +263,17 @@ def check_plain(adapter: str, config: Mapping[str, Any], *, is_scaled_by_root: b
 
 
 def check_positions(text_config: Any, max_model_len: int) -> None:
-    """See that a token's position turns it alike whoever is beside it.
-
-    Transformers chooses the frequencies of `longrope` by the largest position of a pass, for all that is in it.
+    """Check that no token's rotation depends on its neighbours (see `rl_csrc.decoder.longrope_limit`).
 
     Raises:
         ConfigError: tells the length up to which it does.
     """
-    found: Any = getattr(text_config, "rope_parameters", None) or {}
-    for rope in (found, *found.values()):  # where kinds of layers differ, one each
-        if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope":
-            continue
-        limit = rope["original_max_position_embeddings"]
-        if max_model_len > limit:
-            raise ConfigError(
-                f"max_model_len={max_model_len}: this model (longrope) turns all tokens of a batch by other "
-                f"frequencies once one of them is beyond {limit}, so that what is computed would depend on neighbours; "
-                f"set it to {limit} at most, or use the backend vllm"
-            )
+    from rl_csrc.inference.decoder import longrope_limit  # torch: for those who serve a model
+
+    limit = longrope_limit(getattr(text_config, "rope_parameters", None))
+    if limit is not None and max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={max_model_len}: this model (longrope) turns all tokens of a batch by other frequencies "
+            f"once one of them is beyond {limit}, so that what is computed would depend on neighbours; set it to "
+            f"{limit} at most, or use the backend vllm"
+        )

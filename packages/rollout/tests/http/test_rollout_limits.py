@@ -23,7 +23,7 @@ from rl_rollout import (
     launch_server,
 )
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.model_runner import load_model
+from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.reward_server import ScoreServer
 
 DEEP = "[" * 40_000 + "]" * 40_000

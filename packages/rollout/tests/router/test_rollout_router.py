@@ -27,7 +27,7 @@ from rl_rollout import (
     create_server,
 )
 from rl_rollout.router.placement import Placement
-from rl_rollout.router.resume import joined, rest_of
+from rl_rollout.router.router import joined, rest_of
 from rl_rollout.testing import FakeReceiver, FakeServer
 
 

@@ -283,9 +283,11 @@ def check_model(config: Config) -> None:
         raise InputError(
             f"a sequence may have {keys} = {wanted} tokens, but the model in {folder} has a context of {longest} tokens"
         )
+    from rl_csrc.inference.decoder import longrope_limit  # torch: a plan alone is printed without it
+
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    limit = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
-    if limit is not None and "longrope" in (rope.get("rope_type"), rope.get("type")) and wanted > limit:
+    limit = longrope_limit(rope, model.get("original_max_position_embeddings"))
+    if limit is not None and wanted > limit:
         raise InputError(
             f"a sequence may have {keys} = {wanted} tokens, but beyond {limit} the model in {folder} (longrope) turns "
             "all rows of a pass by other frequencies, so that log-probs would depend on their neighbours"

@@ -7,7 +7,6 @@ which library's layers are inside.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from rl_csrc.inference.decoder import longrope_limit
 from rl_engine.base import Engine
 from rl_engine.batch.plan import (
     AUX_LOSS,
@@ -40,7 +40,7 @@ from rl_engine.optimizer import build_optimizer, clip_grad_norm, learning_rate, 
 from rl_engine.types import EngineConfig, EngineOutput, Head, ModelInit, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from tensordict import TensorDict
 
@@ -547,9 +547,7 @@ def check_columns(batch: RowBatch, vocab_size: int, head: Head) -> None:
 
 
 def check_lengths(lengths: Sequence[int], config: Any) -> None:
-    """See that rows fit into the model's context, and that a row's positions mean the same whatever is beside it.
-
-    Transformers chooses the frequencies of `longrope` by the largest position of a pass, for all rows that are in it.
+    """Check that rows fit the model's context, and that no row's positions depend on its neighbours (longrope).
 
     Args:
         lengths: Tokens of each row.
@@ -561,17 +559,9 @@ def check_lengths(lengths: Sequence[int], config: Any) -> None:
     longest, context = max(lengths, default=0), getattr(config, "max_position_embeddings", None)
     if context is not None and longest > context:
         raise BatchError(f"A row has {longest} tokens; the model's context is {context}. Shorten the row.")
-    for rope in _ropes(config.get_text_config()):
-        if rope.get("rope_type") == "longrope" and longest > (limit := rope["original_max_position_embeddings"]):
-            raise BatchError(
-                f"A row has {longest} tokens; beyond {limit} this model (longrope) turns all rows of a pass by other "
-                "frequencies, so that log-probs and gradients would depend on micro-batches. Shorten the row."
-            )
-
-
-def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The settings of rotary positions: one, or one for each kind of layer."""
-    found: Any = getattr(config, "rope_parameters", None) or {}
-    for rope in (found, *found.values()):
-        if isinstance(rope, Mapping):
-            yield rope
+    limit = longrope_limit(getattr(config.get_text_config(), "rope_parameters", None))
+    if limit is not None and longest > limit:
+        raise BatchError(
+            f"A row has {longest} tokens; beyond {limit} this model (longrope) turns all rows of a pass by other "
+            "frequencies, so that log-probs and gradients would depend on micro-batches. Shorten the row."
+        )

@@ -19,8 +19,8 @@ from rl_rollout import (
     create_server,
 )
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.linear import ActiveAdapters, LowRank, ServedLinear, can_pack
-from rl_rollout.backends.embedded.model_runner import load_model
+from rl_rollout.backends.embedded.model.linear import ActiveAdapters, LowRank, ServedLinear, can_pack
+from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 
 PROMPT = (5, 6, 7, 8, 9)

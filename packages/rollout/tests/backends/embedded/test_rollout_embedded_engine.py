@@ -19,7 +19,7 @@ from rl_rollout import (
     WeightUpdateError,
     create_server,
 )
-from rl_rollout.backends.embedded.model_runner import choose_num_threads
+from rl_rollout.backends.embedded.model.model_runner import choose_num_threads
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl_rollout import ConfigError, FinishReason, GenerateRequest, ModelFolderError, SamplingParams, ServerConfig
 from rl_rollout.backends.embedded import engine as engine_module
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.model_runner import load_model
+from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import write_tiny_model
 
 FAMILIES = {

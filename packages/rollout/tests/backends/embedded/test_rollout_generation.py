@@ -8,7 +8,7 @@ import torch
 from rl_rollout import FinishReason, GenerateRequest, SamplingParams, ServerConfig, create_server
 from rl_rollout.backends.embedded import engine as engine_module
 from rl_rollout.backends.embedded.engine import Engine
-from rl_rollout.backends.embedded.model_runner import load_model
+from rl_rollout.backends.embedded.model.model_runner import load_model
 
 
 @pytest.fixture(scope="module")

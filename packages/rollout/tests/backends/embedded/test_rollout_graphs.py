@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from rl_csrc import paged
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server
-from rl_rollout.backends.embedded.attention import PagedBatch
-from rl_rollout.backends.embedded.cuda_graphs import DecodeGraphs, round_up, round_up_columns
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.kv_cache import KVCache
-from rl_rollout.backends.embedded.model_runner import load_model
+from rl_rollout.backends.embedded.model.attention import PagedBatch
+from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs, round_up, round_up_columns
+from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 
 PROMPTS = [tuple(3 + (7 * i + n) % 45 for i in range(n)) for n in (1, 5, 13, 34, 13)]

@@ -19,9 +19,9 @@ from rl_rollout import (
     UnsupportedError,
     connect_server,
     create_server,
+    placeholder_repeats,
 )
-from rl_rollout.multimodal import repeats
-from rl_rollout.router.resume import rest_of
+from rl_rollout.router.router import rest_of
 from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tiny_vl_model
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
@@ -70,7 +70,7 @@ def request_of(name, ids, images, **params):
 
 
 def written_out(ids, counts):
-    times = repeats("r", ids, IMAGE, counts)
+    times = placeholder_repeats("r", ids, IMAGE, counts)
     return tuple(token for token, count in zip(ids, times, strict=True) for _ in range(count))
 
 
@@ -333,9 +333,9 @@ def test_a_server_without_sight_refuses():
         asyncio.run(scenario())
 
 
-def test_places_are_written_out():
-    assert repeats("r", (1, 9, 2, 9, 3), 9, [2, 3]) == [1, 2, 1, 3, 1]
-    assert repeats("r", (9, 9, 1, 9), 9, [2, 1]) == [1, 1, 1, 1]
-    assert repeats("r", (9, 1, 9), 9, [1, 1]) == [1, 1, 1]
+def test_placeholders_are_expanded_to_the_features_of_each_image():
+    assert placeholder_repeats("r", (1, 9, 2, 9, 3), 9, [2, 3]) == [1, 2, 1, 3, 1]
+    assert placeholder_repeats("r", (9, 9, 1, 9), 9, [2, 1]) == [1, 1, 1, 1]
+    assert placeholder_repeats("r", (9, 1, 9), 9, [1, 1]) == [1, 1, 1]
     with pytest.raises(RequestError, match="2 images and 3 places .* all 4"):
-        repeats("r", (9, 9, 9), 9, [2, 2])
+        placeholder_repeats("r", (9, 9, 9), 9, [2, 2])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_csrc import sampling
-from rl_rollout.backends.embedded.sampler import cut, stream_seed, truncate
+from rl_rollout.backends.embedded.model.sampler import cut, stream_seed, truncate
 
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_rollout import WeightUpdateError
-from rl_rollout.backends.embedded.weights import WeightStore
+from rl_rollout.backends.embedded.model.weights import WeightStore
 from rl_rollout.testing import load_weights, write_tiny_model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

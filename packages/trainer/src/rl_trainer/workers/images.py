@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_rollout import placeholder_repeats
+from rl_rollout.errors import RequestError
 from rl_trainer.errors import InputError, TrainerError
 
 if TYPE_CHECKING:
@@ -95,43 +97,32 @@ class ImageReader:
 
 
 def written_out(output: AgentLoopOutput, place: int, counts: Sequence[int]) -> AgentLoopOutput:
-    """A trajectory in which image i has `counts[i]` tokens. A place that the model wrote itself is none.
+    """Expand the placeholders of a trajectory: image i takes `counts[i]` tokens. Sampled placeholders stay single.
 
     Args:
-        output: With one token for each image, or with all of them already.
-        place: The token.
+        output: Trajectory with one placeholder for each image, or with all of them already.
+        place: Placeholder token id.
         counts: Tokens of each image.
 
     Raises:
-        TrainerError: there are neither as many places as images, nor as many as these take.
+        TrainerError: there are neither as many placeholders as images, nor as many as these take.
     """
-    is_place = {
-        "prompt_token_ids": [token == place for token in output.prompt_token_ids],
-        "completion_token_ids": [
-            token == place and not wrote
-            for token, wrote in zip(output.completion_token_ids, output.loss_mask, strict=True)
-        ],
-    }
-    num_places = sum(map(sum, is_place.values()))
-    if num_places == sum(counts):
-        return output
-    if num_places != len(counts):
-        raise TrainerError(
-            f"a trajectory has {len(counts)} images and {num_places} places for them (token {place}); there must be "
-            f"one for each image, or all {sum(counts)} that they take"
-        )
-    left = iter(counts)
-    times = {name: [next(left) if found else 1 for found in places] for name, places in is_place.items()}
+    pairs = zip(output.completion_token_ids, output.loss_mask, strict=True)
+    given = [*output.prompt_token_ids, *(-1 if wrote else token for token, wrote in pairs)]
+    try:
+        times = placeholder_repeats("a trajectory", given, place, counts)
+    except RequestError as error:
+        raise TrainerError(str(error)) from error
 
-    def repeated(name: str, like: str) -> tuple[Any, ...]:
-        pairs = zip(getattr(output, name), times[like], strict=True)
-        return tuple(value for value, count in pairs for _ in range(count))
+    def repeated(name: str, times: Sequence[int]) -> tuple[Any, ...]:
+        return tuple(value for value, count in zip(getattr(output, name), times, strict=True) for _ in range(count))
 
+    start = len(output.prompt_token_ids)
     per_token = ("completion_token_ids", "loss_mask", "rollout_logprobs", "weight_versions")
     return replace(
         output,
-        prompt_token_ids=repeated("prompt_token_ids", "prompt_token_ids"),
-        **{name: repeated(name, "completion_token_ids") for name in per_token},
+        prompt_token_ids=repeated("prompt_token_ids", times[:start]),
+        **{name: repeated(name, times[start:]) for name in per_token},
     )
 
 

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from rl_csrc import sampling
-from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.batch_state import BatchState
 from rl_rollout.backends.embedded.block_manager import BlockPool
-from rl_rollout.backends.embedded.cpu_decoder import MOST_STEPS, Drawn, generate
-from rl_rollout.backends.embedded.cuda_graphs import DecodeGraphs
 from rl_rollout.backends.embedded.kv_cache import KVCache
-from rl_rollout.backends.embedded.model_runner import BatchBuilder, kept
+from rl_rollout.backends.embedded.model.attention import PagedBatch
+from rl_rollout.backends.embedded.model.cpu_decoder import MOST_STEPS, Drawn, generate
+from rl_rollout.backends.embedded.model.cuda_graphs import DecodeGraphs
+from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept
+from rl_rollout.backends.embedded.model.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.output_processor import new_chunks, note_tokens
-from rl_rollout.backends.embedded.sampler import cut, stream_seed
 from rl_rollout.backends.embedded.scheduler import Scheduler
 from rl_rollout.backends.embedded.sequence import SequenceState, SpecialSequences, finish_reason
 from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.embedded.model_runner import ServedModel
+    from rl_rollout.backends.embedded.model.model_runner import ServedModel
     from rl_rollout.backends.embedded.multimodal import ImagePrompt
     from rl_rollout.backends.embedded.scheduler import Chunk, Plan
     from rl_rollout.base import PauseMode

@@ -13,10 +13,10 @@ import torch
 
 from rl_rollout.backends.embedded.engine import Engine
 from rl_rollout.backends.embedded.engine_thread import EngineThread
-from rl_rollout.backends.embedded.lora import UPDATE_PREFIX
-from rl_rollout.backends.embedded.model_runner import choose_device, choose_num_threads, load_model
+from rl_rollout.backends.embedded.model.lora import UPDATE_PREFIX
+from rl_rollout.backends.embedded.model.model_runner import choose_device, choose_num_threads, load_model
+from rl_rollout.backends.embedded.model.weights import WeightStore
 from rl_rollout.backends.embedded.output_processor import last_chunk
-from rl_rollout.backends.embedded.weights import WeightStore
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, RequestTimeoutError, RolloutError, ServerLostError, WeightUpdateError
 from rl_rollout.http.server import Endpoint

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_rollout.backends.embedded.linear import LowRank, ServedLinear
+from rl_rollout.backends.embedded.model.linear import LowRank, ServedLinear
 from rl_rollout.errors import ModelFolderError, WeightUpdateError
 from rl_rollout.validation import check_plain
 

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_rollout.backends.embedded.attention import ATTENTION_NAME, Batch, PagedBatch, ProbeBatch, register_attention
-from rl_rollout.backends.embedded.cpu_decoder import FusedDecoder, fuse
-from rl_rollout.backends.embedded.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
-from rl_rollout.backends.embedded.lora import AdapterStore
+from rl_rollout.backends.embedded.model.attention import (
+    ATTENTION_NAME,
+    Batch,
+    PagedBatch,
+    ProbeBatch,
+    register_attention,
+)
+from rl_rollout.backends.embedded.model.cpu_decoder import FusedDecoder, fuse
+from rl_rollout.backends.embedded.model.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
+from rl_rollout.backends.embedded.model.lora import AdapterStore
 from rl_rollout.backends.embedded.multimodal import ImagePrompt, ImageReader, load_image_reader
 from rl_rollout.backends.embedded.sequence import ExpertRecorder
 from rl_rollout.errors import ConfigError, ModelFolderError

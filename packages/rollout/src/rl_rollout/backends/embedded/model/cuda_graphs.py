@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_rollout.backends.embedded.attention import PagedBatch
+from rl_rollout.backends.embedded.model.attention import PagedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_rollout.backends.embedded.kv_cache import KVCache
-    from rl_rollout.backends.embedded.model_runner import ServedModel
+    from rl_rollout.backends.embedded.model.model_runner import ServedModel
 
     Work = Callable[[], Tensor]
 

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from rl_csrc.inference.decoder import Decoder, DecoderLayer, Drawing, PackedLinear, has_kernel, pack_linear
-from rl_rollout.backends.embedded.attention import PagedBatch
 from rl_rollout.backends.embedded.kv_cache import KVCache
+from rl_rollout.backends.embedded.model.attention import PagedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
 
-    from rl_rollout.backends.embedded.attention import AttentionSettings, ProbeBatch
     from rl_rollout.backends.embedded.batch_state import BatchState
     from rl_rollout.backends.embedded.kv_cache import LayerShape
+    from rl_rollout.backends.embedded.model.attention import AttentionSettings, ProbeBatch
     from rl_rollout.backends.embedded.scheduler import Plan
 
 

@@ -1,0 +1,1 @@
+"""The served model: layers, attention over the paged cache, adapters, weights, forward pass."""
