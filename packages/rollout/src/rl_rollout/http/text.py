@@ -19,20 +19,21 @@ _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """The text of a completion while its tokens arrive.
+    """Incremental detokeniser: the text of a completion while its tokens arrive.
 
-    Text that may still be taken back is held: the newest token (it may be a stop token, which is no part of the
-    text), an unfinished character, and what could be the beginning of a stop string.
+    Text that may still change is held back: the newest token (it may be a stop token, which is no part of the text),
+    an unfinished character, and what could be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._stream = _decode_stream(self._backend)
         self._stops = tuple(stops)
         self._ids: list[int] = []
-        self._context = 0
-        """First token that is decoded with new ones: characters may depend on the tokens before them."""
         self._read = 0
-        """Tokens whose text was taken."""
+        """Tokens that were decoded."""
+        self._num_decoded = 0
+        """Characters of their text."""
         self._held = ""
         self.is_stopped = False
         """Whether a stop string was found; what follows it is dropped."""
@@ -48,17 +49,23 @@ class TextStream:
         return self._emit(self._decode_to(end, is_last=True), is_last=True)
 
     def _decode_to(self, end: int, *, is_last: bool = False) -> str:
-        if end <= self._read:
-            return ""
-        before = self._decode(self._context, self._read)
-        after = self._decode(self._context, end)
-        if after.endswith(_UNFINISHED) and not is_last:
-            return ""
-        self._context, self._read = self._read, end
-        return after[len(before) :]
+        new = None if is_last else self._steps(end)
+        if new is None:  # the end of the text, whatever it ends with, or a tokenizer that knows no streams
+            whole = self._backend.decode(self._ids[:end], skip_special_tokens=True)
+            new = "" if whole.endswith(_UNFINISHED) and not is_last else whole[self._num_decoded :]
+        self._read = max(self._read, end)
+        self._num_decoded += len(new)
+        return new
 
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
+    def _steps(self, end: int) -> str | None:
+        """Text of the tokens up to `end`; None where the tokenizer cannot stream them."""
+        if self._stream is None:
+            return None
+        try:
+            return "".join(self._stream.step(self._backend, each) or "" for each in self._ids[self._read : end])
+        except Exception:  # noqa: BLE001 - tokenizers knows no other: this text does not begin with that before
+            self._stream = None
+            return None
 
     def _emit(self, new: str, *, is_last: bool) -> str:
         if self.is_stopped:
@@ -72,6 +79,15 @@ class TextStream:
         cut = len(text) - num_held
         self._held = text[cut:]
         return text[:cut]
+
+
+def _decode_stream(backend: Any) -> Any:
+    """`tokenizers`' incremental decoder; None for a tokenizer in Python, whose text is decoded from its beginning."""
+    if type(backend).__module__.partition(".")[0] != "tokenizers":
+        return None
+    from tokenizers.decoders import DecodeStream
+
+    return DecodeStream(skip_special_tokens=True)
 
 
 def _overlap(text: str, stop: str) -> int:
