@@ -13,13 +13,13 @@ from torch import Tensor
 from rl_csrc.errors import ArgumentError
 from rl_csrc.ops.operator import (
     Operator,
-    booleans,
     check_one_of,
     check_same_length,
     floats,
     integers,
     kernel,
     like_first,
+    optional_booleans,
     optional_floats,
     optional_integers,
     split,
@@ -78,7 +78,7 @@ def scan_reverse(
         check_same_length(name, x, num)
     rewards, cu_seqlens = floats(rewards), integers(cu_seqlens)
     lam = floats(lam, rewards) if isinstance(lam, Tensor) else float(lam)
-    before = (rewards, optional_floats(values, rewards), cu_seqlens, booleans(loss_mask), kind, float(gamma))
+    before = (rewards, optional_floats(values, rewards), cu_seqlens, optional_booleans(loss_mask), kind, float(gamma))
     behind = (optional_floats(bootstrap_values, rewards), mask_mode, optional_floats(rho, rewards), rho_clip, c_clip)
     return Scan(*_SCAN(*before, *split(lam), *behind))
 
@@ -126,7 +126,7 @@ def whiten(
     added back.
     """
     _check_mask(x, mask)
-    x, mask = floats(x), booleans(mask)
+    x, mask = floats(x), optional_booleans(mask)
     return _WHITEN(x, mask, shift_mean, eps, [*moments] if moments is not None else [])
 
 

@@ -214,11 +214,14 @@ def optional_integers(x: Tensor | None) -> Tensor | None:
     return None if x is None else integers(x)
 
 
-def booleans(mask: Tensor | None) -> Tensor | None:
-    """Return a 0/1 mask as contiguous bool, None passing through."""
-    if mask is None or (mask.dtype is _BOOL and mask.is_contiguous()):
-        return mask
-    return mask.to(_BOOL).contiguous()
+def booleans(mask: Tensor) -> Tensor:
+    """Return a 0/1 mask as contiguous bool, without a copy where it is so already."""
+    return mask if mask.dtype is _BOOL and mask.is_contiguous() else mask.to(_BOOL).contiguous()
+
+
+def optional_booleans(mask: Tensor | None) -> Tensor | None:
+    """As `booleans`, None passing through."""
+    return None if mask is None else booleans(mask)
 
 
 def floats(x: Tensor, like: Tensor | None = None) -> Tensor:
