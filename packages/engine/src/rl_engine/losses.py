@@ -43,7 +43,7 @@ def sft_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, T
 
 
 class DpoKind(StrEnum):
-    """How the margin between two completions becomes a loss."""
+    """Preference loss: how the margin between two completions becomes a loss."""
 
     SIGMOID = "sigmoid"
     """Direct preference optimisation (Rafailov et al., 2305.18290)."""
@@ -136,7 +136,7 @@ class KtoLoss:
 
 
 class DistillKind(StrEnum):
-    """Which way a student is pulled towards its teacher."""
+    """Distillation divergence: which way a student is pulled towards its teacher."""
 
     FORWARD = "forward"
     """KL(teacher, student) over the teacher's likeliest tokens and the rest of the vocabulary as one (Hinton et al.,

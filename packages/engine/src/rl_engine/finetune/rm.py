@@ -31,7 +31,7 @@ __all__ = ["RewardKind", "RmConfig", "tokenize_steps", "train"]
 
 
 class RewardKind(StrEnum):
-    """What a reward model learns."""
+    """Objective of a reward model."""
 
     OUTCOME = "outcome"
     """Which of two completions is better (Bradley-Terry)."""
