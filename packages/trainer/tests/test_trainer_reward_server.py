@@ -138,3 +138,42 @@ def test_its_end_is_that_of_its_keeper(reward_model, number):
     while is_there(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_what_rl_rm_writes_rl_serve_scores(model, tmp_path):
+    """The folder of one command line is what the other takes, in processes of their own; the scores are the model's."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    pairs = [{"prompt": ROW["prompt"], "chosen": str(n), "rejected": "+" * (n % 3 + 1)} for n in range(8)]
+    data, judge = tmp_path / "pairs.jsonl", tmp_path / "judge"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    learn = ["-c", "from rl_engine.finetune.cli import rm_main; raise SystemExit(rm_main())"]
+    settings = [f"model.path={model}", f"data.path={data}", f"output_dir={judge}", "steps=2", "batch_size=4"]
+    done = subprocess.run([sys.executable, *learn, *settings], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    servers = RewardServers(WorkerContext(rank=0, world_size=1), folders={"liked": str(judge)}, timeout_s=200)
+
+    async def scores():
+        scorer = Scorer(own(judge))
+        scorer.use(servers.wake())
+        try:
+            return [(await scorer.score(text, ROW)).reward for text in ("4", "+")]
+        finally:
+            await scorer.close()
+
+    try:
+        found = asyncio.run(scores())
+    finally:
+        servers.close()
+    tokenizer, scored = AutoTokenizer.from_pretrained(judge), AutoModelForSequenceClassification.from_pretrained(judge)
+    assert type(scored).__name__ == "Qwen3ForSequenceClassification"
+    for text, score in zip(("4", "+"), found, strict=True):
+        messages = [*ROW["prompt"], {"role": "assistant", "content": text}]
+        prompt = tokenizer.apply_chat_template(
+            ROW["prompt"], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        learned = [*prompt, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        with torch.no_grad():
+            want = float(scored(torch.tensor([learned])).logits[0, 0])
+        assert score == pytest.approx(want, abs=1e-4), messages

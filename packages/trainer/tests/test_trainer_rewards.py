@@ -168,6 +168,22 @@ def test_a_stuck_function_is_killed_with_what_it_started_and_the_next_score_work
     assert not processes_with("sleep\0601")
 
 
+def test_who_waits_for_a_process_hears_of_the_end(functions):
+    async def main():
+        pool = FunctionPool(f"{functions}:odd", num_processes=1, timeout_s=60)
+        await pool.start()
+        calls = [asyncio.create_task(pool.call("hang", row())) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await pool.close()
+        async with asyncio.timeout(20):
+            ended = await asyncio.gather(*calls, pool.call("fine", row()), return_exceptions=True)
+        assert [type(error) for error in ended] == [RewardError] * 4, ended
+        assert "closed before this score was given" in str(ended[-1])
+
+    asyncio.run(main())
+    assert not processes_with(functions)
+
+
 @pytest.mark.parametrize("text", ["hang", "block"])
 def test_a_stuck_coroutine_does_not_take_the_others_with_it(functions, monkeypatch, text):
     """One that waits is cancelled; one that blocks its process is killed, and what ran beside it starts again."""

@@ -43,7 +43,7 @@ def sft_loss(output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, T
 
 
 class DpoKind(StrEnum):
-    """Preference loss: how the margin between two completions becomes a loss."""
+    """How the margin between two completions becomes a loss."""
 
     SIGMOID = "sigmoid"
     """Direct preference optimisation (Rafailov et al., 2305.18290)."""
@@ -136,7 +136,7 @@ class KtoLoss:
 
 
 class DistillKind(StrEnum):
-    """Distillation divergence: which way a student is pulled towards its teacher."""
+    """Which way a student is pulled towards its teacher."""
 
     FORWARD = "forward"
     """KL(teacher, student) over the teacher's likeliest tokens and the rest of the vocabulary as one (Hinton et al.,

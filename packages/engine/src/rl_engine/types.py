@@ -29,7 +29,7 @@ class Precision(StrEnum):
 
 
 class MatmulPrecision(StrEnum):
-    """Precision of float32 matrix products, as in `torch.set_float32_matmul_precision`."""
+    """How float32 matrix products are computed inside, as in `torch.set_float32_matmul_precision`."""
 
     HIGHEST = "highest"
     """In float32."""
@@ -40,7 +40,7 @@ class MatmulPrecision(StrEnum):
 
 
 class Head(StrEnum):
-    """Model head: what is given for a completion token."""
+    """What the model gives for a completion token."""
 
     LM = "lm"
     """The token's log-prob: policy, reference, SFT, DPO."""
@@ -51,7 +51,7 @@ class Head(StrEnum):
 
 
 class ModelInit(StrEnum):
-    """Origin of the weights."""
+    """Where the weights come from."""
 
     PRETRAINED = "pretrained"
     """The safetensors files of the model folder."""
@@ -97,7 +97,7 @@ class OptimizerConfig:
 
 
 class LoraExport(StrEnum):
-    """Export of an engine with a LoRA adapter."""
+    """What leaves an engine with a LoRA adapter."""
 
     MERGED = "merged"
     """The whole model with the adapter added in, under its own names: any server takes it."""
@@ -130,7 +130,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Layout of one model over ranks; whatever ranks are left over are data parallel.
+    """How one model is laid out over ranks; whatever ranks are left over are data parallel.
 
     The default is data parallelism alone. A backend refuses what it cannot do: fsdp takes `sp` and `dp_replicate`,
     megatron the others.
@@ -161,7 +161,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Configuration of one engine. Every rank of an engine gets the same one.
+    """What one engine is built from. Every rank of an engine gets the same one.
 
     A value that no backend could honour raises `ConfigError` here; what depends on backend, model and ranks is refused
     by `Engine.check`.
@@ -170,7 +170,7 @@ class EngineConfig:
     model_path: str
     """A Hugging Face model folder."""
     init: ModelInit = ModelInit.PRETRAINED
-    """Origin of the weights."""
+    """Where the weights come from."""
     head: Head = Head.LM
     """What it gives for a completion token. A folder without the scalar head that `value` and `reward` need (a causal
     LM) gets one of zeros; `save_model` then writes a sequence classifier with one label, in Hugging Face's layout."""
@@ -242,7 +242,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """Shard of a tensor that one rank holds: a box in the coordinates of the whole tensor."""
+    """Which part of a tensor one rank holds: a box in the coordinates of the whole tensor."""
 
     name: str
     """Hugging Face name of the tensor."""
@@ -266,7 +266,7 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutput:
-    """Model output of one micro-batch. Token tensors are packed: T completion tokens of B rows.
+    """One micro-batch scored by the model. Token tensors are packed: T completion tokens of B rows.
 
     Read `logprobs` or `values`, whichever the engine's head gives; the other raises `ConfigError`.
     """
@@ -313,7 +313,7 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """Result of `forward_backward_batch`."""
+    """What a call of `forward_backward_batch` returns."""
 
     columns: TensorDict
     """Jagged `logprobs` (and `entropy`, `sum_pi_squared`, `candidate_token_ids`, `candidate_logprobs`), or `values`;

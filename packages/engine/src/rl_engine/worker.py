@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """Outcome of one optimizer step."""
+    """What one optimizer step did."""
 
     step: int
     """Steps taken so far, this one included."""
@@ -89,7 +89,7 @@ class TrainingWorker:
         return StepOutcome(step=self.step, grad_norm=norm, lr=self.engine.lr_scheduler_step())
 
     def save_state(self, path: str | Path) -> None:
-        """Write a checkpoint from which `load_state` goes on as if nothing had happened, on any number of ranks."""
+        """Everything that `load_state` needs to go on as if nothing had happened; for any number of ranks."""
         self.engine.save_checkpoint(path, self.step)
 
     def load_state(self, path: str | Path) -> int:

@@ -56,7 +56,7 @@ BACKENDS = ("fsdp", "megatron", "torchtitan")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_modes_take_gradients_home_and_back(tmp_path, backend):
     engine, away = built(tmp_path, backend), torch.device("cpu", 0)  # to an engine not the place where it computes
-    places = engine._devices if hasattr(engine, "_scorer") else engine._state.devices
+    places = engine._places if hasattr(engine, "_scorer") else engine._state.places
     engine.forward_backward_batch(DATA, sft_loss)
     engine.to(away)
     with engine.eval_mode():

@@ -133,7 +133,7 @@ def test_images_are_placed_without_waiting_for_the_device(monkeypatch, tmp_path)
         RowBatch(images.batch_of(images.rows_of(96)), needs_mask=True, device=CPU),
         MultimodalInputs(model),
     )
-    multimodal.add_positions(batch)
+    multimodal.place(batch)
     monkeypatch.setattr(row_batch, "to_device", lambda tensor, device: tensor.as_subclass(OnDevice))
     packed = batch.pack([2, 1])
     OnDevice.waits.clear()

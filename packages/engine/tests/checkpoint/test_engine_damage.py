@@ -82,12 +82,8 @@ def test_what_is_read_is_compared_with_what_was_written(tmp_path):
         read(folder)
 
 
-@pytest.mark.parametrize("at_once", [5, 1 << 20])
-def test_the_digest_of_a_tensor_does_not_depend_on_how_it_is_cut(monkeypatch, at_once):
-    draw, plain = random.Random(3), torch.arange(17, dtype=torch.float32)
-    whole = sharded.digest_part(plain, ((0,), (17,)), (17,))
-    monkeypatch.setattr(sharded, "_ELEMENTS_AT_ONCE", at_once)
-    assert sharded.digest_part(plain, ((0,), (17,)), (17,)) == whole
+def test_the_digest_of_a_tensor_does_not_depend_on_how_it_is_cut():
+    draw = random.Random(3)
     for shape in [(), (1,), (17,), (5, 7), (4, 3, 6), (2, 3, 4, 5)]:
         for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float64):
             tensor = torch.randint(0, 255, shape).to(dtype)

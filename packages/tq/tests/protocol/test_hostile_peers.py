@@ -463,3 +463,44 @@ def test_a_unix_socket_grows_with_what_arrived(server, body):
         assert_closed_soon(connection)
     with rl_tq.connect(server.addresses[1], timeout_s=20.0) as client:
         assert client.stats()["rows"] >= 0
+
+
+LISTENERS = """
+import os, socket
+from pathlib import Path
+def listeners():
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(fd))
+        except OSError:
+            pass
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in mine:
+                words = fields[1].partition(":")[0]
+                raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
+                yield socket.inet_ntop(family, raw)
+"""
+BOTH_ENDS = """
+import torch, rl_tq
+queue = rl_tq.serve("nixl://127.0.0.1:0", timeout_s=30.0)
+with rl_tq.connect(queue.address, timeout_s=30.0) as client:
+    client.get(client.put({"a": torch.zeros(4)}, partition="p"))
+    print(*listeners())
+queue.close()
+"""
+
+
+@pytest.mark.skipif(not find_spec("nixl"), reason="nixl is not installed")
+def test_a_queue_over_nixl_on_loopback_listens_nowhere_else():
+    """UCX's own listeners ask nobody for a token."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENERS + BOTH_ENDS], capture_output=True, text=True, check=True, env=environment
+    )
+    found = done.stdout.splitlines()[-1].split()
+    assert len(found) >= 3, "UCX is not among them: the test shows nothing"
+    assert set(found) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

@@ -7,6 +7,7 @@ the wire; if you set UCX_TLS yourself, leave `tcp` in it, because UCX sets up it
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import struct
@@ -18,7 +19,7 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from rl_ckpt.errors import CkptError, PeerLostError, ProtocolError
 from rl_ckpt.transports.base import Transport
-from rl_ckpt.transports.tcp import TcpReceive, TcpSend
+from rl_ckpt.transports.tcp import TcpReceive, TcpSend, host_and_port
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,8 @@ MAX_RING_BYTES = 1 << 34
 _ADDRESS = struct.Struct("<Q")
 _IN_FLIGHT = "PROC"
 _DONE = "DONE"
+_DEVICES = "UCX_NET_DEVICES"
+"""UCX's variable: network interfaces that it listens on and connects by. One of the user's is left as it is."""
 
 
 class Backend(Transport):
@@ -48,9 +51,26 @@ class Backend(Transport):
         return NixlReceive(config)
 
 
-def _agent(role: str) -> Any:
-    """An end of NIXL's own; its name must be nobody else's."""
-    return nixl_agent(f"rl-ckpt-{role}-{os.getpid()}-{secrets.token_hex(8)}", nixl_agent_config(backends=["UCX"]))
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _agent(role: str, host: str) -> Any:
+    """An end of NIXL's own; its name must be nobody else's.
+
+    UCX's listeners take no token, so that they are on loopback alone where the session's `host` is.
+    """
+    is_held = _is_loopback(host) and _DEVICES not in os.environ
+    if is_held:
+        os.environ[_DEVICES] = "lo"
+    try:
+        return nixl_agent(f"rl-ckpt-{role}-{os.getpid()}-{secrets.token_hex(8)}", nixl_agent_config(backends=["UCX"]))
+    finally:
+        if is_held:
+            del os.environ[_DEVICES]
 
 
 def _chunks(address: int, num_slots: int, bucket_bytes: int) -> list[tuple[int, int, int]]:
@@ -68,6 +88,7 @@ class NixlSend(TcpSend):
 
     def __init__(self, config: SessionConfig) -> None:
         super().__init__(config)
+        self._host, _ = host_and_port(config)
         self._agent: Any = None
         self._ring: Tensor | None = None
         self._memory = b""
@@ -75,7 +96,7 @@ class NixlSend(TcpSend):
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """Allocate the ring and register it."""
         self._ring = torch.empty(num_slots * bucket_bytes, dtype=torch.uint8)
-        self._agent = _agent("sender")
+        self._agent = _agent("sender", self._host)
         self._agent.register_memory([self._ring])
         self._memory = _ADDRESS.pack(self._ring.data_ptr()) + self._agent.get_agent_metadata()
         return list(self._ring.split(bucket_bytes))
@@ -93,11 +114,11 @@ class NixlSend(TcpSend):
 class Reader:
     """Local memory for every slot, and everything prepared to read a sender's ring into it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, host: str) -> None:
         memory = torch.empty(session.num_slots * session.bucket_bytes, dtype=torch.uint8)
         self.slots = list(memory.split(session.bucket_bytes))
         self._num_chunks = -(-session.bucket_bytes // CHUNK_BYTES)
-        self._agent: Any = _agent("receiver")
+        self._agent: Any = _agent("receiver", host)
         self._agent.register_memory([memory])
         (address,) = _ADDRESS.unpack_from(session.memory)
         peer = self._agent.add_remote_agent(session.memory[_ADDRESS.size :])
@@ -141,6 +162,7 @@ class NixlReceive(TcpReceive):
 
     def __init__(self, config: SessionConfig) -> None:
         super().__init__(config)
+        self._host, _ = host_and_port(config)
         self._session: Session | None = None
         self._reader: Reader | None = None
         self._slots: list[Tensor] = []
@@ -153,7 +175,7 @@ class NixlReceive(TcpReceive):
         if len(session.memory) <= _ADDRESS.size or not 0 < num_bytes <= MAX_RING_BYTES:
             raise ProtocolError(f"{channel.peer} announced a session without a ring that NIXL could read")
         try:
-            self._session, self._reader = session, Reader(session)
+            self._session, self._reader = session, Reader(session, self._host)
         except Exception as error:  # NIXL has a class for each of its errors, and no common one that it exports
             raise PeerLostError(f"NIXL could not reach the ring of {channel.peer}: {error!r}") from error
         self._slots = list(self._reader.slots)
@@ -179,7 +201,7 @@ class NixlReceive(TcpReceive):
         self._reader.close()
         self._reader = None
         with suppress(Exception):  # NIXL's errors have no common class
-            self._reader = Reader(self._session)
+            self._reader = Reader(self._session, self._host)
             self._slots[:] = self._reader.slots
 
     def release(self) -> None:

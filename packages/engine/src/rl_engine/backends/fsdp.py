@@ -119,7 +119,7 @@ def check_fit(config: EngineConfig, world_size: int) -> str | None:
 
 
 def has_gpu() -> bool:
-    """Whether there is a device beside the CPU."""
+    """Whether there is another place than the CPU."""
     return torch.cuda.is_available()
 
 
@@ -136,8 +136,8 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     scorer, peft = _scorer_of(model, config)
     if isinstance(scorer, PolicyScorer):
         found = find_linear_head(model) if world.rank == 0 else None
-        of_rank_0 = world.exchange(None if found is None else asdict(found))[0]
-        scorer.head = None if of_rank_0 is None else LinearHead(**of_rank_0)
+        told = world.exchange(None if found is None else asdict(found))[0]
+        scorer.head = None if told is None else LinearHead(**told)
     source: dict[str, Tensor] = dict(scorer.named_parameters()) if world.rank == 0 and world.size > 1 else {}
     if config.torch_compile:
         compile_layers(scorer, world.device)
@@ -182,7 +182,7 @@ def _scorer_of(
 
 
 def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTrainedModel:
-    """Load the whole model on rank 0, and an empty one elsewhere. Collective.
+    """The whole model on rank 0, an empty one elsewhere. Collective.
 
     Raises:
         ModelFolderError: the folder cannot be loaded; on every rank.
@@ -204,7 +204,7 @@ def load_on_rank_0(config: EngineConfig, world: World) -> transformers.PreTraine
 
 
 def needs_sharding(config: EngineConfig, size: int) -> bool:
-    """Whether the module is FSDP's: on several ranks, in two number formats, or on two devices."""
+    """Whether the module is FSDP's: on several ranks, in two number formats, or in two places."""
     return size > 1 or trains_narrow(config) or config.cpu_offload
 
 
@@ -218,11 +218,11 @@ def _fill(scorer: Scorer, source: dict[str, Tensor], world: World, home: torch.d
         for (first, name), *others in ties:
             for module, other in others:
                 setattr(module, other, getattr(first, name))
-    broadcast_weights(_tensors(scorer), source, world)
+    hand_out(_tensors(scorer), source, world)
 
 
 @torch.no_grad()
-def broadcast_weights(tensors: Mapping[str, Tensor], source: dict[str, Tensor], world: World) -> None:
+def hand_out(tensors: Mapping[str, Tensor], source: dict[str, Tensor], world: World) -> None:
     """Fill every rank's `tensors`, or its shards of them, one after the other. Collective.
 
     Args:
@@ -253,12 +253,12 @@ def _tensors(scorer: Scorer) -> dict[str, Tensor]:
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Modules that have one parameter in common; moving off the meta device would part them."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Places that have one parameter in common; moving off the meta device would part them."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((owner, name))
-    return [group for group in owners.values() if len(group) > 1]
+            places.setdefault(id(parameter), []).append((owner, name))
+    return [group for group in places.values() if len(group) > 1]
 
 
 def _recompute_layers(model: transformers.PreTrainedModel) -> None:

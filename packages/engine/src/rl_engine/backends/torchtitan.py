@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rl_engine.backends.fsdp import broadcast_weights, check_replicas, load_on_rank_0, sum_gradients
+from rl_engine.backends.fsdp import check_replicas, hand_out, load_on_rank_0, sum_gradients
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint import hf_folder
@@ -62,7 +62,7 @@ _FAMILIES: dict[str, tuple[Any, Any, Any]] = {
 
 
 class RowAttention(Module):
-    """Causal attention within each packed row, instead of torchtitan's kernels, which need CUDA or a compiler."""
+    """Causal attention within each packed row, in the place of torchtitan's kernels, which need CUDA or a compiler."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -85,7 +85,7 @@ class TableRope(CosSinRoPE):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
-        """Configuration, as torchtitan's."""
+        """As torchtitan's."""
 
         inv_freq: tuple[float, ...] = ()
         """(D / 2,)."""
@@ -99,12 +99,12 @@ class TableRope(CosSinRoPE):
 class ScoringHead(Linear):
     """The decoder's last layer, which gives scores: in the decoder's forward pass, so that FSDP knows when it is done.
 
-    Called on its own it would leave the gathered weights of its group instead of the sharded ones.
+    Called on its own it would leave the gathered weights of its group in the place of the sharded ones.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """Configuration, as torchtitan's."""
+        """As torchtitan's."""
 
         wanted: EngineConfig | None = None
         """Of a language-model head; None for a scalar one."""
@@ -293,14 +293,14 @@ class TorchtitanEngine(ModuleEngine):
         for module in scorer.modules():
             if isinstance(module, Module):
                 module._init_self_buffers(buffer_device=world.device)  # pyright: ignore[reportPrivateUsage]
-        broadcast_weights(scorer.named_weights(), whole, world)
+        hand_out(scorer.named_weights(), whole, world)
         scorer.requires_grad_(config.optimizer is not None)
         scorer.shares_prefixes = shares_prefixes(config, None)
         return scorer.train(config.optimizer is not None)
 
 
 def _parallelize(scorer: TorchtitanScorer, config: EngineConfig, world: World) -> None:
-    """Shard the decoder as torchtitan's parallelize functions of dense models do, in any number format."""
+    """What torchtitan's parallelize functions of dense models do, in any number format."""
     replicas = config.parallel.dp_replicate
     sizes, names = ((world.size,), ("fsdp",))
     if replicas > 1:

@@ -1,4 +1,4 @@
-"""Micro-batch planning and load balance, by lengths and costs alone: no tensors, no communication.
+"""Which rows share a micro-batch, and which rank computes which rows. Pure: knows lengths and costs, not tensors.
 
 A *unit* is rows that must stay side by side (a pair), or one row. Rows of one prompt are kept together too, where they
 share it and a micro-batch has room.
@@ -25,7 +25,7 @@ WORTH_MOVING = 0.95  # of the fullest rank's cost; rows stay where they are for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load of rows in tokens or work; rows of one prompt, side by side, take its share once."""
+    """What rows take of something, tokens or work; those of one prompt, side by side, take its share once."""
 
     alone: Sequence[float]
     """By row."""
@@ -153,7 +153,7 @@ def partition(costs: Sequence[float], count: int) -> list[list[int]]:
 
 
 def balance_units(costs: Sequence[Sequence[float]]) -> list[list[int]] | None:
-    """Load balance: which rank computes each unit of work, when rank r holds units of `costs[r]`.
+    """Which rank computes each unit of work, when rank r holds units of `costs[r]`.
 
     Args:
         costs: By rank, by unit.

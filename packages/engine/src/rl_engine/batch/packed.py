@@ -1,4 +1,4 @@
-"""Packed rows: the tokens of a micro-batch end to end, without padding, as a model is fed them.
+"""What a model is fed: the tokens of a micro-batch's rows end to end, without padding.
 
 Legend: `B` rows, `C` completion tokens, `T` tokens fed. Where rows share prompts, those are fed once.
 """
@@ -22,7 +22,7 @@ NO_COUNTS = BatchCounts(tokens=0.0, sequences=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Packed rows of one micro-batch: B rows end to end, as the model is fed them."""
+    """What a model is fed: B rows end to end."""
 
     token_ids: Tensor
     """(T,) int64."""
@@ -46,7 +46,7 @@ class PackedRows:
     """(C, K) int64, more tokens to be scored in the place of each completion token."""
     visual: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The `VISUAL` columns' entries of these rows, in their order; see `rl_engine.model.multimodal`."""
-    positions_thw: Tensor | None = None
+    places: Tensor | None = None
     """(T, 3) int64, time, height and width of each token, where the batch has images."""
     given_ids: Tensor | None = None
     """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
@@ -102,7 +102,7 @@ def one_token_row(device: torch.device) -> PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Gather index that may repeat rows of its source, with what its backward pass needs."""
+    """Which row of a source each row of a result is, where a source's row may come many times."""
 
     index: Tensor
     """(N,) int64."""
@@ -190,7 +190,7 @@ class _SpreadRows(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSharing:
-    """Layout of B rows that share prompts over U tokens fed."""
+    """How U tokens make up B rows."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment; they sum up to U."""
@@ -256,9 +256,9 @@ def _regroup(packed: PackedRows, segments: Sequence[_Segment], fed_at: Tensor) -
     before = torch.tensor([segment.before for segment in segments])
     starts = torch.tensor([segment.start for segment in segments])
     fed = _ranges(starts, lengths)
-    position = torch.empty(len(fed_at), dtype=torch.int64)  # of each of T among U
-    position[fed] = torch.arange(len(fed))
-    position = position[fed_at]
+    place = torch.empty(len(fed_at), dtype=torch.int64)  # of each of T among U
+    place[fed] = torch.arange(len(fed))
+    place = place[fed_at]
     completions = torch.tensor(packed.completions)
     predicting = _ranges(torch.tensor(packed.lengths).cumsum(0) - completions, completions)
     device = packed.token_ids.device
@@ -266,8 +266,8 @@ def _regroup(packed: PackedRows, segments: Sequence[_Segment], fed_at: Tensor) -
     shared = PrefixSharing(
         lengths=tuple(lengths.tolist()),
         before=tuple(before.tolist()),
-        keys=repeats(position[_ranges(starts - before, before + lengths)], len(fed), device),
-        scored=repeats(position[predicting], len(fed), device),
+        keys=repeats(place[_ranges(starts - before, before + lengths)], len(fed), device),
+        scored=repeats(place[predicting], len(fed), device),
     )
     return replace(
         packed,

@@ -51,7 +51,7 @@ WorkItems = Sequence[tuple[float, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReplicas:
-    """Model replicas: which ranks share one, and which rank has its results."""
+    """How the ranks share replicas of the model."""
 
     replica_of: tuple[int, ...]
     """By rank, the replica that it is part of."""
@@ -61,7 +61,7 @@ class ModelReplicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Assignment of the rows of one logical batch to model replicas; the same on every rank."""
+    """Where the rows of one logical batch are computed; the same on every rank."""
 
     replicas: ModelReplicas
     """Of the model."""
@@ -75,7 +75,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Batch plan: one logical batch as all ranks see it, cut into micro-batches."""
+    """One logical batch as all ranks see it."""
 
     own: RowBatch
     """The rows that this rank passed."""
@@ -103,7 +103,7 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class MicroBatchResults:
-    """Results of the micro-batches of one call so far; they stay on the device until the end."""
+    """What the micro-batches of one call have produced so far; stays on the device until the end."""
 
     rows: list[int] = field(default_factory=list[int])
     """Rows of the plan's `batch`, in the order in which they were computed."""
@@ -113,7 +113,7 @@ class MicroBatchResults:
     """By name, the sum of the shares so far, a scalar."""
 
     def add(self, rows: list[int], output: ModelOutput, metrics: Mapping[str, Tensor]) -> None:
-        """Add one micro-batch's output and shares of metrics."""
+        """One micro-batch's output and shares of metrics."""
         self.rows += rows
         self.add_shares(metrics)
         for name, attribute in COLUMNS.items():
@@ -126,7 +126,7 @@ class MicroBatchResults:
             self.metrics[name] = self.metrics[name] + share.detach() if name in self.metrics else share.detach()
 
     def metric_values(self, *, is_leader: bool) -> dict[str, float]:
-        """Metrics as numbers, in one transfer. Ranks that share a replica have the same, but for its experts'."""
+        """One transfer for all of them. Ranks that share a replica have the same, but for those of its experts."""
         named = {name: share for name, share in self.metrics.items() if is_leader or name == AUX_LOSS}
         if not named:
             return {}
@@ -162,11 +162,29 @@ def plan_batch(
         BatchError: on this rank, or naming the rank that refused.
         EngineError: ranks mean to do different things.
     """
-    own, answers = _check_everywhere(world, data, make, budget, cost, work)
-    counts = BatchCounts(
-        tokens=sum(tokens for (tokens, _), _ in answers), sequences=sum(rows for (_, rows), _ in answers)
-    )
-    assignment = assign_rows(replicas, [work_items for _, work_items in answers])
+    own: RowBatch | None = None
+    mine: tuple[tuple[float, float], tuple[WorkItems, WorkItems]] | str
+    refused: BatchError | None = None
+    try:
+        own = make(data)
+        check_budget(own.tokens(), own.units(), budget)
+        mine = own.counts(), _work_items(own, budget, own.costs(cost))
+    except BatchError as error:
+        mine, refused = str(error), error
+    said = world.exchange((work, mine))
+    for rank, (other, _) in enumerate(said):
+        if other != said[0][0]:
+            raise EngineError(f"Ranks call forward_backward_batch for {said[0][0]} (rank 0) and {other} (rank {rank}).")
+    answers = [answer for _, answer in said]
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, str):
+            if refused is not None and rank == world.rank:
+                raise refused
+            raise BatchError(f"Rank {rank} refused its batch: {answer}")
+    good = [answer for answer in answers if not isinstance(answer, str)]
+    assert own is not None
+    counts = BatchCounts(tokens=sum(tokens for (tokens, _), _ in good), sequences=sum(rows for (_, rows), _ in good))
+    assignment = assign_rows(replicas, [work_items for _, work_items in good])
     batch = own if assignment is None else make(send_rows(assignment, own, world))
     tokens, units, costs = batch.tokens(), batch.units(), batch.costs(cost)
     micro_batches = plan_rows(tokens, units, budget, costs=costs)
@@ -178,39 +196,8 @@ def plan_batch(
     )
 
 
-def _check_everywhere(
-    world: World,
-    data: TensorDict,
-    make: Callable[[TensorDict], RowBatch],
-    budget: int,
-    cost: CostModel,
-    work: str,
-) -> tuple[RowBatch, list[tuple[tuple[float, float], tuple[WorkItems, WorkItems]]]]:
-    """This rank's rows, and by rank the counts and the work of its own. Collective; see `plan_batch`."""
-    own: RowBatch | None = None
-    mine: tuple[tuple[float, float], tuple[WorkItems, WorkItems]] | str
-    refused: BatchError | None = None
-    try:
-        own = make(data)
-        check_budget(own.tokens(), own.units(), budget)
-        mine = own.counts(), _work_items(own, budget, own.costs(cost))
-    except BatchError as error:
-        mine, refused = str(error), error
-    everyone = world.exchange((work, mine))
-    for rank, (other, _) in enumerate(everyone):
-        if other != everyone[0][0]:
-            raise EngineError(
-                f"Ranks call forward_backward_batch for {everyone[0][0]} (rank 0) and {other} (rank {rank})."
-            )
-    for rank, (_, answer) in enumerate(everyone):
-        if isinstance(answer, str):
-            raise refused if rank == world.rank and refused else BatchError(f"Rank {rank} refused its batch: {answer}")
-    assert own is not None
-    return own, [answer for _, answer in everyone if not isinstance(answer, str)]
-
-
 def work_of(loss_function: LossFunction | None, has_backward: bool) -> str:
-    """Description of a call, for the error where ranks call for different things."""
+    """What a call is for, in words."""
     if loss_function is None:
         return "scores alone"
     return "a loss and its gradient" if has_backward else "a loss without its gradient"
@@ -311,10 +298,8 @@ def add_up(world: World, shares: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def columns_of(
-    world: World, plan: BatchPlan, results: MicroBatchResults, device: torch.device, main: str
-) -> TensorDict:
-    """Per-token results of this rank's own rows, on `device`; `main` is there even without a row. Collective."""
+def columns_of(world: World, plan: BatchPlan, results: MicroBatchResults, place: torch.device, main: str) -> TensorDict:
+    """Per-token results of this rank's own rows, on `place`; `main` is there even without a row. Collective."""
     computed = None
     if results.rows:
         batch = plan.batch
@@ -325,7 +310,7 @@ def columns_of(
     if computed is None or main not in computed:
         empty = plan.own.restore([], [torch.empty(0, device=plan.own.device)])
         computed = TensorDict({main: empty}, batch_size=[plan.own.num_rows])  # pyright: ignore[reportArgumentType]
-    return computed.to(device)
+    return computed.to(place)
 
 
 def return_columns(assignment: Assignment, computed: TensorDict | None, own: RowBatch, world: World) -> TensorDict:
@@ -358,7 +343,7 @@ def return_columns(assignment: Assignment, computed: TensorDict | None, own: Row
 
 
 def _to_plain(column: Any) -> Any:
-    """Column as plain values: values and lengths of a jagged column, a tensor, or a list."""
+    """Something that travels: values and lengths of a jagged column, a tensor, or a list."""
     if isinstance(column, NonTensorStack):
         return column.tolist()
     if column.is_nested:

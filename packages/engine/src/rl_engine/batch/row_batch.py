@@ -90,7 +90,7 @@ class RowBatch:
         self._unfed = 0 if feeds_last else 1
         self._check_mask()
         self._units = self._find_units(needs_pairs=needs_mask)
-        self._positions_thw: _Ragged | None = None
+        self._places: _Ragged | None = None
         self._groups = self._group_prompts() if shares_prefixes else None
 
     @property
@@ -100,7 +100,7 @@ class RowBatch:
 
     @property
     def device(self) -> torch.device:
-        """Device of the columns."""
+        """Where the columns are."""
         return self._completion.values.device
 
     def tokens(self) -> Load:
@@ -227,10 +227,10 @@ class RowBatch:
             counts.index_add_(0, row_of, (values == token_id).to(torch.int64))
         return counts
 
-    def set_positions(self, positions: Tensor) -> None:
+    def place(self, positions: Tensor) -> None:
         """Give every token that is fed, row by row, (time, height, width): (T, 3) int64 on the CPU."""
         fed = torch.tensor([length - self._unfed for length in self._lengths], dtype=torch.int64)
-        self._positions_thw = _Ragged(self._here(positions), _offsets(fed))
+        self._places = _Ragged(self._here(positions), _offsets(fed))
 
     def _given(self) -> Tensor:
         """(C,) completion tokens, -1 where the model wrote them."""
@@ -288,7 +288,7 @@ class RowBatch:
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
             candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
             visual=visual,
-            positions_thw=None if self._positions_thw is None else self._values(self._positions_thw, index),
+            places=None if self._places is None else self._values(self._places, index),
             given_ids=fed_of(self._given()[completion_tokens]) if visual else None,
             counts=counts,
         )
@@ -392,6 +392,6 @@ def _positions(lengths: Tensor) -> Tensor:
 
 
 def _token_index(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the given rows' tokens, and the new offsets."""
+    """Where the given rows' tokens lie, and the new offsets."""
     lengths = offsets.diff()[rows]
     return _positions(lengths) + offsets[:-1][rows].repeat_interleave(lengths), _offsets(lengths)

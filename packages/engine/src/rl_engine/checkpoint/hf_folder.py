@@ -51,7 +51,7 @@ def trains_narrow(config: EngineConfig) -> bool:
 
 
 def parameter_dtype(config: EngineConfig) -> torch.dtype:
-    """Dtype of the parameters that the optimizer steps, or of a frozen model."""
+    """Of the parameters that the optimizer steps, or of a frozen model."""
     return torch.float32 if trains_narrow(config) else DTYPES[config.precision]
 
 
@@ -154,7 +154,7 @@ def replace_folder(draft: Path, target: Path) -> None:
 
 
 def previous_folder(target: Path) -> Path:
-    """Path where `replace_folder` keeps the old folder while it moves the new one in."""
+    """Where `replace_folder` keeps the old folder while it moves the new one in."""
     return target.with_name(f".{target.name}.previous")
 
 

@@ -46,7 +46,7 @@ _DTYPES = {
 }  # fmt: skip
 """As safetensors names them."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUMBERS = ("step", "schedule_step", "world_size")
+_SAID = ("step", "schedule_step", "world_size")
 _ELEMENTS_AT_ONCE = 1 << 20
 _MASK = (1 << 64) - 1
 
@@ -56,7 +56,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Checkpoint manifest: step, schedule, ranks and the shapes of the tensors."""
+    """What a checkpoint says of itself."""
 
     step: int
     """The caller's step."""
@@ -89,9 +89,9 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], manifest: Manifest, wo
 
 def _save(target: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world: World) -> None:
     draft = target.with_name(f".{target.name}.draft")
-    everyone = world.exchange((str(target), manifest.step))
-    if (other := next((mine for mine in everyone if mine != everyone[0]), None)) is not None:
-        raise CheckpointError(f"Ranks save different checkpoints (path and step): {everyone[0]} and {other}.")
+    said = world.exchange((str(target), manifest.step))
+    if (other := next((mine for mine in said if mine != said[0]), None)) is not None:
+        raise CheckpointError(f"Ranks save different checkpoints (path and step): {said[0]} and {other}.")
 
     def prepare() -> None:
         _recover(target)
@@ -108,11 +108,11 @@ def _save(target: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world
     except OSError as error:
         problem = f"Checkpoint {target} cannot be written: {error}"
     parts = [(key, list(box[0]), list(box[1]), digest_part(part, box, shape)) for key, box, shape, part in mine]
-    answers = world.exchange((problem, name, written, parts))
-    if (problem := next((answer[0] for answer in answers if answer[0]), None)) is not None:
+    told = world.exchange((problem, name, written, parts))
+    if (problem := next((answer[0] for answer in told if answer[0]), None)) is not None:
         raise CheckpointError(problem)
-    contents = _contents(manifest, _described(tensors, world), answers)
-    files = {file: entry for _, file, entry, _ in answers if entry is not None}
+    contents = _contents(manifest, _described(tensors, world), told)
+    files = {file: entry for _, file, entry, _ in told if entry is not None}
 
     def finish() -> None:
         write_manifest(draft / MANIFEST, contents, files)
@@ -136,7 +136,7 @@ def _on_rank_0(work: Callable[[], None], target: Path, world: World) -> None:
 
 
 def _share(tensors: Mapping[str, Tensor], world: World) -> list[tuple[str, Box, tuple[int, ...], Tensor]]:
-    """This rank's share of the writing: name, box, whole shape, part. What several ranks hold, one of them writes."""
+    """What this rank writes: name, box, whole shape, part. What several ranks hold is written by one of them."""
     held = {(name, box_of(tensor)): tensor for name, tensor in tensors.items()}
     load = [0] * world.size
     owners: dict[tuple[str, Box], int] = {}
@@ -161,14 +161,12 @@ def _described(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[s
     return {name: entry for shapes in world.exchange(mine) for name, entry in shapes.items()}
 
 
-def _contents(
-    manifest: Manifest, shapes: Mapping[str, tuple[str, list[int]]], answers: Sequence[Any]
-) -> dict[str, Any]:
-    """Contents of the manifest."""
+def _contents(manifest: Manifest, shapes: Mapping[str, tuple[str, list[int]]], told: Sequence[Any]) -> dict[str, Any]:
+    """What the manifest says."""
     stored: dict[str, dict[str, Any]] = {
         name: {"dtype": dtype, "shape": shape, "digest": 0, "parts": []} for name, (dtype, shape) in shapes.items()
     }
-    for _, file, _, parts in answers:
+    for _, file, _, parts in told:
         for name, offsets, sizes, digest in parts:
             stored[name]["parts"].append([file, offsets, sizes])
             stored[name]["digest"] += digest
@@ -177,8 +175,8 @@ def _contents(
         if held != whole:
             raise CheckpointError(f"The ranks hold {held} elements of {name}, which has {whole}; nothing was written.")
         entry["digest"] = _finished(entry["digest"], whole)
-    numbers = {name: getattr(manifest, name) for name in _NUMBERS}
-    return {"format": _FORMAT, **numbers, "stored": stored}
+    said = {name: getattr(manifest, name) for name in _SAID}
+    return {"format": _FORMAT, **said, "stored": stored}
 
 
 def write_shard(file: Path, parts: Sequence[tuple[str, Box, tuple[int, ...], Tensor]]) -> dict[str, Any]:
@@ -217,7 +215,7 @@ def read_step(path: str | Path) -> Manifest:
     """
     fields = _read_fields(Path(path).absolute())
     shapes = {name: entry["shape"] for name, entry in fields["stored"].items() if not name.startswith("rng.")}
-    return Manifest(**{name: fields[name] for name in _NUMBERS}, shapes=shapes)
+    return Manifest(**{name: fields[name] for name in _SAID}, shapes=shapes)
 
 
 def _read_fields(target: Path) -> dict[str, Any]:
@@ -263,10 +261,10 @@ def load(path: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
             parts.append((name, box, digest_part(read[name], box, tuple(tensor.shape))))
     except (CheckpointError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = str(error) if isinstance(error, CheckpointError) else f"Checkpoint {target} cannot be read: {error!r}"
-    answers = world.exchange((problem, parts))
-    problems = [text for text, _ in answers if text]
+    told = world.exchange((problem, parts))
+    problems = [text for text, _ in told if text]
     if not problems:
-        problems = _differing(target, _read_fields(target)["stored"], [part for _, mine in answers for part in mine])
+        problems = _differing(target, _read_fields(target)["stored"], [part for _, mine in told for part in mine])
     if problems:
         raise CheckpointError(problems[0])
     with torch.no_grad():
@@ -371,7 +369,7 @@ def _recover(target: Path) -> None:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Box of this rank's part in the whole tensor."""
+    """Where this rank's part lies in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -379,7 +377,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Local part of a tensor, without gradient."""
+    """This rank's part itself."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -434,7 +432,7 @@ def _raw(part: Tensor) -> memoryview:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Whole of a sharded tensor. Collective."""
+    """All of a sharded tensor. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

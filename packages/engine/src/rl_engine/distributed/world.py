@@ -34,7 +34,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """World of an engine: this process among its ranks."""
+    """This process among the engine's data-parallel ranks."""
 
     rank: int
     """From 0."""
@@ -48,7 +48,7 @@ class World:
     """Another process group of the same ranks; None: the default one."""
 
     def exchange(self, value: _Value) -> list[_Value]:
-        """Every rank's `value` (plain values and tensors), in rank order. Collective.
+        """Every rank's `value` (plain values and tensors, see `rl_engine.distributed.world`), in rank order.
 
         Raises:
             EngineError: a peer did not answer before the deadline, or went away.
@@ -103,7 +103,7 @@ class World:
 
 
 def gather_values(value: _Value, group: Any = None) -> list[_Value]:
-    """Every rank's `value` (plain values and tensors), in rank order. Collective."""
+    """Every rank's `value` (see `rl_engine.distributed.world`), in rank order. Collective."""
     device = message_device(group)
     own = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
     lengths = _all_gather(torch.tensor(own.numel(), device=device), group)
@@ -120,7 +120,7 @@ def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
 
 
 def message_device(group: Any = None) -> torch.device:
-    """Device of small messages in `group`: the CPU if it has a backend there, else this rank's accelerator."""
+    """Where `group` takes small messages: the CPU if it has a backend there, else this rank's accelerator."""
     return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else _device()
 
 
@@ -165,7 +165,7 @@ def join_world(*, timeout_s: float, needs_group: bool) -> World:
 
 
 def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
-    """Rendezvous store of the next group of torchrun's ranks, this rank's number, and how many there are.
+    """Where the ranks of torchrun's environment meet for their next group, this one's number, and how many they are.
 
     One store is kept as long as the process: the one that torch makes for a group ends with it, and a rank that is
     quick to make the next group would meet the others at the store of the last.
@@ -203,7 +203,7 @@ def encode(value: Any) -> bytearray:
 
 
 def decode(data: bytes | bytearray) -> Any:
-    """Value that `encode` was given.
+    """What `encode` was given.
 
     Raises:
         EngineError: the bytes are not `encode`'s.

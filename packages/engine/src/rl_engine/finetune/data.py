@@ -26,7 +26,7 @@ class Columns:
     masks: list[list[int]] = field(default_factory=list[list[int]])
 
     def add(self, prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int] | None = None) -> None:
-        """Add one row; without a mask all of its completion counts."""
+        """One row; without a mask all of its completion counts."""
         self.prompts.append(list(prompt))
         self.completions.append(list(completion))
         self.masks.append([1] * len(completion) if mask is None else list(mask))
@@ -48,7 +48,7 @@ class ChatTokenizer:
         return self.ids(self._render(messages, is_open=True))
 
     def completion(self, text: str) -> list[int]:
-        """Tokens of an assistant's text, ended by eos."""
+        """What the assistant says, ended by eos."""
         return [*self.ids(text), self._tokenizer().eos_token_id]
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int], list[int]]:

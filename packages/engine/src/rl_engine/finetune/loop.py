@@ -41,7 +41,7 @@ _FREE_ON_RESUME = ("resume", "save_every", "eval_every", "eval_path", "log_every
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(ABC):
-    """Keys of every training command line, and the methods of a program; `train` runs it."""
+    """What every training command line takes, and what a program has to say; `train` runs it."""
 
     model_path: str
     """A Hugging Face model folder with a tokenizer."""
@@ -150,7 +150,7 @@ class RunConfig(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Report of a run."""
+    """What a run came to."""
 
     steps: int
     """Optimizer steps taken, those before a resume included."""
@@ -231,7 +231,7 @@ def _check(config: RunConfig) -> None:
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
-    """Checkpoint folder of a run; there is one."""
+    """Where a run keeps its one checkpoint."""
     output = Path(config.output_dir)
     return output.with_name(f"{output.name}.checkpoint")
 
@@ -297,7 +297,7 @@ def _run(
 
 
 def _identity(config: RunConfig, num_items: int) -> dict[str, Any]:
-    """Identity of a run, as JSON gives it back: what makes a resumed run the same run."""
+    """What makes a run the same run, as JSON gives it back."""
     same = {name: value for name, value in asdict(config).items() if name not in _FREE_ON_RESUME}
     return json.loads(json.dumps(same | {"rows in data_path": num_items}))
 
@@ -310,7 +310,7 @@ def _record_file(config: RunConfig) -> Path:
 def _resumed(config: RunConfig, worker: TrainingWorker, num_items: int) -> int:
     """Load the checkpoint of the same run, if there is one and it is wanted; steps taken by then."""
     folder, record = checkpoint_folder(config), _record_file(config)
-    if not config.resume or not any((found / "manifest.json").is_file() for found in (folder, previous_folder(folder))):
+    if not config.resume or not any((place / "manifest.json").is_file() for place in (folder, previous_folder(folder))):
         return 0
     mine, written = _identity(config, num_items), json.loads(record.read_text()) if record.is_file() else {}
     for name in sorted(mine.keys() | written.keys()):
@@ -370,7 +370,7 @@ def score_all(
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Rank and world size of this process."""
+    """This process among its peers."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

@@ -31,7 +31,7 @@ __all__ = ["RewardKind", "RmConfig", "tokenize_steps", "train"]
 
 
 class RewardKind(StrEnum):
-    """Objective of a reward model."""
+    """What a reward model learns."""
 
     OUTCOME = "outcome"
     """Which of two completions is better (Bradley-Terry)."""

@@ -65,7 +65,7 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Layout of the rows of one packed micro-batch; made once, used by every layer."""
+    """Where the rows of one packed micro-batch lie; made once, used by every layer."""
 
     blocks: tuple[RowBlock, ...]
     """In token order."""
@@ -285,8 +285,8 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
 
 def _hidden(width: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
     """(queries, keys), 0 where a query sees a key and -inf elsewhere; the last query is at the last key."""
-    position = torch.arange(num_keys - width, num_keys, device=like.device)
-    distance = position[:, None] - torch.arange(num_keys, device=like.device)
+    place = torch.arange(num_keys - width, num_keys, device=like.device)
+    distance = place[:, None] - torch.arange(num_keys, device=like.device)
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(width, num_keys, dtype=like.dtype, device=like.device).masked_fill_(unseen, float("-inf"))
 
@@ -341,7 +341,7 @@ class SequenceGroup:
     group: Any
     """torch.distributed process group."""
     rank: int
-    """This process's index, from 0: the slice that it holds."""
+    """This process's place, from 0: the slice that it holds."""
     size: int
     """n."""
 
@@ -435,7 +435,7 @@ def _trade(parts: Tensor, group: Any) -> Tensor:
 
 
 class _GatherScores(torch.autograd.Function):
-    """All-gather of scores; every rank computes the same loss from all, so the gradient of its own is whole already."""
+    """Every rank computes the same loss from all scores, so the gradient of its own is whole already."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:

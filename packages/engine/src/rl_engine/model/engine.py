@@ -75,23 +75,23 @@ class Scorer(nn.Module):
 
     @property
     def experts(self) -> Experts | None:
-        """Experts of the model whose routers can be counted and replayed; None without such routers."""
+        """What the routers that can be counted and replayed choose among; None without such routers."""
         return None
 
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
-        """Routing of the next `forward`; None without `experts`."""
+        """What the routers are to do with the next `forward`; None without `experts`."""
         return None
 
     @abstractmethod
     def cost(self) -> CostModel:
-        """Cost model of a row."""
+        """What a row costs on this model."""
 
     @abstractmethod
     def named_weights(self) -> dict[str, Tensor]:
         """Parameters, tied ones once, and the buffers that belong to a checkpoint."""
 
     def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Folder tensors that some of `named_weights` are made of, under their Hugging Face names."""
+        """Some of `named_weights` as the tensors of a Hugging Face folder that they are made of."""
         return named
 
 
@@ -105,7 +105,7 @@ class ModuleEngine(Engine):
         self._optimizer: torch.optim.AdamW | None = None
         self._schedule_step = 0
         self._compute_device = torch.device("cpu")
-        self._devices: dict[str, torch.device] = {}
+        self._places: dict[str, torch.device] = {}
         self._replicas: ModelReplicas | None = None
         self._cost: CostModel | None = None
         self._writer: CheckpointWriter | None = None
@@ -168,7 +168,7 @@ class ModuleEngine(Engine):
         )
         self._world, self._scorer = world, scorer
         self._compute_device = compute_device(config, world)
-        self._devices = dict.fromkeys(("model", "optimizer", "grad"), self._compute_device)
+        self._places = dict.fromkeys(("model", "optimizer", "grad"), self._compute_device)
         if config.optimizer is not None:
             self._optimizer = build_optimizer(scorer.parameters(), config.optimizer)
         self._writer = CheckpointWriter(world, is_async=config.async_checkpoints, timeout_s=config.timeout_s)
@@ -186,32 +186,32 @@ class ModuleEngine(Engine):
             if world is not None:
                 world.leave()
 
-    # Modes and devices
+    # Modes and places
 
     def train_mode(self) -> Any:
-        """Move everything to the device; back on exit."""
+        """Everything onto the device; back on exit."""
         self._frozen_error("be trained")
-        return mode(self, self._built(), self._compute_device, self._devices, train=True, grad=True)
+        return mode(self, self._built(), self._compute_device, self._places, train=True, grad=True)
 
     def eval_mode(self) -> Any:
         """The model onto the device, dropout and gradients off; back on exit."""
-        return mode(self, self._built(), self._compute_device, self._devices, train=False, grad=True)
+        return mode(self, self._built(), self._compute_device, self._places, train=False, grad=True)
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
         scorer, target = self._built(), self._resolve(device)
-        is_elsewhere = self._devices["model"] != target
+        is_elsewhere = self._places["model"] != target
         if is_elsewhere and model != grad and any(parameter.grad is not None for parameter in scorer.parameters()):
             raise ConfigError("Gradients lie where their parameters lie; move both, or zero them first.")
         if is_elsewhere and model:
             reshard(scorer)
             scorer.to(target)
-            self._devices["model"] = self._devices["grad"] = target
-        if optimizer and self._optimizer is not None and self._devices["optimizer"] != target:
+            self._places["model"] = self._places["grad"] = target
+        if optimizer and self._optimizer is not None and self._places["optimizer"] != target:
             for state in self._optimizer.state.values():
                 for key, value in state.items():
                     state[key] = value.to(target)
-            self._devices["optimizer"] = target
+            self._places["optimizer"] = target
 
     # A step
 
@@ -246,7 +246,7 @@ class ModuleEngine(Engine):
         plan = plan_batch(world, self._replicas, data, make, budget, self._cost, work_of(loss_function, has_backward))
         if (multimodal := self._built().multimodal) is not None:
             multimodal.num_passes = max(world.exchange(multimodal.passes_for(plan.batch)))
-            multimodal.add_positions(plan.batch)
+            multimodal.place(plan.batch)
         results = MicroBatchResults()
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self._config.matmul_precision)
@@ -257,11 +257,11 @@ class ModuleEngine(Engine):
                     self._run(plan, index, loss_function, results, load, has_backward)
         finally:
             torch.set_float32_matmul_precision(before)
-            reshard(self._built())  # a forward pass alone leaves gathered weights instead of the trained ones
+            reshard(self._built())  # a forward pass alone leaves gathered weights in the place of the trained ones
         shares = results.metric_values(is_leader=world.rank in self._replicas.leaders)
         metrics = add_up(world, shares) if loss_function is not None else {}
-        device, main = data.get("completion_token_ids").device, "logprobs" if self._config.head == Head.LM else "values"
-        columns = columns_of(world, plan, results, device, main)
+        place = data.get("completion_token_ids").device
+        columns = columns_of(world, plan, results, place, "logprobs" if self._config.head == Head.LM else "values")
         return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=plan.num_micro_batches)
 
     def optimizer_step(self) -> float:
@@ -274,7 +274,7 @@ class ModuleEngine(Engine):
         return norm
 
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
+        """Where the schedule stands."""
         return self._frozen_error("have a schedule").param_groups[0]["lr"]
 
     def lr_scheduler_step(self) -> float:
@@ -327,7 +327,7 @@ class ModuleEngine(Engine):
         results.add(rows, output, metrics)
 
     def _expert_load(self, plan: BatchPlan) -> ExpertLoad | None:
-        """Expert load of the whole batch, from `routed_experts` or from a forward pass. Collective."""
+        """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
         world, scorer, coef = self._group(), self._built(), self._config.router_aux_loss_coef
         experts = scorer.experts
         if not coef or experts is None:
@@ -447,7 +447,7 @@ def mode(
     engine: Engine,
     module: nn.Module,
     home: torch.device,
-    devices: Mapping[str, torch.device],
+    places: Mapping[str, torch.device],
     *,
     train: bool,
     grad: bool,
@@ -458,11 +458,11 @@ def mode(
         engine: To be moved.
         module: What it trains.
         home: Where it computes.
-        devices: Of its model, optimizer and gradients, as `engine.to` keeps them.
+        places: Where its model, optimizer and gradients are, as `engine.to` keeps it.
         train: Whether to train.
         grad: Whether gradients come along.
     """
-    before, was_training = dict(devices), module.training
+    before, was_training = dict(places), module.training
     engine.to(home, model=True, optimizer=train, grad=grad)
     module.train(train)
     try:
@@ -470,18 +470,18 @@ def mode(
             yield
     finally:
         module.train(was_training)
-        moved = {part: device for part, device in before.items() if devices[part] != device}
+        moved = {part: device for part, device in before.items() if places[part] != device}
         for device in set(moved.values()):
             engine.to(device, **{part: moved.get(part) == device for part in before})
 
 
 def compute_device(config: EngineConfig, world: World) -> torch.device:
-    """Device of parameters between uses."""
+    """Where parameters lie between uses."""
     return torch.device("cpu") if config.cpu_offload else world.device
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of gathered parameters: modules hold this rank's shards again."""
+    """Put this rank's shards in the place of gathered parameters."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -504,10 +504,10 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
 
 
 def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
-    """Whether rows share prompts; `obstacle` says what prevents it.
+    """Whether rows are to share prompts, where `obstacle` says what keeps them from it.
 
     Raises:
-        ConfigError: the setting asks for it and it cannot be done.
+        ConfigError: they are told to and cannot.
     """
     if config.prefix_sharing and obstacle is not None:
         raise ConfigError(f"prefix_sharing is true and {obstacle}. Leave it out.")
@@ -515,7 +515,7 @@ def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
 
 
 def prefix_sharing_status(config: EngineConfig, obstacle: str | None) -> dict[str, str]:
-    """Prefix sharing as `Engine.check` reports it.
+    """What `Engine.check` returns.
 
     Raises:
         ConfigError: as `shares_prefixes`.

@@ -104,7 +104,7 @@ class HuggingFaceScorer(Scorer):
         return replace(output, **{"token_values" if output.token_logprobs is None else "token_logprobs": scores})
 
     def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
-        """Output of the head for the model's states at `rows.scored`."""
+        """What the head gives for the model's states at `rows.scored`."""
         raise NotImplementedError
 
     def _hidden(self, rows: PackedRows, arguments: dict[str, Any]) -> Tensor:
@@ -142,7 +142,7 @@ class ValueScorer(HuggingFaceScorer):
     """A sequence classifier with one label, asked at every completion token."""
 
     def _score(self, rows: PackedRows, arguments: dict[str, Any]) -> ModelOutput:
-        """Values of the states, float32 (float64 for a float64 model)."""
+        """One float32 value of each state (float64 for a float64 model)."""
         return score_values(self.model.score(self._hidden(rows, arguments)), rows)  # pyright: ignore[reportCallIssue]
 
 

@@ -52,7 +52,7 @@ def score_states(
         hidden: The states.
         weight: (V, H), of the head.
         bias: (V,), of the head.
-        rows: Their `labels` are scored, and their `candidates` instead of each label.
+        rows: Their `labels` are scored, and their `candidates` in the place of each.
         head: What the head does beside the product.
         wanted: Its temperature, entropy, sum_pi_squared and num_candidates say what to give.
     """

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing of tokens, its replay, expert load, and the auxiliary loss.
+"""Which experts the tokens of a micro-batch go to: chosen, replayed, counted, and evened out by the auxiliary loss.
 
 Legend: `T` tokens fed, `L` layers with experts, `E` experts, `K` experts of a token.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Experts of a model."""
+    """What a model has of them."""
 
     num_layers: int
     """L."""
@@ -49,7 +49,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad:
-    """Expert load of one whole logical batch."""
+    """Where the tokens of one whole logical batch went."""
 
     counts: Tensor
     """(L, E) float64, tokens of all ranks and micro-batches that went to each expert."""
@@ -59,7 +59,7 @@ class ExpertLoad:
 
 @dataclass(slots=True, kw_only=True)
 class Routing:
-    """Routing of one micro-batch through this rank's routers. Each layer's last call counts."""
+    """One micro-batch on its way through the routers of this rank. Each layer's last call counts."""
 
     num_valid: int
     """Tokens here that are no padding; they come first."""
@@ -185,7 +185,7 @@ class Routers:
         return replace
 
     def _weights(self, layer: int, module: nn.Module, output: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> Tensor:
-        """Weights of other experts than the router's own, by the rule that its own obey."""
+        """Of other experts than the router's own, by the rule that its own obey."""
         logits, weights, chosen = output
         if layer not in self._is_normalised:
             with torch.no_grad():  # a recomputed layer does not come here

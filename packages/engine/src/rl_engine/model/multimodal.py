@@ -36,7 +36,7 @@ def is_multimodal(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modality:
-    """Modality that a placeholder token stands for."""
+    """What a placeholder stands for."""
 
     name: str
     """`image` or `video`."""
@@ -56,27 +56,27 @@ _SECONDS = "second_per_grid_ts"
 
 
 def modalities_in(rows: PackedRows) -> list[Modality]:
-    """Modalities of which a micro-batch has any."""
+    """Those of which a micro-batch has any."""
     return [kind for kind in MODALITIES if len(rows.visual.get(kind.grids, ()))]
 
 
 class MultimodalInputs:
-    """Multimodal inputs of one model: positions, placeholders and features of a packed batch's images and videos."""
+    """What one model needs to see the images and videos of a packed batch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._trunk: Any = model.base_model
         self._token_ids = {kind.code: int(getattr(model.config, f"{kind.name}_token_id")) for kind in MODALITIES}
         self._vision: Any = model.config.vision_config
         self._takes_seconds = _SECONDS in inspect.signature(self._trunk.get_rope_index).parameters
-        self._find_placeholders: Any = self._trunk.get_placeholder_mask
-        self._trunk.get_placeholder_mask = self._placeholders
+        self._find_places: Any = self._trunk.get_placeholder_mask
+        self._trunk.get_placeholder_mask = self._places
         self._given_ids: Tensor | None = None
         self.num_passes = 1
         """Runs of the vision tower per micro-batch, the same on every rank: all gather its parameters together."""
 
-    def _placeholders(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's own search for placeholders, which would take those that it wrote for others."""
-        return self._find_placeholders(input_ids if self._given_ids is None else self._given_ids, *args, **kwargs)
+        return self._find_places(input_ids if self._given_ids is None else self._given_ids, *args, **kwargs)
 
     def passes_for(self, batch: RowBatch) -> int:
         """Runs that this rank's rows need in one micro-batch."""
@@ -128,7 +128,7 @@ class MultimodalInputs:
                 f"{int(marks[row])} {kind.name} tokens; {merged} patches belong to each such token."
             )
 
-    def add_positions(self, batch: RowBatch) -> None:
+    def place(self, batch: RowBatch) -> None:
         """Give every token of the batch its position."""
         present = [kind for kind in MODALITIES if batch.has(kind.grids)]
         if not present or not batch.num_rows:
@@ -139,7 +139,7 @@ class MultimodalInputs:
         packed = batch.lay_out(range(batch.num_rows))
         assert packed.given_ids is not None
         rows = packed.given_ids.cpu().split(list(packed.lengths))
-        batch.set_positions(
+        batch.place(
             torch.cat(
                 [
                     self._positions(tokens, {name: parts[row] for name, parts in by_row.items() if len(parts[row])})
@@ -161,12 +161,12 @@ class MultimodalInputs:
 
     def arguments(self, rows: PackedRows) -> dict[str, Any]:
         """Keyword arguments of the model: positions (3, 1, T), and the images and videos where there are any."""
-        if rows.positions_thw is None:
+        if rows.places is None:
             return {"position_ids": rows.position_ids.expand(3, 1, -1)}
         assert rows.given_ids is not None
         self._given_ids = rows.given_ids[None]
         seen = {name: rows.visual[name] for kind in modalities_in(rows) for name in (kind.pixels, kind.grids)}
-        return {"position_ids": rows.positions_thw.T[:, None], **seen}
+        return {"position_ids": rows.places.T[:, None], **seen}
 
     def blank(self, device: torch.device) -> Tensor:
         """Zero, made by the vision tower from a blank image.

@@ -40,7 +40,7 @@ def serving_token(host: str, given: str | None) -> bytes:
         AddressError: the queue could be reached from other hosts, and there is no token.
     """
     found = given or os.environ.get(VARIABLE)
-    if not found and not _is_loopback(host):
+    if not found and not is_loopback(host):
         raise AddressError(
             f"{host} can be reached from other hosts, and no token is set: anybody there could read and write. Set "
             f"{VARIABLE} to the same secret in every process of the job ({_MAKE}), or serve at 127.0.0.1"
@@ -125,7 +125,8 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
     return bytes(received)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, is this machine's loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,13 @@ from nixl._api import nixl_agent, nixl_agent_config
 from rl_tq.client.remote import assembled, output_memory
 from rl_tq.columns.extent import as_bytes
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.protocol.handshake import is_loopback
 from rl_tq.protocol.stream import ALIGNMENT, Payload
 from rl_tq.server.connection import ClientConnection, checked_extent, located_parts
 from rl_tq.storage.tcp import Gateway, ServedQueue, TcpQueue, split_place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
     from pathlib import Path
 
     from tensordict import TensorDict
@@ -40,17 +42,33 @@ if TYPE_CHECKING:
 
 _IN_FLIGHT, _DONE = "PROC", "DONE"
 _POLL_S = 5e-5
+_DEVICES = "UCX_NET_DEVICES"
+"""UCX's variable: network interfaces that it listens on and connects by. One of the user's is left as it is."""
 
 Place = tuple[int, int]
 """Address and number of bytes, in one process."""
 
 
+@contextmanager
+def _listening_with(host: str) -> Generator[None]:
+    """UCX, if it starts in the body, listens on loopback alone where the queue does: its listeners take no token."""
+    if not is_loopback(host) or _DEVICES in os.environ:
+        yield
+        return
+    os.environ[_DEVICES] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_DEVICES]
+
+
 class _Agent:
     """This process's end of NIXL: memory that others may read, and reads of others' memory."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, host: str) -> None:
         name = f"rl-tq-{role}-{os.getpid()}-{secrets.token_hex(8)}"
-        self._agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        with _listening_with(host):
+            self._agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
         self._lock = threading.RLock()
         self._known: dict[int, bytes] = {}
         self._gone: deque[tuple[int, Any, torch.Tensor]] = deque()
@@ -176,7 +194,7 @@ class _NixlGateway(Gateway):
     scheme = "nixl"
 
     def __init__(self, host: str, port: int, timeout_s: float, snapshot: Path | None, token: str | None) -> None:
-        self._agent = _Agent("server")
+        self._agent = _Agent("server", host)
         self._limit_s = timeout_s
         super().__init__(host, port, timeout_s, token=token, snapshot=snapshot)
 
@@ -191,7 +209,7 @@ class NixlQueue(TcpQueue):
 
     def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
         super().__init__(host, port, timeout_s=timeout_s, token=token)
-        self._agent = _Agent("client")
+        self._agent = _Agent("client", host)
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
         memory = torch.empty(layout.nbytes, dtype=torch.uint8)

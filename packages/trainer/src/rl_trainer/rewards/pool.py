@@ -49,6 +49,7 @@ class FunctionPool:
         self._processes: list[_Process] = []
         self._changed = asyncio.Condition()
         self._num_alone = 0
+        self._is_closed = False
 
     async def start(self) -> None:
         """Start a process now.
@@ -85,18 +86,23 @@ class FunctionPool:
         return RewardError(f"the process of reward {self._path!r} ended by itself")
 
     async def close(self) -> None:
-        """Kill the processes. Idempotent."""
+        """Kill the processes; whoever waits for one gets a RewardError. Idempotent."""
+        self._is_closed = True
         processes, self._processes = self._processes, []
         for process in processes:
             await process.kill()
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _take(self, *, is_alone: bool = False) -> _Process:
         """A process with room for a call, or with no other in it."""
         async with self._changed:
             self._num_alone += is_alone
             try:
+                self._need_open()
                 while (process := self._found(is_alone=is_alone)) is None:
                     await self._changed.wait()
+                    self._need_open()
             finally:
                 self._num_alone -= is_alone
             process.load += 1
@@ -104,6 +110,7 @@ class FunctionPool:
         if process.is_new:
             try:
                 await process.start()
+                self._need_open()
             except BaseException:
                 await process.kill()
                 await self._give_back(process)
@@ -111,6 +118,10 @@ class FunctionPool:
             async with self._changed:  # it may take more than the one call that it was started for
                 self._changed.notify_all()
         return process
+
+    def _need_open(self) -> None:
+        if self._is_closed:
+            raise RewardError(f"reward {self._path!r} was closed before this score was given")
 
     def _found(self, *, is_alone: bool) -> _Process | None:
         self._processes = [process for process in self._processes if process.is_alive]
@@ -247,6 +258,6 @@ class _Process:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.shield(self._process.wait())
+        await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=_GRACE_S)
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=_GRACE_S)

@@ -63,7 +63,7 @@ def read_architecture(folder: Path, config: Any, head: Head) -> Architecture:
 
 
 def _refuse_variants(config: Any, kind: str) -> None:
-    """Refuse variants of an architecture that the mapping would get silently wrong."""
+    """What the mapping would get silently wrong."""
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     rope = config.rope_parameters["rope_type"]
     dense_layers = kind == "qwen3_moe" and (config.mlp_only_layers or config.decoder_sparse_step != 1)
@@ -175,7 +175,7 @@ _NEEDED = (
 
 
 def find_registry(folder: Path, kind: str) -> Registry:
-    """Megatron-Bridge's mapping for the architecture of a model folder.
+    """Its mapping for the architecture of a model folder.
 
     Raises:
         ModelFolderError: there is none, or Megatron-Bridge cannot be imported.
@@ -277,11 +277,11 @@ def _names(mapping: Any, roles: tuple[str, ...] | None = None) -> list[str]:
 
 def probe_row(arch: Architecture) -> list[int]:
     """Token ids that are not all alike."""
-    return [(7 * position + 3) % arch.vocab_size for position in range(min(_PROBE, arch.context))]
+    return [(7 * place + 3) % arch.vocab_size for place in range(min(_PROBE, arch.context))]
 
 
 def difference(config: EngineConfig, row: list[int], scored: torch.Tensor) -> str | None:
-    """Error message where `scored`, the log-probs of a row's tokens but the first, are wrong; else None."""
+    """What is wrong with `scored`, the log-probs of a row's tokens but the first; None where nothing is."""
     try:
         model = hf_folder.load_model(config.model_path, init=config.init, dtype=torch.float32, seed=config.seed).eval()
     except ModelFolderError as error:  # for every rank to hear of
@@ -300,7 +300,7 @@ def difference(config: EngineConfig, row: list[int], scored: torch.Tensor) -> st
 
 
 def refusal(kind: str, what: str) -> ModelFolderError:
-    """Error for an architecture that has a mapping but cannot be trained."""
+    """Of an architecture that has a mapping."""
     return ModelFolderError(
         f"Model type {kind!r} is mapped by Megatron-Bridge, but not trained by the megatron backend: {what}. "
         "Use the fsdp backend, which takes any causal LM."

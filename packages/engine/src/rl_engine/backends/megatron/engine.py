@@ -170,18 +170,18 @@ class MegatronEngine(Engine):
         if (wrong := state.world.exchange(wrong)[0]) is not None:
             raise refusal(state.arch.model_type, wrong)
 
-    # Modes and devices
+    # Modes and places
 
     def train_mode(self) -> Any:
-        """Move everything to the device; back on exit."""
+        """Everything onto the device; back on exit."""
         self._optimizer("be trained")
         state = self._built()
-        return mode(self, state.stage, state.world.device, state.devices, train=True, grad=True)
+        return mode(self, state.stage, state.world.device, state.places, train=True, grad=True)
 
     def eval_mode(self) -> Any:
         """The model onto the device, gradients off; back on exit."""
         state = self._built()
-        return mode(self, state.stage, state.world.device, state.devices, train=False, grad=False)
+        return mode(self, state.stage, state.world.device, state.places, train=False, grad=False)
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move what is asked for; what is there already is not touched."""
@@ -218,8 +218,8 @@ class MegatronEngine(Engine):
         self._run(work, plan.num_micro_batches, has_backward=has_backward)
         shares = work.results.metric_values(is_leader=state.world.rank in state.replicas.leaders)
         metrics = add_up(state.world, shares) if loss_function is not None else {}
-        device, main = data.get("completion_token_ids").device, "logprobs" if self._config.head == Head.LM else "values"
-        columns = columns_of(state.world, plan, work.results, device, main)
+        place, main = data.get("completion_token_ids").device, "logprobs" if self._config.head == Head.LM else "values"
+        columns = columns_of(state.world, plan, work.results, place, main)
         return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=plan.num_micro_batches)
 
     def optimizer_step(self) -> float:
@@ -229,7 +229,7 @@ class MegatronEngine(Engine):
             return optimizer.step()
 
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
+        """Where the schedule stands."""
         return self._optimizer("have a schedule").rate
 
     def lr_scheduler_step(self) -> float:
@@ -249,7 +249,7 @@ class MegatronEngine(Engine):
             torch.set_float32_matmul_precision(before)
 
     def _expert_load(self, plan: BatchPlan) -> ExpertLoad | None:
-        """Expert load of the whole batch, from `routed_experts` or from a forward pass. Collective."""
+        """Where the whole batch's tokens go: as `routed_experts` says, or found out by a forward pass. Collective."""
         state, coef = self._built(), self._config.router_aux_loss_coef
         if not coef or state.experts is None:
             return None
@@ -331,7 +331,7 @@ class MegatronEngine(Engine):
 
 
 class State:
-    """State of an initialised engine: model stage, optimizer, layout, weights by name."""
+    """What an initialised engine holds."""
 
     def __init__(self, config: EngineConfig, source: Any, arch: Architecture, world: World, layout: Layout) -> None:
         dtype = hf_folder.DTYPES[config.precision]
@@ -358,7 +358,7 @@ class State:
         self.stage.to(world.device)
         self.stage.requires_grad_(config.optimizer is not None)
         self.stage.train(config.optimizer is not None)
-        self.devices: dict[str, torch.device] = dict.fromkeys(("model", "optimizer", "grad"), world.device)
+        self.places: dict[str, torch.device] = dict.fromkeys(("model", "optimizer", "grad"), world.device)
         self.optimizer: ShardedAdamW | None = None
         if config.optimizer is not None:
             self.optimizer = ShardedAdamW(
@@ -400,7 +400,7 @@ class State:
         return tensors
 
     def take_checkpoint(self, tensors: dict[str, Tensor]) -> None:
-        """Load what `checkpoint_tensors` gave, filled with other values, into the model and the optimizer."""
+        """What `checkpoint_tensors` gave, filled with other values, into the model and the optimizer."""
         kinds = self._state_by_kind()
         num_steps = 0.0
         for kind, named in kinds.items():
@@ -426,12 +426,12 @@ class State:
         """Each part that is asked for and elsewhere."""
         home = self.world.device
         target = home if device == torch.device(home.type) else device  # no index: this rank's own
-        moved = {part: wanted and self.devices[part] != target for part, wanted in parts.items()}
+        moved = {part: wanted and self.places[part] != target for part, wanted in parts.items()}
         if self.optimizer is not None:
             self.optimizer.to(target, **moved)
         elif moved["model"]:
             self.stage.model.to(target)
-        self.devices |= {part: target for part, is_moved in moved.items() if is_moved}
+        self.places |= {part: target for part, is_moved in moved.items() if is_moved}
 
     def _read(self, model: nn.Module, config: EngineConfig) -> None:
         parameters = dict(model.named_parameters())
@@ -456,11 +456,11 @@ class State:
 
 def _replicas(world: World, layout: Layout) -> ModelReplicas:
     """Ranks that work on the same rows are one copy; its last stage has the results. Collective."""
-    is_leader = layout.is_last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
-    ranks = world.exchange((layout.copy, is_leader))
-    leaders = {copy: rank for rank, (copy, is_leader) in enumerate(ranks) if is_leader}
+    speaks = layout.is_last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
+    places = world.exchange((layout.copy, speaks))
+    leaders = {copy: rank for rank, (copy, is_leader) in enumerate(places) if is_leader}
     return ModelReplicas(
-        replica_of=tuple(copy for copy, _ in ranks), leaders=tuple(leaders[copy] for copy in sorted(leaders))
+        replica_of=tuple(copy for copy, _ in places), leaders=tuple(leaders[copy] for copy in sorted(leaders))
     )
 
 

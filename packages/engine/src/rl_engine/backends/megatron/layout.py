@@ -44,7 +44,7 @@ class Axis:
     ranks: tuple[int, ...]
     """Its global ranks, in order."""
     rank: int
-    """This process's index among them."""
+    """This process's place among them."""
 
     @property
     def size(self) -> int:
@@ -75,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Process groups of this rank, one for each direction of parallelism."""
+    """Where this rank stands in every direction."""
 
     tp: Axis
     """Tensor parallel."""
@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def copy(self) -> int:
-        """Index of the model replica that this rank is part of."""
+        """Which of the copies of the model that compute rows of their own this rank is part of."""
         return self.dp.rank // self.cp.size
 
 
@@ -197,7 +197,7 @@ def join_layout(parallel: ParallelConfig, world: World, timeout_s: float) -> Lay
 
 
 def leave_layout() -> None:
-    """Release the layout; the last engine of the process destroys the groups."""
+    """One engine less; the last one takes the groups down."""
     _shared["engines"] -= 1
     if not _shared["engines"]:
         parallel_state.destroy_model_parallel()
@@ -249,7 +249,7 @@ def megatron_calls() -> Generator[None]:
 
 @contextmanager
 def _cuda_calls_answered() -> Generator[None]:
-    """Stub megatron-core's calls for the current CUDA device where there is none: they get the CPU.
+    """Where there is no CUDA device, answer megatron-core's calls for the current one with the CPU.
 
     megatron-core 0.16 allocates every communication buffer on `torch.cuda.current_device()`, and its all-to-all of
     tokens uses streams, whatever device the model is on. Only calls that would raise, or give what cannot be used, are
@@ -282,7 +282,7 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 class StageWork(Protocol):
-    """Pipeline stage's work on micro-batch `index`."""
+    """What one stage does with micro-batch `index`."""
 
     def buffer(self, index: int) -> Tensor:
         """An empty tensor for what the piece before sends."""
@@ -295,7 +295,7 @@ class StageWork(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Step of a pipeline schedule: one pass through one model chunk."""
+    """One pass through one piece."""
 
     is_forward: bool
     """Else backward."""
@@ -306,11 +306,11 @@ class Turn:
 
 
 def schedule(count: int, *, stage: int, num_stages: int, num_chunks: int, has_backward: bool) -> list[Turn]:
-    """Pipeline schedule of one rank: its passes, in order, over micro-batches 0 to `count` - 1.
+    """What one rank does, in order, with micro-batches 0 to `count` - 1.
 
     Args:
         count: Micro-batches; with several pieces a multiple of `num_stages`.
-        stage: The rank's index in the pipeline.
+        stage: The rank's place in the pipeline.
         num_stages: Ranks of the pipeline.
         num_chunks: Pieces on each.
         has_backward: Whether to differentiate.

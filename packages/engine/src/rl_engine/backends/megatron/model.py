@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RowParams(PackedSeqParams):
-    """Packed-sequence parameters of megatron-core, with our own layout of the rows."""
+    """What megatron-core hands through to the attention of packed rows, with our own layout of them."""
 
     rows: RowLayout | None = None
     """Where each row lies."""
@@ -98,7 +98,7 @@ def _without_transformer_engine() -> None:
 
 
 class RouterChoice:
-    """Replaces megatron-core's own replay at one layer's router; set `routing` before its forward."""
+    """Takes the place of megatron-core's own replay at one layer's router; set `routing` before its forward."""
 
     def __init__(self, layer: int, *, are_probabilities: bool) -> None:
         self.layer = layer
@@ -140,7 +140,7 @@ def attach(hidden: Tensor, share: Tensor) -> Tensor:
 
 
 class StageModel(GPTModel):
-    """Model chunk of a pipeline stage: its layers, the embedding in the first of all, the head in the last."""
+    """One piece of a pipeline stage: its layers, the embedding in the first of all, the head in the last."""
 
     def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout, chunk: int) -> None:
         _without_transformer_engine()
@@ -170,7 +170,7 @@ class StageModel(GPTModel):
 
 
 class Stage(nn.Module):
-    """Pipeline stage as a function of packed rows, which every method but `padded` takes padded."""
+    """One pipeline stage as a function of packed rows, which every method but `padded` takes padded."""
 
     def __init__(
         self,
@@ -202,13 +202,13 @@ class Stage(nn.Module):
         return sum(rows.lengths) // self._shares
 
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool) -> Routing | None:
-        """Routing of a micro-batch through this rank's routers; None without experts."""
+        """What the routers of this rank do with a micro-batch; None without experts."""
         if not self._arch.num_experts:
             return None
-        share, index = self.num_tokens(rows), self._layout.cp.rank
+        share, place = self.num_tokens(rows), self._layout.cp.rank
         if self._config.sequence_parallel:
-            index = index * self._layout.tp.size + self._layout.tp.rank
-        return routing_of(rows, load, is_counting=is_counting, start=index * share, stop=(index + 1) * share)
+            place = place * self._layout.tp.size + self._layout.tp.rank
+        return routing_of(rows, load, is_counting=is_counting, start=place * share, stop=(place + 1) * share)
 
     def hidden(self, chunk: int, rows: PackedRows, received: Tensor | None, routing: Routing | None = None) -> Tensor:
         """`[T, 1, H]` after one piece's layers (this rank's share of `T`, see `num_tokens`).
@@ -239,7 +239,7 @@ class Stage(nn.Module):
         return hidden if norm is None else norm(hidden)
 
     def _layer(self, layer: Any, hidden: Tensor, routing: Routing | None, arguments: dict[str, Any]) -> Tensor:
-        """Run one layer; recomputed ones are given the routing of their own micro-batch again."""
+        """One layer; recomputed ones are given the routing of their own micro-batch again."""
         if routing is not None:
             layer.mlp.router.router_replay.routing = routing
         return layer(hidden, **arguments)[0]
@@ -252,7 +252,7 @@ class Stage(nn.Module):
         return self._sequence_group.gather_scores(score(hidden, self._sequence_group.share(rows)), rows)
 
     def _values(self, hidden: Tensor, rows: PackedRows) -> ModelOutput:
-        """Values of a scalar head; every tensor-parallel rank computes all, so each has the whole gradient."""
+        """Every tensor-parallel rank computes all of them, so the gradient of each is whole already."""
         if self._config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         last: Any = self.model[-1]

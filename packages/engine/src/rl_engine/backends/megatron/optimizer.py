@@ -183,7 +183,7 @@ class ShardedAdamW:
         return next(buffer.grads[name] for buffer in self._buffers if name in buffer.grads)
 
     def _norm(self, shards: Iterable[Tensor]) -> float:
-        """Global gradient norm. Every element counts once: on one data-parallel and, where replicated, one tp rank."""
+        """Every element of the model counts once: on one data-parallel rank and, where replicated, one tp rank."""
         squares = [
             shard.double().pow(2).sum()
             for buffer, shard in zip(self._buffers, shards, strict=True)

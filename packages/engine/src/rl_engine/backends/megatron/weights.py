@@ -1,4 +1,4 @@
-"""Weight mapping: which Hugging Face tensors make up which megatron-core parameter, how and where they are cut.
+"""Which Hugging Face tensors make up which megatron-core parameter, how they are cut, and where the pieces lie.
 
 One plan for the whole model, the same on every rank: reading takes this rank's entries from it, exporting walks all.
 """
@@ -56,7 +56,7 @@ class Entry:
     """One parameter of one pipeline stage (and one expert-parallel rank)."""
 
     parameter: str
-    """Name in the owner's list of GPTModels, which starts with the index in it."""
+    """Name in the owner's list of GPTModels, which starts with the place in it."""
     tensors: dict[str, tuple[int, ...]]
     """Hugging Face names and full shapes."""
     cut: Cut = Cut.WHOLE
@@ -109,7 +109,7 @@ def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int) -> list[Entr
 
 
 def own_entries(entries: list[Entry], layout: Layout) -> dict[str, Entry]:
-    """This rank's entries, by the name of the parameter."""
+    """What this rank has, by the name of the parameter."""
     return {entry.parameter: entry for entry in entries if _is_mine(entry, layout)}
 
 
@@ -308,7 +308,7 @@ def _gather(part: Tensor, shape: tuple[int, ...], cut: Cut, tp: Axis) -> Tensor:
 
 
 class Registry(Protocol):
-    """Mapping registry of Megatron-Bridge (`MegatronMappingRegistry`), as far as it is used."""
+    """What is asked of its `MegatronMappingRegistry`."""
 
     def megatron_to_hf_lookup(self, megatron_param_name: str) -> Any:
         """The mapping of a parameter, with `hf_param` (a name, or several by their role), or None."""
@@ -362,7 +362,7 @@ class Architecture:
 
     @property
     def experts(self) -> Experts | None:
-        """Experts of the model; None for a dense one."""
+        """What its routers choose among; None for a dense model."""
         if not self.num_experts:
             return None
         return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
