@@ -1,4 +1,8 @@
-"""A warm subprocess that runs code, seen from outside: what goes in, what comes out, and its end."""
+"""A warm subprocess that runs code, seen from outside: what goes in, what comes out, and its end.
+
+Not under rl-rollout's supervisor (`ChildProcess`): it has no lines to read, it is asked by packets that carry
+descriptors, it is killed with its whole namespace, and its own end is part of a verdict (which limit was reached).
+"""
 
 from __future__ import annotations
 
@@ -232,8 +236,7 @@ class Worker:
 
     def _begin(self, mode: Mode, descriptors: list[int]) -> str:
         number = self._number = secrets.token_hex(16)
-        run = {"mode": mode, "is_filtered": self.report.has_filter}
-        socket.send_fds(self._control, [json.dumps(run).encode()], descriptors)
+        socket.send_fds(self._control, [json.dumps({"mode": mode}).encode()], descriptors)
         self._control.send(json.dumps({"number": number}).encode())
         return number
 

@@ -56,21 +56,28 @@ def main() -> None:
     isolation.adopt_orphans()
     _limit(settings, isolated)
     del sys.path[0]  # nothing of ours is imported from here on
+    execution.warm_up()
     gc.collect()
     gc.freeze()  # pages of what is here are not copied into a child that collects
     isolation.hide()
-    is_filtered = isolation.can_filter_calls()
-    told = {"isolated": sorted(isolated), "is_filtered": is_filtered, "has_rlimit": _counts_processes(isolated)}
+    isolation.give_up_gains()
+    try:
+        calls = isolation.CallFilter(has_memory_files=not settings["is_watched"])
+    except OSError:
+        calls = None
+    has_rlimit = _counts_processes(isolated)
+    told = {"isolated": sorted(isolated), "is_filtered": calls is not None, "has_rlimit": has_rlimit}
     control.send(json.dumps(told).encode())
     _replace(1)
     _replace(2)
+    execution.open_streams()  # a run's files take the places of these descriptors
     while True:
         packet, descriptors = _receive(control)
         if not packet:
             return
         request = json.loads(packet)
         if "stop" not in request:  # else that run has ended by itself meanwhile
-            _serve(request, descriptors, control, settings, isolated, watch)
+            _serve(request, descriptors, control, settings, isolated, watch, calls)
 
 
 def _replace(descriptor: int) -> None:
@@ -117,6 +124,7 @@ def _serve(
     settings: dict[str, Any],
     isolated: set[str],
     watch: isolation.Watch | None,
+    calls: isolation.CallFilter | None,
 ) -> None:
     """One run, from the fork to the end of all that it started."""
     if watch is not None:
@@ -128,7 +136,7 @@ def _serve(
     if child == 0:
         try:
             control.close()
-            _run(run, descriptors, settings)
+            _run(run, descriptors, settings, calls)
         finally:
             os._exit(1)
     for descriptor in descriptors:
@@ -156,7 +164,9 @@ def _serve(
     control.send(json.dumps({"number": number, "signal": killed}).encode())
 
 
-def _run(run: dict[str, Any], descriptors: list[int], settings: dict[str, Any]) -> None:
+def _run(
+    run: dict[str, Any], descriptors: list[int], settings: dict[str, Any], calls: isolation.CallFilter | None
+) -> None:
     """In the child: nothing is open but standard streams, and a socket where the run has one."""
     code, given, output, *sockets = descriptors
     text = _whole(code)
@@ -167,9 +177,8 @@ def _run(run: dict[str, Any], descriptors: list[int], settings: dict[str, Any]) 
     if settings["is_watched"]:
         os.nice(10)
     isolation.drop_privileges()
-    if run["is_filtered"]:
-        isolation.filter_calls(has_memory_files=not settings["is_watched"])
-    execution.open_streams()
+    if calls is not None:
+        calls.take_on()
     if run["mode"] == "code":
         execution.run(text, vars(execution.own_main_module()), is_last=True)
         os._exit(0)

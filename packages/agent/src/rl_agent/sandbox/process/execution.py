@@ -40,6 +40,12 @@ def open_streams() -> None:
     sys.__stdout__ = sys.__stderr__ = sys.stdout
 
 
+def warm_up() -> None:
+    """Do once, before the fork, what every run would do for the first time: types of the syntax tree, an encoder."""
+    compile(ast.parse("0"), "<code>", "exec")
+    json.dumps({"kind": 0})
+
+
 def run(code: str, namespace: dict[str, Any], *, is_last: bool) -> None:
     """Run code and report. What it registered and started is waited for where nothing runs here after it."""
     ours = os.getpid()

@@ -214,12 +214,17 @@ def fresh_child(isolated: set[str], scratch_bytes: int) -> int:
     return 0
 
 
-def drop_privileges() -> None:
-    """Give up what the namespaces gave, and root what it has: code can undo none of it, whoever it runs as."""
-    _libc.prctl(_PR_SET_DUMPABLE, 1)  # its own processes may look at one another
+def give_up_gains() -> None:
+    """Have no program that this process or a child of it starts gain a privilege, whoever it runs as."""
     for capability in range(64):
-        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            break  # the kernel knows no more of them, or this process has none to give up
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def drop_privileges() -> None:
+    """Give up what the namespaces gave, and root what it has: code can undo none of it, after `give_up_gains`."""
+    _libc.prctl(_PR_SET_DUMPABLE, 1)  # its own processes may look at one another
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
@@ -412,44 +417,48 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def can_filter_calls() -> bool:
-    """Whether there is a seccomp filter for this machine, tried by a child."""
-    if os.uname().machine not in _KNOWN:
-        return False
-    child = os.fork()
-    if child == 0:
-        try:
-            _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-            filter_calls(has_memory_files=False)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
+class CallFilter:
+    """A seccomp filter: refuses calls that reach into other processes, or keep memory that nobody counts.
 
-
-def filter_calls(*, has_memory_files: bool) -> None:
-    """Refuse, by seccomp, calls that reach into other processes or keep memory that nobody counts, for ever.
+    It is classic BPF by the numbers of the architecture, built once and taken on by each process that runs code.
 
     Args:
         has_memory_files: Allow `memfd_create`: somebody counts what is in such files.
 
     Raises:
-        OSError: the kernel has no such filters.
+        OSError: this machine's numbers are not known, or its kernel has no such filters; a child has tried.
     """
-    audit, clone, clone3, memory_files, others = _KNOWN[os.uname().machine]
-    refused = [*others, *(() if has_memory_files else memory_files)]
-    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    code.append((_AT_LEAST, 0, 1, 0x40000000))  # the numbers of x32
-    code.append((_RETURN, 0, 0, _KILL))
-    code.append((_EQUAL, len(refused) + 5, 0, clone3))  # jumps are relative: to the last line, and the last but one
-    for i, number in enumerate(refused):
-        code.append((_EQUAL, len(refused) - i + 3, 0, number))
-    code.append((_EQUAL, 0, 2, clone))
-    code.append((_LOAD, 0, 0, 16))
-    code.append((_SET, 1, 0, _NEW_NAMESPACES))
-    code.append((_RETURN, 0, 0, _ALLOW))
-    code.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
-    code.append((_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # clone3: glibc falls back to clone, whose flags can be read
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
-    header = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(program))
-    _checked(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(header), 0, 0), "seccomp")
+
+    def __init__(self, *, has_memory_files: bool) -> None:
+        if (machine := os.uname().machine) not in _KNOWN:
+            raise OSError(errno.ENOSYS, f"seccomp: the calls of {machine} are not known")
+        audit, clone, clone3, memory_files, others = _KNOWN[machine]
+        refused = [*others, *(() if has_memory_files else memory_files)]
+        code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+        code.append((_AT_LEAST, 0, 1, 0x40000000))  # the numbers of x32
+        code.append((_RETURN, 0, 0, _KILL))
+        code.append((_EQUAL, len(refused) + 5, 0, clone3))  # jumps are relative: to the last line, and the last but one
+        for i, number in enumerate(refused):
+            code.append((_EQUAL, len(refused) - i + 3, 0, number))
+        code.append((_EQUAL, 0, 2, clone))
+        code.append((_LOAD, 0, 0, 16))
+        code.append((_SET, 1, 0, _NEW_NAMESPACES))
+        code.append((_RETURN, 0, 0, _ALLOW))
+        code.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
+        code.append((_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # clone3: glibc falls back to clone, whose flags are seen
+        self._program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+        self._header = ctypes.c_char_p(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(self._program)))
+        child = os.fork()
+        if child == 0:
+            _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            try:
+                self.take_on()
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            raise OSError(errno.ENOSYS, "seccomp: the kernel takes no filter from this user")
+
+    def take_on(self) -> None:
+        """Refuse these calls to this process and all that it starts, for ever."""
+        _checked(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, self._header, 0, 0), "seccomp")
