@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 
-from rl_rollout.process import ServerProcess
+from rl_rollout.process import ChildProcess
 
 
 def test_its_output_is_closed_when_the_last_of_its_children_has_ended():
     """Were it left to the collector, a ResourceWarning would fail this test."""
-    process = ServerProcess(["sh", "-c", "(sleep 2; echo child) & echo parent"], {}, name="parent")
+    process = ChildProcess(["sh", "-c", "(sleep 2; echo child) & echo parent"], {}, name="parent")
     process.start()
     asyncio.run(process.end(grace_s=10.0))
     assert process.returncode == 0
@@ -29,7 +29,7 @@ def test_many_may_wait_for_the_same_end():
     """As the requests of a server do that hangs: none waits for the others."""
 
     async def scenario():
-        process = ServerProcess([sys.executable, "-c", "input()"], {}, name="it")
+        process = ChildProcess([sys.executable, "-c", "input()"], {}, name="it")
         process.start()
         start = time.monotonic()
         ends = await asyncio.gather(*(process.has_ended(0.3) for _ in range(400)))

@@ -11,6 +11,7 @@ from rl_rollout import BackendError, ConfigError, ModelFolderError, ServerConfig
 PUBLIC = [
     "BackendError",
     "Capabilities",
+    "ChildProcess",
     "CkptReceiver",
     "ConfigError",
     "FinishReason",

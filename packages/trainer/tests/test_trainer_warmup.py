@@ -16,7 +16,7 @@ def test_its_lines_are_passed_on_and_the_last_are_told_when_it_fails():
     lines = []
     _run(python("print('a'); print('b')"), 60, lines.append)
     assert lines == ["a", "b"]
-    with pytest.raises(TrainerError, match=r"rl-sft failed; its last lines:\nno such data"):
+    with pytest.raises(TrainerError, match=r"rl-sft failed; its last lines:\n  \| no such data"):
         _run(python("print('no such data'); raise SystemExit(3)"), 60, lines.append)
 
 

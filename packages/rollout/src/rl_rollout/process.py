@@ -1,5 +1,9 @@
 """Supervisor of child processes: started, watched for their last lines, and ended with all that they started.
 
+rl-rollout's servers run under it, and what rl-trainer starts: reward servers and the warm-up. Two kinds of processes
+have one of their own, since they are asked over descriptors and killed by call: rl-agent's sandbox workers
+(`rl_agent.sandbox.worker`) and rl-trainer's pool of reward functions (`rl_trainer.rewards.pool`).
+
 `python -m rl_rollout.process COMMAND...` guards a command: inference servers start processes of their own, which
 outlive whoever started them. The guard, the command and all that it starts are one process group; it ends when the
 guard's standard input is closed or the command has ended.
@@ -40,8 +44,8 @@ EXIT_CHECK_S = 0.02
 _IS_ERROR = re.compile(r"\b\w*(Error|Exception)\b: \S")
 
 
-class ServerProcess:
-    """One process, which is to end when its standard input is closed.
+class ChildProcess:
+    """One child process, which is to end when its standard input is closed.
 
     Args:
         command: What to run. It is in a session of its own, so that a Ctrl-C in this terminal is this process's to
@@ -113,7 +117,7 @@ class ServerProcess:
             ServerStartError: there is no such command, or it was started before.
         """
         if self._process is not None:
-            raise ServerStartError("this server was started and stopped already; launch another")
+            raise ServerStartError(f"{self._name} was started and stopped already; launch another")
         try:
             self._process = subprocess.Popen(
                 self._command,
@@ -140,13 +144,12 @@ class ServerProcess:
             if self.returncode is not None:
                 raise ServerStartError(self.told_end())
             if time.monotonic() > deadline:
-                raise ServerStartError(self._told(f"{self._name} (pid {self.pid}) was not ready within {timeout_s} s"))
+                raise ServerStartError(self.told(f"{self._name} (pid {self.pid}) was not ready within {timeout_s} s"))
             await asyncio.sleep(check_s)
 
     def told_end(self) -> str:
         """A sentence on how it ended, with its last lines."""
-        self._reader.join(1.0)
-        return self._told(f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
+        return self.told(f"{self._name} (pid {self.pid}) ended with code {self.returncode}")
 
     async def has_ended(self, timeout_s: float) -> bool:
         """Whether it ends within the time."""
@@ -167,10 +170,34 @@ class ServerProcess:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         if not await self.has_ended(grace_s):
-            # Its own session, so its own process group: whatever it started ends with it.
-            os.killpg(process.pid, signal.SIGKILL)
+            self._kill()
             await self.has_ended(STOP_TIMEOUT_S)
         self._reader.join(1.0)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """For callers without an event loop: how it ended, or None where it has not within the time."""
+        assert self._process is not None, "it was started"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
+    def kill(self) -> None:
+        """For callers without an event loop: end it at once, with all that it started. Idempotent."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        if process.poll() is None:
+            self._kill()
+            self.wait(STOP_TIMEOUT_S)
+        self._reader.join(1.0)
+
+    def _kill(self) -> None:
+        """It has its own session, so its own process group: whatever it started ends with it."""
+        assert self._process is not None, "it was started"
+        with contextlib.suppress(ProcessLookupError):  # the group has ended
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self) -> None:
         """In a thread: keep the last lines, and the first errors, which servers of many processes bury."""
@@ -184,7 +211,10 @@ class ServerProcess:
                 if len(self._first_errors) < NUM_FIRST_ERRORS and _IS_ERROR.search(line):
                     self._first_errors.append(line.rstrip("\n"))
 
-    def _told(self, what: str) -> str:
+    def told(self, what: str) -> str:
+        """A sentence on the process, followed by its first errors and last lines."""
+        if self.returncode is not None:
+            self._reader.join(1.0)  # what it wrote at its end may not have been read yet
         if not self._last_lines:
             return f"{what}, and it wrote nothing"
         buried = [line for line in self._first_errors if line not in self._last_lines]

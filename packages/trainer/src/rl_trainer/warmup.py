@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
-import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from rl_rollout import ChildProcess
 from rl_trainer.errors import InputError, TrainerError
 
 if TYPE_CHECKING:
@@ -108,30 +106,20 @@ def demonstration(row: Row, *, has_call: bool, width: int = 0) -> list[dict[str,
 
 
 def _run(command: Sequence[str], timeout_s: float, on_line: Callable[[str], None]) -> None:
-    last: deque[str] = deque(maxlen=20)
-    is_late = threading.Event()
+    def take(line: str) -> bool:
+        on_line(line.rstrip())
+        return False
 
-    def end() -> None:
-        is_late.set()
+    process = ChildProcess(command, {}, name="rl-sft", on_line=take)
+    process.start()
+    try:
+        code = process.wait(timeout_s)
+    finally:  # an interrupt too, which the process has not heard of
         process.kill()
-
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None, "stdout is a pipe"
-        watchdog = threading.Timer(timeout_s, end)
-        watchdog.start()
-        try:
-            for line in process.stdout:
-                last.append(line.rstrip())
-                on_line(last[-1])
-            code = process.wait()
-        except BaseException:  # an interrupt, which the process has not heard of
-            process.kill()
-            raise
-        finally:
-            watchdog.cancel()
     if code != 0:
-        what = f"did not finish within {timeout_s:g} s" if is_late.is_set() else "failed"
-        raise TrainerError(f"rl-sft {what}; its last lines:\n" + "\n".join(last))
+        raise TrainerError(
+            process.told(f"rl-sft did not finish within {timeout_s:g} s" if code is None else "rl-sft failed")
+        )
 
 
 def write_config(folder: Path, config: WarmupConfig) -> None:

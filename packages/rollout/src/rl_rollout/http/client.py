@@ -15,7 +15,7 @@ import aiohttp
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
 from rl_rollout.http import messages as wire
-from rl_rollout.process import STOP_TIMEOUT_S, ServerProcess
+from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
 from rl_rollout.types import Capabilities, ServerAddress
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ class LaunchedServer(HttpServer):
         super().__init__(f"http://{config.host}:{config.port}", api_token=config.api_token, timeout_s=config.timeout_s)
         self.config = config
         environment = {API_TOKEN_VARIABLE: config.api_token or ""}  # not one that this process happens to have
-        self._process = ServerProcess(
+        self._process = ChildProcess(
             serve_command(backend, config), environment, name="rl-serve", on_line=self._take_line
         )
         self._address: ServerAddress | None = None

@@ -1,4 +1,7 @@
-"""Runs a reward function in processes of their own, which are killed when a call does not end.
+"""Process pool of a reward function: many calls, each with a deadline at which its process is killed.
+
+Not under rl-rollout's supervisor (`ChildProcess`), which keeps a process alive and its last lines: a call's answer
+comes over a pipe here, and a call that does not end is the end of its process.
 
 Ours rather than a library's: those (pebble, concurrent.futures) unpickle what comes out of processes that may run
 untrusted code, and have no coroutine functions side by side.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
+from rl_rollout import ChildProcess
 from rl_trainer.base import Dispatch, WorkerContext, register
 from rl_trainer.errors import RewardError
 from rl_trainer.runtime.processes import describe, is_stopped
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
 
 _READY = "rl-serve ready "
 """What `rl-serve` prints before the JSON of its address."""
-_NUM_LINES = 20
 _CHECK_S = 1.0
+_READY_CHECK_S = 0.05
 
 
 class RewardServers:
@@ -103,23 +101,15 @@ class RewardServers:
 
 
 class _Server:
-    """One process. It ends with this one: it watches its standard input."""
+    """One server under rl-rollout's supervisor. It ends with this process: it watches its standard input."""
 
     def __init__(self, name: str, folder: str, host: str) -> None:
-        self._name, self._folder = name, folder
-        self._lines: deque[str] = deque(maxlen=_NUM_LINES)
-        self._ready: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._name = f"the server of reward.parts.{name} ({folder})"
         self._url: str | None = None
+        self._has_told = threading.Event()
         command = [sys.executable, "-m", "rl_rollout.cli", folder, "--task", "score", "--host", host, "--port", "0"]
-        self._process = subprocess.Popen(
-            [*command, "--exit-with-stdin"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reading = threading.Thread(target=self._read, name=f"reward {name}", daemon=True)
-        self._reading.start()
+        self._process = ChildProcess([*command, "--exit-with-stdin"], {}, name=self._name, on_line=self._take_line)
+        self._process.start()
 
     @property
     def pid(self) -> int:
@@ -131,41 +121,27 @@ class _Server:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.returncode is None
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None, "it is a pipe"
-        for line in self._process.stdout:
-            if line.startswith(_READY):
-                self._ready.put(json.loads(line.removeprefix(_READY))["url"])
-            else:
-                self._lines.append(line)
-        self._ready.put(None)
+    def _take_line(self, line: str) -> bool:
+        if not line.startswith(_READY):
+            return False
+        self._url = f"{json.loads(line.removeprefix(_READY))['url']}/pooling"
+        self._has_told.set()
+        return True
 
     def url(self, deadline: float) -> str:
-        if self._url is None:
-            try:
-                found = self._ready.get(timeout=max(deadline - time.monotonic(), 0.0))
-            except queue.Empty:
-                raise self._error("was not ready in time") from None
-            if found is None:
-                raise self._error("ended while it started")
-            self._url = f"{found}/pooling"
+        while not self._has_told.wait(_READY_CHECK_S):
+            if not self.is_alive:
+                raise RewardError(self.told("ended while it started"))
+            if time.monotonic() > deadline:
+                raise RewardError(self.told("was not ready in time"))
+        assert self._url is not None, "it was told"
         return self._url
-
-    def _error(self, what: str) -> RewardError:
-        return RewardError(self.told(what))
 
     def told(self, what: str) -> str:
         """A sentence, its state and its last lines."""
-        lines = "".join(self._lines) or "it wrote nothing"
-        server = f"the server of reward.parts.{self._name} ({self._folder}) {what}"
-        return f"{server}; {describe(self.pid, None)}; its last lines:\n{lines}"
+        return self._process.told(f"{self._name} {what}; {describe(self.pid, None)}")
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
-        self._reading.join(10.0)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None, "they are pipes"
-            pipe.close()

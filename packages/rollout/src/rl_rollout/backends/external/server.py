@@ -32,7 +32,7 @@ from rl_rollout.errors import (
 )
 from rl_rollout.http.server import Endpoint
 from rl_rollout.multimodal import load_preparer
-from rl_rollout.process import STOP_TIMEOUT_S, ServerProcess
+from rl_rollout.process import STOP_TIMEOUT_S, ChildProcess
 from rl_rollout.types import FinishReason, ServerAddress, TokenOutput
 from rl_rollout.validation import (
     check_adapter,
@@ -200,7 +200,7 @@ class ExternalServer(RolloutServer):
     ) -> None:
         """What `start` runs, and how it is reached. The option `env` goes before `environment`."""
         threads = {"OMP_NUM_THREADS": str(self.config.num_threads)} if self.config.num_threads else {}
-        process = ServerProcess(
+        process = ChildProcess(
             [sys.executable, "-m", "rl_rollout.process", *command],
             {**threads, **environment, **read_environment(self.config.options.get("env", {}))},
             name=self.engine_name,
@@ -210,7 +210,7 @@ class ExternalServer(RolloutServer):
         )
 
     @property
-    def process(self) -> ServerProcess:
+    def process(self) -> ChildProcess:
         """What serves."""
         return self.upstream.process
 

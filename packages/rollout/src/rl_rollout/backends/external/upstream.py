@@ -13,7 +13,7 @@ from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rl_rollout.process import ServerProcess
+    from rl_rollout.process import ChildProcess
 
 GRACE_S = 5.0
 """How much longer than the server's deadline an answer to a command is waited for, seconds."""
@@ -34,7 +34,7 @@ class Upstream:
 
     def __init__(
         self,
-        process: ServerProcess,
+        process: ChildProcess,
         *,
         name: str,
         url: str,
