@@ -72,10 +72,11 @@ async def _chat(server: Generator, tokenizer: Tokenizer, params: dict[str, Any])
     while line := (await asyncio.to_thread(sys.stdin.readline)).rstrip("\n"):
         message = {"role": "user", "content": line}
         if session is None:
-            session = Session(server, tokenizer, template, [message], params)
+            session = Session(server, tokenizer, template.prompt([message]), params, template=template)
         else:
             session.append([message])
-        print(await session.generate())
+        await session.generate()
+        print(session.last_marked_text)
     if session is not None:
         print("\n".join(describe(session.finish(), tokenizer)))
 

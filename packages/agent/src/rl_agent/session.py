@@ -26,23 +26,23 @@ class Session:
     Args:
         server: What generates.
         tokenizer: Of the model that is served.
-        template: Its chat template by appending.
-        messages: The prompt.
+        prompt_token_ids: The prompt.
         sampling_params: Fields of `SamplingParams`; `max_new_tokens` bounds each generation.
         max_completion_tokens: Most tokens after the prompt, context included; None leaves it to the server.
         images: Of the prompt, as data URLs.
+        template: Its chat template by appending; None for a session of one turn.
     """
 
     def __init__(
         self,
         server: Generator,
         tokenizer: Tokenizer,
-        template: TurnTemplate,
-        messages: Sequence[Message],
+        prompt_token_ids: tuple[int, ...],
         sampling_params: Mapping[str, Any],
         *,
         max_completion_tokens: int | None = None,
         images: Sequence[str] = (),
+        template: TurnTemplate | None = None,
     ) -> None:
         self._server = server
         self._tokenizer = tokenizer
@@ -50,7 +50,7 @@ class Session:
         self._params = SamplingParams(**sampling_params)
         self._max_tokens = max_completion_tokens
         self._id = uuid4().hex
-        self._prompt_token_ids = template.prompt(messages)
+        self._prompt_token_ids = prompt_token_ids
         self._images = list(images)
         self._token_ids: list[int] = []
         self._mask: list[int] = []
@@ -63,8 +63,8 @@ class Session:
         self.num_turns = 0
         """Generations so far."""
 
-    async def generate(self) -> str:
-        """Let the model go on; what it wrote as text, special tokens but the last stop token included.
+    async def generate(self) -> None:
+        """Let the model go on.
 
         Raises:
             FailureError: the generation was aborted before its first token.
@@ -100,12 +100,11 @@ class Session:
         self._versions += output.weight_versions
         self._last = output
         self.num_turns += 1
-        text_ids = output.token_ids[:-1] if self.is_stopped else output.token_ids
-        return self._tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def append(self, messages: Sequence[Message], images: Sequence[str] = ()) -> bool:
         """Append tool answers or user messages. False, and nothing appended, where no room is left for a generation."""
         assert self._last is not None, "the model writes first"
+        assert self._template is not None, "a session of several turns has a template"
         ids = self._template.continuation(messages, last_token_id=self._last.token_ids[-1], is_stopped=self.is_stopped)
         if self._max_tokens is not None and self.num_tokens + len(ids) >= self._max_tokens:
             return False
@@ -126,6 +125,13 @@ class Session:
         """The last turn as text, without special tokens."""
         assert self._last is not None, "the model writes first"
         return self._tokenizer.decode(self._last.token_ids, skip_special_tokens=True)
+
+    @property
+    def last_marked_text(self) -> str:
+        """The last turn as text for a parser: with special tokens, but the stop token."""
+        assert self._last is not None, "the model writes first"
+        ids = self._last.token_ids[:-1] if self.is_stopped else self._last.token_ids
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     @property
     def num_tokens(self) -> int:

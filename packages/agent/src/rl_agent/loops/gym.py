@@ -94,8 +94,14 @@ class GymLoop(AgentLoop):
         messages: list[Message] = [{"role": "user", "content": text}]
         if row.get("system"):
             messages.insert(0, {"role": "system", "content": row["system"]})
-        limit = self._max_completion_tokens
-        session = Session(self.server, self.tokenizer, self._template, messages, params, max_completion_tokens=limit)
+        session = Session(
+            self.server,
+            self.tokenizer,
+            self._template.prompt(messages),
+            params,
+            max_completion_tokens=self._max_completion_tokens,
+            template=self._template,
+        )
         rewards: list[float] = []
         while True:
             await session.generate()

@@ -114,16 +114,17 @@ class ToolLoop(AgentLoop):
         session = Session(
             self.server,
             self.tokenizer,
-            template,
-            messages,
+            template.prompt(messages),
             sampling_params,
             max_completion_tokens=self._max_completion_tokens,
             images=images,
+            template=template,
         )
         counts, end, tool_s = Counter[str](), "max_turns", 0.0
         try:
             while True:
-                turn = self._parse(await session.generate())
+                await session.generate()
+                turn = self._parse(session.last_marked_text)
                 if not session.is_stopped or not turn.calls:
                     end = "answer" if session.is_stopped else "cut"
                     break

@@ -368,12 +368,9 @@ class Peer:
             raise ValueError("a container changed its type")
         if isinstance(ours, (list, bytearray)):
             ours[:] = now
-        elif isinstance(ours, collections.deque):
-            ours.clear()
-            ours.extend(now)
         else:
             ours.clear()
-            ours.update(now)
+            (ours.extend if isinstance(ours, collections.deque) else ours.update)(now)
 
 
 class _Sent:
