@@ -145,6 +145,20 @@ def test_no_score_is_an_error_and_never_zero(script, settings, num_asked, senten
     assert num_asked is None or len(server.asked) == num_asked
 
 
+def test_a_server_that_asks_for_a_pause_gets_it(monkeypatch):
+    """But no longer one than our own longest, and what is no number of seconds is passed over."""
+    slept, sleep = [], asyncio.sleep
+
+    async def note(delay_s, *given):
+        slept.append(delay_s)
+        await sleep(0, *given)
+
+    monkeypatch.setattr("rl_trainer.rewards.models.asyncio.sleep", note)
+    busy = [web.Response(status=429, headers={"Retry-After": after}) for after in ("7", "9999", "Fri, 31 Dec 1999")]
+    assert ask(Server(*busy, judged("Score: 0.5")), "a", max_attempts=4) == [0.5]
+    assert [each for each in slept if each >= 0.001] == [7.0, 30.0, 0.004]
+
+
 def test_a_server_that_is_not_there_is_an_error():
     (error,) = ask(Server(judged("score: 1")), "x", url="http://127.0.0.1:9/v1", max_attempts=1)
     assert isinstance(error, RewardError)

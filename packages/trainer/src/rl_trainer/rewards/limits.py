@@ -1,4 +1,8 @@
-"""Keeps requests within what a server allows per minute."""
+"""Rate limit of requests and tokens per minute: never more within any period of that length.
+
+Ours rather than aiolimiter's: its leaky bucket lets 39 through in one second of a limit of 20 (measured, 1.3.0),
+refuses an amount above the limit, and takes no correction once the server has told how many tokens there were.
+"""
 
 from __future__ import annotations
 

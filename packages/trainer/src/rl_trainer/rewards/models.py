@@ -1,4 +1,8 @@
-"""Rewards by models that are served somewhere: judges that write, and classifiers that give a number."""
+"""Rewards by models that are served somewhere: judges that write, and classifiers that give a number.
+
+Asked by aiohttp and not by the `openai` client: a classifier's endpoint is not OpenAI's, an answer without a score has
+to be asked for again as well, and each attempt has to pass the rate limit, which the client's own retries go past.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,11 @@ _PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
 
 
 class _NoScoreError(Exception):
-    """An answer without a score: the request may be tried again."""
+    """An answer without a score: the request may be tried again, after the pause that the server asks for."""
+
+    def __init__(self, message: str, pause_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause_s = pause_s
 
 
 class ServedReward:
@@ -75,11 +83,11 @@ class ServedReward:
             self._part.max_tokens if self._part.kind == "judge" else 0
         )
         async with self._running:
-            pause, last = _FIRST_PAUSE_S, ""
+            pause_s, asked_s, last = _FIRST_PAUSE_S, 0.0, ""
             for attempt in range(self._part.max_attempts):
                 if attempt:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, _LAST_PAUSE_S)
+                    await asyncio.sleep(max(pause_s, asked_s))
+                    pause_s, asked_s = min(2 * pause_s, _LAST_PAUSE_S), 0.0
                 await self._limit.wait(num_tokens)
                 try:
                     async with asyncio.timeout(self._timeout_s):
@@ -90,6 +98,7 @@ class ServedReward:
                     last = f"no answer within {self._timeout_s:g} s"
                 except (aiohttp.ClientError, _NoScoreError) as error:
                     last = str(error) or type(error).__name__
+                    asked_s = error.pause_s if isinstance(error, _NoScoreError) else 0.0
         raise RewardError(
             f"reward {self._name!r} got no score from {self.url} in {self._part.max_attempts} attempts; the last: "
             f"{last}"
@@ -110,7 +119,7 @@ class ServedReward:
         async with self._session.post(self.url, json=body) as response:
             said = await response.text()
             if response.status == 429 or response.status >= 500:
-                raise _NoScoreError(f"HTTP {response.status}: {said[:300]}")
+                raise _NoScoreError(f"HTTP {response.status}: {said[:300]}", _asked_pause_s(response))
             if response.status >= 400:
                 raise RewardError(
                     f"reward {self._name!r}: {self.url} refuses the request, HTTP {response.status}: {said[:300]}"
@@ -167,6 +176,14 @@ class ServedReward:
         if not math.isfinite(score):
             raise _NoScoreError(f"the score is {score}")
         return score
+
+
+def _asked_pause_s(response: aiohttp.ClientResponse) -> float:
+    """Seconds that the server asks to wait (`Retry-After`, RFC 9110), within the longest pause of our own."""
+    try:
+        return min(max(float(response.headers.get("Retry-After", 0)), 0.0), _LAST_PAUSE_S)
+    except ValueError:  # a date
+        return 0.0
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
