@@ -46,6 +46,23 @@ def test_the_bound_on_concurrency_is_reached_and_kept():
     assert len(server.requests) == 32
 
 
+def test_the_pause_before_another_attempt_doubles(monkeypatch):
+    slept, sleep = [], asyncio.sleep
+
+    async def note(delay_s, *given):
+        slept.append(delay_s)
+        await sleep(0, *given)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+
+    def lose(_):
+        raise ServerLostError("gone")
+
+    (result,) = collect(runner(FakeGenerator(lose), max_attempts=4, retry_delay_s=0.5), [row()])
+    assert result.num_attempts == 4
+    assert [each for each in slept if each] == [0.5, 1.0, 2.0]
+
+
 def test_results_come_as_they_finish():
     async def slow_first(request):
         if "slow" in content_of(request):

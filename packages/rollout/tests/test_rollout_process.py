@@ -5,7 +5,11 @@ import gc
 import sys
 import threading
 import time
+from pathlib import Path
 
+import pytest
+
+from rl_rollout.errors import ServerStartError
 from rl_rollout.process import ChildProcess
 
 
@@ -41,3 +45,37 @@ def test_many_may_wait_for_the_same_end():
     assert not has_ended
     assert took_s < 2
     assert is_over
+
+
+def test_a_caller_without_an_event_loop_may_wait_and_kill():
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
+    process = ChildProcess([sys.executable, "-c", child], {}, name="it")
+    process.start()
+    deadline = time.monotonic() + 30.0
+    while not process.last_lines:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert process.wait(0.05) is None
+    process.kill()
+    process.kill()
+    assert process.returncode == -9
+    while not has_ended(process.last_lines[0]):
+        assert time.monotonic() < deadline, "what it started ends with it"
+        time.sleep(0.02)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_what_it_wrote_at_its_end_is_told():
+    process = ChildProcess([sys.executable, "-c", "print('x = 1\\nOSError: no disk')"], {}, name="it")
+    process.start()
+    assert process.wait(30.0) == 0
+    assert process.told("it ended early") == "it ended early; its last lines:\n  | x = 1\n  | OSError: no disk"
+    with pytest.raises(ServerStartError, match="it was started and stopped already"):
+        process.start()
+    process.kill()

@@ -27,6 +27,9 @@ TWO = [("add", {"a": 1, "b": "x"}), ("now", {})]
 WELL_FORMED = [
     ("hermes", "<think>hm</think>\nok\n<tool_call>\n" '{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>\n'
      '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "ok", "hm", TWO),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}', "", "", TWO[1:]),
+    ("hermes", "\n <think>hm", "", "hm", []),
+    ("kimi", f"{KS}{KB}functions.now{KA}{{}}{KD}{KE}", "", "", TWO[1:]),
     ("llama", '{"name": "add", "parameters": {"a": 1, "b": "x"}}; {"name": "now", "parameters": {}}', "", "", TWO),
     ("llama", '<|python_tag|>{"name": "now", "parameters": {}}', "", "", TWO[1:]),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x"}, "id": "abcdefghi"}, '

@@ -8,10 +8,12 @@ import aiohttp
 import pytest
 
 from rl_agent.proxy import RecordingProxy
+from rl_agent.proxy.recording import Exchange, find_parent, message_key
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 from rl_rollout import ServerConfig, create_server
 from rl_rollout.errors import ConfigError
 from rl_rollout.testing import write_tiny_model
+from rl_rollout.types import FinishReason, TokenOutput
 
 openai = pytest.importorskip("openai", reason="needs the openai client")
 
@@ -221,3 +223,23 @@ def test_a_body_that_is_too_large_is_refused():
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 2000}])
 
     run(use, max_body_bytes=1000)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_nothing_goes_on_from_an_answer_that_nobody_heard(is_heard):
+    said = [message_key(USER), message_key({"role": "assistant", "content": "yes"})]
+    output = TokenOutput(
+        request_id="0", token_ids=(1,), logprobs=(0.0,), weight_versions=(0,), finish_reason=FinishReason.STOP
+    )
+    exchange = Exchange(
+        parent=None,
+        prompt_token_ids=(5,),
+        sampled_spans=((1, 2),),
+        output=output,
+        conversation=tuple(said),
+        tools="[]",
+        text="yes",
+        response_id="r",
+        is_heard=is_heard,
+    )
+    assert find_parent([exchange], [*said, message_key(USER)], "[]", None) == ((0, 2) if is_heard else (None, 0))

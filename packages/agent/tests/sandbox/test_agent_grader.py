@@ -92,6 +92,19 @@ def test_results_are_kept_by_code_and_input_and_timeouts_are_not():
     assert grader.num_cache_hits == 0
 
 
+def test_a_verdict_is_not_taken_for_a_run_of_the_same_texts():
+    async def main():
+        grader = Grader(num_workers=1)
+        try:
+            return await grader.run("x = 1", "assert x == 2"), await grader.judge("x = 1", "assert x == 2")
+        finally:
+            await grader.close()
+
+    run, verdict = asyncio.run(main())
+    assert (run.kind, verdict.kind) == ("ok", "error")
+    assert "AssertionError" in verdict.error
+
+
 def test_runs_wait_for_a_process_and_too_many_fail_at_once():
     async def main():
         grader = Grader(num_workers=1, limits=LIMITS, max_waiting=2)

@@ -146,6 +146,14 @@ def test_a_fork_bomb_ends_with_its_deadline(machine):
     assert time.monotonic() - start < 30
 
 
+def test_code_has_no_capability_and_gains_none(machine):
+    """Not even by a program that root may start: its bounding set is empty, and no_new_privs is set."""
+    (found,) = grade("print(open('/proc/self/status').read())")
+    fields = dict(line.split(":\t", 1) for line in found.output.splitlines() if ":\t" in line)
+    assert {fields[f"Cap{which}"] for which in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
+    assert fields["NoNewPrivs"] == "1"
+
+
 def test_code_has_no_descriptor_but_its_streams():
     code = "import os\nfor d in range(3, 600):\n    try: os.fstat(d); print(d)\n    except OSError: pass"
     (result,) = grade(code)
