@@ -1,8 +1,14 @@
-"""What a sender spends on each bucket and receiver beside packing, at 1, 8 and 64 receivers: CPU seconds of its thread.
+"""What a sender spends on each bucket and receiver, at 1, 8 and 64 receivers.
 
-The receivers are stand-ins in one other process, which speak WIRE.md and free what they are told of at once; so that
-64 of them fit a small machine. Buckets are small, because the cost of a message does not depend on what is in them.
-Over TCP the calls that hand payload to the kernel are left out: they are the price of the bytes.
+The row "per bucket and receiver" is CPU time of the sender's process: what its main thread spends on receivers
+(announcing buckets, waiting, reading answers: `BucketPacker.flush`, `Peers.send` and `Peers.pump`) and all that its
+other threads spend, less the system calls that take payload, over buckets times receivers. Left out are what is done
+once per bucket however many receivers there are (taking it from the source, packing, digesting), and the kernel's copy
+of payload, once per receiver over TCP, which is a row of its own. Beside it stands the CPU time of all of the sync.
+
+The receivers are stand-ins in one other process, which speak WIRE.md, throw payload away in the kernel and free what
+they are told of at once; so that 64 of them fit a small machine. Buckets are those the transport chooses. The tensors
+overlap in memory, one bucket each, so that a sync may be larger than the machine.
 """
 
 import asyncio
@@ -12,6 +18,8 @@ import selectors
 import socket
 import time
 import uuid
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from packages.ckpt.bench._child import TOKEN
@@ -35,26 +43,31 @@ from rl_ckpt.protocol.messages import (
     Stream,
     encode,
 )
-from rl_ckpt.tensors.digest import pack_leaves
+from rl_ckpt.sender.packer import BucketPacker
+from rl_ckpt.sender.peers import Peers
 from rl_ckpt.transports import TcpReceive, UnixReceive
 from rl_ckpt.transports.streams import StreamWriter
 from rl_ckpt.types import Role, SessionConfig
 
-BUCKET_BYTES = 1 << 16
 NUM_RECEIVERS = (1, 8, 64)
 GOAL_US = 5
+STEP_BYTES = 4096
+"""Between the beginnings of two tensors."""
 NONCE = bytes(16)
+ROOM = bytearray(8 << 20)
 
 
 class StandIn:
     """One receiver: takes every sync, looks at nothing."""
 
-    def __init__(self, config, canceller):
+    def __init__(self, config, canceller, selector):
         transport = self._dialler(config)
         while (channel := transport.dial()) is None:
             time.sleep(0.01)
-        self.channel, self._transport, self._canceller = channel, transport, canceller
-        self.stream, self._sync, self._version, self._opened, self._owed, self._seal = None, 0, 0, 0, 0, None
+        self.channel, self._transport, self._canceller, self._selector = channel, transport, canceller, selector
+        self._stream, self._sync, self._version, self._opened = None, 0, 0, 0
+        self._owed, self._unfreed, self._seal = 0, (), None
+        selector.register(channel, selectors.EVENT_READ, self.hear)
         self._say(Hello(WIRE_VERSION, HelloRole.RECEIVER, os.getpid(), NONCE), 0)
 
     @staticmethod
@@ -83,32 +96,47 @@ class StandIn:
             elif isinstance(message, Begin):
                 self._version = message.version
             elif isinstance(message, Buckets):
-                if self.stream is not None:
-                    self._owed += sum(bucket.used_bytes for bucket in message.buckets)
-                    self.take()
-                self._say(Free(tuple(bucket.sequence for bucket in message.buckets)))
+                self._unfreed += tuple(bucket.sequence for bucket in message.buckets)
+                self._owed += sum(bucket.used_bytes for bucket in message.buckets) if self._stream else 0
+                self._free()
             elif isinstance(message, Seal):
-                self._say(Staged(self._version, message.digest, message.num_tensors))
+                self._seal = message
+                self._free()
             elif isinstance(message, Commit):
                 self._say(Committed(message.version))
                 self._ask()
-        return not self.channel.is_closed
+        if self.channel.is_closed:
+            for connection in filter(None, (self.channel, self._stream)):
+                self._selector.unregister(connection)
 
     def _begin(self, session):
         self.channel.trust()
         while self.channel.descriptors:
             os.close(self.channel.descriptors.pop())
         if session.num_streams:
-            self.stream, self._opened = self._transport.dial_stream(), 1
-            self.stream.sendall(encode(Stream(session.ticket, 0, 1), 0))
-            self.stream.setblocking(True)
+            self._stream, self._opened = self._transport.dial_stream(), 1
+            self._stream.sendall(encode(Stream(session.ticket, 0, 1), 0))
+            self._stream.setblocking(False)
+            self._selector.register(self._stream, selectors.EVENT_READ, self.take)
         self._ask()
 
     def take(self):
-        """Throw the payload away that was announced, in the kernel."""
-        room = bytearray(1 << 20)
-        while self._owed:
-            self._owed -= self.stream.recv_into(room, min(self._owed, len(room)), socket.MSG_TRUNC)
+        """Throw payload away, in the kernel; it may come before what announces it."""
+        try:
+            self._owed -= self._stream.recv_into(ROOM, len(ROOM), socket.MSG_TRUNC)
+        except BlockingIOError:
+            return
+        self._free()
+
+    def _free(self):
+        if self._owed > 0:
+            return
+        if self._unfreed:
+            self._say(Free(self._unfreed))
+            self._unfreed = ()
+        if self._seal is not None:
+            seal, self._seal = self._seal, None
+            self._say(Staged(self._version, seal.digest, seal.num_tensors))
 
 
 def stand_in(url, token, count, core):
@@ -118,66 +146,85 @@ def stand_in(url, token, count, core):
     config = SessionConfig(address=url, name=name, role=Role.RECEIVE, timeout_s=60, token=token)
     selector, canceller = selectors.DefaultSelector(), Canceller()
     for _ in range(count):
-        one = StandIn(config, canceller)
-        selector.register(one.channel, selectors.EVENT_READ, one)
+        StandIn(config, canceller, selector)
     while selector.get_map():
         for key, _ in selector.select():
-            if not key.data.hear():
-                selector.unregister(key.fileobj)
+            key.data()
 
 
-def packing_cpu_s(weights):
-    """CPU seconds of packing and digesting alone, the least of three."""
-    slot, times = torch.empty(BUCKET_BYTES, dtype=torch.uint8), []
-    for _ in range(3):
-        since = time.thread_time()
-        for tensor in weights.values():
-            pack_leaves(tensor, 0, slot, 0, BUCKET_BYTES)
-        times.append(time.thread_time() - since)
-    return min(times)
+class Clock:
+    """CPU time inside some functions, each of one thread at a time, seconds."""
+
+    def __init__(self):
+        self.spent = {"receivers": [], "payload": []}
+        self._is_inside = False
+
+    @contextmanager
+    def watching(self):
+        """Count what is sent inside."""
+        with ExitStack() as stack:
+            for owner, name in ((BucketPacker, "flush"), (Peers, "send"), (Peers, "pump")):
+                stack.enter_context(mock.patch.object(owner, name, self._outermost(getattr(owner, name))))
+            stack.enter_context(mock.patch.object(StreamWriter, "write_some", self._timed(StreamWriter.write_some)))
+            yield
+
+    def _outermost(self, function):
+        def timed(*arguments):
+            if self._is_inside:
+                return function(*arguments)
+            self._is_inside, since = True, time.thread_time()
+            try:
+                return function(*arguments)
+            finally:
+                self._is_inside = False
+                self.spent["receivers"].append(time.thread_time() - since)
+
+        return timed
+
+    def _timed(self, function):
+        def timed(*arguments):
+            since = time.thread_time()
+            try:
+                return function(*arguments)
+            finally:
+                self.spent["payload"].append(time.thread_time() - since)
+
+        return timed
 
 
-def sender_cpu(scheme, count, num_buckets, core, payload_s):
-    """CPU seconds of the sender's thread in three syncs to `count` receivers; and beside packing, us per bucket."""
-    weights = {f"t{i}": torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for i in range(num_buckets)}
+def sender_cpu(scheme, count, num_buckets, core):
+    """Of two syncs: CPU seconds of all of it, of the kernel's copy of payload, and us per bucket and receiver."""
     token = TOKEN if scheme == "tcp" else None
     url = "tcp://127.0.0.1:0" if token else f"shm://fan-out-{uuid.uuid4().hex[:8]}"
-    with rl_ckpt.connect(url, role="send", token=token, timeout_s=60, bucket_bytes=BUCKET_BYTES) as sender:
-        asyncio.run(sender.prepare())
+    rows = []
+    with rl_ckpt.connect(url, role="send", token=token, timeout_s=60) as sender:
+        bucket_bytes = asyncio.run(sender.prepare()).bucket_bytes
+        whole = torch.zeros(bucket_bytes * 8 + num_buckets * STEP_BYTES, dtype=torch.uint8)
+        weights = {f"t{i}": whole[i * STEP_BYTES :][:bucket_bytes] for i in range(num_buckets)}
         child = multiprocessing.get_context("fork").Process(
             target=stand_in, args=(sender.address, token, count, core), daemon=True
         )
         child.start()
-        total = []
-        for version in range(4):
-            payload_s[0] = 0.0
-            since = time.thread_time()
-            sender.send(weights.items(), version=version, num_peers=count)
-            total.append(time.thread_time() - since - payload_s[0])
+        for version in range(3):
+            clock = Clock()
+            with clock.watching():
+                since, since_here = time.process_time(), time.thread_time()
+                sender.send(weights.items(), version=version, num_peers=count)
+                spent, here = time.process_time() - since, time.thread_time() - since_here
+            payload = sum(clock.spent["payload"])
+            own = sum(clock.spent["receivers"]) + spent - here - payload
+            rows.append((spent, payload, own / count / num_buckets * 1e6))
     child.join(30)
-    packing_s = packing_cpu_s(weights)
-    return total[1:], [(spent - packing_s) / count / num_buckets * 1e6 for spent in total[1:]]
+    return bucket_bytes >> 20, list(zip(*rows[1:], strict=True))
 
 
 def measure(run, cores):
     """Rows for shm and tcp."""
-    num_buckets = 512 if run.quick else 2048
-    payload_s, write = [0.0], StreamWriter.write_run
-
-    def timed(*arguments):
-        since = time.thread_time()
-        try:
-            return write(*arguments)
-        finally:
-            payload_s[0] += time.thread_time() - since
-
-    StreamWriter.write_run = staticmethod(timed)
-    try:
-        for scheme in ("shm", "tcp"):
-            for count in NUM_RECEIVERS:
-                total, each = sender_cpu(scheme, count, num_buckets, cores, payload_s)
-                what = f"{num_buckets} buckets to {count} receivers, {scheme}"
-                run.record(f"sender's CPU, {what}", "rl-ckpt", total, unit="s")
-                run.record(f"per bucket and receiver, {what}", "rl-ckpt", each, unit="us", goal=f"<= {GOAL_US} us")
-    finally:
-        StreamWriter.write_run = staticmethod(write)
+    for scheme, count in ((scheme, count) for scheme in ("shm", "tcp") for count in NUM_RECEIVERS):
+        num_buckets = 4096 if scheme == "shm" else {1: 2048, 8: 1024, 64: 256}[count]  # TCP copies payload for each
+        size, (spent, payload, each) = sender_cpu(scheme, count, num_buckets, cores)
+        what = f"{num_buckets} buckets of {size} MiB to {count} receivers, {scheme}"
+        run.record(f"sender's CPU, {what}", "rl-ckpt", spent, unit="s")
+        if scheme == "tcp":
+            run.record(f"of it the kernel's copy of payload, {what}", "rl-ckpt", payload, unit="s")
+        run.record(f"per bucket and receiver, {what}", "rl-ckpt", each, unit="us", goal=f"<= {GOAL_US} us")

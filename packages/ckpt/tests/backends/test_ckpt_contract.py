@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name, new_port
-from rl_ckpt.testing.gpu import fake_gpu, hold_on_gpu, use_fake_gpu
+from rl_ckpt.testing.gpu import fake_gpu, fake_nccl, hold_on_gpu, use_fake_gpu, use_fake_nccl
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 
@@ -72,6 +72,24 @@ class TestGloo(CheckpointEngineSuite, VersionSuite, ProcessSuite):
 
     def new_address(self):
         return f"gloo://127.0.0.1:{new_port()}"
+
+
+@pytest.fixture
+def nccl():
+    with fake_nccl():
+        yield
+
+
+@pytest.mark.contract
+@pytest.mark.usefixtures("nccl")
+class TestNccl(CheckpointEngineSuite, VersionSuite, ProcessSuite):
+    """Over gloo in its place; in buckets of its own size, 64 MiB."""
+
+    token = "known to both"
+    set_up = use_fake_nccl
+
+    def new_address(self):
+        return f"nccl://127.0.0.1:{new_port()}"
 
 
 @pytest.mark.contract

@@ -38,7 +38,8 @@ class Backend(Transport):
         return NcclReceive(config)
 
 
-def _current_device() -> torch.device:
+def current_device() -> torch.device:
+    """Where this end has its buckets."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -49,7 +50,7 @@ class NcclSend(GroupSend):
 
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
         """The ring."""
-        self.device = _current_device()
+        self.device = current_device()
         return super().allocate(num_slots, bucket_bytes)
 
 
@@ -58,5 +59,5 @@ class NcclReceive(GroupReceive):
 
     def map_slots(self, session: Session, channel: Channel) -> list[Tensor]:
         """Memory for what is broadcast."""
-        self.device = _current_device()
+        self.device = current_device()
         return super().map_slots(session, channel)

@@ -36,9 +36,11 @@ DIRECT_BYTES = 1 << 20
 _FILLING = memoryview(bytes(ALIGNMENT_BYTES))
 _NOTHING = rl_csrc.digest(b"")
 MAX_BATCH = 16
-"""Most buckets that are announced to many receivers in one message."""
+"""Most buckets that are announced in one message."""
+BATCH_SHARE = 16
+"""A batch for one receiver is this part of the buckets before it: it waits little for the first and the last."""
 NUM_SLOTS = 4
-"""Slots used for one receiver: more would only be memory that is not in the cache."""
+"""Slots used for buckets that are announced one by one: more would only be memory that is not in the cache."""
 EAGER_BYTES = 256 << 10
 """From this size on, a bucket of differences is sent to receivers that have nothing to do."""
 
@@ -100,8 +102,7 @@ class BucketPacker:
         self._manifest = manifest
         self._clock = clock
         self._pipe = pipe
-        self._max_batch = max(1, min(MAX_BATCH, len(participants), len(slots) // 2))
-        self._num_slots = min(len(slots), max(NUM_SLOTS, 2 * self._max_batch))
+        self._max_batch = max(1, min(MAX_BATCH, len(slots) // 2))
         self._batch: list[tuple[Bucket, list[ByteRun]]] = []
         """Filled buckets that were not announced yet, and their payload on streams."""
         self._has_streams = peers.session.num_streams > 0
@@ -166,7 +167,9 @@ class BucketPacker:
         if is_direct and not stays:
             self._publish()
             self._plan.close()
-            self.wait(lambda peer: peer.writer.is_empty, "take the bytes of a tensor")
+            self.flush()
+            with self._clock("wire_s"):
+                self._peers.wait_for_streams(self._participants)
         is_cut_into_leaves = total <= self._plan.bucket_bytes or self._plan.bucket_bytes % LEAF_BYTES == 0
         return leaves if is_cut_into_leaves else leaves_of(raw)
 
@@ -200,7 +203,9 @@ class BucketPacker:
                 if self._has_streams:
                     self._peers.put(peer, [(bucket.sequence, payload) for bucket, payload in batch])
             for bucket, _ in batch:
-                self._peers.transport.publish(self._slots[bucket.slot][: bucket.used_bytes])
+                slot = self._slots[bucket.slot]
+                is_full = bucket.used_bytes == self._plan.bucket_bytes
+                self._peers.transport.publish(slot if is_full else slot[: bucket.used_bytes])
 
     def announce(self, mapped: Mapped, num_bytes: int) -> None:
         """Count a bucket of tensors that receivers read where they are."""
@@ -256,9 +261,12 @@ class BucketPacker:
         self.num_buckets += 1
         self._spans = []
         self._direct = {}
-        # few at first: receivers have nothing to do yet
-        if len(self._batch) >= min(self._max_batch, 1 + self.num_buckets // NUM_SLOTS):
+        if len(self._batch) >= self._batch_size():
             self.flush()
+
+    def _batch_size(self) -> int:
+        """How many buckets are announced together now: more as the sync grows, sooner to many receivers."""
+        return min(self._max_batch, 1 + self.num_buckets * len(self._participants) // BATCH_SHARE)
 
     def _payload(self, slot: int, used_bytes: int) -> list[ByteRun]:
         """What the streams carry of this bucket: its bytes in order, from the slot or from where they are."""
@@ -273,28 +281,31 @@ class BucketPacker:
                 ByteRun(aligned(end) - end, view=_FILLING[: aligned(end) - end]),
             ]
             packed = aligned(end)
-        return [*runs, ByteRun(used_bytes - packed, slot, packed)]
+        return [run for run in (*runs, ByteRun(used_bytes - packed, slot, packed)) if run.num_bytes]
 
     def _wait_for_slot(self) -> None:
         """Choose a slot that no receiver looks at any more for the next bucket."""
-        slot = self._free_slot()
-        if slot is None:
-            self.flush()
-            in_use = set(self._in_slot.values())
+        while (slot := self._free_slot()) is None:
+            if self._is_anyone_idle():
+                self.flush()
+            in_use = set(self._in_slot.values()) - {bucket.sequence for bucket, _ in self._batch}
             with self._clock("wire_s"):
                 self._peers.wait_until(
                     self._participants,
-                    lambda: self._free_slot() is not None,
+                    lambda: self._free_slot() is not None or self._is_anyone_idle(),
                     lambda peer: not peer.freed.issuperset(in_use),
                     f"take the tensors of bucket {min(in_use)}",
                 )
-            slot = self._free_slot()
-        self._slot = slot or 0
+        self._slot = slot
         self._in_slot[self._slot] = self.num_buckets
+
+    def _is_anyone_idle(self) -> bool:
+        """Whether buckets wait to be announced, and a receiver may have no other: those it was told of it may hold."""
+        return bool(self._batch) and any(peer.num_sent - len(peer.freed) < NUM_SLOTS for peer in self._participants)
 
     def _free_slot(self) -> int | None:
         num_freed, num_peers = self._peers.num_freed, len(self._participants)
-        for slot in range(self._num_slots):
+        for slot in range(min(len(self._slots), max(NUM_SLOTS, 2 * self._batch_size()))):
             sequence = self._in_slot.get(slot)
             if sequence is None or num_freed[sequence] == num_peers:
                 return slot

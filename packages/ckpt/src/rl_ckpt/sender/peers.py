@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import selectors
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import (
@@ -37,13 +38,13 @@ from rl_ckpt.protocol.messages import (
     Stream,
 )
 from rl_ckpt.transports.streams import StreamWriter
+from rl_csrc.ipc import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_ckpt.transports.base import SendTransport
     from rl_ckpt.transports.streams import ByteRun
-    from rl_csrc.ipc import Waker
 
 _ERRORS = {
     AbortReason.DIGEST: DigestError,
@@ -59,14 +60,14 @@ class Peer:
     """One receiver, and what it has said about the sync that it takes part in."""
 
     channel: Channel
+    writer: StreamWriter
+    """Its streams."""
     deadline: Deadline
     """Until when it must have introduced itself."""
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     """What it must prove its knowledge of the token over."""
     ticket: int = field(default_factory=lambda: secrets.randbits(64))
     """By which its streams are known."""
-    writer: StreamWriter = field(default_factory=StreamWriter)
-    """Its streams."""
     hello: Hello | None = None
     """Its greeting."""
     waiting: int = 0
@@ -77,8 +78,6 @@ class Peer:
     """Version that its consumer has, and its tree digest."""
     is_complete: bool = False
     """Whether it was sent every tensor of the snapshot."""
-    watched: set[int] = field(default_factory=set[int])
-    """Descriptors of its streams that are waited for, until they take more."""
     opened: int = 0
     """Generation of its streams that it will read."""
     codecs: int = 0
@@ -130,6 +129,11 @@ class Peers:
 
     num_freed: Counter[int] = field(default_factory=Counter[int])
     """Of each bucket of the sync, how many receivers are done with it."""
+    _written: Waker = field(default_factory=Waker)
+    """Rung by the threads of streams that have failed, or have written all they had while that is waited for."""
+    _awaits_streams: bool = False
+    _failed: deque[tuple[Channel, OSError]] = field(default_factory=deque[tuple[Channel, OSError]])
+    """Errors of streams that nobody has looked at, with the channel of the receiver."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     """Who is waited for: kept from wait to wait, because there may be many."""
 
@@ -137,9 +141,10 @@ class Peers:
         """Wait for new connections, and for who cancels, from now on."""
         self._selector.register(self.canceller.fileno(), selectors.EVENT_READ)
         self._selector.register(self.transport.fileno(), selectors.EVENT_READ)
+        self._selector.register(self._written.fileno(), selectors.EVENT_READ)
 
     def pump(self, deadline: Deadline, wakers: Sequence[int] = ()) -> bool:
-        """Wait for messages of any receiver and read them; write what can be written. False when the deadline passed.
+        """Wait for messages of any receiver and read them, or for its streams. False when the deadline passed.
 
         A waker is a descriptor that ends the wait when it can be read.
         """
@@ -152,33 +157,15 @@ class Peers:
             for waker in wakers:
                 self._selector.unregister(waker)
         self.canceller.check()
-        for key, events in ready:
+        for key, _ in ready:
             peer: Peer | None = key.data
             if key.fd == self.transport.fileno():
                 self._accept()
-            elif peer is None or peer.is_gone:
-                continue
-            elif events & selectors.EVENT_WRITE:
-                if peer.error is None:
-                    self._flush(peer)
-            else:
+            elif key.fd == self._written.fileno():
+                self._look_at_streams()
+            elif peer is not None and not peer.is_gone:
                 self._read(peer)
         return bool(ready)
-
-    def _watch(self, peer: Peer) -> None:
-        """Wait for the streams that have more to write, and for no others."""
-        blocked = set(peer.writer.blocked())
-        for descriptor in blocked - peer.watched:
-            self._selector.register(descriptor, selectors.EVENT_WRITE, peer)
-        for descriptor in peer.watched - blocked:
-            self._selector.unregister(descriptor)
-        peer.watched = blocked
-
-    def _close_streams(self, peer: Peer) -> None:
-        for descriptor in peer.watched:
-            self._selector.unregister(descriptor)
-        peer.watched = set()
-        peer.writer.close()
 
     def poll(self) -> None:
         """Take in what is here now."""
@@ -222,6 +209,14 @@ class Peers:
     def wait_for_all(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], doing: str) -> None:
         """Wait until every one of `peers` has done it. Raises as `wait_until` does."""
         self.wait_until(peers, lambda: all(map(is_done, peers)), lambda peer: not is_done(peer), doing)
+
+    def wait_for_streams(self, peers: Sequence[Peer]) -> None:
+        """Wait until the kernel has taken all payload, so that tensors may change. Raises as `wait_until` does."""
+        self._awaits_streams = True
+        try:
+            self.wait_for_all(peers, lambda peer: peer.writer.is_empty, "take the bytes of a tensor")
+        finally:
+            self._awaits_streams = False
 
     def wait_until(
         self, peers: Sequence[Peer], is_done: Callable[[], bool], is_late: Callable[[Peer], bool], doing: str
@@ -283,9 +278,7 @@ class Peers:
     def put(self, peer: Peer, payloads: Sequence[tuple[int, Sequence[ByteRun]]]) -> None:
         """Begin to write the payload of buckets, `(sequence, runs)` each, to one receiver's streams."""
         if peer.error is None:
-            for sequence, payload in payloads:
-                peer.writer.put(sequence, payload)
-            self._flush(peer)
+            peer.writer.put(payloads)
 
     def new_group(self, peers: Sequence[Peer]) -> None:
         """Have the transport make a group of these receivers, where it sends to all at once."""
@@ -298,14 +291,14 @@ class Peers:
         for peer in peers:
             if peer.error is None and not peer.channel.try_send(Abort(reason, text), peer.sync):
                 self.drop(peer)
-            self._close_streams(peer)
+            peer.writer.close()
             peer.sync = peer.mapped = 0  # it may not have mapped what it was told of
         self.transport.leave_group()
 
     def drop(self, peer: Peer, error: CkptError | None = None) -> None:
         """Take a receiver out of the session; when it wants to, it comes back by itself."""
         peer.error = peer.error or error or PeerLostError(f"{peer.name} was dropped from the session")
-        self._close_streams(peer)
+        peer.writer.close()
         if not peer.is_gone:
             peer.is_gone = True
             self._selector.unregister(peer.channel)
@@ -319,6 +312,7 @@ class Peers:
         for peer in [*self.all, *self.unauthenticated]:
             self.drop(peer)
         self._selector.close()
+        self._written.close()
 
     def _missing(self, needed: int, num_peers: int) -> str:
         if len(self.all) >= needed:
@@ -336,7 +330,8 @@ class Peers:
 
     def _accept(self) -> None:
         while (channel := self.transport.accept()) is not None:
-            peer = Peer(channel, Deadline(self.timeout_s))
+            writer = StreamWriter(self.transport.write, self._note_idle, partial(self._note_failure, channel))
+            peer = Peer(channel, writer, Deadline(self.timeout_s))
             self.unauthenticated.append(peer)
             self._selector.register(channel, selectors.EVENT_READ, peer)
 
@@ -344,15 +339,23 @@ class Peers:
         for peer in [peer for peer in self.unauthenticated if not peer.deadline.remaining_s()]:
             self.drop(peer)
 
-    def _flush(self, peer: Peer) -> None:
-        try:
-            # patient with one alone: others would wait for it
-            peer.writer.flush(self.transport.write, is_patient=len(self.all) == 1)
-            self._watch(peer)
-        except OSError as cause:
-            error = PeerLostError(f"{peer.name} takes no payload any more: {cause}")
-            self._read(peer)  # it may have said why
-            self.drop(peer, error)
+    def _note_idle(self) -> None:
+        """Called by the thread of a stream."""
+        if self._awaits_streams:
+            self._written.wake()
+
+    def _note_failure(self, channel: Channel, error: OSError) -> None:
+        """Called by the thread of a stream."""
+        self._failed.append((channel, error))
+        self._written.wake()
+
+    def _look_at_streams(self) -> None:
+        self._written.clear()
+        while self._failed:
+            channel, cause = self._failed.popleft()
+            for peer in [peer for peer in self.all if peer.channel is channel]:
+                self._read(peer)  # it may have said why
+                self.drop(peer, PeerLostError(f"{peer.name} takes no payload any more: {cause}"))
 
     def _read(self, peer: Peer) -> None:
         try:

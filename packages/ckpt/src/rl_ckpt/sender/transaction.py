@@ -66,7 +66,7 @@ class Transaction:
         self._num_deltas = 0
         self.digest = 0
         self._base: int | None = None
-        self._is_stable = source.registered is not None or pipe is not None
+        self._is_stable = source.is_at_rest or pipe is not None
 
     def stream(self) -> None:
         """Send every tensor of the source, bucket by bucket."""

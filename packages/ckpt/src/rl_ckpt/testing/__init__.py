@@ -14,7 +14,6 @@ from pkgutil import iter_modules
 if (_pytest := sys.modules.get("pytest")) is not None:
     _pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in iter_modules(__path__)))
 
-from rl_ckpt.testing.cuda import FakeCuda, fake_cuda
 from rl_ckpt.testing.ends import EndProcess
 from rl_ckpt.testing.faults import Fault, Injector, inject
 from rl_ckpt.testing.helpers import assert_same, failure, new_name, new_port, receive_all, sample_weights, until
@@ -26,7 +25,6 @@ from rl_ckpt.testing.versions import VersionSuite
 __all__ = [
     "CheckpointEngineSuite",
     "EndProcess",
-    "FakeCuda",
     "Fault",
     "Injector",
     "KillSuite",
@@ -34,7 +32,6 @@ __all__ = [
     "VersionSuite",
     "assert_same",
     "failure",
-    "fake_cuda",
     "inject",
     "new_name",
     "new_port",

@@ -1,4 +1,6 @@
-"""A stand-in for a GPU whose memory processes share: "device" memory is memfds, which others open through /proc.
+"""Stand-ins for a GPU whose memory processes share, and for NCCL.
+
+"Device" memory is memfds, which others open through /proc.
 
 It keeps to what NVIDIA documents of `cuIpcGetMemHandle`, `cuIpcOpenMemHandle` and `cuIpcCloseMemHandle`
 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html): a handle is of a whole allocation, wherever in it
@@ -21,7 +23,9 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rl_ckpt.backends import cuda_ipc
+import torch
+
+from rl_ckpt.backends import cuda_ipc, nccl
 from rl_ckpt.errors import BackendError
 from rl_ckpt.protocol.messages import HANDLE_BYTES
 from rl_ckpt.tensors.spec import as_bytes, buffer_tensor
@@ -174,3 +178,24 @@ def fake_gpu() -> Generator[FakeGpu]:
         yield gpu
     finally:
         cuda_ipc.driver_of = real
+
+
+def use_fake_nccl() -> None:
+    """Let all `nccl` sessions of this process, from now on, broadcast by gloo between the memory of CPUs.
+
+    What is shown is that sessions, groups and failures of `nccl` are those of the suites. Kernels, streams and the
+    abort of a communicator are not modelled.
+    """
+    nccl.require_nccl = lambda address: None
+    nccl.current_device = lambda: torch.device("cpu")
+
+
+@contextmanager
+def fake_nccl() -> Generator[None]:
+    """`use_fake_nccl`, for sessions that are opened inside."""
+    real = nccl.require_nccl, nccl.current_device
+    use_fake_nccl()
+    try:
+        yield
+    finally:
+        nccl.require_nccl, nccl.current_device = real

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import struct
+import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,6 +104,8 @@ class StreamReceive(ConnectingReceive):
         return self._slots
 
 
+ENDING_S = 10.0
+"""Longest wait for a thread whose socket was shut down, seconds."""
 BUFFER_BYTES = 4 << 20
 """Wish for the kernel's buffer of a UNIX socket; net.core.wmem_max bounds it."""
 PATIENCE_S = 0.02
@@ -129,89 +134,133 @@ class ByteRun:
     view: memoryview | None = None
     """The tensor's memory, instead."""
 
+    def after(self, num_bytes: int) -> ByteRun:
+        """What is left behind so many bytes."""
+        view = None if self.view is None else self.view[num_bytes:]
+        return ByteRun(self.num_bytes - num_bytes, self.slot, self.start + num_bytes, view)
+
+
+MAX_BUFFERS = 512
+"""Most buffers of one call; the kernel's limit is 1,024."""
+
 
 class StreamWriter:
-    """Writes slots to sockets, as far as these take them. Owns the sockets."""
+    """Writes the payload of one receiver to its streams, each in a thread that waits in the kernel. Owns the sockets.
 
-    def __init__(self) -> None:
-        self._streams: dict[int, tuple[int, socket.socket]] = {}
-        self._queues: dict[int, deque[tuple[ByteRun, int]]] = {}
-        """Of each stream what it has not taken yet, in order, and how much it has taken of the first."""
+    Args:
+        write: Of the transport: puts bytes `start` to `end` of a slot on a stream and returns how many went.
+        on_idle: Called by a thread that has written all it was given.
+        on_error: Called by a thread with the error of its stream, which then takes nothing more.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[socket.socket, int, int, int], int],
+        on_idle: Callable[[], None],
+        on_error: Callable[[OSError], None],
+    ) -> None:
+        self._streams: dict[int, _OutStream] = {}
+        self._write = write
+        self._on_idle = on_idle
+        self._on_error = on_error
 
     @property
     def is_empty(self) -> bool:
         """Whether everything was taken by the kernel, so that tensors may change."""
-        return not any(self._queues.values())
+        return all(stream.is_idle for stream in self._streams.values())
 
     def attach(self, index: int, opened: int, connection: socket.socket) -> None:
         """Use a connection for stream `index`, in place of an earlier one. `opened` tells generations apart."""
-        set_patience(connection)
+        connection.setblocking(True)
         if connection.family == socket.AF_UNIX:  # TCP finds its own size
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         if index in self._streams:
-            self._streams[index][1].close()
-        self._streams[index] = (opened, connection)
-        self._queues[index] = deque()
+            self._streams[index].close()
+        self._streams[index] = _OutStream(connection, opened, self)
 
     def is_open(self, num_streams: int, opened: int) -> bool:
         """Whether all streams of a generation are there."""
-        return num_streams == 0 or {i: o for i, (o, _) in self._streams.items()} == dict.fromkeys(
+        return num_streams == 0 or {i: stream.opened for i, stream in self._streams.items()} == dict.fromkeys(
             range(num_streams), opened
         )
 
-    def put(self, sequence: int, payload: Sequence[ByteRun]) -> None:
-        """Queue the payload of a bucket. Slots must not change before it is freed, tensors before they are taken."""
-        self._queues[sequence % len(self._queues)].extend((run, 0) for run in payload if run.num_bytes)
+    def put(self, payloads: Sequence[tuple[int, Sequence[ByteRun]]]) -> None:
+        """Queue the payload of buckets, `(sequence, runs)` each, which are dealt to the streams in turn.
 
-    def flush(self, write: Callable[[socket.socket, int, int, int], int], *, is_patient: bool) -> None:
-        """Write what the sockets take now or, if patient, a moment later.
-
-        Args:
-            write: Of a transport: puts bytes `start` to `end` of a slot on a stream and returns how many went.
-            is_patient: Whether to wait a moment.
-
-        Raises:
-            OSError: the other end is gone.
+        Slots must not change before their bucket is freed, tensors before they are taken.
         """
-        for index, queue in self._queues.items():
-            connection = self._streams[index][1]
-            connection.setblocking(is_patient)
-            while queue:
-                run, taken = queue[0]
-                try:
-                    taken += self.write_run(connection, write, run, taken)
-                except (BlockingIOError, InterruptedError):
-                    break
-                if taken == run.num_bytes:
-                    queue.popleft()
-                else:
-                    queue[0] = (run, taken)
-                    if is_patient:
-                        break  # it waited already: look up
+        num_streams = len(self._streams)
+        for index, stream in self._streams.items():
+            if runs := [run for sequence, runs in payloads if sequence % num_streams == index for run in runs]:
+                stream.put(runs)
 
-    @staticmethod
-    def write_run(
-        connection: socket.socket, write: Callable[[socket.socket, int, int, int], int], run: ByteRun, taken: int
-    ) -> int:
-        """Write what a socket takes of a run, behind what it has taken; how much that is."""
+    def write_some(self, connection: socket.socket, runs: deque[ByteRun]) -> None:
+        """Write what a socket takes in one call, and leave the rest: of a slot, or of tensors as many as follow."""
+        run = runs[0]
         if run.view is None:
-            return write(connection, run.slot, run.start + taken, run.start + run.num_bytes)
-        return connection.send(run.view[taken:])
+            num_bytes = self._write(connection, run.slot, run.start, run.start + run.num_bytes)
+        else:
+            views = takewhile(lambda view: view is not None, (run.view for run in islice(runs, MAX_BUFFERS)))
+            num_bytes = connection.sendmsg(views)  # pyright: ignore[reportArgumentType]  # there is no None in them
+        while num_bytes and num_bytes >= runs[0].num_bytes:
+            num_bytes -= runs.popleft().num_bytes
+        if num_bytes:
+            runs[0] = runs[0].after(num_bytes)
 
-    def blocked(self) -> list[int]:
-        """Descriptors of the streams that have more to write."""
-        return [self._streams[index][1].fileno() for index, queue in self._queues.items() if queue]
+    def write_all(self, stream: _OutStream) -> None:
+        """The work of a stream's thread."""
+        try:
+            while (runs := stream.jobs.get()) is not None:
+                left = deque(runs)
+                while left:
+                    self.write_some(stream.connection, left)
+                stream.num_done += 1
+                if stream.is_idle:
+                    self._on_idle()
+        except OSError as error:
+            if not stream.is_closed:
+                self._on_error(error)
 
     def close(self) -> None:
         """Close the streams; what was not written is gone."""
-        for _, connection in self._streams.values():
-            connection.close()
+        streams = list(self._streams.values())
         self._streams.clear()
-        self._queues.clear()
+        for stream in streams:
+            stream.close()
 
 
-MAX_BUFFERS = 512
-"""Most buffers of one scattering read; the kernel's limit is 1,024."""
+class _OutStream:
+    """One stream of a writer, and the thread that writes to it."""
+
+    def __init__(self, connection: socket.socket, opened: int, writer: StreamWriter) -> None:
+        self.connection = connection
+        self.opened = opened
+        self.jobs: queue.SimpleQueue[Sequence[ByteRun] | None] = queue.SimpleQueue()
+        self.num_done = 0
+        self.is_closed = False
+        self._num_put = 0
+        self._thread = threading.Thread(target=writer.write_all, args=(self,), name="rl-ckpt stream", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all it was given is written."""
+        return self.num_done == self._num_put
+
+    def put(self, runs: Sequence[ByteRun]) -> None:
+        """Write these after what was put before."""
+        self._num_put += 1
+        self.jobs.put(runs)
+
+    def close(self) -> None:
+        """End the thread, also in the middle of a write, and close the socket."""
+        self.is_closed = True
+        self.jobs.put(None)
+        with suppress(OSError):  # the other end may have left first
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join(ENDING_S)
+        if not self._thread.is_alive():  # its descriptor must not become another's while it may write
+            self.connection.close()
 
 
 class BucketReader:

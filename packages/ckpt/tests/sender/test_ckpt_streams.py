@@ -1,0 +1,143 @@
+"""How a sender writes payload to streams, and how many buckets it announces together."""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rl_ckpt import PeerTimeoutError, SyncAbortedError, connect
+from rl_ckpt.protocol.channel import Observer, observers
+from rl_ckpt.protocol.messages import Buckets
+from rl_ckpt.sender.packer import BATCH_SHARE, MAX_BATCH
+from rl_ckpt.testing import failure, new_name, new_port, receive_all
+from rl_ckpt.transports.streams import ByteRun, StreamWriter
+
+PAYLOAD = torch.arange(16 << 20, dtype=torch.uint8)
+
+
+def pair(kind):
+    if kind == "unix":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = socket.create_connection(server.getsockname())
+        return mine, server.accept()[0]
+
+
+def stream_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "rl-ckpt stream"]
+
+
+def writer_of(connection, *, on_idle=lambda: None, on_error=lambda error: None):
+    writer = StreamWriter(lambda *_: pytest.fail("there is no slot"), on_idle, on_error)
+    writer.attach(0, 1, connection)
+    return writer
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_writer_closes_in_the_middle_of_a_write(kind):
+    mine, theirs = pair(kind)
+    errors = []
+    before = len(stream_threads())
+    with theirs:
+        writer = writer_of(mine, on_error=errors.append)
+        writer.put([(0, [ByteRun(len(PAYLOAD), view=memoryview(PAYLOAD.numpy()))])])
+        time.sleep(0.1)  # the kernel's buffers are full by now, and the thread waits in a write
+        assert not writer.is_empty
+        since = time.monotonic()
+        writer.close()
+        assert time.monotonic() - since < 5
+        assert len(stream_threads()) == before
+        assert errors == []  # who closes wants to hear of none
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_writer_puts_all_runs_on_the_stream_in_order(kind):
+    mine, theirs = pair(kind)
+    idle = threading.Event()
+    view = memoryview(PAYLOAD.numpy())
+    cuts = [0, 1, 3_000_000, 3_000_001, 9_999_999, len(PAYLOAD)]
+    with theirs:
+        writer = writer_of(mine, on_idle=idle.set)
+        runs = [ByteRun(end - start, view=view[start:end]) for start, end in pairwise(cuts)]
+        writer.put([(0, runs[:2]), (1, runs[2:])])
+        got = bytearray(len(PAYLOAD))
+        left = memoryview(got)
+        while left:
+            left = left[theirs.recv_into(left, min(len(left), 700_001)) :]
+        assert idle.wait(20)
+        assert writer.is_empty
+        assert got == view
+        writer.close()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_stream_whose_other_end_is_gone_is_reported(kind):
+    mine, theirs = pair(kind)
+    errors, is_told = [], threading.Event()
+    writer = writer_of(mine, on_error=lambda error: (errors.append(error), is_told.set()))
+    writer.put([(0, [ByteRun(len(PAYLOAD), view=memoryview(PAYLOAD.numpy()))])])
+    theirs.close()
+    assert is_told.wait(20)
+    assert isinstance(errors[0], ConnectionError)
+    assert not writer.is_empty
+    writer.close()
+
+
+class Batches(Observer):
+    def __init__(self):
+        self.sizes = {}
+
+    def sending(self, message):
+        if isinstance(message, Buckets):
+            self.sizes[message.buckets[0].sequence] = len(message.buckets)
+
+
+@pytest.mark.parametrize("num_receivers", [1, 4])
+def test_more_buckets_are_announced_together_as_a_sync_grows(num_receivers):
+    weights = {f"t{i}": torch.full((1024,), i % 256, dtype=torch.uint8) for i in range(400)}
+    batches = Batches()
+
+    async def main():
+        async with connect(f"shm://{new_name()}", role="send", bucket_bytes=1024) as sender:
+            await sender.prepare()
+            receivers = [connect(sender.address, role="receive") for _ in range(num_receivers)]
+            observers.append(batches)
+            try:
+                receiving = [asyncio.ensure_future(receive_all(receiver)) for receiver in receivers]
+                await sender.send_weights(weights.items(), version=1, num_peers=num_receivers)
+                await asyncio.gather(*receiving)
+            finally:
+                observers.remove(batches)
+                for receiver in receivers:
+                    await receiver.close()
+
+    asyncio.run(main())
+    assert sum(batches.sizes.values()) == len(weights)
+    assert batches.sizes[0] == 1
+    assert max(batches.sizes.values()) == MAX_BATCH
+    for first, size in batches.sizes.items():
+        assert size <= 1 + (first + size) * num_receivers // BATCH_SHARE  # who receives waits for no more than a share
+    assert len(batches.sizes) <= (90 if num_receivers == 1 else 45)
+
+
+def test_a_receiver_that_stops_reading_is_named_and_its_threads_end():
+    weights = {f"t{i}": torch.full((64 << 20,), i, dtype=torch.uint8) for i in range(3)}
+
+    async def main():
+        async with connect(f"tcp://127.0.0.1:{new_port()}", role="send", token="t", timeout_s=2) as sender:
+            await sender.prepare()
+            async with connect(sender.address, role="receive", token="t", timeout_s=30) as receiver:
+                receiving = receiver.receive_weights()
+                first = asyncio.ensure_future(anext(receiving))
+                error = await failure(SyncAbortedError, sender.send_weights(weights.items(), version=1))
+                assert isinstance(error.__cause__, PeerTimeoutError)
+                assert str(os.getpid()) in str(error)
+                await first
+                assert not stream_threads()
+
+    asyncio.run(main())
