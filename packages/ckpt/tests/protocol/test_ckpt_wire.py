@@ -131,11 +131,16 @@ def test_the_specification_has_the_messages_of_the_code_with_their_formats():
     }
     for kind, (name, fields, has_rest) in written.items():
         message = KINDS[kind]
-        codes = "".join(SIZES.get(size) or f"{size.split()[0]}s" for _, size in fields)
-        assert struct.calcsize(f"<{codes}") == message.LAYOUT.size, name
-        assert message.LAYOUT.format in {f"<{codes}", f"<{codes}".encode()}, name
-        if not has_rest:
-            assert tuple(field for field, _ in fields) == message.__match_args__, name
+        codes = "".join(
+            f"{struct.calcsize(SIZES[size])}x" if field == "reserved" else SIZES.get(size) or f"{size.split()[0]}s"
+            for field, size in fields
+        )
+        assert message.LAYOUT.format == f"<{codes}", name
+        assert has_rest == bool(message.TAILS), name
+        fixed = [field for field, _ in fields if field != "reserved"]
+        num_counts = sum(tail.is_counted for tail in message.TAILS)
+        names = message.__match_args__[: len(message.__match_args__) - len(message.TAILS)]
+        assert tuple(fixed[: len(fixed) - num_counts]) == names, name
     assert (NONCE_BYTES, PROOF_BYTES) == (16, 32)
 
 

@@ -6,7 +6,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from rl_ckpt.errors import ProtocolError
 from rl_ckpt.tensors.buckets import Span
@@ -14,6 +14,7 @@ from rl_ckpt.tensors.spec import DTYPE_CODES, TensorSpec
 from rl_csrc.buffers.frames import DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
 MAGIC = b"RLCK"
@@ -58,22 +59,102 @@ class HelloRole(IntEnum):
     RECEIVER = 2
 
 
+class Tail(NamedTuple):
+    """Form of a field of any length, behind the fields of fixed size: how to write it, and how to read it."""
+
+    pack: Callable[[Any], bytes]
+    read: Callable[[bytes, int, int], tuple[Any, int]]
+    """From the body, where it starts, and its count: the value, and where it ends."""
+    is_counted: bool = True
+    """Whether the fixed part ends with its count, u32; else it goes to the end of the body."""
+
+
+def _rows(form: str) -> Tail:
+    """Tuples of one format each."""
+    row = struct.Struct(form)
+
+    def read(body: bytes, at: int, count: int) -> tuple[Any, int]:
+        end = at + count * row.size
+        if end > len(body):
+            raise ValueError(f"{count} rows of {row.size} bytes do not fit it")
+        return tuple(row.iter_unpack(body[at:end])), end
+
+    return Tail(lambda rows: b"".join([row.pack(*values) for values in rows]), read)
+
+
+def _numbers(code: str, *, is_counted: bool) -> Tail:
+    """Integers of one size."""
+    size = struct.calcsize(f"<{code}")
+
+    def read(body: bytes, at: int, count: int) -> tuple[Any, int]:
+        if not is_counted:
+            count = (len(body) - at) // size
+            if not count:
+                raise ValueError("there is no number in it")
+        return struct.unpack_from(f"<{count}{code}", body, at), at + count * size
+
+    return Tail(lambda numbers: struct.pack(f"<{len(numbers)}{code}", *numbers), read, is_counted)
+
+
+def _items(pack: Callable[[Any], bytes], read: Callable[[bytes, int], tuple[Any, int]]) -> Tail:
+    """Items that say themselves how long they are."""
+
+    def read_all(body: bytes, at: int, count: int) -> tuple[Any, int]:
+        found: list[Any] = []
+        for _ in range(count):
+            item, at = read(body, at)
+            found.append(item)
+        return tuple(found), at
+
+    return Tail(lambda items: b"".join([pack(item) for item in items]), read_all)
+
+
+_BYTES = Tail(bytes, lambda body, at, count: (body[at:], len(body)), is_counted=False)
+_TEXT = Tail(str.encode, lambda body, at, count: (body[at:].decode(), len(body)), is_counted=False)
+
+
 class Message:
-    """Base of the messages. A body is `LAYOUT`, the fields in order; classes with more to it override both methods."""
+    """Base of the messages. A body is `LAYOUT`, of the fields in order and the counts of tails; then the tails."""
 
     KIND: ClassVar[int]
     LAYOUT: ClassVar[struct.Struct]
+    TAILS: ClassVar[tuple[Tail, ...]] = ()
+    """Forms of the last fields."""
     __match_args__: ClassVar[tuple[str, ...]]
     """Names of the fields, which a dataclass sets."""
 
     def to_body(self) -> bytes:
         """The body as bytes; raises `struct.error` or `ValueError` where a field does not fit."""
-        return self.LAYOUT.pack(*(getattr(self, name) for name in self.__match_args__))
+        values = [getattr(self, name) for name in self.__match_args__]
+        if not self.TAILS:
+            return self.LAYOUT.pack(*values)
+        fixed, last = values[: -len(self.TAILS)], values[-len(self.TAILS) :]
+        fixed += [len(value) for tail, value in zip(self.TAILS, last, strict=True) if tail.is_counted]
+        return self.LAYOUT.pack(*fixed) + b"".join(
+            [tail.pack(value) for tail, value in zip(self.TAILS, last, strict=True)]
+        )
 
     @classmethod
     def from_body(cls, body: bytes) -> Self:
         """The message of a body; raises `struct.error` or `ValueError` where it is none."""
-        return cls(*cls.LAYOUT.unpack(body))
+        if not cls.TAILS:
+            return cls(*cls.LAYOUT.unpack(body))
+        values: list[Any] = list(cls.LAYOUT.unpack_from(body))
+        num_counts = sum(tail.is_counted for tail in cls.TAILS)
+        counts = iter(values[len(values) - num_counts :])
+        del values[len(values) - num_counts :]
+        at = cls.LAYOUT.size
+        for tail in cls.TAILS:
+            value, at = tail.read(body, at, next(counts) if tail.is_counted else 0)
+            values.append(value)
+        if at != len(body):
+            raise ValueError(f"it ends at byte {at}")
+        message = cls(*values)
+        message.check()
+        return message
+
+    def check(self) -> None:
+        """Raise `ValueError` where what was read contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +175,13 @@ class Session(Message):
 
     KIND = 2
     LAYOUT = struct.Struct("<QIIQ")
+    TAILS = (_BYTES,)
     bucket_bytes: int
     num_slots: int
     num_streams: int = 0
     ticket: int = 0
     memory: bytes = b""
     """To the end of the body: what the transport tells a receiver of its memory."""
-
-    def to_body(self) -> bytes:
-        """Head and memory."""
-        return self.LAYOUT.pack(self.bucket_bytes, self.num_slots, self.num_streams, self.ticket) + self.memory
-
-    @classmethod
-    def from_body(cls, body: bytes) -> Self:
-        """Head and memory."""
-        bucket_bytes, num_slots, num_streams, ticket = cls.LAYOUT.unpack_from(body)
-        return cls(bucket_bytes, num_slots, num_streams, ticket, body[cls.LAYOUT.size :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,55 +207,45 @@ class Begin(Message):
     base: int = NO_VERSION
 
 
+_ENTRY = struct.Struct("<BBHI")
+
+
+def _pack_spec(spec: TensorSpec) -> bytes:
+    name = spec.name.encode()
+    alias_of = NO_ALIAS if spec.alias_of is None else spec.alias_of
+    entry = _ENTRY.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), alias_of)
+    return entry + struct.pack(f"<{len(spec.shape)}Q", *spec.shape) + name
+
+
+def _read_spec(body: bytes, at: int) -> tuple[TensorSpec, int]:
+    code, ndim, name_bytes, alias_of = _ENTRY.unpack_from(body, at)
+    if not 1 <= code <= len(DTYPES) or ndim > MAX_NDIM:
+        raise ValueError(f"a tensor has dtype code {code} and {ndim} axes")
+    at += _ENTRY.size
+    shape = struct.unpack_from(f"<{ndim}Q", body, at)
+    at += 8 * ndim
+    end = at + name_bytes
+    if end > len(body):
+        raise ValueError("the name of a tensor runs over the end")
+    alias = None if alias_of == NO_ALIAS else alias_of
+    return TensorSpec(name=body[at:end].decode(), dtype=DTYPES[code - 1], shape=shape, alias_of=alias), end
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest(Message):
     """Sender to receiver: tensors `first`, `first + 1`, ... of this connection, named once, then known by index."""
 
     KIND = 5
     LAYOUT = struct.Struct("<II")
-    ENTRY = struct.Struct("<BBHI")
+    TAILS = (_items(_pack_spec, _read_spec),)
     first: int
     specs: tuple[TensorSpec, ...]
 
-    def to_body(self) -> bytes:
-        """Head and entries."""
-        parts = [self.LAYOUT.pack(self.first, len(self.specs))]
-        for spec in self.specs:
-            name = spec.name.encode()
-            alias_of = NO_ALIAS if spec.alias_of is None else spec.alias_of
-            parts.append(self.ENTRY.pack(DTYPE_CODES[spec.dtype], len(spec.shape), len(name), alias_of))
-            parts.append(struct.pack(f"<{len(spec.shape)}Q", *spec.shape) + name)
-        return b"".join(parts)
-
-    @classmethod
-    def from_body(cls, body: bytes) -> Self:
-        """Head and entries."""
-        first, count = cls.LAYOUT.unpack_from(body)
-        at = cls.LAYOUT.size
-        specs: list[TensorSpec] = []
-        for index in range(first, first + count):
-            code, ndim, name_bytes, alias_of = cls.ENTRY.unpack_from(body, at)
-            if not 1 <= code <= len(DTYPES) or ndim > MAX_NDIM:
-                raise ValueError(f"tensor {index} has dtype code {code} and {ndim} axes")
-            if index <= alias_of != NO_ALIAS:
-                raise ValueError(f"tensor {index} is an alias of {alias_of}, which does not come before it")
-            at += cls.ENTRY.size
-            shape = struct.unpack_from(f"<{ndim}Q", body, at)
-            at += 8 * ndim
-            if at + name_bytes > len(body):
-                raise ValueError(f"the name of tensor {index} runs over the end")
-            specs.append(
-                TensorSpec(
-                    name=body[at : at + name_bytes].decode(),
-                    dtype=DTYPES[code - 1],
-                    shape=shape,
-                    alias_of=None if alias_of == NO_ALIAS else alias_of,
-                )
-            )
-            at += name_bytes
-        if at != len(body):
-            raise ValueError(f"{len(body) - at} bytes are left over")
-        return cls(first, tuple(specs))
+    def check(self) -> None:
+        """An alias is of a tensor before it."""
+        for index, spec in enumerate(self.specs, self.first):
+            if spec.alias_of is not None and index <= spec.alias_of:
+                raise ValueError(f"tensor {index} is an alias of {spec.alias_of}, which does not come before it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,42 +258,38 @@ class Bucket:
     spans: tuple[Span, ...]
 
 
+_BUCKET = struct.Struct("<IIQI4x")
+_SPAN = struct.Struct("<IIQQQQQQ")
+
+
+def _pack_bucket(bucket: Bucket) -> bytes:
+    spans = bucket.spans
+    head = _BUCKET.pack(bucket.sequence, bucket.slot, bucket.used_bytes, len(spans))
+    return head + (_SPAN.pack(*spans[0]) if len(spans) == 1 else b"".join([_SPAN.pack(*span) for span in spans]))
+
+
+def _read_bucket(body: bytes, at: int) -> tuple[Bucket, int]:
+    sequence, slot, used_bytes, num_spans = _BUCKET.unpack_from(body, at)
+    at += _BUCKET.size
+    end = at + num_spans * _SPAN.size
+    if end > len(body):
+        raise ValueError(f"{num_spans} spans do not fit it")
+    return Bucket(sequence, slot, used_bytes, tuple(map(Span._make, _SPAN.iter_unpack(body[at:end])))), end
+
+
 @dataclass(frozen=True, slots=True)
 class Buckets(Message):
     """Sender to receiver: slots that are filled, or whose payload is being sent."""
 
     KIND = 6
-    LAYOUT = struct.Struct("<II")
-    BUCKET = struct.Struct("<IIQII")
-    SPAN = struct.Struct("<IIQQQQQQ")
+    LAYOUT = struct.Struct("<I4x")
+    TAILS = (_items(_pack_bucket, _read_bucket),)
     buckets: tuple[Bucket, ...]
 
-    def to_body(self) -> bytes:
-        """Head, then each bucket and its spans."""
-        parts = [self.LAYOUT.pack(len(self.buckets), 0)]
-        for bucket in self.buckets:
-            parts.append(self.BUCKET.pack(bucket.sequence, bucket.slot, bucket.used_bytes, len(bucket.spans), 0))
-            parts += [self.SPAN.pack(*span) for span in bucket.spans]
-        return b"".join(parts)
-
-    @classmethod
-    def from_body(cls, body: bytes) -> Self:
-        """Head, then each bucket and its spans."""
-        count, _ = cls.LAYOUT.unpack_from(body)
-        at = cls.LAYOUT.size
-        buckets: list[Bucket] = []
-        for _ in range(count):
-            sequence, slot, used_bytes, num_spans, _ = cls.BUCKET.unpack_from(body, at)
-            at += cls.BUCKET.size
-            end = at + num_spans * cls.SPAN.size
-            if end > len(body):
-                raise ValueError(f"{num_spans} spans do not fit it")
-            spans = tuple(Span._make(values) for values in cls.SPAN.iter_unpack(body[at:end]))
-            buckets.append(Bucket(sequence, slot, used_bytes, spans))
-            at = end
-        if at != len(body) or not buckets:
-            raise ValueError(f"{len(buckets)} buckets end at byte {at}")
-        return cls(tuple(buckets))
+    def check(self) -> None:
+        """There is one."""
+        if not self.buckets:
+            raise ValueError("there is no bucket in it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,19 +298,9 @@ class Free(Message):
 
     KIND = 7
     LAYOUT = struct.Struct("<")
+    TAILS = (_numbers("I", is_counted=False),)
     sequences: tuple[int, ...]
     """To the end of the body, u32 each."""
-
-    def to_body(self) -> bytes:
-        """The numbers, one after the other."""
-        return struct.pack(f"<{len(self.sequences)}I", *self.sequences)
-
-    @classmethod
-    def from_body(cls, body: bytes) -> Self:
-        """The numbers, one after the other."""
-        if not body:
-            raise ValueError("no bucket is named")
-        return cls(struct.unpack(f"<{len(body) // 4}I", body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,19 +355,14 @@ class Abort(Message):
     """Either way: the sync is off."""
 
     KIND = 12
-    LAYOUT = struct.Struct("<HH")
+    LAYOUT = struct.Struct("<H2x")
+    TAILS = (_TEXT,)
     reason: AbortReason
     text: str
 
-    def to_body(self) -> bytes:
-        """Head and text."""
-        return self.LAYOUT.pack(self.reason, 0) + self.text.encode()
-
-    @classmethod
-    def from_body(cls, body: bytes) -> Self:
-        """Head and text."""
-        reason, _ = cls.LAYOUT.unpack_from(body)
-        return cls(AbortReason(reason), body[cls.LAYOUT.size :].decode())
+    def check(self) -> None:
+        """The reason is one that there is."""
+        AbortReason(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,29 +403,11 @@ class Sources(Message):
 
     KIND = 16
     LAYOUT = struct.Struct("<II")
-    SEGMENT = struct.Struct(f"<{HANDLE_BYTES}sQ")
-    LOCATION = struct.Struct("<IIQ")
+    TAILS = (_rows(f"<{HANDLE_BYTES}sQ"), _rows("<IIQ"))
     segments: tuple[tuple[bytes, int], ...]
     """The handle and the size of each, bytes."""
     locations: tuple[tuple[int, int, int], ...]
     """Of each tensor: its index, the segment, and where it starts in that, bytes."""
-
-    def to_body(self) -> bytes:
-        """Head, segments, locations."""
-        parts = [self.LAYOUT.pack(len(self.segments), len(self.locations))]
-        parts += [self.SEGMENT.pack(*segment) for segment in self.segments]
-        return b"".join(parts + [self.LOCATION.pack(*location) for location in self.locations])
-
-    @classmethod
-    def from_body(cls, body: bytes) -> Self:
-        """Head, segments, locations."""
-        num_segments, num_locations = cls.LAYOUT.unpack_from(body)
-        middle = cls.LAYOUT.size + num_segments * cls.SEGMENT.size
-        if len(body) != middle + num_locations * cls.LOCATION.size:
-            raise ValueError(f"{num_segments} segments and {num_locations} tensors do not fit it")
-        segments = tuple((handle, size) for handle, size in cls.SEGMENT.iter_unpack(body[cls.LAYOUT.size : middle]))
-        locations = tuple((index, segment, at) for index, segment, at in cls.LOCATION.iter_unpack(body[middle:]))
-        return cls(segments, locations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,21 +415,11 @@ class Mapped(Message):
     """Sender to receiver: tensors that lie in its sources are ready to be read there."""
 
     KIND = 17
-    LAYOUT = struct.Struct("<IIII")
+    LAYOUT = struct.Struct("<III4x")
+    TAILS = (_numbers("Q", is_counted=True),)
     sequence: int
     first: int
     digests: tuple[int, ...]
-
-    def to_body(self) -> bytes:
-        """Head and digests."""
-        count = len(self.digests)
-        return self.LAYOUT.pack(self.sequence, self.first, count, 0) + struct.pack(f"<{count}Q", *self.digests)
-
-    @classmethod
-    def from_body(cls, body: bytes) -> Self:
-        """Head and digests."""
-        sequence, first, count, _ = cls.LAYOUT.unpack_from(body)
-        return cls(sequence, first, struct.unpack(f"<{count}Q", body[cls.LAYOUT.size :]))
 
 
 _ALL = (Hello, Session, Ready, Begin, Manifest, Buckets, Free, Seal, Staged, Commit, Committed, Abort, Proof, Stream)

@@ -288,16 +288,19 @@ class BucketPacker:
         while (slot := self._free_slot()) is None:
             if self._is_anyone_idle():
                 self.flush()
-            in_use = set(self._in_slot.values()) - {bucket.sequence for bucket, _ in self._batch}
-            with self._clock("wire_s"):
-                self._peers.wait_until(
-                    self._participants,
-                    lambda: self._free_slot() is not None or self._is_anyone_idle(),
-                    lambda peer: not peer.freed.issuperset(in_use),
-                    f"take the tensors of bucket {min(in_use)}",
-                )
+            self._wait_for_free(set(self._in_slot.values()) - {bucket.sequence for bucket, _ in self._batch})
         self._slot = slot
         self._in_slot[self._slot] = self.num_buckets
+
+    def _wait_for_free(self, in_use: set[int]) -> None:
+        """Wait until one of these buckets is free, or a receiver has nothing to do that could be announced."""
+        with self._clock("wire_s"):
+            self._peers.wait_until(
+                self._participants,
+                lambda: self._free_slot() is not None or self._is_anyone_idle(),
+                lambda peer: not peer.freed.issuperset(in_use),
+                f"take the tensors of bucket {min(in_use)}",
+            )
 
     def _is_anyone_idle(self) -> bool:
         """Whether buckets wait to be announced, and a receiver may have no other: those it was told of it may hold."""

@@ -66,8 +66,10 @@ class Backend:
         """
         if not config.name.startswith("/"):
             raise AddressError(f"the path in {config.address!r} is {config.name!r}; write file:///folder, absolute")
-        if config.token is not None or config.delta:
-            raise AddressError(f"{config.address} takes neither token nor delta: the permissions of the folder count")
+        if config.token is not None:
+            raise AddressError(f"{config.address} takes no token: the permissions of the folder count")
+        if config.delta:
+            raise AddressError(f"{config.address} takes no delta: a folder does not know what its readers hold")
         keep = config.option("keep", "2")
         if not (keep.isdecimal() and int(keep) >= 1):
             raise AddressError(f"keep is {keep!r} in {config.address!r}; give the number of versions to keep, from 1")
