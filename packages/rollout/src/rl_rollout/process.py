@@ -104,7 +104,7 @@ class ChildProcess:
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         for pid, since in self._stopped_since.items():
             if now - since >= STOPPED_S:
-                return self._told(
+                return self.told(
                     f"process {pid} ({stopped[pid]}) of {self._name} is stopped since {now - since:.0f} s (SIGSTOP); "
                     f"end it, or let it go on by `kill -CONT {pid}`"
                 )
