@@ -134,7 +134,7 @@ def test_groups_come_as_they_end_and_leaving_early_stops_the_rest():
         ({"max_refills": -1}, "max_refills=-1 not negative"),
         ({"min_group_size": 0}, "min_group_size=0 must lie between 1 and group_size=4"),
         ({"group_size": 0}, "group_size=0 must be positive"),
-        ({"places": [1]}, "1 places for 3 rows"),
+        ({"positions": [1]}, "1 positions for 3 rows"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(policy, sentence):

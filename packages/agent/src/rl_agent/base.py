@@ -1,4 +1,4 @@
-"""The interface of an agent loop: a dataset row in, trainable tokens out."""
+"""Interface of agent loops: a dataset row in, trainable tokens out."""
 
 from __future__ import annotations
 

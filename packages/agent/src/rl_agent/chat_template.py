@@ -1,4 +1,4 @@
-"""What a chat template adds between turns, as token ids that are appended to the ids of the conversation so far.
+"""Chat templates: prompts, and what comes between turns as token ids that are appended to the conversation so far.
 
 A template renders whole conversations. Rendering again after every turn would re-tokenise what the model wrote, and
 many templates change the past (they drop old reasoning, trim, reorder arguments). So the template is applied to a

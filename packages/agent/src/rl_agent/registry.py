@@ -1,4 +1,4 @@
-"""Turns names into plug-ins, over the entry points `rl_agent.loops`, `.parsers`, `.tools` and `.environments`."""
+"""Plug-in registry: loops, parsers, tools and environments by the name of their entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs many rollouts at a time on one event loop. Every one of them ends as a value."""
+"""Runner: many rollouts at a time on one event loop, alone or in groups, each ending as a value."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class AgentRunner:
         sampling_params: Mapping[str, Any],
         *,
         group_size: int = 1,
-        places: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
     ) -> AsyncGenerator[RolloutResult, None]:
         """Yield `len(rows) * group_size` results in the order in which they finish.
 
@@ -159,21 +159,21 @@ class AgentRunner:
         Args:
             rows: Dataset rows; `agent_name` chooses a row's loop.
             sampling_params: Fields of `rl_rollout.types.SamplingParams`. A `seed` among them seeds the batch: every
-                rollout gets its own, derived from it and the rollout's place in the batch.
+                rollout gets its own, derived from it and the row's position in the batch.
             group_size: Rollouts per row.
-            places: Where each row stands in the batch, where these rows are a part of one: the seeds then do not depend
-                on how a batch is divided. None: as given.
+            positions: Of each row in the batch, where these rows are a part of one: the seeds then do not depend on how
+                a batch is divided. None: as given.
 
         Raises:
             LoopError: a row's loop is not installed; raised before anything starts.
-            ValueError: `group_size` is not positive, or there is not one place per row.
+            ValueError: `group_size` is not positive, or there is not one position per row.
         """
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be positive")
-        places = _checked_places(places, rows)
+        positions = _checked_positions(positions, rows)
         loops = [self._loop_of(row) for row in rows]
         rollouts = (
-            self._rollout(loops[i], rows[i], seeded(sampling_params, places[i], k), row_index=i, rollout_index=k)
+            self._rollout(loops[i], rows[i], seeded(sampling_params, positions[i], k), row_index=i, rollout_index=k)
             for i in range(len(rows))
             for k in range(group_size)
         )
@@ -191,7 +191,7 @@ class AgentRunner:
         max_refills: int = 2,
         min_group_size: int = 2,
         grade: Callable[[RolloutResult], Awaitable[RolloutResult]] | None = None,
-        places: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
     ) -> AsyncGenerator[GroupResult, None]:
         """As `run`, by group: yield each as its last rollout ends. No failed rollout is among a group's trajectories.
 
@@ -204,7 +204,7 @@ class AgentRunner:
             min_group_size: Rollouts that have to be left, with `mask`; a baseline needs two.
             grade: Gives the rewards of a rollout that ended well, or the `Failure` to give them; that counts as the
                 rollout's own.
-            places: See `run`.
+            positions: See `run`.
 
         Raises:
             LoopError, ValueError: as of `run`.
@@ -215,12 +215,12 @@ class AgentRunner:
             max_refills=max_refills,
             min_group_size=min(min_group_size, group_size),
         )
-        places = _checked_places(places, rows)
+        positions = _checked_positions(positions, rows)
         loops = [self._loop_of(row) for row in rows]
 
-        def rollout(row: int, place: int, seed_index: int) -> Awaitable[RolloutResult]:
-            params = seeded(sampling_params, places[row], seed_index)
-            return self._rollout(loops[row], rows[row], params, row_index=row, rollout_index=place)
+        def rollout(row: int, index: int, seed_index: int) -> Awaitable[RolloutResult]:
+            params = seeded(sampling_params, positions[row], seed_index)
+            return self._rollout(loops[row], rows[row], params, row_index=row, rollout_index=index)
 
         async with aclosing(run_groups(rollout, grade, len(rows), plan, self._max_concurrent)) as groups:
             async for group in groups:
@@ -265,11 +265,11 @@ class AgentRunner:
         )
 
 
-def _checked_places(places: Sequence[int] | None, rows: Sequence[Any]) -> Sequence[int]:
-    places = range(len(rows)) if places is None else places
-    if len(places) != len(rows):
-        raise ValueError(f"there are {len(places)} places for {len(rows)} rows")
-    return places
+def _checked_positions(positions: Sequence[int] | None, rows: Sequence[Any]) -> Sequence[int]:
+    positions = range(len(rows)) if positions is None else positions
+    if len(positions) != len(rows):
+        raise ValueError(f"there are {len(positions)} positions for {len(rows)} rows")
+    return positions
 
 
 def seeded(sampling_params: Mapping[str, Any], row_index: int, rollout_index: int) -> dict[str, Any]:
@@ -335,7 +335,7 @@ async def run_groups(
     """Yield each group as its last rollout ends.
 
     Args:
-        rollout: Runs one, by row, place in the group, and which rollout of the group's seeds it is.
+        rollout: Runs one, by row, index in the group, and index of its seed among the group's.
         grade: See `AgentRunner.run_groups`.
         num_rows: Groups.
         plan: What becomes of failures.
@@ -345,15 +345,15 @@ async def run_groups(
     groups = [_Group(num_refills=plan.max_refills, num_started=size) for _ in range(num_rows)]
     num_left = [size] * num_rows
 
-    async def fill(row: int, place: int) -> int:
-        """Run rollouts for one place of a group until one ends well or no other may."""
-        group, seed_index = groups[row], place
+    async def fill(row: int, index: int) -> int:
+        """Run rollouts for one index of a group until one ends well or no other may."""
+        group, seed_index = groups[row], index
         while not (group.failures and plan.on_failure is OnFailure.DROP):
-            result = await rollout(row, place, seed_index)
+            result = await rollout(row, index, seed_index)
             if grade is not None and not isinstance(result.outputs, Failure):
                 result = await grade(result)
             if not isinstance(result.outputs, Failure):
-                group.ended[place] = result.outputs
+                group.ended[index] = result.outputs
                 break
             group.failures.append(result.outputs)
             if plan.on_failure is not OnFailure.REFILL or not group.num_refills:
@@ -362,8 +362,8 @@ async def run_groups(
             seed_index, group.num_started = group.num_started, group.num_started + 1
         return row
 
-    places = (fill(row, place) for row in range(num_rows) for place in range(size))
-    async with aclosing(as_finished(places, max_concurrent)) as finished:
+    work = (fill(row, index) for row in range(num_rows) for index in range(size))
+    async with aclosing(as_finished(work, max_concurrent)) as finished:
         async for row in finished:
             num_left[row] -= 1
             if not num_left[row]:
@@ -373,7 +373,7 @@ async def run_groups(
 def _result(row: int, group: _Group, plan: GroupPlan) -> GroupResult:
     needed = plan.min_group_size if plan.on_failure is OnFailure.MASK else plan.group_size
     is_enough = len(group.ended) >= needed
-    rollouts = tuple(group.ended[place] for place in sorted(group.ended)) if is_enough else ()
+    rollouts = tuple(group.ended[index] for index in sorted(group.ended)) if is_enough else ()
     return GroupResult(row_index=row, rollouts=rollouts, failures=tuple(group.failures))
 
 

@@ -1,4 +1,4 @@
-"""One conversation with the model as it grows: generations and context, appended token by token."""
+"""Session: one conversation that grows by generations and context, appended token by token."""
 
 from __future__ import annotations
 

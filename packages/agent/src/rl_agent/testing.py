@@ -1,4 +1,4 @@
-"""What a stranger needs to test an agent loop: a tokenizer and a server in memory, and the suite every loop must pass.
+"""Test kit: a tokenizer and a server in memory, and the conformance suite that every agent loop must pass.
 
 A loop's own test file subclasses the suite; pytest finds the tests:
 

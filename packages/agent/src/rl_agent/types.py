@@ -1,4 +1,4 @@
-"""The values that rl-agent takes and gives."""
+"""Data types: messages, tool calls, failures, trajectories and results of rollouts."""
 
 from __future__ import annotations
 

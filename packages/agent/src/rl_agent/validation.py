@@ -1,4 +1,4 @@
-"""What makes a trajectory trainable. Pure checks, nothing else."""
+"""Validation of trajectories: whether one can be trained on. Pure checks, nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session of the recording proxy holds: a tree of exchanges that extend one another, and its trajectories."""
+"""Recorded session of the proxy: a tree of exchanges that extend one another, and its trajectories."""
 
 from __future__ import annotations
 

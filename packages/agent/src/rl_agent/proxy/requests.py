@@ -1,4 +1,4 @@
-"""What a request to the proxy asks for and what it is answered, whichever of the endpoints it came by."""
+"""Requests of the proxy and their answers, whichever of the endpoints they come by."""
 
 from __future__ import annotations
 

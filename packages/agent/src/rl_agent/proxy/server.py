@@ -1,4 +1,4 @@
-"""The endpoint: finds the session of a request, lets the model answer it, and records what was said.
+"""HTTP endpoint of the recording proxy: finds a request's session, lets the model answer, and records what was said.
 
 A framework needs no change but its base URL and its API key, which names the session. Where a request goes on with an
 earlier one of its session, its prompt is the earlier ids with the new messages appended, so what the model emitted is

@@ -1,4 +1,4 @@
-"""A warm subprocess that runs code, seen from outside: what goes in, what comes out, and its end.
+"""Sandbox worker, a warm subprocess that runs code, seen from outside: what goes in, what comes out, and its end.
 
 Not under rl-rollout's supervisor (`ChildProcess`): it has no lines to read, it is asked by packets that carry
 descriptors, it is killed with its whole namespace, and its own end is part of a verdict (which limit was reached).

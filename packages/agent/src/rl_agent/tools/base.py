@@ -1,4 +1,4 @@
-"""Tools that a model may call, and the one way in which they are called: with a time limit, and without harm."""
+"""Tool interface, tools from Python functions, and the one way in which a tool is called: with a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic."""
+"""Calculator tool: numbers, parentheses and + - * / // %."""
 
 from __future__ import annotations
 

@@ -276,11 +276,11 @@ class AgentWorker:
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int, ledger: _Ledger
     ) -> None:
         self._attempts.update({job.group_id: job.attempt for job in jobs})
-        rows, places = [job.row for job in jobs], [job.place for job in jobs]
+        rows, positions = [job.row for job in jobs], [job.place for job in jobs]
         baselines = asyncio.create_task(self._baselines(jobs, sampling_params)) if self._has_baseline else None
         writer = _GroupWriter(lambda groups: self._put(groups, partition), ledger)
         finished = self._runner.run_groups(
-            rows, sampling_params, group_size=group_size, places=places, grade=self._grading(rows)
+            rows, sampling_params, group_size=group_size, positions=positions, grade=self._grading(rows)
         )
         try:
             async with aclosing(finished) as groups:

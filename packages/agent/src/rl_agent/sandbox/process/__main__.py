@@ -1,4 +1,4 @@
-"""A process that forks one child per run, and never holds what is run. Started by path, it obeys hard limits.
+"""Sandbox process: forks one child per run, and never holds what is run. Started by path, it obeys hard limits.
 
 Its standard input is a socket of packets. A run is a packet with descriptors: code, standard input, output, and a
 socket for what needs one. The child gets these and nothing else; this process sees none of their content, so that no

@@ -1,4 +1,4 @@
-"""Runs code on the descriptors that it was given: output goes to one file, and behind it a report of how it ended.
+"""Execution of code on the descriptors that it was given: output goes to one file, behind it a report of how it ended.
 
 The report is the code's own claim, for the code could write one too: whoever reads it believes nothing of it that an
 honest process could not have printed.

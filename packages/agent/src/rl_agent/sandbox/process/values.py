@@ -1,4 +1,4 @@
-"""Plain values on a pipe: how the process of the assertions asks the process of the solution.
+"""Value pipe of a grade: how the process of the assertions asks the process of the solution.
 
 Frames are JSON behind their length (never pickle). A value of a plain builtin type arrives as a new object of exactly
 that type, so that a subclass with an `__eq__` of its own is compared by what it holds. Anything else stays where it is,
