@@ -18,13 +18,14 @@ import torch
 from tensordict import TensorDict
 
 from rl_csrc import METRIC_NAMES  # noqa: F401 - a kernel that cannot be loaded is told before the peers are
+from rl_csrc.reference.logprobs import coarse_kl
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import AdvantageInput, Aggregation, PolicyLossFunction, ValueLossFunction, compute_advantages
 from rl_trainer.algorithms.advantages import reward_to_go, value_scan
 from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.policy_loss import select_tokens
 from rl_trainer.algorithms.rollout_correction import correction_weights, rejection_mask
-from rl_trainer.config import AlgorithmConfig
+from rl_trainer.config import AlgorithmConfig, TeacherSection
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LONGEST, GAMMA, LAMBDA = 9, 0.97, 0.9
@@ -589,6 +590,61 @@ by_trl("ppo with KL k3, below the cap", "ppo", "bnpo", "token-mean", options=NO_
 by_trl("sapo", "sapo", "sapo", "seq-mean-token-mean", options={"tau_pos": 1.0, "tau_neg": 1.3},
        sapo_temperature_pos=1.0, sapo_temperature_neg=1.3)  # fmt: skip
 by_trl("cispo, no lower bound", "cispo", "cispo", "token-mean", options={"clip_low": 1.0, "clip_high": 0.25})
+
+
+by_trl("gspo", "gspo", "grpo", "seq-mean-token-mean", options=BOUNDS, level="sequence")
+
+
+@row("gspo", "OpenRLHF")
+def _gspo_openrlhf(seed):
+    losses, case = peer("openrlhf.models.loss"), draw(seed, scale=0.5)
+    leaf = case.logprobs.clone().requires_grad_()
+    function = losses.PolicyLoss(BOUNDS["clip_low"], BOUNDS["clip_high"], policy_loss_type="gspo")
+    theirs, *_ = function(case.pad(leaf), case.pad(case.old), case.pad(case.advantages), case.pad(case.mask))
+    theirs.backward()
+    config = AlgorithmConfig(loss="gspo", loss_options=BOUNDS, aggregation="seq-mean-token-mean")
+    yield from zip(learn(case, config), (theirs.detach(), leaf.grad), strict=True)
+
+
+# Distillation: where all tokens but one are candidates, the rest of the vocabulary is that one.
+
+
+@row("distill, forward: loss and gradient", "TRL")
+def _distill_forward(seed):
+    theirs = peer("trl.experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss
+    draws = torch.Generator().manual_seed(seed)
+    policy, teacher = torch.randn(2, 12, 7, generator=draws, dtype=torch.float64)
+    ours, leaf = policy.clone().requires_grad_(), policy.clone().requires_grad_()
+    found = coarse_kl(teacher.log_softmax(-1)[:, 1:], ours.log_softmax(-1)[:, 1:]).mean()
+    wanted = theirs(leaf[None], teacher[None], labels=torch.ones(1, 12, dtype=torch.long), beta=0.0)
+    found.backward()
+    wanted.backward()
+    yield found.detach(), wanted.detach()
+    yield ours.grad, leaf.grad
+
+
+@row("distill, reverse: the gradient in expectation", "TRL")
+def _distill_reverse(seed):
+    theirs = peer("trl.experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss
+    draws = torch.Generator().manual_seed(seed)
+    policy, teacher = torch.randn(2, 6, generator=draws, dtype=torch.float64)
+    leaf, ours = policy.clone().requires_grad_(), policy.clone().requires_grad_()
+    theirs(leaf[None, None], teacher[None, None], labels=torch.ones(1, 1, dtype=torch.long), beta=1.0).backward()
+    for token in range(6):  # each sampled token's loss, weighed by how likely it is to be sampled
+        sampled = ours.log_softmax(-1)[token]
+        gap = sampled - teacher.log_softmax(-1)[token]
+        rows = {"teacher_logprobs": (sampled - gap).detach()[None].float()}
+        rows |= {name: sampled.detach()[None].float() for name in ("old_logprobs", "rollout_logprobs")}
+        rows |= {name: torch.ones(1) for name in ("advantages", "loss_mask")}
+        jagged = {k: torch.nested.nested_tensor_from_jagged(v, torch.tensor([0, 1])) for k, v in rows.items()}
+        output = ModelOutput(
+            token_logprobs=sampled[None].float(), entropy=None, cu_seqlens=torch.tensor([0, 1]),
+            counts=BatchCounts(tokens=1.0, sequences=1.0),
+        )  # fmt: skip
+        learner = PolicyLossFunction(config=AlgorithmConfig(loss="distill"), teacher=TeacherSection(path="t"))
+        loss, _ = learner(output, TensorDict(jagged, batch_size=[1]))
+        (loss * sampled.detach().exp()).backward()
+    yield ours.grad, leaf.grad
 
 
 # Estimators of the KL, corrections and rejection.
