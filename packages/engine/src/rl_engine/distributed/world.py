@@ -138,6 +138,7 @@ def join_world(*, timeout_s: float, needs_group: bool) -> World:
 
     Raises:
         ConfigError: part of torchrun's environment is missing.
+        EngineError: the address of the environment cannot be used.
     """
     if dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=_device(), owns_group=False)
@@ -172,7 +173,14 @@ def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
     """
     key = tuple(os.environ[name] for name in _TORCHRUN)
     if key not in _MEETINGS:
-        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        try:
+            store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        except dist.DistError as error:
+            told = str(error).partition("\n")[0]
+            raise EngineError(
+                f"The ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {told}. "
+                "See that the port is free on rank 0's machine, and can be reached from the others."
+            ) from error
         _MEETINGS[key] = store, rank, size, itertools.count()
     store, rank, size, number = _MEETINGS[key]
     return PrefixStore(f"rl-engine-{next(number)}", store), rank, size
