@@ -2,11 +2,11 @@
 
 from _forms import files
 
-from rl_tq.durability import journal, snapshot
+from rl_tq import durability
 from rl_tq.errors import TransferQueueError
 
 EXPECTED = (TransferQueueError,)
-_VERSION = b'["version", %d]\n' % journal.VERSION if isinstance(journal.VERSION, int) else b""
+_VERSION = b'["version", %d]\n' % durability.VERSION if isinstance(durability.VERSION, int) else b""
 
 
 def seeds():
@@ -17,6 +17,6 @@ def seeds():
 
 
 def one(data):
-    with files(**{journal.NAME: _VERSION + data}) as root, snapshot.Snapshot(root) as opened:
+    with files(**{durability.NAME: _VERSION + data}) as root, durability.Snapshot(root) as opened:
         for number in list(opened.places)[:3]:
             opened.where(number)

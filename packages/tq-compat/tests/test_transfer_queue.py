@@ -23,8 +23,8 @@ from tensordict import NonTensorStack, TensorDict
 
 import rl_tq_transfer_queue as tq
 from rl_tq import SchemaError
+from rl_tq.protocol import framing as _stream
 from rl_tq.protocol import handshake as _handshake
-from rl_tq.protocol import stream as _stream
 from rl_tq.protocol.codec import encode
 from rl_tq_transfer_queue.utils.logging_utils import get_logger
 from rl_tq_transfer_queue.values import codec

@@ -8,7 +8,7 @@ import pytest
 from rl_tq.columns import locations
 from rl_tq.columns.schema import ColumnKind
 from rl_tq.memory import generations
-from rl_tq.protocol import handshake, limits, sockets, stream
+from rl_tq.protocol import framing, handshake
 from rl_tq.protocol.service import Service
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +21,7 @@ def section(name: str) -> str:
 
 
 def test_every_request_of_the_dispatch_table_is_named():
-    service = Service(lambda extent: extent)
-    assert set(service._operations) - WORDS == set()
+    assert set(Service.operations) - WORDS == set()
 
 
 @pytest.mark.parametrize("module", ["server/unix.py", "server/connection.py", "client/shm.py"])
@@ -56,10 +55,10 @@ def test_sizes_and_numbers():
     assert handshake._GREETING.size == 8 + 32
     assert handshake._ANSWER.size == 8 + 32 + 32
     assert len(handshake.proof(b"x", b"client", bytes(32), bytes(32))) == 32
-    assert f"Header of {stream._HEADER.size} bytes: `RLTQ`, u32 bytes of message, u64 bytes of payload" in TEXT
-    assert stream._HEADER.pack(b"RLTQ", 1, 2) == b"RLTQ" + (1).to_bytes(4, "little") + (2).to_bytes(8, "little")
-    assert sockets.pack({}) == (1).to_bytes(4, "little") + bytes(4) + b"\x80"
-    assert f"at most {limits.MAX_MESSAGE_BYTES} bytes to a server, and {limits.MAX_REPLY_BYTES} to a client" in TEXT
+    assert f"Header of {framing._HEADER.size} bytes: `RLTQ`, u32 bytes of message, u64 bytes of payload" in TEXT
+    assert framing._HEADER.pack(b"RLTQ", 1, 2) == b"RLTQ" + (1).to_bytes(4, "little") + (2).to_bytes(8, "little")
+    assert framing.pack({}) == (1).to_bytes(4, "little") + bytes(4) + b"\x80"
+    assert f"at most {framing.MAX_MESSAGE_BYTES} bytes to a server, and {framing.MAX_REPLY_BYTES} to a client" in TEXT
 
 
 def test_kinds_of_columns():

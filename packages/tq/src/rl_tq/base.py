@@ -38,6 +38,11 @@ class TransferQueue(ABC):
     address: str
     """URL that other processes pass to `rl_tq.connect`."""
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All URLs at which the queue is served, `address` first: the others are those of `serve(also=...)`."""
+        return (self.address,)
+
     @abstractmethod
     def put(
         self,
@@ -272,8 +277,10 @@ class TransferQueue(ABC):
 class Storage(Protocol):
     """What an entry point of the group `rl_tq.storage` names: a module or object with these two functions.
 
-    The entry point's name is the scheme of the addresses that it serves. Further keyword parameters of the two (str)
-    are options: what stands behind `?` in an address, and `token`.
+    The entry point's name is the scheme of the addresses that it serves. The two take `token` as well if the storage
+    asks for one. What may stand behind `?` in an address that is served are further parameters (str) of `serve`, which
+    `OPTIONS` lists, if there are any: name to one line about it. With `attach(host, name, *, timeout_s)` a storage can
+    serve the queue of another (`serve(also=...)`): see `rl_tq.storage.tcp`.
     """
 
     def serve(self, name: str, *, timeout_s: float, snapshot: Path | None = None) -> TransferQueue:

@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.errors import TransferQueueError
-from rl_tq.metrics import prometheus
 from rl_tq.registry import connect
 from rl_tq.tracing import chrome_trace
 
@@ -68,3 +67,47 @@ def table(stats: dict[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = f"{stats['rows']} rows, {stats['bytes'] / 1e6:.1f} MB, {stats['leases']} leases"
     return "\n".join([f"{time.strftime('%H:%M:%S')}  {total}", *lines]) + "\n\n"
+
+
+_PARTITION_GAUGES = (
+    "rows", "bytes", "spilled_bytes", "waiters", "weight_version", "lag", "promised_rows", "promised_bytes"
+)  # fmt: skip
+
+
+def prometheus(stats: dict[str, Any]) -> str:
+    """`stats()` in the text format of Prometheus (exposition format 0.0.4)."""
+    lines: list[str] = []
+    series: dict[str, list[str]] = {}
+
+    def add(name: str, value: float, **labels: str) -> None:
+        text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+        series.setdefault(name, []).append(f"rl_tq_{name}{{{text}}} {value}" if text else f"rl_tq_{name} {value}")
+
+    for name, home in stats["partitions"].items():
+        for key in [
+            "rows",
+            "bytes",
+            "spilled_bytes",
+            "waiters",
+            "weight_version",
+            "lag",
+            "promised_rows",
+            "promised_bytes",
+        ]:
+            add(f"partition_{key}", home[key], partition=name)
+        for reason, times in home["dropped"].items():
+            add("dropped_rows_total", times, partition=name, reason=reason)
+        for task, counts in home["tasks"].items():
+            for key, kind in (("leased", "leased_rows"), ("acked", "acked_rows_total"), ("dead", "dead_rows")):
+                add(kind, counts[key], partition=name, task=task)
+    for key in ("rows", "bytes", "spilled_bytes", "extents", "leases"):
+        add(key, stats[key])
+    add("leases_expired_total", stats["leases_expired"])
+    for name, samples in series.items():
+        lines.append(f"# TYPE rl_tq_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines += samples
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

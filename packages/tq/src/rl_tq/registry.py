@@ -13,31 +13,34 @@ from rl_tq.errors import AddressError, StorageError
 from rl_tq.metadata.checks import check_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from rl_tq.base import Storage, TransferQueue
 
 GROUP = "rl_tq.storage"
+_DEFAULT_TIMEOUT_S = 60.0
 
 
 def serve(
     address: str = "shm://",
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = _DEFAULT_TIMEOUT_S,
     snapshot: str | Path | None = None,
     token: str | None = None,
+    also: Sequence[str] = (),
 ) -> TransferQueue:
     """Serve a queue from this process, and return a client of it. Closing that client ends the queue.
 
     Args:
-        address: `shm://NAME` (processes of one host and user) or `inproc://NAME` (threads of this process). An empty
-            NAME is replaced by a fresh one: pass the client's `address` to the others.
+        address: `shm://NAME` (processes of one host and user), `inproc://NAME` (threads of this process), or that of
+            another storage. An empty NAME is replaced by a fresh one: pass the client's `address` to the others. It
+            may end in options, `tcp://127.0.0.1:0?max_put_bytes=1000000000`: `timeout_s` and those of the storage.
         timeout_s: Deadline of calls that are not given their own, seconds.
         snapshot: A directory that `TransferQueue.snapshot` wrote, to begin with; it is copied. None: an empty queue.
         token: Secret that clients must prove to have (`tcp`, `zmq`, `nixl`). None: that of the variable RL_TQ_TOKEN;
             on loopback, where there is none either, a new one is made and the variable set for child processes.
-
-    `address` may end in options, `tcp://127.0.0.1:0?max_put_bytes=1000000000`; a storage's module lists them.
+        also: More addresses of the same queue (`tcp`, `zmq`, `inproc`; beside `shm`, `file`, `tcp`, `zmq` or
+            `inproc`): the client's `addresses` lists all of them.
 
     Raises:
         AddressError: the address has no scheme, or is served already; there is no snapshot, or no empty directory; an
@@ -45,19 +48,30 @@ def serve(
         StorageError: its scheme is no installed storage.
         ValueError: the deadline is not positive and finite.
     """
-    check_seconds("timeout_s", timeout_s)
-    scheme, name, options = _split(address, token)
+    urls = (address, *also)
+    storage, name, given = _parse(address, timeout_s, token, urls)
     path = None if snapshot is None else Path(snapshot)
-    storage = load_storage(scheme)
-    _check_options(scheme, storage.serve, options)
-    return _traced(storage.serve(name, timeout_s=timeout_s, snapshot=path, **options))
+    queue = storage.serve(name, snapshot=path, **given)
+    try:
+        for url in also:
+            other, name, given = _parse(url, timeout_s, token, urls)
+            host = getattr(queue, "host", None)
+            if host is None or not hasattr(other, "attach"):
+                raise AddressError(
+                    f"a queue at {address} cannot be served at {url}, too: use tcp://, zmq:// or inproc:// there"
+                )
+            other.attach(host, name, **given)
+    except BaseException:
+        queue.close()
+        raise
+    return _traced(queue)
 
 
-def connect(address: str, *, timeout_s: float = 60.0, token: str | None = None) -> TransferQueue:
+def connect(address: str, *, timeout_s: float = _DEFAULT_TIMEOUT_S, token: str | None = None) -> TransferQueue:
     """A client of the queue that is served at `address`; any number per process, each good for any number of threads.
 
-    `token`: the server's (`tcp`, `zmq`, `nixl`), which may stand in the address, too (`?token=`); None: that of the
-    variable RL_TQ_TOKEN.
+    `token`: the server's (`tcp`, `zmq`, `nixl`); None: that of the variable RL_TQ_TOKEN. The address may end in the
+    option `timeout_s`; those of the server are passed over, so that both ends can be given one address.
 
     Raises:
         AddressError: the address has no scheme or no name; an option is not known; there is no token, or another.
@@ -65,13 +79,12 @@ def connect(address: str, *, timeout_s: float = 60.0, token: str | None = None) 
         ServerLostError: nobody serves there.
         ValueError: the deadline is not positive and finite.
     """
-    check_seconds("timeout_s", timeout_s)
-    scheme, name, options = _split(address, token)
+    storage, name, given = _parse(address, timeout_s, token, ())
     if not name:
         raise AddressError(f"{address!r} names no queue: pass the address of the client that serve() returned")
-    storage = load_storage(scheme)
-    _check_options(scheme, storage.connect, options)
-    return _traced(storage.connect(name, timeout_s=timeout_s, **options))
+    for option in getattr(storage, "OPTIONS", {}):
+        given.pop(option, None)
+    return _traced(storage.connect(name, **given))
 
 
 def load_storage(name: str) -> Storage:
@@ -102,23 +115,47 @@ def _traced(queue: TransferQueue) -> TransferQueue:
     return trace(queue, directory)
 
 
-def _check_options(scheme: str, function: Callable[..., Any], options: dict[str, str]) -> None:
-    """Raise AddressError for options that a storage does not take."""
-    known = inspect.signature(function).parameters
-    taken = sorted(set(known) - {"name", "timeout_s", "snapshot"})
-    if unknown := sorted(set(options) - set(taken)):
-        raise AddressError(
-            f"{scheme}:// does not take {unknown[0]!r}; its options are {taken}"
-            + ("" if taken else ": the kernel says who is at the other end" if unknown == ["token"] else "")
-        )
-
-
-def _split(address: str, token: str | None) -> tuple[str, str, dict[str, str]]:
+def _parse(address: str, timeout_s: float, token: str | None, others: Sequence[str]) -> tuple[Any, str, dict[str, Any]]:
+    """The storage of an address, the name, and what its functions are given; a token may be for one of `others`."""
     scheme, separator, rest = address.partition("://")
     if not separator or not scheme:
         raise AddressError(f"{address!r} is not an address of a queue: write SCHEME://NAME, for example shm://my-run")
     name, _, query = rest.partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    if token is not None:
+    storage = load_storage(scheme)
+    known = {"timeout_s": "deadline of calls that are not given their own, seconds", **getattr(storage, "OPTIONS", {})}
+    options: dict[str, Any] = {}
+    for option, value in parse_qsl(query, keep_blank_values=True):
+        if option == "token":
+            raise AddressError(
+                f"this address of {scheme}:// has a token in it, where logs show it: pass token=, or set RL_TQ_TOKEN"
+            )
+        if option not in known:
+            raise AddressError(f"{scheme}:// does not take {option!r}; its options are {sorted(known)}")
+        if option in options:
+            raise AddressError(f"{address!r} gives {option!r} twice: give it once")
+        options[option] = value
+    if "timeout_s" in options:
+        timeout_s = _seconds(address, options["timeout_s"], timeout_s)
+    check_seconds("timeout_s", timeout_s)
+    options["timeout_s"] = timeout_s
+    if token is not None and "token" in inspect.signature(storage.connect).parameters:
         options["token"] = token
-    return scheme, name, options
+    elif token is not None and not any(_takes_token(other) for other in others):
+        raise AddressError(f"{scheme}:// takes no token: the kernel says who is at the other end")
+    return storage, name, options
+
+
+def _takes_token(address: str) -> bool:
+    storage = load_storage(address.partition("://")[0])
+    return "token" in inspect.signature(storage.connect).parameters
+
+
+def _seconds(address: str, text: str, argument: float) -> float:
+    """What an address says; an argument that differs is an error."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise AddressError(f"{address!r} gives timeout_s={text!r}: write a number of seconds") from None
+    if argument not in (_DEFAULT_TIMEOUT_S, seconds):
+        raise AddressError(f"{address!r} gives timeout_s={text}, and the argument is {argument}: give one of them")
+    return seconds

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_tq
-from rl_tq.columns import gather as _gather
+from rl_tq.columns import gather
 from rl_tq.types import Buffer
 
 NUM_ROWS = 8
@@ -123,7 +123,7 @@ def test_a_large_get_is_whole_when_it_returns(queue, large, order):
 
 
 def test_a_get_that_fails_leaves_nobody_writing_into_the_buffer(queue, large, monkeypatch):
-    monkeypatch.setattr(_gather, "_jagged", lambda *_: 1 / 0)
+    monkeypatch.setattr(gather, "_jagged", lambda *_: 1 / 0)
     meta, data = large
     out = torch.full((64 << 20,), 0xAA, dtype=torch.uint8)
     with pytest.raises(ZeroDivisionError):

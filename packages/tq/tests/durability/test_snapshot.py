@@ -156,7 +156,7 @@ def _claim_all(queue: rl_tq.TransferQueue, partition: str) -> list[tuple]:
 
 SNAPSHOTTER = """
 import sys, time, torch, rl_tq
-from rl_tq.durability.snapshot import _File
+from rl_tq.durability import _File
 queue = rl_tq.serve("shm://")
 queue.put({"a": torch.arange(3)}, partition="p")
 queue.put({"a": torch.arange(3, 5)}, partition="p")

@@ -74,12 +74,12 @@ def test_a_plan_looks_at_some_of_a_segment_of_many_extents():
     state, table = State(), SegmentTable(lambda *_: None, None)
     segment = SharedMemory.create(64 << 20)
     member = Client()
-    table.admit(member, 1, os.dup(segment.fd), is_packed=True, file=None)
+    table.admit(member, 1, SharedMemory(os.dup(segment.fd)), is_packed=True, file=None)
     state.open("p", 1)
     float32 = Schema({"a": ColumnSchema(kind=ColumnKind.DENSE, dtype="float32", shape=())})
     for i in range(1 << 15):
-        extent = table.enter(member, 1, i << 11, 2048, is_last=False)
-        state.enter("p", extent, float32, 2048, 1, "test", None, [i + 1], None, None, False)
+        extent = table.add(member, 1, i << 11, 2048, is_last=False)
+        state.put("p", extent, float32, 2048, 1, "test", None, [i + 1], None, None, False)
     state.extents = held = Counted(state.extents)
     wasted = CompactionQueue(table, state)
     for number, much in ((100, False), (1 << 14, True)):
@@ -229,11 +229,11 @@ def test_memory_of_a_serving_process_is_what_is_left(address):
     with rl_tq.serve(address, timeout_s=60.0) as served:
         data = {**rows(range(32)), "turns": [[torch.arange(j) for j in range(i % 4)] for i in range(32)]}
         meta = served.put(data, partition="p", tags=[{"group_id": i // 16} for i in range(32)])
-        extents = served._hub.extents
+        extents = served.host.memory.extents
         [(number, held)] = extents.items()
         whole = weakref.ref(held.memory)
         request = {"op": "locate", "partition": "p", "generation": 0, "rows": list(meta.rows), "sample_ids": ()}
-        located = served._hub.locate({**request, "columns": ["n"]}, served)
+        located = served.host.locate({**request, "columns": ["n"]}, served)
         served.clear(meta.reorder([i for i in range(32) if i not in (3, 30)]))
         until(lambda: number not in extents)
         assert len(located[1][number].ragged("n")[1]) == 33
@@ -258,7 +258,7 @@ def test_what_several_puts_share_is_left_alone_and_gains_nothing():
         served.clear(first.reorder([0, 1, 2]))
         served.clear(first.reorder([3]))
         assert [len(row) for row in served.get(later)["prompt"].unbind()] == [50_000] * 2
-        assert len(served._hub.extents) == 2
+        assert len(served.host.memory.extents) == 2
 
 
 def test_rows_are_cleared_and_read_while_others_move():
@@ -278,7 +278,7 @@ def test_rows_are_cleared_and_read_while_others_move():
         with ThreadPoolExecutor(3) as pool:
             for done in [pool.submit(work, seed) for seed in range(3)]:
                 done.result(60)
-        assert not served._hub.extents
+        assert not served.host.memory.extents
 
 
 @pytest.mark.slow  # every client is an agent of UCX, which takes its time to start
@@ -290,7 +290,7 @@ def test_what_was_written_anew_is_read_by_nixl():
     ):
         meta = client.put(rows(range(32)), partition="p")
         assert client.get(meta.reorder([7]))["a"][:, 5].tolist() == [7]
-        [number] = served._hub.extents
+        [number] = served.host.memory.extents
         client.clear(meta.reorder([i for i in range(32) if i not in (3, 30)]))
-        until(lambda: number not in served._hub.extents)
+        until(lambda: number not in served.host.memory.extents)
         assert client.get(meta.reorder([30, 3]))["a"][:, 5].tolist() == [30, 3]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rl_tq
-from rl_tq.storage.shm import Compactor
+from rl_tq.server.compaction import Compactor
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_full_arena_is_an_error_and_the_queue_goes_on(small: Path, num_columns
 
 def test_a_full_arena_ends_no_server_and_can_be_served_again(small: Path, monkeypatch):
     """The journal is not made shorter where there is no room for another, and keeps room for who takes it up."""
-    monkeypatch.setattr("rl_tq.durability.journal._COMPACT_BYTES", 10_000)
+    monkeypatch.setattr("rl_tq.durability._COMPACT_BYTES", 10_000)
     address = f"file://{small}/queue"
     with rl_tq.serve(address, timeout_s=20.0) as queue:
         meta = queue.put({"a": torch.arange(500)}, partition="p", tags=[{"text": "x" * 100}] * 500)
@@ -76,19 +76,19 @@ def test_a_full_arena_ends_no_server_and_can_be_served_again(small: Path, monkey
         assert queue.get(meta)["a"].tolist() == [*range(500)]
 
 
-@pytest.mark.parametrize("method", ["step", "_store_in"], ids=["between copies", "in a copy"])
-def test_a_dead_compactor_is_replaced_and_nothing_is_lost(method, monkeypatch, caplog):
-    """MappedSegments and producers need no compactor; another one frees the memory."""
+@pytest.mark.parametrize("method", ["step", "_move"], ids=["between copies", "in a copy"])
+def test_a_compactor_that_fails_goes_on_and_nothing_is_lost(method, monkeypatch, caplog):
+    """Readers and producers need no compactor; it tries again."""
     work = getattr(Compactor, method)
-    died: list[Compactor] = []
+    failed: list[Compactor] = []
 
-    def die_once(agent, *arguments):
-        if not died:
-            died.append(agent)
-            agent._session.lose("it was killed by a test")
-        return work(agent, *arguments)
+    def fail_once(compactor, *arguments):
+        if not failed:
+            failed.append(compactor)
+            raise OSError("a test has no memory")
+        return work(compactor, *arguments)
 
-    monkeypatch.setattr(Compactor, method, die_once)
+    monkeypatch.setattr(Compactor, method, fail_once)
     with rl_tq.serve("shm://", timeout_s=60.0) as queue:
         meta = queue.put({"a": torch.arange(64.0)[:, None].expand(64, 10_000)}, partition="p")
         queue.clear(meta.reorder(range(2, 64)))
@@ -98,17 +98,17 @@ def test_a_dead_compactor_is_replaced_and_nothing_is_lost(method, monkeypatch, c
             assert queue.get(left)["a"][:, 0].tolist() == [1.0, 0.0]
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert len(died) == 1
+        assert len(failed) == 1
         assert queue.get(left)["a"][:, -1].tolist() == [1.0, 0.0]
         assert queue.stats()["clients"] == [queue.stats()["server_pid"]]
         claimed = queue.get_meta(partition="p", columns=["a"], batch_size=2, task="t")
         assert claimed.rows == left.reorder([1, 0]).rows
-    assert "begins anew: the queue" in caplog.text
+    assert "was not compacted: a test has no memory" in caplog.text
 
 
 SENDER = """
 import sys, time, torch, rl_tq
-from rl_tq.protocol import stream as _stream
+from rl_tq.protocol import framing
 queue = rl_tq.connect(sys.argv[1], timeout_s=60.0)
 queue.put({"a": torch.arange(3)}, partition="p")
 class Half:
@@ -120,8 +120,8 @@ class Half:
             print("sending", flush=True)
             time.sleep(600)
         self.connection.sendall(data, *flags)
-send = _stream.send
-_stream.send = lambda connection, message, payload=(): send(Half(connection), message, payload)
+send = framing.send
+framing.send = lambda connection, message, payload=(): send(Half(connection), message, payload)
 queue.put({"a": torch.ones(2, 1_000_000)}, partition="q")
 """
 

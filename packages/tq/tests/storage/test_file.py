@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import rl_tq
-from rl_tq.durability.journal import Journal
+from rl_tq.durability import Journal
 from rl_tq.memory.arena import PACKED_BYTES
-from rl_tq.protocol.sockets import Inbox, pack
+from rl_tq.protocol.framing import Inbox, pack
 from rl_tq.storage.file import _names
 from rl_tq.testing import TransferQueueContract
 
@@ -143,7 +143,7 @@ def test_files_go_with_their_rows(tmp_path, monkeypatch):
 
 
 def test_a_long_journal_is_rewritten(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_tq.durability.journal._COMPACT_BYTES", 2000)
+    monkeypatch.setattr("rl_tq.durability._COMPACT_BYTES", 2000)
     with rl_tq.serve(f"file://{tmp_path}/queue", timeout_s=20.0) as queue:
         for i in range(100):
             queue.clear(queue.put({"a": torch.tensor([i])}, partition="p"))

@@ -22,7 +22,7 @@ import rl_tq.client.session
 import rl_tq.streaming
 from rl_csrc.ipc import SharedMemory
 from rl_tq.memory.arena import PACKED_BYTES, SEGMENT_BYTES, Arena
-from rl_tq.protocol.sockets import Inbox, pack, send_some, socket_name
+from rl_tq.protocol.framing import Inbox, pack, send_some, socket_name
 
 LARGE = PACKED_BYTES // 4 + 1024  # float32 values of an extent that has its own segment
 
@@ -154,7 +154,7 @@ def test_a_client_that_lost_its_server_holds_nothing_even_if_nobody_closes_it(qu
     peer.get(queue.put({"a": torch.ones(2)}, partition="p"))
     queue.close()
     peer._idler.join(20.0)
-    assert peer._session._socket.fileno() == -1
+    assert peer._session._connection._socket.fileno() == -1
     assert (memfds(), mappings()) == (0, 0)
 
 
@@ -227,7 +227,7 @@ def test_a_stream_whose_server_stopped_does_not_end_as_if_that_were_all(run, mon
 def test_another_user_is_refused(queue, run):
     code = """
 import os, socket, sys
-from rl_tq.protocol.sockets import Inbox
+from rl_tq.protocol.framing import Inbox
 os.setuid(65534)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 connection.connect("\\0rl-tq/" + sys.argv[1])
@@ -372,7 +372,7 @@ def test_memory_is_used_again_but_never_under_a_reader(queue):
         assert queue.stats()["spare_segments"] == 6
         batches.clear()
         gc.collect()
-        until(lambda: len(queue._reusable) + len(queue._arena._arenas[None]._spare) == 6)
+        until(lambda: len(queue._reusable) + len(queue._arena._spare) == 6)
         before = queue.stats()["shared_bytes"]
         for i in range(20):
             meta = queue.put({"a": torch.full((4, LARGE), float(i))}, partition="p")
@@ -449,15 +449,22 @@ def test_an_arena_announces_before_it_gives():
         lambda number: events.append(("retired", number)),
     )
     small = arena.allocate(100)
+    blocks = [small]
     assert (small.segment, small.offset, len(small.memory), small.is_alone) == (1, 0, 100, False)
-    assert arena.allocate(64).offset == 128
+    blocks.append(arena.allocate(64))
+    assert blocks[-1].offset == 128
     large = arena.allocate(PACKED_BYTES + 1)
     assert (large.segment, large.offset, len(large.memory), large.is_alone) == (2, 0, PACKED_BYTES + 1, True)
     whole = PACKED_BYTES + PACKED_BYTES // 8
     for _ in range(SEGMENT_BYTES // PACKED_BYTES):
         last = arena.allocate(PACKED_BYTES)
+        blocks.append(last)
     assert (last.segment, last.offset) == (3, 0)
-    assert events == [(1, SEGMENT_BYTES, True), (2, whole, False), 1, (3, SEGMENT_BYTES, True)]
+    assert events == [(1, SEGMENT_BYTES, True), (2, whole, False), (3, SEGMENT_BYTES, True)]
+    for block in blocks[:-1]:  # sealed once all of it is put, and no sooner: else it would be used again too early
+        assert 1 not in events
+        arena.settle(block)
+    assert events[3:] == [1]
     arena.reuse(2)
     arena.reuse(1)
     assert arena.allocate(PACKED_BYTES + 5).segment == 2  # the same size class

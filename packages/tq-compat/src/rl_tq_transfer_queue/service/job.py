@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_tq.metrics import prometheus
+from rl_tq.cli import prometheus
 from rl_tq_transfer_queue import sampler as samplers
 from rl_tq_transfer_queue.controller import TransferQueueController
 from rl_tq_transfer_queue.service.rpc import ControllerServer

@@ -17,10 +17,10 @@ from typing import Any
 from rl_csrc.ipc import close_in_children
 from rl_tq import errors
 from rl_tq.errors import AddressError, ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.protocol import framing as _stream
 from rl_tq.protocol import handshake as _handshake
-from rl_tq.protocol import stream as _stream
 from rl_tq.protocol.codec import encode as encode_message
-from rl_tq.protocol.limits import Limits
+from rl_tq.protocol.framing import Limits
 from rl_tq.server.listener import Listener
 from rl_tq_transfer_queue.values import codec
 

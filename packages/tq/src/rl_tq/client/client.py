@@ -12,26 +12,31 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from rl_tq.base import Sampler, TransferQueue
+from rl_tq.client.session import Session
 from rl_tq.columns.encode import borrowed_columns, check_tags, encode_columns
 from rl_tq.columns.extent import Layout, plan_extent
-from rl_tq.columns.gather import gather
+from rl_tq.columns.gather import Collected, assemble, bounds_of, gather
 from rl_tq.columns.locations import locations_of
 from rl_tq.columns.output import Output
-from rl_tq.columns.schema import ColumnSchema, pack_schema
-from rl_tq.durability.snapshot import write_snapshot
+from rl_tq.columns.schema import ColumnKind, ColumnSchema, pack_schema
+from rl_tq.durability import write_snapshot
 from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError
 from rl_tq.metadata.checks import check_seconds
 from rl_tq.protocol.codec import lengthen, shorten
+from rl_tq.protocol.framing import ALIGNMENT, Payload
 from rl_tq.types import BatchMeta, Buffer, Credit, PartitionOptions, Policy, RestoreReport, RowMeta, batch_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from tensordict import TensorDict
 
-    from rl_tq.columns.extent import LocatedColumns, Opened
+    from rl_tq.client.session import Connection
+    from rl_tq.columns.extent import Layout, LocatedColumns, Opened
+    from rl_tq.columns.output import Bounds
     from rl_tq.protocol.service import Message
 
 Answer = TypeVar("Answer")
@@ -44,6 +49,13 @@ class QueueClient(TransferQueue):
         self.address = address
         self.timeout_s = timeout_s
         """Deadline of every call that is not given its own, seconds."""
+        self.host: Any = None
+        """The host that ends with this client, where `serve` made it."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """See `TransferQueue.addresses`."""
+        return (self.address,) if self.host is None else tuple(self.host.addresses)
 
     @abstractmethod
     def _call(self, request: Message, timeout_s: float) -> Message:
@@ -367,3 +379,69 @@ def _checked_choice(choice: Sequence[int], num_ready: int, batch_size: int) -> l
             "or None to wait"
         )
     return chosen
+
+
+class RemoteQueue(QueueClient):
+    """Client whose requests and values go over one connection."""
+
+    def __init__(self, address: str, connection: Connection, *, timeout_s: float) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        self._session: Session[torch.Tensor | None] = Session(
+            address, connection, note=_ignore, hold=lambda _, payload: payload, drop=_ignore
+        )
+
+    def close(self) -> None:
+        """See `TransferQueue.close`."""
+        if self._session.is_of_this_process:
+            self._session.leave()
+            self._session.close()
+
+    def _request(
+        self, request: Message, payload: Payload, timeout_s: float, output: Output | None = None
+    ) -> tuple[Message, torch.Tensor | None]:
+        """A reply and its payload, which may lie in `output`; or raise the error that stands in it."""
+        self._session.check()
+        return self._session.request({**request}, timeout_s, payload, output)
+
+    def _call(self, request: Message, timeout_s: float) -> Message:
+        return self._request({"timeout_s": timeout_s, **request}, [], timeout_s)[0]
+
+    def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.write(memory)
+        return self._request(request, [memory], timeout_s)[0]
+
+    def snapshot(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """See `TransferQueue.snapshot`."""
+        self._call({"op": "snapshot", "path": str(path)}, self._limit(timeout_s))
+
+    def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
+        raise NotImplementedError("the values themselves are fetched: see _fetch")
+
+    def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
+        reply, payload = self._request({"op": "fetch", **request}, [], self.timeout_s, output)
+        return assembled(reply, payload, num_rows, output)
+
+
+def _ignore(*_: object) -> None:
+    """Such a server says nothing unasked, and a payload needs no letting go."""
+
+
+def assembled(reply: Message, payload: torch.Tensor | None, num_rows: int, output: Output) -> TensorDict:
+    """A batch of fetched values."""
+    schemas: dict[str, ColumnSchema] = {}
+    parts: dict[str, list[torch.Tensor]] = {}
+    bounds: dict[str, Bounds] = {}
+    turns: dict[str, list[list[int]]] = {}
+    start = 0
+    for name, (schema_json, size, nbytes, sizes) in reply["columns"].items():
+        schema = schemas[name] = ColumnSchema.from_json(schema_json)
+        dtype = torch.uint8 if schema.dtype == "utf8" else getattr(torch, schema.dtype)
+        data = torch.empty(0, dtype=torch.uint8) if payload is None else payload[start : start + nbytes]
+        parts[name] = [data.view(dtype).view(size, *schema.shape)]
+        if schema.kind is ColumnKind.TURNS:
+            turns[name] = sizes
+        elif sizes is not None:
+            bounds[name] = bounds_of(sizes)
+        start += nbytes + -nbytes % ALIGNMENT
+    return assemble(schemas, Collected(parts, bounds, turns), dict.fromkeys(schemas, True), num_rows, output)

@@ -1,63 +1,91 @@
-"""A client's connection to the control server of its host: requests out, answers in, whichever thread reads them."""
+"""Session of a client: requests out, replies in, whichever thread reads them. The same over every connection."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import socket
 import threading
 import time
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from rl_csrc import ipc
 from rl_tq.errors import ServerLostError, WaitTimeoutError
 from rl_tq.metadata.checks import check_process
 from rl_tq.protocol.service import Message, raise_error
-from rl_tq.protocol.sockets import Inbox, pack, send_some
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    import torch
+
+    from rl_tq.columns.output import Output
+    from rl_tq.protocol.framing import Place
 
 GRACE_S = 5.0
 """The server answers by the deadline of a request; this much later it counts as stuck."""
-_TICK_S = 1.0
-"""After so long a receive returns with nothing, so that whoever waits looks at the clock."""
+_SLICE_S = 1.0
+"""No system call waits longer: a signal that comes just before one is only seen by Python when it ends."""
 
 Held = TypeVar("Held")
 
 
-class Session(Generic[Held]):
-    """Thread-safe, until it is lost: then every call raises ServerLostError, and so does whoever waits.
+class Connection(Protocol):
+    """Messages to a server and from it, after whatever handshake there is; the wire's own part of a client."""
 
-    `note(message, fd)` is given what the server says unasked, in the order in which it says it. `hold(answer)` takes
-    hold of what an answer names, before anything that the server says later is noted; `drop` lets go of it.
+    server: str
+    """The server in words, for errors."""
+
+    def send(self, message: Message, extra: Any) -> None:
+        """Send a message, with what goes beside it (a payload, a segment). One thread at a time.
+
+        Raises:
+            OSError: nobody takes it.
+        """
+        ...
+
+    def receive(self, timeout_s: float, place: Place) -> Iterable[Any]:
+        """What comes within that time: pairs of a message and what came beside it. One thread at a time.
+
+        `place(message, n)` gives memory for a payload, uint8 [n]; None: it goes into new memory.
+
+        Raises:
+            OSError, ValueError: the other side closed, died, or does not speak our language.
+        """
+        ...
+
+    def shut(self) -> None:
+        """Have whoever receives return. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection, once nobody sends or receives. Idempotent."""
+        ...
+
+
+class Session(Generic[Held]):
+    """Requests over one connection, from any thread. Once it is lost, whoever waits or calls gets ServerLostError.
+
+    `note(message, extra)` is given what the server says unasked, in the order in which it says it. `hold(reply, extra)`
+    takes hold of what a reply names, before anything that the server says later is noted; `drop` lets go of it.
     """
 
     def __init__(
         self,
         address: str,
-        socket_name: str,
+        connection: Connection,
         *,
-        timeout_s: float,
-        note: Callable[[Message, int | None], None],
-        hold: Callable[[Message], Held],
+        note: Callable[[Message, Any], None],
+        hold: Callable[[Message, Any], Held],
         drop: Callable[[Held], None],
     ) -> None:
         self._address = address
-        self._timeout_s = timeout_s
+        self._connection = connection
         self._note, self._hold, self._drop = note, hold, drop
         self._pid = os.getpid()
-        self._socket, self._server_pid = _dial(address, socket_name, timeout_s)
-        self._inbox = Inbox(self._socket)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._ids = count(1)
         self._pending: dict[int, PendingReply[tuple[Message, Held]]] = {}
+        self._outputs: dict[int, Output] = {}
         self._why_lost: str | None = None
         self._replies = LeaderFollower(self._read)
 
@@ -77,53 +105,42 @@ class Session(Generic[Held]):
         if self._why_lost is not None:
             raise self._lost()
 
-    def greet(self) -> tuple[Message, int | None]:
-        """Wait for the server's first message, by which it accepts this client.
+    def request(
+        self, request: Message, timeout_s: float, extra: Any = None, output: Output | None = None
+    ) -> tuple[Message, Held]:
+        """The reply to a request, and what it holds; or raise the error it is answered with.
 
-        Raises:
-            ServerLostError: it does not.
+        `extra` goes beside the request. `output` has memory that the reply's payload may be received into.
         """
-        deadline = time.monotonic() + self._timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            if not self._poll.poll(1e3 * left):
-                continue
-            try:
-                for message, fd in self._inbox.receive():
-                    if message.get("op") == "hello":
-                        return message, fd
-                    self._why_lost = str(message.get("message"))
-            except (OSError, ValueError) as error:
-                self._why_lost = self._why_lost or f"it closed the connection: {error}"
-            if self._why_lost is not None:
-                self.shut()
-                raise self._lost()
-        self._socket.close()
-        raise ServerLostError(
-            f"the server of {self._address} (process {self._server_pid}) did not greet within {self._timeout_s} s"
-        )
-
-    def request(self, request: Message, timeout_s: float) -> tuple[Message, Held]:
-        """The answer to a request, and what it holds; or raise the error it is answered with."""
-        request["id"] = next(self._ids)
-        if self._replies.enter():
-            try:
-                reply = self._ask_and_read(request, timeout_s)
-            finally:
-                self._replies.leave()
-        else:
-            reply = self._ask_and_wait(request, timeout_s)
+        number = request["id"] = next(self._ids)
+        if output is not None and output.is_given:
+            self._outputs[number] = output
+        try:
+            if self._replies.enter():
+                try:
+                    reply = self._ask_and_read(request, timeout_s, extra)
+                finally:
+                    self._replies.leave()
+            else:
+                reply = self._ask_and_wait(request, timeout_s, extra)
+        except BaseException:
+            if output is not None and self._outputs.pop(number, None) is None and output.is_taken:
+                self.lose("a call was given up while its values were being received into the caller's buffer")
+            raise
+        if output is not None:
+            self._outputs.pop(number, None)
         if "error" in reply[0]:
             self._drop(reply[1])
             raise_error(reply[0])
         return reply
 
-    def _ask_and_read(self, request: Message, timeout_s: float) -> tuple[Message, Held]:
+    def _ask_and_read(self, request: Message, timeout_s: float, extra: Any) -> tuple[Message, Held]:
         """As the only thread that reads."""
         number: int = request["id"]
         own: list[tuple[Message, Held]] = []
         deadline = time.monotonic() + timeout_s + GRACE_S
         try:
-            self.send(request)
+            self.send(request, extra)
             while not own:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -136,16 +153,16 @@ class Session(Generic[Held]):
             if own:
                 self._drop(own[0][1])
             elif self._why_lost is None:
-                self.send({"op": "withdraw", "request": number})
+                self.send({"op": "withdraw", "request": number, "id": 0})
             raise
 
-    def _ask_and_wait(self, request: Message, timeout_s: float) -> tuple[Message, Held]:
+    def _ask_and_wait(self, request: Message, timeout_s: float, extra: Any) -> tuple[Message, Held]:
         """While another thread reads, for this one too."""
         number: int = request["id"]
         slot: PendingReply[tuple[Message, Held]] = PendingReply()
         self._pending[number] = slot
         try:
-            self.send(request)
+            self.send(request, extra)
             if not self._replies.wait(slot, timeout_s + GRACE_S):
                 raise self._unanswered(request, timeout_s)
         except BaseException:
@@ -153,23 +170,19 @@ class Session(Generic[Held]):
             raise
         return slot.result()
 
-    def send(self, message: Message, segment: ipc.SharedMemory | None = None) -> None:
-        """Say something, with the descriptor of a segment if there is one.
+    def send(self, message: Message, extra: Any = None) -> None:
+        """Say something, with what goes beside it.
 
         Raises:
             ServerLostError: nobody takes it.
         """
-        data = pack(message, has_fd=segment is not None)
-        fd = None if segment is None else segment.fd
         with self._send_lock:
             try:
-                sent = send_some(self._socket, data, fd)
-                while sent < len(data):
-                    data = memoryview(data)[sent:]
-                    sent = send_some(self._socket, data, None)
+                if self._why_lost is None:
+                    self._connection.send(message, extra)
             except OSError as error:
                 stuck = isinstance(error, BlockingIOError)
-                self.lose(f"it took no message for {self._timeout_s} s" if stuck else f"sending to it failed: {error}")
+                self.lose("it took no message in time" if stuck else f"sending to it failed: {error}")
         if self._why_lost is not None:
             raise self._lost()
 
@@ -185,89 +198,80 @@ class Session(Generic[Held]):
             pending, self._pending = self._pending, {}
         for slot in list(pending.values()):  # a request that another thread adds now finds the session lost
             slot.fail(self._lost())
-        with contextlib.suppress(OSError):  # the other side did it already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._connection.shut()
 
-    def shut(self) -> None:
-        """Close the socket, once the session is lost and nobody reads."""
-        self._inbox.close()
-        with self._send_lock:
-            self._socket.close()
+    def leave(self) -> None:
+        """Say good-bye, and lose the session. Idempotent."""
+        if self._why_lost is None:
+            try:
+                self.send({"op": "bye", "id": 0})
+            except ServerLostError:
+                return
+        self.lose("this client was closed")
+
+    def close(self) -> None:
+        """Let go of the connection, once the session is lost and nobody reads any more."""
+        with self._replies.turn, self._send_lock:
+            self._connection.close()
 
     def _withdraw(self, number: int, slot: PendingReply[tuple[Message, Held]]) -> None:
-        """Nobody waits for this answer any more: have the server forget it, if it is still there to be told."""
+        """Nobody waits for this reply any more: have the server forget it, if it is still there to be told."""
         with self._lock:
             was_pending = self._pending.pop(number, None) is not None
         if self._why_lost is not None:
             return
         if was_pending:
-            self.send({"op": "withdraw", "request": number})
+            self.send({"op": "withdraw", "request": number, "id": 0})
         elif slot.is_done:
             self._drop(slot.result()[1])
 
     def _read(self, timeout_s: float, number: int = 0, own: list[tuple[Message, Held]] | None = None) -> None:
         """Read what comes within that time, and hand it out. Only one thread at a time does.
 
-        An answer of that number is its own: it is appended to `own`.
+        A reply of that number is its own: it is appended to `own`.
         """
         if self._why_lost is not None:
             return
         try:
-            # A thread that waits in a receive is woken when the server reads its request, too; one that polls is not.
-            if self._poll.poll(1e3 * min(timeout_s, _TICK_S)):
-                for message, fd in self._inbox.receive():
-                    if "id" in message:
-                        if own is not None and message["id"] == number:
-                            own.append((message, self._hold(message)))
-                        else:
-                            self._answer(message)
-                    elif message.get("op") == "refused":
+            for message, extra in self._connection.receive(min(timeout_s, _SLICE_S), self._place):
+                reply_to = message.get("id")
+                if reply_to is None:
+                    if message.get("op") in ("refused", "closed"):
                         self.lose(message["message"])
                     else:
-                        self._note(message, fd)
+                        self._note(message, extra)
+                elif own is not None and reply_to == number:
+                    own.append((message, self._hold(message, extra)))
+                else:
+                    with self._lock:
+                        slot = self._pending.pop(reply_to, None)
+                        if slot is not None:
+                            slot.put((message, self._hold(message, extra)))
         except OSError as error:
             self.lose(f"it closed or died ({error})")
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self.lose(f"its message could not be read ({error!r})")
 
-    def _answer(self, message: Message) -> None:
-        with self._lock:
-            slot = self._pending.pop(message["id"], None)
-            if slot is not None:
-                slot.put((message, self._hold(message)))
+    def _place(self, reply: Message, nbytes: int) -> torch.Tensor | None:
+        output = self._outputs.pop(reply.get("id", 0), None)
+        return None if output is None else output.take_over(reply, nbytes)
 
     def _unanswered(self, request: Message, timeout_s: float) -> WaitTimeoutError:
         return WaitTimeoutError(
-            f"the server of {self._address} (process {self._server_pid}) did not answer {request['op']!r} within "
+            f"the server of {self._address}{self._connection.server} did not answer {request['op']!r} within "
             f"{timeout_s} s and {GRACE_S} s more"
         )
 
     def _lost(self) -> ServerLostError:
-        return ServerLostError(f"the queue {self._address} (process {self._server_pid}) is lost: {self._why_lost}")
-
-
-def _dial(address: str, socket_name: str, timeout_s: float) -> tuple[socket.socket, int]:
-    """The socket, whose sends have a deadline (what is received was polled for), and the server's process."""
-    try:
-        connection, server = ipc.connect(socket_name, timeout_s=timeout_s)
-    except PermissionError as error:
-        raise ServerLostError(f"{address} is not used: {error.strerror}") from error
-    except OSError as error:
-        raise ServerLostError(
-            f"nobody serves {address} on this host ({error.strerror}): start it with rl_tq.serve, and check that "
-            "both processes share a network namespace"
-        ) from error
-    return connection, server.pid
+        return ServerLostError(f"the queue {self._address}{self._connection.server} is lost: {self._why_lost}")
 
 
 Answer = TypeVar("Answer")
 _NONE: Any = object()
-_SLICE_S = 1.0
-"""No system call waits longer: a signal that comes just before one is only seen by Python when it ends."""
 
 
 class PendingReply(Generic[Answer]):
-    """One answer that somebody waits for."""
+    """Reply that one thread waits for."""
 
     __slots__ = ("_answer", "_error", "_wake")
 
@@ -279,7 +283,7 @@ class PendingReply(Generic[Answer]):
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer or an error is there."""
+        """Whether the reply or an error is there."""
         return self._answer is not _NONE or self._error is not None
 
     def put(self, answer: Answer) -> None:
@@ -297,10 +301,10 @@ class PendingReply(Generic[Answer]):
         try:
             self._wake.release()
         except RuntimeError:
-            return  # nudged before, and not looked yet
+            return  # woken before, and not looked yet
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until nudged."""
+        """Sleep until woken."""
         self._wake.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
 
     def result(self) -> Answer:
@@ -311,18 +315,19 @@ class PendingReply(Generic[Answer]):
 
 
 class LeaderFollower:
-    """One reader at a time. `read(timeout_s)` reads what comes within that time and hands it out to slots."""
+    """Leader/follower reads: of the threads that wait for replies, one reads, for all. `read(timeout_s)` does it."""
 
     def __init__(self, read: Callable[[float], None]) -> None:
         self._read = read
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
+        """Held by whoever reads."""
         self._lock = threading.Lock()
         self._waiting: dict[PendingReply[Any], None] = {}
         self._num_waits = self._seen = 0
 
     @property
     def is_wanted(self) -> bool:
-        """Whether some thread waits for an answer."""
+        """Whether some thread waits for a reply."""
         return bool(self._waiting)
 
     def wait(self, slot: PendingReply[Any], timeout_s: float) -> bool:
@@ -343,36 +348,36 @@ class LeaderFollower:
         return slot.is_done
 
     def enter(self) -> bool:
-        """Take the socket, to ask and read at once: no slot is needed. False: another thread has it."""
+        """Become the leader, to ask and read at once: no slot is needed. False: another thread is."""
         self._num_waits += 1
-        return self._turn.acquire(blocking=False)
+        return self.turn.acquire(blocking=False)
 
     def leave(self) -> None:
-        """Pass the socket on, after `enter`."""
-        self._turn.release()
+        """Have another thread lead, after `enter`."""
+        self.turn.release()
         self._pass_on()
 
     def _read_until(self, slot: PendingReply[Any], deadline: float) -> bool:
-        """Read until a slot is done or the time is up; False: another thread has the socket."""
-        if not self._turn.acquire(blocking=False):
+        """Read until a slot is done or the time is up; False: another thread reads."""
+        if not self.turn.acquire(blocking=False):
             return False
         try:
             while not slot.is_done and (left := deadline - time.monotonic()) > 0:
                 self._read(min(left, _SLICE_S))
         finally:
-            self._turn.release()
+            self.turn.release()
         return True
 
     def read_idly(self, timeout_s: float) -> bool:
-        """Read once, if no thread has the socket, and none had since the last call. Returns whether it was so."""
+        """Read once, if no thread reads, and none did since the last call. Returns whether it was so."""
         was_quiet = self._num_waits == self._seen
         self._seen = self._num_waits
-        if not was_quiet or self._waiting or not self._turn.acquire(blocking=False):
+        if not was_quiet or self._waiting or not self.turn.acquire(blocking=False):
             return False
         try:
             self._read(timeout_s)
         finally:
-            self._turn.release()
+            self.turn.release()
         self._pass_on()
         return True
 

@@ -7,25 +7,30 @@ rows lie, receives the descriptors that it has not seen, and maps them.
 from __future__ import annotations
 
 import contextlib
+import select
+import socket
 import threading
 import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_csrc import ipc
 from rl_csrc.ipc import SharedMemory
 from rl_tq.client.client import QueueClient
 from rl_tq.client.mappings import NO_PIN, MappedSegments, Pin
 from rl_tq.client.session import Session
 from rl_tq.columns.locations import find_runs, unpack_location
 from rl_tq.errors import ServerLostError
-from rl_tq.memory.arena import RESERVE_S, Arenas
+from rl_tq.memory.arena import RESERVE_S, Arena
 from rl_tq.memory.generations import GenerationReader
+from rl_tq.protocol.framing import Inbox, pack, send_some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_tq.columns.extent import ExtentView, Layout, LocatedColumns, Opened
+    from rl_tq.protocol.framing import Place
     from rl_tq.protocol.service import Message
     from rl_tq.types import BatchMeta
 
@@ -33,22 +38,83 @@ _IDLE_S = 0.02
 """How long the client's own thread leaves the socket to the threads that call."""
 
 
+class UnixConnection:
+    """Connection to the control server, whose messages bring descriptors of segments: a `Connection`."""
+
+    def __init__(self, address: str, socket_name: str, timeout_s: float) -> None:
+        """Connect, and wait until the server accepts this client.
+
+        Raises:
+            ServerLostError: nobody serves there, or does not accept it.
+        """
+        try:
+            self._socket, server = ipc.connect(socket_name, timeout_s=timeout_s)
+        except PermissionError as error:
+            raise ServerLostError(f"{address} is not used: {error.strerror}") from error
+        except OSError as error:
+            raise ServerLostError(
+                f"nobody serves {address} on this host ({error.strerror}): start it with rl_tq.serve, and check that "
+                "both processes share a network namespace"
+            ) from error
+        self.server = f" (process {server.pid})"
+        self._inbox = Inbox(self._socket)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self.hello = self._greet(address, timeout_s)
+        """The server's first message, and the descriptor that came with it."""
+
+    def _greet(self, address: str, timeout_s: float) -> tuple[Message, int | None]:
+        why = f"it did not greet within {timeout_s} s"
+        try:
+            for message, fd in self.receive(timeout_s):
+                if message.get("op") == "hello":
+                    return message, fd
+                why = str(message.get("message"))
+        except (OSError, ValueError) as error:
+            why = f"it closed the connection: {error}"
+        self.close()
+        raise ServerLostError(f"the queue {address}{self.server} is lost: {why}")
+
+    def send(self, message: Message, extra: SharedMemory | None) -> None:
+        """See `Connection`; with the descriptor of a segment, if there is one."""
+        data: bytes | memoryview = pack(message, has_fd=extra is not None)
+        sent = send_some(self._socket, data, None if extra is None else extra.fd)
+        while sent < len(data):
+            data = memoryview(data)[sent:]
+            sent = send_some(self._socket, data, None)
+
+    def receive(self, timeout_s: float, place: Place | None = None) -> Sequence[tuple[Message, int | None]]:
+        """See `Connection`."""
+        del place  # values never pass here
+        # A thread that waits in a receive is woken when the server reads its request, too; one that polls is not.
+        return self._inbox.receive() if self._poll.poll(1e3 * timeout_s) else ()
+
+    def shut(self) -> None:
+        """See `Connection`."""
+        with contextlib.suppress(OSError):  # the other side did it already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See `Connection`."""
+        self._inbox.close()
+        self._socket.close()
+
+
 class ShmQueue(QueueClient):
     """A client in any process of the host."""
 
     def __init__(self, address: str, socket_name: str, *, timeout_s: float, host: Any = None) -> None:
         super().__init__(address, timeout_s=timeout_s)
-        self._host = host
+        self.host = host
         self._readers = MappedSegments()
         self._reusable: deque[int] = deque()
         self._to_seal: deque[int] = deque()
-        self._session: Session[Pin] = Session(
-            address, socket_name, timeout_s=timeout_s, note=self._note, hold=self._hold, drop=Pin.release
-        )
-        hello, generations = self._session.greet()
+        connection = UnixConnection(address, socket_name, timeout_s)
+        self._session: Session[Pin] = Session(address, connection, note=self._note, hold=self._hold, drop=Pin.release)
+        hello, generations = connection.hello
         self._generations = None if generations is None else GenerationReader(generations)
         directory = None if hello["directory"] is None else Path(hello["directory"])
-        self._arena = Arenas(self._announce, self._seal, self._retire, directory)
+        self._arena = Arena(self._announce, self._seal, self._retire, directory)
         self._idler = threading.Thread(target=self._read_idly, name=f"rl-tq-client-{address}", daemon=True)
         self._idler.start()
 
@@ -56,13 +122,10 @@ class ShmQueue(QueueClient):
         """See `TransferQueue.close`."""
         if not self._session.is_of_this_process:
             return
-        if not self._session.is_lost:
-            with contextlib.suppress(ServerLostError):
-                self._session.send({"op": "bye"})
-        self._session.lose("this client was closed")
+        self._session.leave()
         self._idler.join()
-        if self._host is not None:
-            self._host.close()
+        if self.host is not None:
+            self.host.close()
 
     # What QueueClient asks for
 
@@ -83,15 +146,18 @@ class ShmQueue(QueueClient):
         self._tidy()  # what the server gave back with its last answer is there for this put
         block = self._arena.allocate(layout.nbytes, spill)
         try:
-            layout.write(block.memory)
-        except BaseException:
-            if block.is_alone:
-                self._seal(block.segment)
-            raise
-        request["segment"], request["offset"], request["is_last"] = block.segment, block.offset, block.is_alone
-        if spill is not None:
-            request["is_spilled"] = True
-        return self._session.request(request, timeout_s)[0]
+            try:
+                layout.write(block.memory)
+            except BaseException:
+                if block.is_alone:
+                    self._seal(block.segment)
+                raise
+            request["segment"], request["offset"], request["is_last"] = block.segment, block.offset, block.is_alone
+            if spill is not None:
+                request["is_spilled"] = True
+            return self._session.request(request, timeout_s)[0]
+        finally:
+            self._arena.settle(block)
 
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
         self._session.check()
@@ -170,7 +236,7 @@ class ShmQueue(QueueClient):
             case other:
                 raise ValueError(f"unknown message {other!r}")
 
-    def _hold(self, answer: Message) -> Pin:
+    def _hold(self, answer: Message, _: int | None) -> Pin:
         """Pin what an answer names: the next message may say that a segment was freed."""
         if "places" not in answer:
             return NO_PIN
@@ -195,4 +261,4 @@ class ShmQueue(QueueClient):
             self._session.lose("its reader ended")
             self._readers.clear()
             self._arena.close()
-            self._session.shut()
+            self._session.close()

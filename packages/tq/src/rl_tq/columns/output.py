@@ -10,10 +10,11 @@ from torch._C import DisableTorchFunctionSubclass
 from rl_csrc import frames, rows
 from rl_tq.columns.device import DeviceCopier
 from rl_tq.columns.extent import lay
+from rl_tq.columns.schema import ColumnSchema
 from rl_tq.memory.pool import new_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.nested._internal.nested_tensor import NestedTensor
 
@@ -113,9 +114,15 @@ class Output:
         """Whether the caller said where."""
         return self._out is not None or self._device is not None
 
-    def take_over(self, nbytes: int) -> torch.Tensor | None:
-        """The caller's buffer, if a message of so many bytes can be received straight into it."""
-        if self._out is None or not self._out.is_cpu or len(self._out) < nbytes:
+    def take_over(self, reply: Mapping[str, Any], nbytes: int) -> torch.Tensor | None:
+        """The caller's buffer, if the payload of such a reply, so many bytes, can be received straight into it."""
+        schemas = [ColumnSchema.from_json(column[0]) for column in reply.get("columns", {}).values()]
+        if (
+            self._out is None
+            or not self._out.is_cpu
+            or len(self._out) < nbytes
+            or not all(s.is_tensor for s in schemas)
+        ):
             return None
         buffer, self._out, self.is_taken = self._out[:nbytes], None, True
         return buffer

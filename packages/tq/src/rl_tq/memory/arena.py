@@ -21,8 +21,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from rl_csrc import ipc
 from rl_csrc.ipc import SharedMemory
 from rl_tq.errors import QueueFullError
@@ -31,6 +29,7 @@ from rl_tq.memory.pool import size_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import numpy as np
     import torch
 
 SEGMENT_BYTES = 64 << 20
@@ -84,10 +83,21 @@ class Block(NamedTuple):
     """Whether nothing else is in the segment."""
 
 
-@dataclass(slots=True)
-class _Spare:
-    number: int
-    since: float
+@dataclass(slots=True, eq=False)
+class _Segment:
+    memory: np.ndarray[Any, Any]
+    spill: str | None
+    """The directory that it spills to, if it does."""
+    where: str
+    """Where that is, in words."""
+    backed: int = 0
+    """Bytes from its start that are there for certain."""
+    cursor: int = 0
+    """Bytes of a common segment that were given out."""
+    num_unsettled: int = 0
+    """Blocks of a common segment that were given and are not put yet: until then it is not sealed."""
+    is_left: bool = False
+    """Nothing more is given out of it."""
 
 
 class Arena:
@@ -103,80 +113,81 @@ class Arena:
         announce: Callable[[int, SharedMemory, bool, str | None], None],
         seal: Callable[[int], None],
         retire: Callable[[int], None],
-        source: Source = MEMORY,
-        numbers: Iterator[int] | None = None,
+        directory: Path | None = None,
     ) -> None:
-        self._announce = announce
-        self._seal = seal
-        self._retire = retire
-        self._source = source
+        """`directory`: of the queue's files; None: its memory is anonymous."""
+        self._announce, self._seal, self._retire = announce, seal, retire
+        self._directory = directory
         self._lock = threading.Lock()
-        self._numbers = count(1) if numbers is None else numbers
-        self._current = 0
-        self._array = np.empty(0, np.uint8)
-        """The memory of the current segment."""
-        self._cursor = 0
-        self._memory: dict[int, np.ndarray[Any, Any]] = {}
-        self._spare: deque[_Spare] = deque()
-        self._backed: dict[int, int] = {}
-        """Bytes of each segment, from its start, that are there for certain."""
+        self._numbers = count(1)
+        self._segments: dict[int, _Segment] = {}
+        self._current: dict[str | None, int] = {}
+        """The common segment that is being filled, by the directory that it spills to."""
+        self._spare: deque[tuple[int, float]] = deque()
+        """Segments that nobody reads, and since when."""
 
-    def allocate(self, nbytes: int) -> Block:
-        """Memory of `nbytes`.
+    def allocate(self, nbytes: int, spill: str | None = None) -> Block:
+        """Memory of `nbytes`; of a file in the directory `spill`, if one is given. `settle` it once it is put.
 
         Raises:
             QueueFullError: there is none.
         """
         with self._lock:
             if nbytes > PACKED_BYTES:
-                number, memory = self._open(size_class(nbytes), is_packed=False)
+                number = self._open(size_class(nbytes), spill, is_packed=False)
                 try:
                     self._back(number, nbytes)
                 except QueueFullError:
                     self._seal(number)
                     raise
-                return Block(number, 0, memory[:nbytes], is_alone=True)
-            if not self._current or self._cursor + nbytes > SEGMENT_BYTES:
-                if self._current:
-                    self._seal(self._current)
-                self._current = 0
-                self._current, self._array = self._open(SEGMENT_BYTES, is_packed=True)
-                self._cursor = 0
-            start = self._cursor
+                return Block(number, 0, self._segments[number].memory[:nbytes], is_alone=True)
+            number = self._current.get(spill, 0)
+            if not number or self._segments[number].cursor + nbytes > SEGMENT_BYTES:
+                self._leave(number)
+                number = self._current[spill] = self._open(SEGMENT_BYTES, spill, is_packed=True)
+            segment = self._segments[number]
+            start = segment.cursor
             try:
-                self._back(self._current, start + nbytes)
+                self._back(number, start + nbytes)
             except QueueFullError:  # what is in it may be cleared, and its memory used again, once it is sealed
-                self._seal(self._current)
-                self._current = 0
+                self._leave(number)
                 raise
-            self._cursor += nbytes + -nbytes % 64
-            return Block(self._current, start, self._array[start : start + nbytes], is_alone=False)
+            segment.cursor += nbytes + -nbytes % 64
+            segment.num_unsettled += 1
+            return Block(number, start, segment.memory[start : start + nbytes], is_alone=False)
+
+    def settle(self, block: Block) -> None:
+        """A block was put, or is not going to be. Call it once for each."""
+        with self._lock:
+            segment = self._segments.get(block.segment)
+            if segment is not None and not block.is_alone:
+                segment.num_unsettled -= 1
+                if segment.is_left and not segment.num_unsettled:
+                    self._seal(block.segment)
 
     def leave(self, number: int) -> None:
         """Put no more into a common segment."""
         with self._lock:
-            if number == self._current:
-                self._current = 0
-                self._seal(number)
+            if number in self._current.values():
+                self._leave(number)
 
     def reuse(self, number: int) -> None:
         """Nobody looks at a segment any more: keep it for the next put."""
         with self._lock:
-            if number in self._memory:
-                self._spare.append(_Spare(number, time.monotonic()))
+            if number in self._segments:
+                self._spare.append((number, time.monotonic()))
         self.trim(RESERVE_S)
 
     def trim(self, age_s: float) -> None:
         """Let go of spare segments that were not used for so long, and of those beyond the reserve."""
         with self._lock:
             limit = time.monotonic() - age_s
-            held = sum(len(self._memory[spare.number]) for spare in self._spare)
+            held = sum(len(self._segments[number].memory) for number, _ in self._spare)
             gone: list[int] = []
-            while self._spare and (self._spare[0].since <= limit or held > RESERVE_BYTES):
-                spare = self._spare.popleft()
-                held -= len(self._memory.pop(spare.number))
-                self._backed.pop(spare.number, None)
-                gone.append(spare.number)
+            while self._spare and (self._spare[0][1] <= limit or held > RESERVE_BYTES):
+                number, _ = self._spare.popleft()
+                held -= len(self._segments.pop(number).memory)
+                gone.append(number)
         for number in gone:
             self._retire(number)
 
@@ -188,34 +199,49 @@ class Arena:
     def close(self) -> None:
         """Let go of everything. Blocks that were given stay valid."""
         with self._lock:
-            self._memory.clear()
-            self._backed.clear()
+            self._segments.clear()
             self._spare.clear()
-            self._current, self._array = 0, np.empty(0, np.uint8)
+            self._current.clear()
+
+    def _leave(self, number: int) -> None:
+        """Give nothing more out of a common segment; it is sealed once all that was given is put.
+
+        A server uses a sealed segment again as soon as all that was put into it is cleared.
+        """
+        if not number:
+            return
+        segment = self._segments[number]
+        del self._current[segment.spill]
+        segment.is_left = True
+        if not segment.num_unsettled:
+            self._seal(number)
 
     def _back(self, number: int, stop: int) -> None:
         """Have a segment's memory up to `stop` be there."""
-        start = self._backed.get(number, 0)
+        segment = self._segments[number]
+        start = segment.backed
         if stop > start:
-            stop = min(len(self._memory[number]), stop + -stop % _BACKED_AT_ONCE)
-            populate(self._memory[number].ctypes.data + start, stop - start, self._source.where)
-            self._backed[number] = stop
+            stop = min(len(segment.memory), stop + -stop % _BACKED_AT_ONCE)
+            populate(segment.memory.ctypes.data + start, stop - start, segment.where)
+            segment.backed = stop
 
-    def _open(self, nbytes: int, *, is_packed: bool) -> tuple[int, np.ndarray[Any, Any]]:
+    def _open(self, nbytes: int, spill: str | None, *, is_packed: bool) -> int:
         for spare in reversed(self._spare):
-            memory = self._memory[spare.number]
-            if len(memory) == nbytes:
+            segment = self._segments[spare[0]]
+            if len(segment.memory) == nbytes and segment.spill == spill:
                 self._spare.remove(spare)
-                return spare.number, memory
-        segment, name = self._source.create(nbytes)
+                segment.cursor, segment.is_left = 0, False
+                return spare[0]
+        source = source_of(self._directory, spill)
+        shared, name = source.create(nbytes)
         number = next(self._numbers)
-        memory = self._memory[number] = segment.map(is_shared=True).numpy()
+        self._segments[number] = _Segment(shared.map(is_shared=True).numpy(), spill, source.where)
         try:
-            self._announce(number, segment, is_packed, name)
+            self._announce(number, shared, is_packed, name)
         except BaseException:
-            del self._memory[number]
+            del self._segments[number]
             raise
-        return number, memory
+        return number
 
 
 def populate(address: int, nbytes: int, where: str) -> None:
@@ -238,58 +264,6 @@ def source_of(directory: Path | None, spill: str | None) -> Source:
     if spill is not None:
         return _spilling(Path(spill), directory)
     return files_of(directory) if directory is not None else MEMORY
-
-
-class Arenas:
-    """A client's arena, and another one for each directory that it spills to. Thread-safe, as an `Arena`."""
-
-    def __init__(
-        self,
-        announce: Callable[[int, SharedMemory, bool, str | None], None],
-        seal: Callable[[int], None],
-        retire: Callable[[int], None],
-        directory: Path | None,
-    ) -> None:
-        numbers = count(1)
-        self._open: Callable[[Source], Arena] = lambda source: Arena(announce, seal, retire, source, numbers)
-        self._directory = directory
-        self._arenas: dict[str | None, Arena] = {None: self._open(source_of(directory, None))}
-
-    def allocate(self, nbytes: int, spill: str | None) -> Block:
-        """Memory of `nbytes`; of a file in the directory `spill`, if one is given.
-
-        Raises:
-            QueueFullError: there is none.
-        """
-        arena = self._arenas.get(spill)
-        if arena is None:
-            arena = self._arenas.setdefault(spill, self._open(source_of(self._directory, spill)))
-        return arena.allocate(nbytes)
-
-    def leave(self, number: int) -> None:
-        """See `Arena`."""
-        for arena in list(self._arenas.values()):
-            arena.leave(number)
-
-    def reuse(self, number: int) -> None:
-        """See `Arena`."""
-        for arena in list(self._arenas.values()):
-            arena.reuse(number)
-
-    def trim(self, age_s: float) -> None:
-        """See `Arena`."""
-        for arena in list(self._arenas.values()):
-            arena.trim(age_s)
-
-    @property
-    def has_spare(self) -> bool:
-        """See `Arena`."""
-        return any(arena.has_spare for arena in list(self._arenas.values()))
-
-    def close(self) -> None:
-        """See `Arena`."""
-        for arena in list(self._arenas.values()):
-            arena.close()
 
 
 def spilled_files(directory: Path, spill: str) -> Iterator[Path]:

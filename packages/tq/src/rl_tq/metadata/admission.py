@@ -8,17 +8,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.errors import MissingDataError, QueueFullError, SchemaError
-from rl_tq.metadata import checks as _checks
+from rl_tq.metadata import checks
 from rl_tq.metadata.checks import few
 from rl_tq.metadata.requests import Admission, Put, Request
-from rl_tq.types import Credit, OnFull, PartitionOptions
-from rl_tq.types.options import DEFAULT_OPTIONS
+from rl_tq.types import DEFAULT_OPTIONS, Credit, OnFull, PartitionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from rl_tq.metadata.partition import Partition
-    from rl_tq.metadata.rows import Extent, Row
+    from rl_tq.metadata.rows import Extent, Partition, Row
     from rl_tq.metadata.state import State
 
 
@@ -51,17 +49,17 @@ class Admissions:
         """
         home = self._state.partitions.get(put.partition)
         options = self._options(put.partition)
-        _checks.check_put(put, home)
+        checks.check_put(put, home)
         if options.max_lag is not None:
-            _checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
+            checks.check_fresh(put, options, self._state.versions.get(put.partition, 0))
         if put.leases:
             ledger = home.tasks.get(put.task) if home else None
-            _checks.check_leases(
+            checks.check_leases(
                 ledger, put.partition, put.task, put.rows, put.leases, put.sample_ids or (), may_be_acked=True
             )
         existing = self._existing(put, home)
         if existing:
-            _checks.check_unfilled(put.partition, [row for row in existing if row], (*put.schema, *put.shared))
+            checks.check_unfilled(put.partition, [row for row in existing if row], (*put.schema, *put.shared))
         if put.shared:
             check_group_columns(put, home, existing)
         if options is not DEFAULT_OPTIONS:
@@ -127,7 +125,7 @@ class Admissions:
             numbers = range(state.next_row, state.next_row + put.num_rows)
             if home.by_name:
                 names = [_untaken(f"row{number}", home) for number in numbers]
-        rows = state.enter(
+        rows = state.put(
             put.partition, put.extent, put.schema, put.nbytes, put.num_rows, put.label, None, numbers, names, put.tags,
             put.is_spilled,
         )  # fmt: skip
@@ -138,7 +136,7 @@ class Admissions:
     def _existing(self, put: Put, home: Partition | None) -> list[Row | None]:
         """The rows that a put adds to, None where it makes one; empty when it makes all of them."""
         if put.rows:
-            return [*_checks.find_rows(self._state, put.partition, put.generation, put.rows, put.sample_ids or ())]
+            return [*checks.find_rows(self._state, put.partition, put.generation, put.rows, put.sample_ids or ())]
         if put.sample_ids is None:
             return []
         return [home.find(sample_id) if home else None for sample_id in put.sample_ids]

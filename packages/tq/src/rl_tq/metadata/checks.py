@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from rl_tq.columns.schema import ColumnSchema
     from rl_tq.metadata.ledger import TaskLedger
-    from rl_tq.metadata.partition import Partition
     from rl_tq.metadata.requests import Put
-    from rl_tq.metadata.rows import Row
+    from rl_tq.metadata.rows import Partition, Row
     from rl_tq.metadata.state import State
     from rl_tq.types import PartitionOptions
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq.errors import PolicyError
-from rl_tq.metadata.partition import answered_rows
 from rl_tq.metadata.requests import Batch, Claim, batch_of
+from rl_tq.metadata.rows import answered_rows
 from rl_tq.policies import FirstK, GroupComplete, RankAware
 from rl_tq.types import RestoreReport
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from rl_tq.metadata.admission import Admissions
     from rl_tq.metadata.ledger import Lease, TaskLedger, Timers
-    from rl_tq.metadata.partition import Partition
     from rl_tq.metadata.requests import Claim
+    from rl_tq.metadata.rows import Partition
     from rl_tq.metadata.state import State
     from rl_tq.policies.base import ReadyRows
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rl_tq.columns.locations import Run
     from rl_tq.columns.schema import ColumnSchema, Schema
     from rl_tq.errors import TransferQueueError
-    from rl_tq.metadata.partition import Partition
-    from rl_tq.metadata.rows import Row
+    from rl_tq.metadata.rows import Partition, Row
     from rl_tq.types import Credit, Policy
 
 _FIFO = Fifo()

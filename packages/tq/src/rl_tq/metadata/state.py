@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_tq.columns.schema import ColumnSchema, Schema
 from rl_tq.metadata.ledger import Lease, TaskLedger
-from rl_tq.metadata.partition import Partition
-from rl_tq.metadata.rows import NO_TAGS, Extent, Row, as_range, rows_of
-from rl_tq.types import PartitionOptions
-from rl_tq.types.options import DEFAULT_OPTIONS
+from rl_tq.metadata.rows import NO_TAGS, Extent, Partition, Row, as_range, rows_of
+from rl_tq.types import DEFAULT_OPTIONS, PartitionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,7 +98,7 @@ class State:
         self,
         partition: str,
         extent: int,
-        schema: Mapping[str, list[Any]],
+        schema: Schema | Mapping[str, list[Any]],
         nbytes: int,
         num_rows: int,
         owner: str,
@@ -113,28 +111,10 @@ class State:
         """Enter an extent and the rows in it; `places` None means that row i lies at index i.
 
         Rows whose number is known get its columns; the others are new, of that id (None, as a whole or of one row:
-        `row` and the number).
+        `row` and the number). The schema comes as JSON in a record.
         """
-        read = Schema.from_json(schema)
-        return self.enter(
-            partition, extent, read, nbytes, num_rows, owner, places, numbers, sample_ids, tags, is_spilled
-        )
-
-    def enter(
-        self,
-        partition: str,
-        extent: int,
-        schema: Schema,
-        nbytes: int,
-        num_rows: int,
-        owner: str,
-        places: Sequence[int] | None,
-        numbers: Sequence[int],
-        sample_ids: Sequence[str | None] | None,
-        tags: Sequence[Mapping[str, Any]] | None,
-        is_spilled: bool,
-    ) -> list[Row]:
-        """`put`, with columns that were read before."""
+        if not isinstance(schema, Schema):
+            schema = Schema.from_json(schema)
         if self.log is not None:
             self._record(
                 "put", partition, extent, schema.as_json, nbytes, num_rows, owner, places, list(numbers), sample_ids,

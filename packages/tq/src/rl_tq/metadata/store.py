@@ -11,14 +11,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.errors import TransferQueueError, WaitTimeoutError
-from rl_tq.metadata import checks as _checks
-from rl_tq.metadata import explain as _explain
+from rl_tq.metadata import checks
 from rl_tq.metadata.admission import Admissions
+from rl_tq.metadata.checks import few
 from rl_tq.metadata.leasing import Claims, Leases
 from rl_tq.metadata.ledger import Timers
 from rl_tq.metadata.requests import Admission, Batch, Claim, Located, Outcome, Put, Request, Spill, batch_of
 from rl_tq.metadata.rows import runs_of
 from rl_tq.metadata.state import State
+from rl_tq.policies import Fifo
 from rl_tq.types import Credit, PartitionOptions, RestoreReport
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from rl_tq.metadata.ledger import TaskLedger
     from rl_tq.metadata.requests import Request
-    from rl_tq.metadata.rows import Row
+    from rl_tq.metadata.rows import Partition, Row
 
 
 class MetadataStore:
@@ -59,7 +60,7 @@ class MetadataStore:
         if put.is_plain and put.partition not in self.state.options and not self._waiting.line(put.partition):
             # Most puts: nothing limits it, and nobody waits for what it brings.
             home = self.state.partitions.get(put.partition)
-            _checks.check_put(put, home)
+            checks.check_put(put, home)
             rows = self._admissions.enter(put, [])
             home = home or self.state.partitions[put.partition]
             return batch_of(home, rows, put.schema.names, range(rows[0].number, rows[0].number + put.num_rows))
@@ -100,7 +101,7 @@ class MetadataStore:
             MissingDataError: a row has no such column, or (in a reference by ids alone) there is no such row.
         """
         found = self._find(partition, generation, rows, sample_ids)
-        _checks.check_columns(partition, found, columns)
+        checks.check_columns(partition, found, columns)
         schema = self.state.partitions[partition].schema
         which, runs = runs_of(found, columns)
         extents = {run[0] for each in runs for run in each}
@@ -177,7 +178,7 @@ class MetadataStore:
             LeaseLostError: a row is leased to another, or to nobody; nothing is acked.
         """
         ledger = self._ledger(partition, generation, task)
-        due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=True)
+        due = checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=True)
         if due:
             self.state.ack(partition, task, due, step)
             self._leases.retire(partition, due, step)
@@ -191,7 +192,7 @@ class MetadataStore:
             LeaseLostError: as `ack`.
         """
         ledger = self._ledger(partition, generation, task)
-        due = _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
+        due = checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
         self._leases.take_back(partition, task, due, reason, is_counted=True)
         self._settle(partition)
 
@@ -203,7 +204,7 @@ class MetadataStore:
             LeaseLostError: as `ack`.
         """
         ledger = self._ledger(partition, generation, task)
-        _checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
+        checks.check_leases(ledger, partition, task, rows, leases, sample_ids, may_be_acked=False)
         self._leases.extend(leases, lease_s, self.now)
 
     def restore(self, partition: str, step: int, task: str | None) -> RestoreReport:
@@ -241,6 +242,10 @@ class MetadataStore:
             if isinstance(request, Put):
                 self.state.freed.append(request.extent)
             self._settle(request.partition)
+
+    def parked(self) -> list[Any]:
+        """Keys of the requests that wait."""
+        return self._waiting.keys()
 
     def owner_left(self, owner: Any, why: str, *, is_counted: bool) -> None:
         """A client is gone: its leases and credits go back. `is_counted`: it died, which counts as an attempt."""
@@ -284,7 +289,7 @@ class MetadataStore:
     def explain(self, request: Request) -> str:
         """What a request waits for: which rows, columns and owners are missing."""
         if isinstance(request, Claim):
-            return _explain.claim(self.state, request)
+            return explain_claim(self.state, request)
         return self._admissions.explain(request)
 
     def count_rows(self) -> int:
@@ -295,7 +300,7 @@ class MetadataStore:
         """Rows, bytes, columns, consumption and waiters per partition."""
         waiting = self._waiting.counts()
         partitions = {
-            name: {**_explain.partition_stats(home), "waiters": waiting.pop(name, 0), **self._admissions.stats(name)}
+            name: {**partition_stats(home), "waiters": waiting.pop(name, 0), **self._admissions.stats(name)}
             for name, home in self.state.partitions.items()
         }
         return {
@@ -373,7 +378,7 @@ class MetadataStore:
         return home.tasks.get(task) if home and home.generation == generation else None
 
     def _find(self, partition: str, generation: int, rows: Sequence[int], sample_ids: Sequence[str]) -> list[Row]:
-        return _checks.find_rows(self.state, partition, generation, rows, sample_ids)
+        return checks.find_rows(self.state, partition, generation, rows, sample_ids)
 
 
 class Waiting:
@@ -386,6 +391,10 @@ class Waiting:
 
     def __contains__(self, key: Any) -> bool:
         return key in self._where
+
+    def keys(self) -> list[Any]:
+        """Those of all that wait."""
+        return list(self._where)
 
     def line(self, partition: str) -> dict[Any, Request]:
         """Those of one partition; kept up to date while it is not empty."""
@@ -414,3 +423,76 @@ class Waiting:
     def counts(self) -> Counter[str]:
         """How many wait, by partition."""
         return Counter({name: len(line) for name, line in self._lines.items()})
+
+
+def explain_claim(state: State, request: Claim) -> str:
+    """Which rows are ready, and for each other one who has it or what it lacks, and who put it."""
+    home = state.partitions.get(request.partition)
+    wanted = (
+        f"task {request.task!r} wanted {request.batch_size} rows of partition {request.partition!r} with "
+        f"{list(request.columns)}" + ("" if isinstance(request.policy, Fifo) else f", chosen by {request.policy}")
+    )
+    if home is None:
+        return f"{wanted}, and nothing was put there; there are {sorted(state.partitions) or 'no partitions'}"
+    ledger = state.ledger(home, request.task)
+    index = ledger.index(home.rows, request.columns, request.policy)
+    needs = frozenset(request.columns)
+    lacking = [row for row in home.rows.values() if ledger.is_free(row.number) and not needs <= row.columns]
+    told = [f"{len(index)} of its {len(home.rows)} rows are ready"]
+    if not request.is_claim and len(index) >= request.batch_size:
+        told[0] += ", among which the sampler did not choose"
+    told[0] += f", {len(ledger.leased) + len(ledger.acked)} were given to this task before"
+    told[0] += f", {len(lacking)} are incomplete"
+    if lacks := index.why_waiting():
+        told.append(lacks)
+    for column in request.columns:
+        rows = [row for row in lacking if column not in row.columns]
+        if rows:
+            owners = sorted({extent.owner for row in rows for extent, _ in row.pieces})
+            names = few([row.sample_id for row in rows], 3)
+            told.append(
+                f"{len(rows)} lack {column!r} ({names}; the rest of them was put by {few(owners, 3, quote=False)})"
+            )
+    if ledger.leased:
+        told.append(_holders(ledger))
+    if ledger.dead:
+        told.append(f"{len(ledger.dead)} are dead letters ({next(iter(ledger.dead.values()))})")
+    if home.dropped:
+        told.append("dropped so far: " + ", ".join(f"{times} {reason}" for reason, times in home.dropped.items()))
+    return f"{wanted}: " + "; ".join(told)
+
+
+def _holders(ledger: TaskLedger) -> str:
+    leases = {lease.number: lease for lease in ledger.leased.values()}
+    told = [
+        f"{len(lease.rows)} to {lease.label}" + ("" if lease.lease_s is None else f" for {lease.lease_s} s at a time")
+        for lease in list(leases.values())[:3]
+    ]
+    more = f" and {len(leases) - 3} more" if len(leases) > 3 else ""
+    return f"leased and not acked: {', '.join(told)}{more}"
+
+
+def partition_stats(home: Partition) -> dict[str, Any]:
+    """Counters of one partition."""
+    versions = sorted(home.by_version)
+    return {
+        "generation": home.generation,
+        "rows": len(home.rows),
+        "bytes": home.nbytes,
+        "spilled_bytes": home.spilled_nbytes,
+        "columns": {column: str(schema) for column, schema in home.schema.items()},
+        "weight_version": home.weight_version,
+        "lag": home.weight_version - versions[0] if versions else 0,
+        "dropped": dict(home.dropped),
+        "consumed": {task: len(ledger.leased) + len(ledger.acked) for task, ledger in home.tasks.items()},
+        "tasks": {
+            task: {
+                "leased": len(ledger.leased),
+                "acked": ledger.num_acked,
+                "dead": len(ledger.dead),
+                "returns": sum(ledger.attempts.values()),
+            }
+            for task, ledger in home.tasks.items()
+        },
+        "options": home.options.to_json(),
+    }

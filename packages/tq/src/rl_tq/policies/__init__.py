@@ -10,9 +10,8 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.policies.base import Policy
+from rl_tq.policies.base import Fifo, OldestVersion, Policy, Priority
 from rl_tq.policies.groups import FirstK, GroupComplete
-from rl_tq.policies.order import Fifo, OldestVersion, Priority
 from rl_tq.policies.tokens import LengthBalanced, TokenBudget, balanced_order
 from rl_tq.policies.where import RankAware, Where
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_tq.errors import PolicyError
-from rl_tq.policies.base import Policy, UnsortedRows, check_at_least_one
-from rl_tq.policies.order import Fifo
+from rl_tq.policies.base import Fifo, Policy, UnsortedRows, check_at_least_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence

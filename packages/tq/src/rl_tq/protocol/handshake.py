@@ -100,9 +100,12 @@ def introduce(connection: socket.socket, address: str, timeout_s: float, secret:
     except ConnectionError:
         answer = b""
     if not hmac.compare_digest(answer, proof(secret, b"server", theirs, nonce)):
-        raise AddressError(
-            f"the server of {address} has another token than this process: set {VARIABLE} alike, or pass token="
-        )
+        raise AddressError(other_token(address))
+
+
+def other_token(address: str) -> str:
+    """The sentence for a client whose proof is refused."""
+    return f"the server of {address} has another token than this process: set {VARIABLE} alike, or pass token="
 
 
 def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:

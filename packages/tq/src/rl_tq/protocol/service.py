@@ -7,14 +7,14 @@ what was parked.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 
 from rl_tq import errors
 from rl_tq.columns.schema import read_schema
-from rl_tq.metadata.partition import packed_locations, pieces_of
 from rl_tq.metadata.requests import Admission, Batch, Claim, Outcome, Put, Spill
+from rl_tq.metadata.rows import packed_locations, pieces_of
 from rl_tq.metadata.state import dump
 from rl_tq.metadata.store import MetadataStore
 from rl_tq.policies import Fifo, policy_from_json
@@ -59,26 +59,6 @@ class Service:
         self.has_news = self.store.has_news
         """Whether `drain(now)` has anything to do or to tell."""
         self._where = where
-        self._operations: dict[str, Callable[[Message, Caller], Message | None]] = {
-            "put": self._put,
-            "locate": self._locate,
-            "move": self._move,
-            "snapshot": self._snapshot,
-            "wait": self._wait,
-            "claim_rows": self._claim_rows,
-            "clear": self._clear,
-            "ack": self._ack,
-            "nack": self._nack,
-            "extend": self._extend,
-            "restore": self._restore,
-            "dead_letters": self._dead_letters,
-            "admit": self._admit,
-            "release": self._release,
-            "configure": self._configure,
-            "advance": self._advance,
-            "explain": self._explain,
-            "stats": self._stats,
-        }
 
     def resume(self, records: Sequence[Record], now: float) -> None:
         """Begin with the state that records make. Call `store.adopt` once its extents are there."""
@@ -92,10 +72,10 @@ class Service:
             TransferQueueError, ValueError: the store refused it.
         """
         self.store.now = now
-        operation = self._operations.get(request["op"])
+        operation = self.operations.get(request["op"])
         if operation is None:
             raise errors.TransferQueueError(f"there is no operation {request['op']!r}; client and server differ")
-        return operation(request, caller)
+        return operation(self, request, caller)
 
     def drain(self, now: float) -> tuple[list[tuple[Any, Message]], list[int]]:
         """(key, reply) of the parked requests that are answered or whose time is up, and the extents to free."""
@@ -144,13 +124,6 @@ class Service:
         located = self.store.locate(columns=request["columns"], **self._rows_of(request))
         columns = {name: [schema.to_json(), which] for name, (schema, which) in located.columns.items()}
         return {"columns": columns, "runs": located.runs, "extents": sorted(located.extents)}
-
-    def _move(self, request: Message, _: Caller) -> Message:
-        self.store.move(
-            extent=request["extent"], nbytes=request["nbytes"], old=request["old"], rows=request["rows"],
-            is_spilled=request.get("is_spilled", False),
-        )  # fmt: skip
-        return {}
 
     def _snapshot(self, _: Message, __: Caller) -> Message:
         """All there is, at this moment."""
@@ -292,6 +265,15 @@ class Service:
             if pieces is None
             else packed_locations(self.store.state.partitions[batch.partition], pieces, batch.columns, where)
         )
+
+    operations: ClassVar[dict[str, Callable[[Service, Message, Caller], Message | None]]] = {
+        "put": _put, "locate": _locate, "snapshot": _snapshot, "wait": _wait,
+        "claim_rows": _claim_rows, "clear": _clear, "ack": _ack, "nack": _nack,
+        "extend": _extend, "restore": _restore, "dead_letters": _dead_letters,
+        "admit": _admit, "release": _release, "configure": _configure,
+        "advance": _advance, "explain": _explain, "stats": _stats,
+    }  # fmt: skip
+    """What clients of every storage may ask: a new request is one entry."""
 
 
 def error_reply(error: Exception) -> Message:

@@ -10,26 +10,25 @@ import logging
 import threading
 import time
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from rl_tq.columns.encode import Column
-from rl_tq.columns.extent import Layout, plan_extent
+from rl_tq.columns.extent import plan_extent
 from rl_tq.columns.gather import Collected, collect, cumulated
 from rl_tq.columns.schema import ColumnKind
 from rl_tq.errors import TransferQueueError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from rl_tq.columns.extent import ExtentView, LocatedColumns, Opened
+    from rl_tq.columns.extent import Layout, LocatedColumns, Opened
     from rl_tq.columns.schema import ColumnSchema
-    from rl_tq.metadata.requests import Located
     from rl_tq.metadata.state import State
-    from rl_tq.metadata.store import MetadataStore
+    from rl_tq.server.host import QueueHost
+    from rl_tq.server.memory import HeapMemory
     from rl_tq.server.segment_table import SegmentTable
 
+_LOG = logging.getLogger(__name__)
+_PAUSE_S = 0.05
+"""What is cleared within so long is looked at together."""
 _MIN_WASTE_BYTES = 64 << 10
 _AT_ONCE = 0.5
 """Live share of a segment at which it is copied at once, if so much is gone:"""
@@ -63,13 +62,15 @@ class Plan(NamedTuple):
     """Numbers of the rows in them that are not cleared."""
     spill: str | None
     """The directory that the copy belongs in, if they lie in files."""
+    nbytes: int
+    """Of the extents as they are."""
 
 
 class CompactionQueue:
     """Segments in which something was cleared, and when last."""
 
-    def __init__(self, table: SegmentTable, state: State) -> None:
-        self._table = table
+    def __init__(self, memory: HeapMemory | SegmentTable, state: State) -> None:
+        self._memory = memory
         self._state = state
         self._since: dict[int, float] = {}
 
@@ -79,29 +80,29 @@ class CompactionQueue:
     def adopt(self) -> None:
         """After a replay: what was cleared before."""
         for number, extent in self._state.extents.items():
-            self._table.shrink(number, extent.live_nbytes)
+            self._memory.shrink(number, extent.live_nbytes)
 
     def note(self, extent: int, now: float) -> None:
         """All or some of an extent was cleared."""
         held = self._state.extents.get(extent)
-        self._table.shrink(extent, 0 if held is None else held.live_nbytes)
-        self._since[self._table.segment_of(extent)] = now
+        self._memory.shrink(extent, 0 if held is None else held.live_nbytes)
+        self._since[self._memory.segment_of(extent)] = now
 
     def forget(self, extent: int) -> None:
         """Copying an extent would gain nothing."""
         if extent in self._state.extents:
-            self._since.pop(self._table.segment_of(extent), None)
+            self._since.pop(self._memory.segment_of(extent), None)
 
     def plan(self, now: float) -> Plan | None:
         """What to copy next; None: nothing yet."""
         for segment, since in list(self._since.items()):
-            numbers, live_nbytes, put_nbytes = self._table.usage(segment)
+            numbers, live_nbytes, put_nbytes = self._memory.usage(segment)
             verdict = is_worth_it(live_nbytes, put_nbytes, now - since)
             if verdict is False:
                 del self._since[segment]
             if not verdict or (not live_nbytes and now - since < REST_S):
                 continue
-            self._table.ask_to_seal(segment)
+            self._memory.ask_to_seal(segment)
             held = map(self._state.extents.get, islice(numbers, _MAX_LOOKED_AT))
             extents = [extent for extent in held if extent is not None and extent.nbytes]  # no bytes: it is another's
             if not extents:
@@ -121,7 +122,8 @@ class CompactionQueue:
                     nbytes += extent.live_nbytes
                     rows.update(dict.fromkeys(number for number in extent.rows if number in home.rows))
             spill = home.options.spill_directory if first.is_spilled else None
-            return Plan(first.partition, sorted(first.columns), chosen, list(rows), spill)
+            whole = sum(self._state.extents[number].nbytes for number in chosen)
+            return Plan(first.partition, sorted(first.columns), chosen, list(rows), spill, whole)
         return None
 
 
@@ -140,37 +142,18 @@ def _column(name: str, schema: ColumnSchema, collected: Collected, num_rows: int
     return Column(schema=schema, num_rows=num_rows, pieces=collected.parts[name], offsets=offsets, turns=turns)
 
 
-_LOG = logging.getLogger(__name__)
+class Compactor:
+    """Compactor: a thread beside a host that copies what is worth it, from the first clear on."""
 
-
-class HeapHost(Protocol):
-    """The host of a queue whose extents are memory of this process."""
-
-    address: str
-    lock: threading.Lock
-    extents: dict[int, ExtentView]
-    aliased: set[int]
-
-    def replace(self, extent: int, rows: Sequence[int], memory: torch.Tensor) -> None:
-        """Have rows of an extent lie in a copy of them."""
-        ...
-
-
-class HeapCompactor:
-    """A thread beside a host, from the first row on that is cleared before its neighbours."""
-
-    def __init__(self, host: HeapHost, store: MetadataStore) -> None:
+    def __init__(self, host: QueueHost, queue: CompactionQueue) -> None:
         self._host = host
-        self._store = store
-        self._since: dict[int, float] = {}
-        """Extents of which a part was cleared, and when last. Like the store, only for who holds the host's lock."""
+        self._queue = queue
         self._wake = threading.Event()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def note(self, extents: Iterable[int], now: float) -> None:
-        """A part of these was cleared. Call it with the host's lock held."""
-        self._since.update(dict.fromkeys(extents, now))
+    def wake(self) -> None:
+        """There may be something to do. Call it with the host's lock held."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"rl-tq-compactor-{self._host.address}", daemon=True)
             self._thread.start()
@@ -184,52 +167,46 @@ class HeapCompactor:
             self._thread.join()
 
     def _run(self) -> None:
-        while self._wake.wait() and not self._is_closed.is_set():
+        while not self._is_closed.is_set():
+            if not self._wake.wait(self._host.memory.catch_up()) or self._is_closed.wait(_PAUSE_S):
+                continue
             self._wake.clear()
             try:
-                while self._step() and not self._is_closed.is_set():
+                while not self._is_closed.is_set() and self.step():
                     pass
-            except (MemoryError, RuntimeError, TransferQueueError) as error:  # no memory is left: for now
+            except (OSError, ValueError, MemoryError, RuntimeError, TransferQueueError) as error:
+                # No memory or descriptor is left, for now.
                 _LOG.warning("memory of cleared rows in %s was not compacted: %s", self._host.address, error)
-            with self._host.lock:
-                is_more_to_come = bool(self._since)
-            if is_more_to_come and not self._is_closed.wait(REST_S):
+            if self._queue and not self._is_closed.wait(REST_S):
                 self._wake.set()
 
-    def _step(self) -> bool:
-        """Write one extent anew, if that is worth it; returns whether there may be more to do."""
-        with self._host.lock:
-            extent = self._choose(time.monotonic())
-            if extent is None:
+    def step(self) -> bool:
+        """Copy once, if that is worth it; returns whether there may be more to do."""
+        host = self._host
+        with host.turn():
+            plan = self._queue.plan(time.monotonic())
+            if plan is None:
                 return False
-            nbytes = self._store.state.extents[extent].nbytes
-            rows, located = self._rest(extent)
-            opened = {number: self._host.extents[number] for number in located.extents}
+            located = host.service.store.locate(partition=plan.partition, columns=plan.columns, rows=plan.rows)
+            opened = host.memory.open(located.extents)
         columns = {name: (schema, located.runs[which]) for name, (schema, which) in located.columns.items()}
-        layout = compacted_extent(columns, opened, len(rows))
-        if layout.nbytes < nbytes:
-            memory = torch.empty(layout.nbytes, dtype=torch.uint8)
-            layout.write(memory)
-            self._host.replace(extent, rows, memory)
-        return True
+        layout = compacted_extent(columns, opened, len(plan.rows))
+        if layout.nbytes < plan.nbytes:
+            self._move(plan, layout)
+        else:
+            with host.turn():
+                for extent in plan.old:
+                    self._queue.forget(extent)
+        del opened, layout  # what is freed of it is let go of at the end of the next turn
+        with host.turn():
+            return True
 
-    def _choose(self, now: float) -> int | None:
-        for number, since in list(self._since.items()):
-            extent = self._store.state.extents.get(number)
-            verdict = False
-            # One without bytes stands for a part of another, which then cannot be let go of either.
-            if extent is not None and extent.nbytes and not extent.is_spilled and number not in self._host.aliased:
-                verdict = is_worth_it(extent.live_nbytes, extent.nbytes, now - since)
-            if verdict is not None:
-                del self._since[number]
-            if verdict:
-                return number
-        return None
-
-    def _rest(self, number: int) -> tuple[list[int], Located]:
-        extent = self._store.state.extents[number]
-        home = self._store.state.partitions[extent.partition]
-        rows = [
-            row for row in extent.rows if row in home.rows and any(held is extent for held, _ in home.rows[row].pieces)
-        ]
-        return rows, self._store.locate(partition=home.name, columns=sorted(extent.columns), rows=rows)
+    def _move(self, plan: Plan, layout: Layout) -> None:
+        host = self._host
+        taken = host.memory.write(layout, plan.spill)
+        try:
+            with host.turn():
+                if host.is_open:
+                    host.move(host.memory.enter(taken), layout.nbytes, plan)
+        finally:
+            host.memory.settle(taken)

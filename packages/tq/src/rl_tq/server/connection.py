@@ -16,8 +16,8 @@ from rl_tq.columns.extent import ExtentView, as_bytes
 from rl_tq.columns.gather import collect
 from rl_tq.columns.schema import ColumnSchema, read_schema
 from rl_tq.errors import QueueFullError, SchemaError
+from rl_tq.protocol.framing import ALIGNMENT, Payload
 from rl_tq.protocol.service import Message, error_reply, raise_error
-from rl_tq.protocol.stream import ALIGNMENT, Payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ _FREE_ROWS = 1 << 16
 class ClientConnection:
     """Where a server answers one client; `send` is called from any thread, and must not wait for the client."""
 
-    def __init__(self, hub: QueueHost, label: str, send: Send, *, max_waiting_bytes: int) -> None:
+    def __init__(self, host: QueueHost, label: str, send: Send, *, max_waiting_bytes: int) -> None:
         """`max_waiting_bytes`: of values of this client's puts that wait for room, at once."""
-        self._hub = hub
-        self._label = label
+        self._host = host
+        self.label = label
         self._send = send
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes: dict[int, int] = {}
@@ -46,9 +46,6 @@ class ClientConnection:
         self._pending: dict[int, Reply] = {}
         self.has_left = False
         """It said good-bye: it did not die."""
-
-    def __str__(self) -> str:
-        return self._label
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
         """Handle one message of the client.
@@ -65,18 +62,18 @@ class ClientConnection:
                     self.has_left = True
                 case "withdraw":
                     if (future := self._pending.pop(message["request"], None)) is not None:
-                        self._hub.abandon(future, "withdrawn")
+                        self._host.abandon(future, "withdrawn")
                 case "fetch":
                     what = "snapshot" if message.get("of") == "snapshot" else "locate"  # nothing that may have to wait
-                    reply, opened = self._hub.locate({**message, "op": what}, self)
+                    reply, opened = self._host.locate({**message, "op": what}, self)
                     raise_error(reply)
                     self._send(*self.fetched(number, reply, opened))
                 case "snapshot":
-                    self._expect(number, self._hub.snapshot(Path(message["path"]), self))
+                    self._expect(number, self._host.snapshot(Path(message["path"]), self))
                 case "put":
                     self._put(number, message, payload)
                 case _:
-                    self._expect(number, self._hub.call(message, self))
+                    self._expect(number, self._host.call(message, self))
         except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
             self._send({**error_reply(error), "id": number}, [])
 
@@ -90,7 +87,7 @@ class ClientConnection:
             )
         self._waiting_bytes[number] = nbytes
         try:
-            self._expect(number, self._hub.publish(message, self.extent_of(message, payload), self))
+            self._expect(number, self._host.publish(message, self.extent_of(message, payload), self))
         except BaseException:
             self._waiting_bytes.pop(number, None)
             raise
@@ -98,8 +95,8 @@ class ClientConnection:
     def leave(self) -> None:
         """The client is gone."""
         for future in list(self._pending.values()):
-            self._hub.abandon(future, f"{self} is gone")
-        self._hub.leave(self, has_died=not self.has_left)
+            self._host.abandon(future, f"{self.label} is gone")
+        self._host.leave(self, has_died=not self.has_left)
 
     def _expect(self, number: int, future: Reply) -> None:
         def answer(message: Message) -> None:

@@ -1,28 +1,59 @@
-"""The server's part of a queue whose extents lie in the memory of the serving process: one lock around all of it."""
+"""The host of one queue: its bookkeeping and the memory of its extents, for any number of fronts at once."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_tq.columns.extent import ExtentView
-from rl_tq.durability.snapshot import Snapshot, spill_directory_of, write_snapshot
-from rl_tq.errors import QueueFullError, ServerLostError
-from rl_tq.memory.arena import write_spilled
+from rl_tq.durability import Snapshot, write_snapshot
+from rl_tq.errors import AddressError, ServerLostError, TransferQueueError
+from rl_tq.metadata.state import dump
 from rl_tq.protocol.service import Caller, Message, Service, error_reply, raise_error
-from rl_tq.server.compaction import HeapCompactor
+from rl_tq.server.compaction import CompactionQueue, Compactor
+from rl_tq.server.memory import SegmentMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
-    import torch
+    from rl_tq.columns.extent import ExtentView
+    from rl_tq.durability import Journal
+    from rl_tq.metadata.state import Record
+    from rl_tq.server.compaction import Plan
+    from rl_tq.server.memory import ExtentMemory
+
+
+class Front(Protocol):
+    """One address at which a host is served."""
+
+    address: str
+
+    def close(self) -> None:
+        """End every connection. Idempotent."""
+        ...
+
+
+class Owner(Protocol):
+    """A client, whose leases and credits end with it."""
+
+    label: str
+    """It in words."""
+
+
+class ReplyTo(Protocol):
+    """Where the reply to a request goes."""
+
+    def put(self, message: Message, /) -> None:
+        """It is there. Called once, with the host's lock held."""
+        ...
 
 
 class Reply:
-    """A message that may still come: a `Future` of one waiter and one callback, which costs a tenth of one."""
+    """Reply that may still come: a `Future` of one waiter and one callback, at a tenth of the cost."""
 
     __slots__ = ("_callbacks", "_message", "_wake")
 
@@ -76,117 +107,190 @@ class Reply:
 
 
 class QueueHost:
-    """The service, the extents and one lock around both."""
+    """Service and extents of a queue behind one lock; fronts bring requests, each as one call."""
 
-    def __init__(self, address: str, snapshot: Path | None = None, *, is_compacted: bool = True) -> None:
-        """`is_compacted`: its extents are memory of this process, and are written anew when most rows are cleared."""
+    def __init__(self, address: str, memory: ExtentMemory, journal: Journal | None = None) -> None:
         self.address = address
+        self.memory = memory
+        self.journal = journal
         self.lock = threading.Lock()
-        self.extents: dict[int, ExtentView] = {}
         self.is_open = True
-        self._service = Service(self._alias)
-        self.aliased: set[int] = set()
-        """Extents whose memory has another number, too."""
-        self._compactor = HeapCompactor(self, self._service.store) if is_compacted else None
-        self._keys = count()
-        self._numbers = count(1)
-        self._parked: dict[int, Reply] = {}
-        if snapshot is not None:
-            self.restore(snapshot, lambda memory, spill: memory if spill is None else write_spilled(memory, spill))
+        self.addresses: list[str] = []
+        """Where it is served, or was."""
+        self.fronts: list[Front] = []
+        self.flush: Callable[[], None] = lambda: None
+        """Called at the end of every turn, with the lock held: for a front that sends then."""
+        self.service = Service(self._alias, memory.where)
+        self._state = self.service.store.state
+        self._outbox: list[tuple[ReplyTo, Message]] = []
+        """What a journal is to have before anybody is told."""
+        self._wasted = CompactionQueue(memory, self._state)
+        self._compactor = Compactor(self, self._wasted)
+        memory.begin(self.turn, self._compactor.wake)
 
-    def restore(self, path: Path, place: Callable[[torch.Tensor, str | None], Any]) -> None:
-        """Begin with what a snapshot holds; `place(memory, spill directory)` gives what is kept of each extent."""
-        state = self._service.store.state
-        with self.lock, Snapshot(path) as snapshot:
-            self._service.resume(snapshot.records, time.monotonic())
-            known: dict[tuple[str, int], ExtentView] = {}
-            for number in state.extents:
-                where = snapshot.where(number)
-                if where not in known:
-                    memory = place(snapshot.extent(number), spill_directory_of(state, number))
-                    known[where] = ExtentView(memory=memory, is_private=False)
-                self.extents[number] = known[where]
-            self._numbers = count(max(snapshot.places, default=0) + 1)
-            self._service.store.adopt()
+    def begin(self, snapshot: Path | None = None) -> None:
+        """Take up what an earlier server left in the journal's directory, or what a snapshot holds.
 
-    def _alias(self, extent: int) -> int:
-        number = next(self._numbers)
-        self.extents[number] = self.extents[extent]
-        self.aliased.add(extent)
-        return number
+        Raises:
+            AddressError: there is a queue already, and a snapshot is given.
+        """
+        store, memory = self.service.store, self.memory
+        try:
+            with self.lock, _no_collections():
+                if self.journal is not None:
+                    assert isinstance(memory, SegmentMemory)
+                    places: dict[int, list[Any]] = {}
+                    changes: list[Record] = []
+                    for record in self.journal.load():
+                        if record[0] == "note_place":
+                            places[record[1]] = record[2:]
+                        else:
+                            changes.append(record)
+                    self.service.resume(changes, time.monotonic())
+                    memory.reopen(self._state, places)
+                    store.adopt()
+                    self._state.log = []
+                    self.journal.rewrite(self._records())
+                if snapshot is not None:
+                    if self._state.next_row > 1 or self._state.options:
+                        raise AddressError(
+                            f"{self.address} holds a queue already: serve it without a snapshot, or take another "
+                            "directory"
+                        )
+                    with Snapshot(snapshot) as opened:
+                        self.service.resume(opened.records, time.monotonic())
+                        memory.restore(self._state, opened)
+                        store.adopt()
+                    if self.journal is not None:
+                        self.journal.rewrite(self._records())
+                self._wasted.adopt()
+        except BaseException:
+            self.close()
+            raise
 
-    def replace(self, extent: int, rows: Sequence[int], memory: torch.Tensor) -> None:
-        """Have rows of an extent lie in a copy of them."""
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """The lock, and what follows from whatever is done with it."""
         with self.lock:
-            if self.is_open:
-                number = next(self._numbers)
-                self.extents[number] = ExtentView(memory=memory, is_private=False)
-                self._service.store.move(extent=number, nbytes=len(memory), old=[extent], rows=rows)
-                self._deliver()
+            try:
+                yield
+                self.deliver()
+            finally:
+                self.finish()
 
-    def call(self, request: Message, owner: object) -> Reply:
-        """The future reply. Errors of the store are replies too."""
-        future = Reply()
-        with self.lock:
-            self.answer(request, future, owner)
-        return future
+    # With the lock held
 
-    def answer(self, request: Message, future: Reply, owner: object) -> None:
-        """Handle a request. Call it with the lock held."""
+    def handle(self, request: Message, key: ReplyTo, owner: Owner) -> Message | None:
+        """Answer a request; None: it is parked, and `key.put` will have the reply.
+
+        Raises:
+            TransferQueueError, ValueError: the store refused it.
+        """
         if not self.is_open:
             raise ServerLostError(f"the queue {self.address} was closed")
-        key = next(self._keys)
-        caller = Caller(key=key, owner=owner, label=str(owner))
+        reply = self.service.handle(request, Caller(key=key, owner=owner, label=owner.label), time.monotonic())
+        if reply is not None and request["op"] == "stats":
+            reply |= self.memory.counts()
+        return reply
+
+    def put(self, request: Message, extent: int, key: ReplyTo, owner: Owner) -> Message | None:
+        """The same for a put of an extent that is in the memory; it stays there unless it is refused."""
+        self._log_place(extent)
         try:
-            reply = self._service.handle(request, caller, time.monotonic())
-        except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
-            reply = error_reply(error)
-        if reply is None:
-            self._parked[key] = future
-        else:
-            future.put(reply)
-        self._deliver()
+            request["extent"] = extent
+            return self.handle(request, key, owner)
+        except BaseException:
+            self.memory.free([extent])
+            raise
 
-    def publish(self, request: Message, memory: torch.Tensor, owner: object) -> Reply:
-        """The future reply to a put; its extent is kept unless it fails."""
-        future = self._publish(request, memory, owner)
-        if future.is_done and (directory := future.result().get("spill")):
-            try:
-                spilled = write_spilled(memory, directory)
-            except QueueFullError as error:
-                failed = Reply()
-                failed.put(error_reply(error))
-                return failed
-            return self._publish({**request, "is_spilled": True}, spilled, owner)
-        return future
+    def move(self, extent: int, nbytes: int, plan: Plan) -> None:
+        """Have rows lie in a copy of what old extents hold of them."""
+        self._log_place(extent)
+        self.service.store.move(
+            extent=extent, nbytes=nbytes, old=plan.old, rows=plan.rows, is_spilled=plan.spill is not None
+        )
 
-    def _publish(self, request: Message, memory: torch.Tensor, owner: object) -> Reply:
-        future = Reply()
-        with self.lock:
-            extent = next(self._numbers)
-            self.extents[extent] = ExtentView(memory=memory, is_private=False)
-            self.answer({**request, "extent": extent}, future, owner)
-            if future.is_done and "error" in future.result():
-                self.extents.pop(extent, None)  # unless it was parked, its time was up at once, and it was freed
-        return future
+    def deliver(self) -> None:
+        """Settle what is due, reply to whoever waited, and free what no row refers to any more."""
+        now = time.monotonic()
+        if not self.is_open or not self.service.has_news(now):
+            return
+        settled, freed = self.service.drain(now)
+        for key, reply in settled:
+            self._reply(key, reply)
+        if not freed and not self._state.shrunk:
+            return
+        shrunk = self._state.take_shrunk()
+        for extent in shrunk:
+            self.memory.change(extent)
+        self._commit()  # what is written down must not name a segment that is used again or gone
+        for extent in chain(freed, shrunk):
+            self._wasted.note(extent, now)
+        self.memory.free(freed)
+        if self._wasted:
+            self._compactor.wake()
 
-    def leave(self, owner: object, *, has_died: bool = False) -> None:
+    def finish(self) -> None:
+        """End a turn: write down what changed in it, then tell whoever waits."""
+        self._commit()
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            for key, reply in outbox:
+                key.put(reply)
+        self.memory.tidy()
+        self.flush()
+
+    def drop(self, owner: Owner, *, has_died: bool) -> None:
         """A client is gone."""
-        with self.lock:
-            if self.is_open:
-                why = f"its consumer ({owner}) {'died' if has_died else 'left'}"
-                self._service.caller_left(owner, why, is_counted=has_died)
-                self._deliver()
+        why = f"its consumer ({owner.label}) {'died' if has_died else 'left'}"
+        self.service.caller_left(owner, why, is_counted=has_died)
 
-    def locate(self, request: Message, owner: object) -> tuple[Message, dict[int, ExtentView]]:
-        """The reply to a locate, and the extents that it names: whatever is cleared from now on, they are readable."""
+    # From any thread
+
+    def call(self, request: Message, owner: Owner) -> Reply:
+        """The future reply. Errors are replies too."""
         future = Reply()
-        with self.lock:
-            self.answer(request, future, owner)
-            reply = future.result()
-            return reply, {number: self.extents[number] for number in reply.get("extents", [])}
+        with self.lock:  # as in `turn`, which costs more
+            self._answer(future, self.handle, request, future, owner)
+            self.deliver()
+            self.finish()
+        return future
 
-    def snapshot(self, path: Path, owner: object) -> Reply:
+    def publish(self, request: Message, values: Any, owner: Owner) -> Reply:
+        """The future reply to a put of these values, uint8 [n], or what else the memory keeps."""
+        future = self._publish(request, values, owner, None)
+        if future.is_done and (directory := future.result().get("spill")):
+            return self._publish({**request, "is_spilled": True}, values, owner, directory)
+        return future
+
+    def _publish(self, request: Message, values: Any, owner: Owner, spill: str | None) -> Reply:
+        future = Reply()
+        try:
+            taken = self.memory.take(values, spill)
+        except (OSError, MemoryError, TransferQueueError) as error:
+            future.put(error_reply(error))
+            return future
+        try:
+            with self.lock:
+                extent = self.memory.enter(taken)
+                self._answer(future, self.put, {**request}, extent, future, owner)
+                self.deliver()
+                self.finish()
+        finally:
+            self.memory.settle(taken)
+        return future
+
+    def locate(self, request: Message, owner: Owner) -> tuple[Message, dict[int, ExtentView]]:
+        """The reply to a locate, and the extents that it names: whatever is cleared from now on, they are readable."""
+        with self.turn():
+            try:
+                reply = self.handle(request, Reply(), owner)
+                assert reply is not None
+                return reply, self.memory.open(reply["extents"])
+            except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see
+                return error_reply(error), {}
+
+    def snapshot(self, path: Path, owner: Owner) -> Reply:
         """The future reply to a snapshot, which a thread of its own writes to a directory of this host."""
         future = Reply()
 
@@ -202,45 +306,101 @@ class QueueHost:
         threading.Thread(target=write, name=f"rl-tq-snapshot-{self.address}", daemon=True).start()
         return future
 
+    def add_front(self, make: Callable[[], Front]) -> None:
+        """Serve at one more address. The first is the host's own; if it cannot be, the host is closed."""
+        try:
+            front = make()
+        except BaseException:
+            if not self.fronts:
+                self.close()
+            raise
+        if not self.fronts:
+            self.address = front.address
+        self.addresses.append(front.address)
+        self.fronts.append(front)
+
     def expire(self) -> None:
         """Settle the parked requests whose time is up."""
-        with self.lock:
-            self._deliver()
-
-    def next_deadline(self) -> float | None:
-        """When `expire` is due."""
-        with self.lock:
-            return self._service.next_deadline()
+        with self.turn():
+            return
 
     def abandon(self, future: Reply, why: str) -> None:
         """Fail a request that is still parked, because nobody waits for its answer any more."""
-        with self.lock:
-            for key in [key for key, parked in self._parked.items() if parked is future]:
-                self._parked.pop(key).put(error_reply(ServerLostError(why)))
-                self._service.withdraw(key)
-            self._deliver()
+        with self.turn():
+            if not future.is_done:
+                self.service.withdraw(future)
+                future.put(error_reply(ServerLostError(why)))
+
+    def leave(self, owner: Owner, *, has_died: bool = False) -> None:
+        """A client is gone."""
+        with self.turn():
+            if self.is_open:
+                self.drop(owner, has_died=has_died)
 
     def close(self) -> None:
-        """Fail whoever waits, and free every extent."""
+        """End every front, fail whoever waits, and free every extent. Idempotent."""
+        while self.fronts:
+            self.fronts.pop().close()
+        self._compactor.close()
         with self.lock:
             self.is_open = False
-            self.extents.clear()
             lost = error_reply(ServerLostError(f"the queue {self.address} was closed"))
-            for future in self._parked.values():
-                future.put(lost)
-            self._parked.clear()
-        if self._compactor is not None:
-            self._compactor.close()
+            for key in self.service.store.parked():
+                self.service.withdraw(key)
+                key.put(lost)
+        self.memory.close()
+        if self.journal is not None:
+            self.journal.close()
 
-    def _deliver(self) -> None:
-        now = time.monotonic()
-        if not self._service.has_news(now):
-            return
-        settled, freed = self._service.drain(now)
-        for key, reply in settled:
-            self._parked.pop(key).put(reply)
-        for extent in freed:
-            del self.extents[extent]
-            self.aliased.discard(extent)
-        if (shrunk := self._service.store.state.take_shrunk()) and self._compactor is not None:
-            self._compactor.note(shrunk, now)
+    def _answer(self, future: Reply, ask: Callable[..., Message | None], *arguments: Any) -> None:
+        try:
+            reply = ask(*arguments)
+        except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
+            reply = error_reply(error)
+        if reply is not None:
+            self._reply(future, reply)
+
+    def _reply(self, key: ReplyTo, reply: Message) -> None:
+        if self.journal is None:
+            key.put(reply)
+        else:
+            self._outbox.append((key, reply))
+
+    def _commit(self) -> None:
+        if self.journal is not None and (log := self._state.log):
+            try:
+                self.journal.append(log)
+            except OSError:  # what was done is not written down: nobody may be told that it was
+                self.is_open = False
+                self._outbox.clear()
+                raise
+            finally:
+                log.clear()
+            self.journal.shorten(self._records)
+
+    def _records(self) -> Iterator[Record]:
+        """Records that make all there is."""
+        yield from dump(self._state)
+        if isinstance(self.memory, SegmentMemory):
+            yield from self.memory.records()
+
+    def _alias(self, extent: int) -> int:
+        number = self.memory.alias(extent)
+        self._log_place(number)
+        return number
+
+    def _log_place(self, extent: int) -> None:
+        if (log := self._state.log) is not None and isinstance(self.memory, SegmentMemory):
+            log.append(self.memory.record(extent))
+
+
+@contextmanager
+def _no_collections() -> Generator[None]:
+    """Have Python not look for garbage: among a hundred thousand rows that come to stay, it takes half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

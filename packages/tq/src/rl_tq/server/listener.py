@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from rl_csrc.ipc import close_in_children
 from rl_tq.errors import AddressError
-from rl_tq.protocol import stream as _stream
+from rl_tq.protocol import framing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_tq.protocol.limits import Limits
+    from rl_tq.protocol.framing import Limits
 
 _RETRY_S = 0.1
 
@@ -73,6 +73,7 @@ class Listener:
                 f"{address(port)} cannot be served: {error.strerror}; take another port, or an address of this host"
             ) from error
         close_in_children(self._socket)
+        self.host = host
         self.port: int = self._socket.getsockname()[1]
         self._timeout_s = timeout_s
         self._limits = limits
@@ -105,7 +106,7 @@ class Listener:
                 continue
             close_in_children(connection)
             try:
-                _stream.prepare(connection, self._timeout_s)
+                framing.prepare(connection, self._timeout_s)
                 self._served = [each for each in self._served if each[1].is_alive]
                 if self._has_room(peer[0]):
                     self._served.append((peer[0], serve(connection, f"client {peer[0]}:{peer[1]}")))

@@ -12,15 +12,17 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from rl_csrc.ipc import SharedMemory
+from rl_tq.durability import spill_directory_of
 from rl_tq.errors import TransferQueueError
-from rl_tq.memory.arena import spilled_files
+from rl_tq.memory.arena import source_of, spilled_files
 from rl_tq.memory.generations import ExtentGenerations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
-    from rl_tq.metadata.state import Record
+    from rl_tq.durability import Snapshot
+    from rl_tq.metadata.state import Record, State
     from rl_tq.protocol.service import Message
 
 
@@ -76,15 +78,13 @@ class SegmentTable:
 
     # Putting
 
-    def admit(self, member: Client, theirs: int, fd: int, *, is_packed: bool, file: str | None) -> None:
+    def admit(self, member: Client, theirs: int, segment: SharedMemory, *, is_packed: bool, file: str | None) -> None:
         """Take a segment that a client made."""
         number = next(self._numbers)
-        self._segments[number] = _Held(
-            segment=SharedMemory(fd), is_packed=is_packed, owner=member, theirs=theirs, file=file
-        )
+        self._segments[number] = _Held(segment=segment, is_packed=is_packed, owner=member, theirs=theirs, file=file)
         member.own[theirs] = number
 
-    def enter(self, member: Client, theirs: int, offset: int, nbytes: int, *, is_last: bool) -> int:
+    def add(self, member: Client, theirs: int, offset: int, nbytes: int, *, is_last: bool) -> int:
         """Take an extent that a client wrote, and return its number.
 
         Raises:
@@ -245,19 +245,33 @@ class SegmentTable:
         """Where all of them lie."""
         return map(self.record, self._extents)
 
-    def reopen(
-        self, directory: Path, places: dict[int, list[Any]], last_number: int, spilled_to: Iterable[str] = ()
-    ) -> None:
-        """Open the files of the extents that an earlier server left, and remove those of none."""
-        self.restore(
-            places, last_number, lambda file: (SharedMemory(os.open(directory / file, os.O_RDWR | os.O_CLOEXEC)), file)
-        )
+    def reopen(self, state: State, places: dict[int, list[Any]]) -> None:
+        """Take the extents of a state that an earlier server left in files, and remove other files of its own."""
+        directory = self._directory
+        assert directory is not None
+        self._take(
+            {extent: places[extent] for extent in state.extents}, max(places, default=0),
+            lambda file: (SharedMemory(os.open(directory / file, os.O_RDWR | os.O_CLOEXEC)), file),
+        )  # fmt: skip
         kept = {directory / held.file for held in self._segments.values() if held.file is not None}
+        spilled_to = {each.spill_directory for each in state.options.values() if each.spill_directory}
         for path in chain(directory.glob("*.segment"), *(spilled_files(directory, each) for each in spilled_to)):
             if path not in kept:
                 path.unlink()
 
-    def restore(
+    def restore(self, state: State, snapshot: Snapshot) -> None:
+        """Take the extents of a state out of a snapshot, in memory and files of this queue's own."""
+        places = {number: snapshot.places[number] for number in state.extents}
+        spills = {places[number][0]: spill_directory_of(state, number) for number in places}
+
+        def make(file: str) -> tuple[SharedMemory, str | None]:
+            segment, own = source_of(self._directory, spills[file]).create(snapshot.nbytes(file))
+            snapshot.read(file, 0, segment.map(is_shared=True))
+            return segment, own
+
+        self._take(places, max(snapshot.places, default=0), make)
+
+    def _take(
         self, places: dict[int, list[Any]], last_number: int, make: Callable[[str], tuple[SharedMemory, str | None]]
     ) -> None:
         """Take extents that lay in files; `make(file)` gives a segment of what is in it, and the segment's own file."""

@@ -1,40 +1,33 @@
-"""The control server of a host: one thread that answers every client of one queue over an abstract UNIX socket.
+"""Front of a host for the processes of its machine: one thread that answers every client over an abstract UNIX socket.
 
-It holds the bookkeeping and one descriptor per segment. It never waits for a client, and parks who waits.
+It never waits for a client. Values do not pass here: clients read and write segments, whose descriptors the host keeps.
 """
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import select
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rl_csrc import ipc
-from rl_tq.durability.snapshot import Snapshot, spill_directory_of
-from rl_tq.errors import AddressError, TransferQueueError
-from rl_tq.memory.arena import source_of
+from rl_tq.client.shm import ShmQueue
 from rl_tq.metadata.checks import LONGEST_S
-from rl_tq.metadata.state import dump
-from rl_tq.protocol.service import Caller, Message, Service, error_reply
-from rl_tq.protocol.sockets import Inbox, listen, pack, send_some
-from rl_tq.server.compaction import CompactionQueue
-from rl_tq.server.segment_table import Client, SegmentTable
+from rl_tq.protocol.framing import Inbox, listen, pack, send_some
+from rl_tq.protocol.service import Message, error_reply
+from rl_tq.server.host import QueueHost
+from rl_tq.server.memory import SegmentMemory
+from rl_tq.server.segment_table import Client
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Generator, Iterator
     from pathlib import Path
 
-    from rl_csrc.ipc import SharedMemory
-    from rl_tq.durability.journal import Journal
-    from rl_tq.metadata.state import Record
+    from rl_tq.durability import Journal
 
 _Outgoing: TypeAlias = "tuple[bytes | memoryview, ipc.SharedMemory | None]"
 _SMALL_BYTES = 1 << 14
@@ -42,15 +35,16 @@ _SMALL_BYTES = 1 << 14
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Connection(Client):
+    """One client."""
+
     socket: socket.socket
     inbox: Inbox
     pid: int
     unsent: deque[_Outgoing] = field(default_factory=deque["_Outgoing"])
-    parked: set[tuple[_Connection, int]] = field(default_factory=set["tuple[_Connection, int]"])
+    parked: set[Any] = field(default_factory=set[Any])
+    """Where the replies to its requests that wait go."""
     has_left: bool = False
     """It said good-bye: it did not die."""
-    is_compactor: bool = False
-    """It compacts memory, and is nobody's client."""
     is_writing: bool = False
     """Whether epoll is to say when it takes more."""
     fd: int
@@ -58,45 +52,51 @@ class _Connection(Client):
     """The client in words."""
 
 
-class ControlServer:
-    """Serves one queue from a thread of this process until `close`."""
+class _ReplyTo(NamedTuple):
+    """Where the reply to a request goes."""
 
-    def __init__(
-        self, address: str, abstract: str, journal: Journal | None = None, snapshot: Path | None = None
-    ) -> None:
-        self.address = address
-        self._journal = journal
-        self._table = SegmentTable(self._send, None if journal is None else journal.directory)
-        self._service = Service(self._alias, self._table.where)
-        self._wasted = CompactionQueue(self._table, self._service.store.state)
-        self.has_waste = threading.Event()
-        """Set when something was cleared that may be worth compacting."""
+    connection: _Connection
+    number: int
+    front: UnixFront
+
+    def put(self, message: Message) -> None:
+        """See `host.ReplyTo`."""
+        self.connection.parked.discard(self)
+        self.front.send(self.connection, {**message, "id": self.number})
+
+
+class UnixFront:
+    """Serves a host from a thread of this process until `close`."""
+
+    def __init__(self, host: QueueHost, memory: SegmentMemory, abstract: str) -> None:
+        """Listen at an abstract name.
+
+        Raises:
+            AddressError: it is taken.
+        """
+        self.address = host.address
+        self._host = host
+        self._memory = memory
+        self._directory = None if host.journal is None else str(host.journal.directory)
         self._connections: dict[int, _Connection] = {}
         self._to_flush: list[_Connection] = []
-        try:
-            self._recovery = Recovery(address, self._service, self._table, journal)
-            if journal is not None:
-                self._recovery.resume(journal)
-            if snapshot is not None:
-                self._recovery.restore(snapshot)
-            self._wasted.adopt()
-            self._listener = listen(address, abstract)
-        except BaseException:
-            self._table.close()
-            if journal is not None:
-                journal.close()
-            raise
+        self._listener = listen(host.address, abstract)
         self._waker = ipc.Waker()
+        self._is_closing = False
+        self._sleeps_until: float | None = None
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._epoll.register(self._waker, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name=f"rl-tq-server-{address}", daemon=True)
+        memory.tell_client = self.send
+        host.flush = self._flush_all
+        self._thread = threading.Thread(target=self._run, name=f"rl-tq-server-{host.address}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the queue: every client loses it at once, every segment goes when its last reader does. Idempotent."""
+        """End every connection: each client loses the queue at once. Idempotent."""
         if self._thread.is_alive():
+            self._is_closing = True
             self._waker.wake()
             self._thread.join()
 
@@ -104,46 +104,50 @@ class ControlServer:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            while not self._is_closing:
+                self._turn()
         finally:
-            for connection in list(self._connections.values()):
-                self._drop(connection)
+            with self._host.turn():
+                self._is_closing = True
+                for connection in list(self._connections.values()):
+                    self._drop(connection)
             self._epoll.close()
             self._listener.close()
             self._waker.close()
             os.close(self._spare_fd)
-            self._table.close()
-            if self._journal is not None:
-                self._journal.close()
 
-    def _turn(self) -> bool:
-        deadline = self._service.next_deadline()
+    def _turn(self) -> None:
+        host = self._host
+        with host.lock:
+            deadline = self._sleeps_until = host.service.next_deadline()
         # Bounded: what asks for more, from wherever it comes, must not end everybody's queue.
         left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_S)
-        for fd, events in self._epoll.poll(left):
-            if connection := self._connections.get(fd):
-                self._serve(connection, events)
-            elif fd == self._waker.fileno():
-                return False
-            elif fd == self._listener.fileno():
-                self._accept()
-        if deadline is not None and deadline <= time.monotonic():
-            self._deliver()
-        if self._journal is not None:
-            self._commit(self._journal)
+        ready = self._epoll.poll(left)
+        with host.lock:
+            try:
+                for fd, events in ready:
+                    if connection := self._connections.get(fd):
+                        self._serve(connection, events)
+                    elif fd == self._listener.fileno():
+                        self._accept()
+                    elif fd == self._waker.fileno():
+                        self._waker.clear()
+                if deadline is not None and deadline <= time.monotonic():
+                    host.deliver()
+            finally:
+                host.finish()
+
+    def _flush_all(self) -> None:
+        """At the end of a turn, of whatever thread."""
         for connection in self._to_flush:
             if connection.unsent and connection.fd in self._connections:
                 self._flush(connection)
         self._to_flush.clear()
-        return True
-
-    def _commit(self, journal: Journal) -> None:
-        """Write down what changed in this turn, before anybody is told."""
-        if log := self._service.store.state.log:
-            journal.append(log)
-            log.clear()
-            journal.shorten(self._recovery.records)
+        deadline = self._host.service.next_deadline()
+        is_earlier = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
+        if is_earlier and threading.current_thread() is not self._thread and not self._is_closing:
+            self._sleeps_until = deadline
+            self._waker.wake()
 
     def _accept(self) -> None:
         try:
@@ -164,8 +168,7 @@ class ControlServer:
             socket=client, inbox=Inbox(client), pid=pid, fd=client.fileno(), label=f"process {pid}"
         )
         self._epoll.register(client, select.EPOLLIN)
-        directory = None if self._journal is None else str(self._journal.directory)
-        self._send(connection, {"op": "hello", "directory": directory}, self._table.generations.memory)
+        self.send(connection, {"op": "hello", "directory": self._directory}, self._memory.generations.memory)
 
     def _turn_away(self) -> None:
         """Close the connection of a client for whom no descriptor is left, so that it learns of it now."""
@@ -191,25 +194,23 @@ class ControlServer:
     def _take(self, connection: _Connection, message: Message, fd: int | None) -> None:
         try:
             reply = self._handle(connection, message, fd)
-        except TransferQueueError as error:
-            reply = error_reply(error)
         except Exception as error:  # noqa: BLE001 - whatever failed is the caller's to see, and the others go on
             reply = error_reply(error)
         # What this made free is told first, so that whoever asked can use it again once he is answered; but never ahead
         # of an answer that names segments, which must still be known when it arrives.
         names_segments = reply is not None and "places" in reply
         if not names_segments:
-            self._deliver()
+            self._host.deliver()
         if reply is not None and "id" in message:
             reply["id"] = message["id"]
-            self._send(connection, reply)
+            self.send(connection, reply)
         if names_segments:
-            self._deliver()
+            self._host.deliver()
 
-    def _send(self, connection: _Connection, message: Message, segment: ipc.SharedMemory | None = None) -> None:
+    def send(self, connection: _Connection, message: Message, segment: ipc.SharedMemory | None = None) -> None:
         """At once if it can be, else once this turn is over: what a journal is to have is written down first."""
         data: bytes | memoryview = pack(message, has_fd=segment is not None)
-        if segment is None and self._journal is None and not connection.unsent:
+        if segment is None and self._directory is None and not connection.unsent:
             try:
                 sent = send_some(connection.socket, data, None)
             except OSError:  # it is full, or gone: reading from it says so next
@@ -247,114 +248,60 @@ class ControlServer:
         connection.inbox.close()
         connection.socket.close()
         for key in connection.parked:
-            self._service.withdraw(key)
-        why = f"its consumer ({connection.label}) " + ("left" if connection.has_left else "died")
-        self._service.caller_left(connection, why, is_counted=not connection.has_left)
-        self._table.leave(connection)
-        self._deliver()
+            self._host.service.withdraw(key)
+        self._host.drop(connection, has_died=not connection.has_left)
+        self._memory.leave(connection)
+        self._host.deliver()
 
-    def _deliver(self) -> None:
-        now = time.monotonic()
-        if not self._service.has_news(now):
-            return
-        settled, freed = self._service.drain(now)
-        for (connection, number), reply in settled:
-            connection.parked.discard((connection, number))
-            self._send(connection, {**reply, "id": number})
-        if freed or self._service.store.state.shrunk:
-            self._free(freed, self._service.store.state.take_shrunk())
-
-    def _free(self, freed: list[int], shrunk: set[int]) -> None:
-        for extent in shrunk:
-            self._table.generations.change(extent)
-        if self._journal is not None:
-            self._commit(self._journal)  # what is written down must not name a segment that is used again or gone
-        now = time.monotonic()
-        for extent in (*freed, *shrunk):
-            self._wasted.note(extent, now)
-        self._table.free(freed)
-        self.has_waste.set()
-
-    # The requests
+    # The requests: those about memory, and what the service is asked
 
     def _handle(self, connection: _Connection, message: Message, fd: int | None) -> Message | None:
         match message["op"]:
-            case "put" | "move":  # first what comes most often
+            case "put":  # first what comes most often
                 return self._put(connection, message)
-            case "wait" | "ack":
-                return self._ask(connection, message)
             case "segment":
                 if fd is not None:
-                    self._table.admit(
-                        connection, message["segment"], fd, is_packed=message["is_packed"], file=message.get("file")
-                    )
+                    self._memory.admit(
+                        connection, message["segment"], ipc.SharedMemory(fd), is_packed=message["is_packed"],
+                        file=message.get("file"),
+                    )  # fmt: skip
             case "seal":
-                self._table.seal(connection, message["segment"])
+                self._memory.seal(connection, message["segment"])
             case "retire":
-                self._table.retire(connection, message["segment"])
+                self._memory.retire(connection, message["segment"])
             case "released":
-                self._table.release(connection, message["segments"])
+                self._memory.release(connection, message["segments"])
             case "withdraw":
-                self._service.withdraw((connection, message["request"]))
+                self._host.service.withdraw(_ReplyTo(connection, message["request"], self))
             case "bye":
                 connection.has_left = True
-            case "compactor":
-                connection.is_compactor = True
-            case "plan":
-                return self._plan()
-            case "keep":
-                for extent in message["old"]:
-                    self._wasted.forget(extent)
-                return {}
             case "locate" | "snapshot":
-                return self._locate(connection, message)
+                reply = self._ask(connection, message)
+                assert reply is not None
+                return {**reply, "places": self._memory.announce(connection, reply.pop("extents"))}
             case "stats":
-                return {**(self._ask(connection, message) or {}), **self._memory()}
+                clients = sorted(each.pid for each in self._connections.values())
+                return {**(self._ask(connection, message) or {}), "server_pid": os.getpid(), "clients": clients}
             case _:
                 return self._ask(connection, message)
         return None
 
     def _ask(self, connection: _Connection, message: Message) -> Message | None:
-        key = (connection, message["id"])
-        caller = Caller(key=key, owner=connection, label=connection.label)
-        reply = self._service.handle(message, caller, time.monotonic())
+        key = _ReplyTo(connection, message["id"], self)
+        reply = self._host.handle(message, key, connection)
         if reply is None:
             connection.parked.add(key)
         return reply
 
     def _put(self, connection: _Connection, message: Message) -> Message | None:
-        extent = self._table.enter(
+        extent = self._memory.add(
             connection, message["segment"], message["offset"], message["nbytes"], is_last=bool(message["is_last"])
         )
-        if (log := self._service.store.state.log) is not None:
-            log.append(self._table.record(extent))
-        try:
-            message["extent"] = extent
-            return self._ask(connection, message)
-        except Exception:
-            self._table.free([extent])
-            raise
-
-    def _alias(self, extent: int) -> int:
-        number = self._table.alias(extent)
-        if (log := self._service.store.state.log) is not None:
-            log.append(self._table.record(number))
-        return number
-
-    def _plan(self) -> Message:
-        plan = self._wasted.plan(time.monotonic())
-        nbytes = 0 if plan is None else sum(self._service.store.state.extents[number].nbytes for number in plan.old)
-        told = None if plan is None else {**plan._asdict(), "nbytes": nbytes}
-        return {"plan": told, "is_more_to_come": bool(self._wasted)}
-
-    def _locate(self, connection: _Connection, message: Message) -> Message | None:
-        reply = self._ask(connection, message)
-        assert reply is not None
-        return {**reply, "places": self._table.announce(connection, reply.pop("extents"))}
-
-    def _memory(self) -> Message:
-        clients = sorted(connection.pid for connection in self._connections.values() if not connection.is_compactor)
-        return {"server_pid": os.getpid(), "clients": clients, **self._table.counts()}
+        key = _ReplyTo(connection, message["id"], self)
+        reply = self._host.put(message, extent, key, connection)
+        if reply is None:
+            connection.parked.add(key)
+        return reply
 
 
 def _joined(unsent: deque[_Outgoing]) -> _Outgoing:
@@ -369,69 +316,20 @@ def _joined(unsent: deque[_Outgoing]) -> _Outgoing:
     return data, segment
 
 
-class Recovery:
-    """Of one server's bookkeeping and memory."""
+def serve_segments(
+    address: str, abstract: str, journal: Journal | None = None, *, timeout_s: float, snapshot: Path | None = None
+) -> ShmQueue:
+    """Serve a queue in shared memory at an abstract name; returns a client of it, whose close ends it.
 
-    def __init__(self, address: str, service: Service, table: SegmentTable, journal: Journal | None) -> None:
-        self._address = address
-        self._service = service
-        self._table = table
-        self._journal = journal
-
-    def resume(self, journal: Journal) -> None:
-        """Take up what an earlier server of this directory left."""
-        with _no_collections():
-            records = journal.load()
-            store = self._service.store
-            self._service.resume([record for record in records if record[0] != "note_place"], time.monotonic())
-            places = {record[1]: record[2:] for record in records if record[0] == "note_place"}
-            live = {extent: places[extent] for extent in store.state.extents}
-            spilled_to = {each.spill_directory for each in store.state.options.values() if each.spill_directory}
-            self._table.reopen(journal.directory, live, max(places, default=0), spilled_to)
-            store.adopt()
-            store.state.log = []
-            journal.rewrite(self.records())
-
-    def restore(self, path: Path) -> None:
-        """Begin with what a snapshot holds, in memory and files of this queue's own.
-
-        Raises:
-            AddressError: there is a queue already.
-        """
-        store = self._service.store
-        if store.state.next_row > 1 or store.state.options:
-            raise AddressError(
-                f"{self._address} holds a queue already: serve it without a snapshot, or take another directory"
-            )
-        directory = None if self._journal is None else self._journal.directory
-        with _no_collections(), Snapshot(path) as snapshot:
-            self._service.resume(snapshot.records, time.monotonic())
-            places = {number: snapshot.places[number] for number in store.state.extents}
-            spills = {places[number][0]: spill_directory_of(store.state, number) for number in places}
-
-            def make(file: str) -> tuple[SharedMemory, str | None]:
-                segment, own = source_of(directory, spills[file]).create(snapshot.nbytes(file))
-                snapshot.read(file, 0, segment.map(is_shared=True))
-                return segment, own
-
-            self._table.restore(places, max(snapshot.places, default=0), make)
-            store.adopt()
-            if self._journal is not None:
-                self._journal.rewrite(self.records())
-
-    def records(self) -> Iterator[Record]:
-        """Records that make all there is."""
-        yield from dump(self._service.store.state)
-        yield from self._table.records()
-
-
-@contextmanager
-def _no_collections() -> Generator[None]:
-    """Have Python not look for garbage: among a hundred thousand rows that come to stay, it takes half of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
+    Raises:
+        AddressError: the name is taken; there is a queue already, and a snapshot is given.
+    """
+    memory = SegmentMemory(None if journal is None else journal.directory)
+    host = QueueHost(address, memory, journal)
+    host.begin(snapshot)
+    host.add_front(lambda: UnixFront(host, memory, abstract))
     try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+        return ShmQueue(address, abstract, timeout_s=timeout_s, host=host)
+    except BaseException:
+        host.close()
+        raise

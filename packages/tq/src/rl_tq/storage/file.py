@@ -10,20 +10,15 @@ import hashlib
 from pathlib import Path
 
 from rl_tq.client.shm import ShmQueue
-from rl_tq.durability.journal import Journal
+from rl_tq.durability import Journal
 from rl_tq.errors import AddressError
-from rl_tq.storage.shm import Host
+from rl_tq.server.unix import serve_segments
 
 
 def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> ShmQueue:
     """See `rl_tq.serve`."""
     address, abstract, directory = _names(name)
-    host = Host(address, abstract, Journal(directory), snapshot)
-    try:
-        return ShmQueue(address, abstract, timeout_s=timeout_s, host=host)
-    except BaseException:
-        host.close()
-        raise
+    return serve_segments(address, abstract, Journal(directory), timeout_s=timeout_s, snapshot=snapshot)
 
 
 def connect(name: str, *, timeout_s: float) -> ShmQueue:

@@ -17,6 +17,7 @@ from rl_tq.metadata.checks import check_process
 from rl_tq.protocol.codec import decode, encode
 from rl_tq.protocol.service import Message, raise_error
 from rl_tq.server.host import QueueHost, Reply
+from rl_tq.server.memory import HeapMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,22 +33,19 @@ _NUMBERS = count(1)
 class InprocQueue(QueueClient):
     """A client in the same process as the queue."""
 
-    def __init__(self, hub: QueueHost, *, timeout_s: float, is_owner: bool) -> None:
-        super().__init__(hub.address, timeout_s=timeout_s)
-        self._hub = hub
+    def __init__(self, host: QueueHost, *, timeout_s: float, is_owner: bool, address: str = "") -> None:
+        super().__init__(address or host.address, timeout_s=timeout_s)
+        self.host = host
         self._is_owner = is_owner
         self._is_closed = False
         self._pid = os.getpid()
         self._waiting: set[Reply] = set()
-        self._number = next(_NUMBERS)
-
-    def __str__(self) -> str:
-        return f"client {self._number}"
+        self.label = f"client {next(_NUMBERS)}"
 
     def _call(self, request: Message, timeout_s: float) -> Message:
         self._check_open()
         # Through bytes and back, as on a wire: nothing is kept by reference, and what a wire refuses is refused here.
-        return self._wait_for(self._hub.call(_copied({"timeout_s": timeout_s, **request}), self), timeout_s)
+        return self._wait_for(self.host.call(_copied({"timeout_s": timeout_s, **request}), self), timeout_s)
 
     def _wait_for(self, future: Reply, timeout_s: float) -> Message:
         reply = future.result() if future.is_done else self._wait_parked(future, timeout_s)
@@ -61,7 +59,7 @@ class InprocQueue(QueueClient):
             self._check_open()
             return self._reply(future, timeout_s)
         except BaseException:
-            self._hub.abandon(future, "the wait was interrupted")
+            self.host.abandon(future, "the wait was interrupted")
             raise
         finally:
             self._waiting.discard(future)
@@ -71,13 +69,13 @@ class InprocQueue(QueueClient):
         deadline = time.monotonic() + timeout_s
         while True:
             now = time.monotonic()
-            due = self._hub.next_deadline()
+            due = self.host.service.next_deadline()
             # A lease that another thread takes meanwhile may be due before what is known now.
             until = min(deadline, now + 0.25, due if due is not None else deadline)
             try:
                 return future.result(max(0.0, until - now))
             except TimeoutError:
-                self._hub.expire()
+                self.host.expire()
                 if future.is_done or time.monotonic() >= deadline + 1.0:
                     return future.result()
 
@@ -85,12 +83,12 @@ class InprocQueue(QueueClient):
         self._check_open()
         memory = torch.empty(layout.nbytes, dtype=torch.uint8)
         layout.write(memory)
-        return self._wait_for(self._hub.publish(_copied(request), memory, self), timeout_s)
+        return self._wait_for(self.host.publish(_copied(request), memory, self), timeout_s)
 
     def _locate(self, request: Message, *, is_copied: bool) -> tuple[Message, Opened]:
         del is_copied
         self._check_open()
-        reply, opened = self._hub.locate(_copied(request), self)
+        reply, opened = self.host.locate(_copied(request), self)
         raise_error(reply)
         return reply, opened
 
@@ -100,13 +98,10 @@ class InprocQueue(QueueClient):
             return
         self._is_closed = True
         for future in list(self._waiting):
-            self._hub.abandon(future, f"this client of {self.address} was closed")
-        self._hub.leave(self)
+            self.host.abandon(future, f"this client of {self.address} was closed")
+        self.host.leave(self)
         if self._is_owner:
-            self._hub.close()
-            with _SERVED_LOCK:
-                if _SERVED.get((self._pid, self.address)) is self._hub:
-                    del _SERVED[self._pid, self.address]
+            self.host.close()
 
     def _check_open(self) -> None:
         check_process(self.address, self._pid)
@@ -114,27 +109,47 @@ class InprocQueue(QueueClient):
             raise ServerLostError(f"this client of {self.address} was closed")
 
 
+class _Front:
+    """Name under which the threads of this process find a host."""
+
+    def __init__(self, host: QueueHost, address: str) -> None:
+        self.address = address
+        self._key = os.getpid(), address
+        with _SERVED_LOCK:
+            if self._key in _SERVED:
+                raise AddressError(f"{address} is served already: close that queue, or take another name")
+            _SERVED[self._key] = host
+
+    def close(self) -> None:
+        """See `Front`."""
+        with _SERVED_LOCK:
+            _SERVED.pop(self._key, None)
+
+
 def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> InprocQueue:
     """See `rl_tq.serve`."""
-    address = f"inproc://{name or uuid.uuid4().hex[:12]}"
-    hub = QueueHost(address, snapshot)
-    with _SERVED_LOCK:
-        if (os.getpid(), address) in _SERVED:
-            raise AddressError(f"{address} is served already: close that queue, or take another name")
-        _SERVED[os.getpid(), address] = hub
-    return InprocQueue(hub, timeout_s=timeout_s, is_owner=True)
+    host = QueueHost("inproc://", HeapMemory())
+    host.begin(snapshot)
+    attach(host, name, timeout_s=timeout_s)
+    return InprocQueue(host, timeout_s=timeout_s, is_owner=True)
+
+
+def attach(host: QueueHost, name: str, *, timeout_s: float) -> None:
+    """Serve a host under a name, too. See `rl_tq.serve(also=...)`."""
+    del timeout_s
+    host.add_front(lambda: _Front(host, f"inproc://{name or uuid.uuid4().hex[:12]}"))
 
 
 def connect(name: str, *, timeout_s: float) -> InprocQueue:
     """See `rl_tq.connect`."""
     address = f"inproc://{name}"
     with _SERVED_LOCK:
-        hub = _SERVED.get((os.getpid(), address))
-    if hub is None:
+        host = _SERVED.get((os.getpid(), address))
+    if host is None:
         raise ServerLostError(
             f"nobody serves {address} in this process (an inproc queue cannot be reached from another: use shm)"
         )
-    return InprocQueue(hub, timeout_s=timeout_s, is_owner=False)
+    return InprocQueue(host, timeout_s=timeout_s, is_owner=False, address=address)
 
 
 def _copied(message: Message) -> Message:

@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
-from rl_tq.client.remote import assembled, output_memory
+from rl_tq.client.client import RemoteQueue, assembled
 from rl_tq.columns.extent import as_bytes
 from rl_tq.errors import ServerLostError, TransferQueueError, WaitTimeoutError
+from rl_tq.protocol.framing import ALIGNMENT, Payload
 from rl_tq.protocol.handshake import is_loopback
-from rl_tq.protocol.stream import ALIGNMENT, Payload
 from rl_tq.server.connection import ClientConnection, checked_extent, located_parts
-from rl_tq.storage.tcp import Gateway, ServedQueue, TcpQueue, split_place
+from rl_tq.server.host import QueueHost
+from rl_tq.server.memory import HeapMemory
+from rl_tq.storage.inproc import InprocQueue
+from rl_tq.storage.tcp import TcpConnection, TcpFront, address_of, split_place
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from rl_tq.columns.output import Output
     from rl_tq.protocol.service import Message
     from rl_tq.server.connection import Send
-    from rl_tq.server.host import QueueHost
 
 _IN_FLIGHT, _DONE = "PROC", "DONE"
 _POLL_S = 5e-5
@@ -132,9 +134,9 @@ class _NixlConnection(ClientConnection):
     """Tells where values lie, and fetches what is put."""
 
     def __init__(
-        self, agent: _Agent, hub: QueueHost, label: str, send: Send, limit_s: float, max_waiting_bytes: int
+        self, agent: _Agent, host: QueueHost, label: str, send: Send, limit_s: float, max_waiting_bytes: int
     ) -> None:
-        super().__init__(hub, label, send, max_waiting_bytes=max_waiting_bytes)
+        super().__init__(host, label, send, max_waiting_bytes=max_waiting_bytes)
         self._agent = agent
         self._limit_s = limit_s
         self._held: dict[int, tuple[Opened, list[torch.Tensor]]] = {}
@@ -190,25 +192,26 @@ class _NixlConnection(ClientConnection):
         return {"id": number, **answer}, []
 
 
-class _NixlGateway(Gateway):
+class _NixlFront(TcpFront):
+    """Front for clients that read and write by RDMA."""
+
     scheme = "nixl"
 
-    def __init__(self, host: str, port: int, timeout_s: float, snapshot: Path | None, token: str | None) -> None:
-        self._agent = _Agent("server", host)
+    def __init__(self, host: QueueHost, place: tuple[str, int], timeout_s: float, token: str | None) -> None:
+        self._agent = _Agent("server", place[0])
         self._limit_s = timeout_s
-        super().__init__(host, port, timeout_s, token=token, snapshot=snapshot)
+        super().__init__(host, place, timeout_s, token)
 
-    def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
-        return _NixlConnection(self._agent, hub, label, send, self._limit_s, self.limits.payload_bytes)
+    def make_connection(self, label: str, send: Send) -> ClientConnection:
+        return _NixlConnection(self._agent, self.host, label, send, self._limit_s, self.limits.payload_bytes)
 
 
-class NixlQueue(TcpQueue):
-    """A client in any process whose host NIXL reaches the server's from."""
-
-    scheme = "nixl"
+class NixlQueue(RemoteQueue):
+    """Client in any process whose host NIXL reaches the server's from."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
-        super().__init__(host, port, timeout_s=timeout_s, token=token)
+        address = address_of("nixl", host, port)
+        super().__init__(address, TcpConnection(address, host, port, timeout_s, token), timeout_s=timeout_s)
         self._agent = _Agent("client", host)
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
@@ -219,7 +222,7 @@ class NixlQueue(TcpQueue):
 
     def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
         reply, _ = self._request({"op": "fetch", **request}, [], self.timeout_s)
-        payload = output_memory(output, reply, reply["nbytes"])
+        payload = output.take_over(reply, reply["nbytes"])
         if payload is None:
             payload = torch.empty(reply["nbytes"], dtype=torch.uint8)
         try:
@@ -229,7 +232,7 @@ class NixlQueue(TcpQueue):
                 places = [(address, nbytes) for address, nbytes in reply["places"]]
                 self._agent.read(peer, places, payload, reply["starts"], self.timeout_s)
         except TransferQueueError:
-            self._check_alive()  # says that the server is gone, if it is
+            self._session.check()  # says that the server is gone, if it is
             raise
         finally:
             self._release(reply["id"])
@@ -238,20 +241,19 @@ class NixlQueue(TcpQueue):
     def _release(self, request: int) -> None:
         """The server need not keep these values for us any longer."""
         try:
-            self._send({"op": "done", "request": request, "id": 0}, [])
+            self._session.send({"op": "done", "request": request, "id": 0})
         except ServerLostError:
             return  # then it keeps nothing; the values are here, or an error is on its way
 
 
-def serve(name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None) -> ServedQueue:
-    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`.
-
-    Option: `token`.
-    """
-    gateway = _NixlGateway(*split_place(name or "127.0.0.1:0", "nixl"), timeout_s, snapshot, token)
-    return ServedQueue(gateway, timeout_s=timeout_s)
+def serve(name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None) -> InprocQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
+    host = QueueHost("nixl://", HeapMemory())
+    host.begin(snapshot)
+    host.add_front(lambda: _NixlFront(host, split_place(name or "127.0.0.1:0", "nixl"), timeout_s, token))
+    return InprocQueue(host, timeout_s=timeout_s, is_owner=True)
 
 
 def connect(name: str, *, timeout_s: float, token: str | None = None) -> NixlQueue:
-    """See `rl_tq.connect`. Option: `token`."""
+    """See `rl_tq.connect`."""
     return NixlQueue(*split_place(name, "nixl"), timeout_s=timeout_s, token=token)

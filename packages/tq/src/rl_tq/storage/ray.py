@@ -8,7 +8,6 @@ Requests go to the serving process over TCP, with a token that travels in Ray. R
 from __future__ import annotations
 
 import ctypes
-import os
 import secrets
 import threading
 import uuid
@@ -21,7 +20,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_tq.client.client import QueueClient
+from rl_tq.client.client import QueueClient, RemoteQueue
 from rl_tq.columns.extent import ExtentView
 from rl_tq.errors import (
     AddressError,
@@ -31,10 +30,11 @@ from rl_tq.errors import (
     TransferQueueError,
     WaitTimeoutError,
 )
-from rl_tq.metadata.checks import check_process
 from rl_tq.server.connection import ClientConnection
+from rl_tq.server.host import QueueHost
+from rl_tq.server.memory import HeapMemory
 from rl_tq.storage.ray_owner import NAMESPACE, Keeper, actor_name
-from rl_tq.storage.tcp import Gateway, TcpQueue
+from rl_tq.storage.tcp import TcpConnection, TcpFront
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,10 +44,9 @@ if TYPE_CHECKING:
 
     from rl_tq.columns.extent import Layout, Opened
     from rl_tq.columns.output import Output
+    from rl_tq.protocol.framing import Payload
     from rl_tq.protocol.service import Message
-    from rl_tq.protocol.stream import Payload
     from rl_tq.server.connection import Send
-    from rl_tq.server.host import QueueHost
     from rl_tq.storage.ray_owner import Where
 
 
@@ -76,7 +75,7 @@ class _Keepers:
             if node not in self._actors:
                 self._make(node, node, None)
 
-    def keep(self, memory: torch.Tensor, _: str | None) -> Any:
+    def keep(self, memory: torch.Tensor) -> Any:
         """Have an extent kept on the serving node."""
         number: Any = ray.get(self._actors[""].keep.remote(memory.numpy()), timeout=60.0)
         return _StoredExtent("", number, len(memory), self)
@@ -109,8 +108,8 @@ class _Keepers:
 class _RayConnection(ClientConnection):
     """Knows where values lie, and never sees them."""
 
-    def __init__(self, keepers: _Keepers, hub: QueueHost, label: str, send: Send, max_waiting_bytes: int) -> None:
-        super().__init__(hub, label, send, max_waiting_bytes=max_waiting_bytes)
+    def __init__(self, keepers: _Keepers, host: QueueHost, label: str, send: Send, max_waiting_bytes: int) -> None:
+        super().__init__(host, label, send, max_waiting_bytes=max_waiting_bytes)
         self._keepers = keepers
 
     def take(self, message: Message, payload: torch.Tensor | None) -> None:
@@ -136,20 +135,20 @@ class _RayConnection(ClientConnection):
         return {**reply, "id": number, "objects": [*objects.items()]}, []
 
 
-class _RayGateway(Gateway):
-    scheme = "ray"
-    is_compacted = False
+class _RayFront(TcpFront):
+    """Front for clients whose values lie in Ray's object store."""
 
-    def __init__(self, queue: str, timeout_s: float, snapshot: Path | None) -> None:
+    scheme = "ray"
+
+    def __init__(self, host: QueueHost, memory: HeapMemory, queue: str, timeout_s: float) -> None:
         self._keepers: _Keepers | None = None
         token = secrets.token_hex()
-        super().__init__(ray.util.get_node_ip_address(), 0, timeout_s, token=token)
-        self.hub.address = f"ray://{queue}"
+        super().__init__(host, (ray.util.get_node_ip_address(), 0), timeout_s, token)
+        self.address = f"ray://{queue}"
         try:
             node = ray.get_runtime_context().get_node_id()
-            self._keepers = _Keepers(queue, (self.host, self.port, token, node))
-            if snapshot is not None:
-                self.hub.restore(snapshot, self._keepers.keep)
+            self._keepers = _Keepers(queue, (self._listener.host, self.port, token, node))
+            memory.place = self._keepers.keep
         except BaseException:
             self.close()
             raise
@@ -160,36 +159,33 @@ class _RayGateway(Gateway):
             self._keepers.close()
             self._keepers = None
 
-    def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
+    def make_connection(self, label: str, send: Send) -> ClientConnection:
         assert self._keepers is not None
-        return _RayConnection(self._keepers, hub, label, send, self.limits.payload_bytes)
+        return _RayConnection(self._keepers, self.host, label, send, self.limits.payload_bytes)
 
 
-class RayQueue(TcpQueue):
+class RayQueue(RemoteQueue):
     """A client in any process that is connected to the cluster. The one that `serve` returned ends the queue."""
 
-    scheme = "ray"
-
-    def __init__(self, queue: str, *, timeout_s: float, gateway: _RayGateway | None = None) -> None:
+    def __init__(self, queue: str, *, timeout_s: float, host: QueueHost | None = None) -> None:
         self._queue = queue
-        self._gateway = gateway
         self._keepers: dict[str, Any] = {}
         address = f"ray://{queue}"
         try:
             first = self._keepers[""] = ray.get_actor(actor_name(queue, ""), namespace=NAMESPACE)
-            host, port, token, serving = ray.get(first.where.remote(), timeout=timeout_s)
+            place, port, token, serving = ray.get(first.where.remote(), timeout=timeout_s)
         except (ValueError, RayError) as error:
             raise ServerLostError(f"nobody serves {address} in this cluster of Ray: {error}") from error
-        super().__init__(host, port, timeout_s=timeout_s, token=token)
-        self.address = address
+        super().__init__(address, TcpConnection(address, place, port, timeout_s, token), timeout_s=timeout_s)
+        self.host = host
         node = ray.get_runtime_context().get_node_id()
         self._node = "" if node == serving else node
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
         super().close()
-        if self._gateway is not None and os.getpid() == self._pid:
-            self._gateway.close()
+        if self.host is not None and self._session.is_of_this_process:
+            self.host.close()
 
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
         memory = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -221,8 +217,7 @@ class RayQueue(TcpQueue):
 
     def _ask(self, node: str, method: str, argument: Any) -> Any:
         """Have a keeper's method called. Ray is not asked in a forked child, which it does not survive either."""
-        check_process(self.address, self._pid)
-        self._check_alive()
+        self._session.check()
         if node not in self._keepers:
             self._request({"op": "keeper", "node": node}, [], self.timeout_s)
             self._keepers[node] = ray.get_actor(actor_name(self._queue, node), namespace=NAMESPACE)
@@ -235,7 +230,7 @@ class RayQueue(TcpQueue):
         except GetTimeoutError as error:
             raise WaitTimeoutError(f"Ray gave no values of {where} within {self.timeout_s} s") from error
         except RayError as error:
-            self._check_alive()  # says that the server is gone, if it is
+            self._session.check()  # says that the server is gone, if it is
             raise ServerLostError(f"what {self.address} kept on {where} is lost: {error}") from error
 
 
@@ -251,7 +246,10 @@ def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> RayQu
     _check_ray()
     queue = name or uuid.uuid4().hex[:12]
     try:
-        gateway = _RayGateway(queue, timeout_s, snapshot)
+        memory = HeapMemory(is_compacted=False)
+        host = QueueHost(f"ray://{queue}", memory)
+        host.add_front(lambda: _RayFront(host, memory, queue, timeout_s))
+        host.begin(snapshot)
     except AddressError:
         raise
     except ValueError as error:
@@ -259,9 +257,9 @@ def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> RayQu
     except (RayError, TransferQueueError) as error:
         raise StorageError(f"ray://{queue} cannot be served: {error}") from error
     try:
-        return RayQueue(queue, timeout_s=timeout_s, gateway=gateway)
+        return RayQueue(queue, timeout_s=timeout_s, host=host)
     except BaseException:
-        gateway.close()
+        host.close()
         raise
 
 

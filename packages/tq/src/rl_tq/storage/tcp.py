@@ -9,36 +9,33 @@ serve inside a network whose wires you trust.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
-from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from rl_csrc.ipc import close_in_children
-from rl_tq.client.remote import RemoteQueue, output_memory
-from rl_tq.client.session import GRACE_S, LeaderFollower, PendingReply
-from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
-from rl_tq.metadata.checks import check_process
-from rl_tq.protocol import handshake as _handshake
-from rl_tq.protocol import stream as _stream
+from rl_tq.client.client import RemoteQueue
+from rl_tq.errors import AddressError, ServerLostError
+from rl_tq.protocol import framing as stream
+from rl_tq.protocol import handshake
 from rl_tq.protocol.codec import encode
-from rl_tq.protocol.limits import MAX_MESSAGE_BYTES, Limits
-from rl_tq.protocol.service import Message, raise_error
+from rl_tq.protocol.framing import MAX_MESSAGE_BYTES, Limits
 from rl_tq.server.connection import ClientConnection, Send
 from rl_tq.server.host import QueueHost
 from rl_tq.server.listener import Listener
+from rl_tq.server.memory import HeapMemory
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
 
-    from rl_tq.columns.output import Output
-    from rl_tq.protocol.stream import Payload
+    from rl_tq.protocol.framing import Payload
+    from rl_tq.protocol.service import Message
 
 _TICK_S = 0.1
 
@@ -46,15 +43,15 @@ _TICK_S = 0.1
 class _Remote:
     """One client, as the server has it: a thread that reads and handles, and one that sends."""
 
-    def __init__(self, gateway: Gateway, connection: socket.socket, label: str) -> None:
+    def __init__(self, front: TcpFront, connection: socket.socket, label: str) -> None:
         self.is_authenticated = False
         self._connection = connection
-        self._secret = gateway.secret
-        self._limits = gateway.limits
+        self._secret = front.secret
+        self._limits = front.limits
         self._outgoing: SimpleQueue[tuple[Message, Payload] | None] = SimpleQueue()
         self._unsent_bytes = 0
         self._sent = threading.Condition()
-        self._client = gateway.make_connection(gateway.hub, label, self._send)
+        self._client = front.make_connection(label, self._send)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
@@ -82,10 +79,10 @@ class _Remote:
 
     def _read(self) -> None:
         try:
-            _handshake.welcome(self._connection, self._secret)
+            handshake.welcome(self._connection, self._secret)
             self.is_authenticated = True
             while True:
-                message, payload = _stream.receive(
+                message, payload = stream.receive(
                     self._connection,
                     max_text_bytes=MAX_MESSAGE_BYTES,
                     max_payload_bytes=self._limits.payload_bytes,
@@ -104,7 +101,7 @@ class _Remote:
         try:
             while (item := self._outgoing.get()) is not None:
                 message, payload = item
-                _stream.send(self._connection, encode(message), payload)
+                stream.send(self._connection, encode(message), payload)
                 with self._sent:
                     self._unsent_bytes -= sum(map(len, payload))
                     self._sent.notify()
@@ -118,225 +115,139 @@ class _Remote:
             self._connection.close()
 
 
-class Gateway:
-    """Lets the clients of other processes into a hub."""
+class TcpFront:
+    """Front of a host for clients that come over TCP."""
 
     scheme = "tcp"
-    is_compacted = True
-    """Whether extents are memory of this process."""
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        timeout_s: float,
-        *,
-        token: str | None = None,
-        limits: Limits | None = None,
-        snapshot: Path | None = None,
+        self, host: QueueHost, place: tuple[str, int], timeout_s: float, token: str | None, limits: Limits | None = None
     ) -> None:
-        """`token` None: that of the environment, or a new one."""
+        """Listen. `token` None: that of the environment, or a new one.
+
+        Raises:
+            AddressError: the address cannot be listened at, or is not loopback and there is no token.
+        """
         self.host = host
-        self.secret = _handshake.serving_token(host, token)
+        self.secret = handshake.serving_token(place[0], token)
         self.limits = limits or Limits()
         self._listener = Listener(
-            lambda port: _address(self.scheme, host, port), host, port, timeout_s=timeout_s, limits=self.limits
-        )  # fmt: skip
+            lambda port: address_of(self.scheme, place[0], port), *place, timeout_s=timeout_s, limits=self.limits
+        )
         self.port = self._listener.port
-        try:
-            self.hub = QueueHost(_address(self.scheme, host, self.port), snapshot, is_compacted=self.is_compacted)
-        except BaseException:
-            self._listener.close()
-            raise
+        self.address = address_of(self.scheme, place[0], self.port)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
         self._thread.start()
         self._listener.start(lambda connection, label: _Remote(self, connection, label))
 
     def close(self) -> None:
-        """End every connection, and free every extent. Idempotent."""
-        if self._is_closed.is_set():
-            return
-        self._is_closed.set()
-        self._listener.close()
-        self._thread.join()
-        self.hub.close()
+        """End every connection. Idempotent."""
+        if not self._is_closed.is_set():
+            self._is_closed.set()
+            self._listener.close()
+            self._thread.join()
 
-    def make_connection(self, hub: QueueHost, label: str, send: Send) -> ClientConnection:
+    def make_connection(self, label: str, send: Send) -> ClientConnection:
         """Where a client is answered."""
-        return ClientConnection(hub, label, send, max_waiting_bytes=self.limits.payload_bytes)
+        return ClientConnection(self.host, label, send, max_waiting_bytes=self.limits.payload_bytes)
 
     def _tick(self) -> None:
         """Have leases and waits end at their deadline."""
         while not self._is_closed.wait(_TICK_S):
-            self.hub.expire()
+            self.host.expire()
 
 
-class ServedQueue(InprocQueue):
-    """The client of the process that serves."""
+class TcpConnection:
+    """Connection to a server over TCP, whose messages bring payloads: a `Connection`."""
 
-    def __init__(self, gateway: Gateway, *, timeout_s: float) -> None:
-        super().__init__(gateway.hub, timeout_s=timeout_s, is_owner=True)
-        self._gateway = gateway
+    server = ""
 
-    def close(self) -> None:
-        """See `TransferQueue.close`."""
-        if os.getpid() == self._pid:
-            self._gateway.close()
-            super().close()
+    def __init__(self, address: str, host: str, port: int, timeout_s: float, token: str | None) -> None:
+        """Connect, and prove the token.
 
-
-class TcpQueue(RemoteQueue):
-    """A client in any process that reaches the server."""
-
-    scheme = "tcp"
-
-    def __init__(self, host: str, port: int, *, timeout_s: float, token: str | None = None) -> None:
-        super().__init__(_address(self.scheme, host, port), timeout_s=timeout_s)
-        self._pid = os.getpid()
-        secret = _handshake.client_token(self.address, token)
-        try:
-            self._socket = socket.create_connection((host, port), timeout=timeout_s)
-        except OSError as error:
-            raise ServerLostError(
-                f"nobody serves {self.address} ({error.strerror or error}): start it with rl_tq.serve, and check that "
-                "this host reaches it"
-            ) from error
+        Raises:
+            AddressError: there is no token, or another.
+            ServerLostError: nobody serves there, or does not greet in time.
+        """
+        secret = handshake.client_token(address, token)
+        self._socket = connected(address, host, port, timeout_s)
         close_in_children(self._socket)
         try:
-            _handshake.introduce(self._socket, self.address, timeout_s, secret)
+            handshake.introduce(self._socket, address, timeout_s, secret)
         except AddressError:
             self._socket.close()
             raise
         except OSError as error:
             self._socket.close()
-            raise ServerLostError(
-                f"the server of {self.address} did not greet within {timeout_s} s: {error}"
-            ) from error
+            raise ServerLostError(f"the server of {address} did not greet within {timeout_s} s: {error}") from error
         self._socket.settimeout(None)
-        _stream.prepare(self._socket, timeout_s)
+        stream.prepare(self._socket, timeout_s)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._lock = threading.Lock()
-        self._send_lock = threading.Lock()
-        self._ids = count(1)
-        self._pending: dict[int, PendingReply[tuple[Message, torch.Tensor | None]]] = {}
-        self._outputs: dict[int, Output] = {}
-        self._why_lost: str | None = None
-        self._replies = LeaderFollower(self._read)
 
-    def close(self) -> None:
-        """See `TransferQueue.close`."""
-        if os.getpid() != self._pid:
-            return
-        if self._why_lost is None:
-            with contextlib.suppress(ServerLostError):
-                self._send({"op": "bye", "id": 0}, [])
-        self._lose("this client was closed")
-        with self._send_lock:
-            self._socket.close()
+    def send(self, message: Message, extra: Payload | None) -> None:
+        """See `Connection`."""
+        stream.send(self._socket, stream.encode_request(message), extra or ())
 
-    def _request(
-        self, request: Message, payload: list[torch.Tensor], timeout_s: float, output: Output | None = None
-    ) -> tuple[Message, torch.Tensor | None]:
-        check_process(self.address, self._pid)
-        number = next(self._ids)
-        slot: PendingReply[tuple[Message, torch.Tensor | None]] = PendingReply()
-        with self._lock:
-            self._check_alive()
-            self._pending[number] = slot
-            if output is not None and output.is_given:
-                self._outputs[number] = output
-        try:
-            self._send({**request, "id": number}, payload)
-            if not self._replies.wait(slot, timeout_s + GRACE_S):
-                raise WaitTimeoutError(
-                    f"the server of {self.address} did not answer {request['op']!r} within {timeout_s} s and "
-                    f"{GRACE_S} s more"
-                )
-        except BaseException:
-            with self._lock:
-                is_receiving = self._outputs.pop(number, None) is None and output is not None and output.is_taken
-                was_pending = self._pending.pop(number, None) is not None
-            if is_receiving:
-                self._lose("a call was given up while its values were being received into the caller's buffer")
-            if was_pending and self._why_lost is None:
-                self._send({"op": "withdraw", "request": number, "id": 0}, [])
-            raise
-        raise_error(slot.result()[0])
-        return slot.result()
+    def receive(self, timeout_s: float, place: stream.Place) -> Sequence[tuple[Message, torch.Tensor | None]]:
+        """See `Connection`."""
+        return [stream.receive(self._socket, place)] if self._poll.poll(1e3 * timeout_s) else ()
 
-    def _send(self, message: Message, payload: list[torch.Tensor]) -> None:
-        text = _stream.encode_request(message)
-        with self._send_lock:
-            try:
-                _stream.send(self._socket, text, payload)
-            except OSError as error:
-                self._lose(f"sending to it failed: {error}")
-        self._check_alive()
-
-    def _read(self, timeout_s: float) -> None:
-        if self._why_lost is not None:
-            return
-        try:
-            if not self._poll.poll(1e3 * timeout_s):
-                return
-            message, payload = _stream.receive(self._socket, self._place)
-        except (OSError, ValueError) as error:
-            self._lose(f"it closed or died ({error})")
-            return
-        with self._lock:
-            slot = self._pending.pop(message["id"], None)
-        if slot is not None:
-            slot.put((message, payload))
-
-    def _place(self, message: Message, nbytes: int) -> torch.Tensor | None:
-        with self._lock:
-            output = self._outputs.pop(message.get("id", 0), None)
-        return output_memory(output, message, nbytes)
-
-    def _lose(self, why: str) -> None:
-        with self._lock:
-            if self._why_lost is None:
-                self._why_lost = why
-            pending, self._pending = self._pending, {}
-        for slot in pending.values():
-            slot.fail(self._lost())
+    def shut(self) -> None:
+        """See `Connection`."""
         with contextlib.suppress(OSError):  # the other side did it already
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _check_alive(self) -> None:
-        if self._why_lost is not None:
-            raise self._lost()
+    def close(self) -> None:
+        """See `Connection`."""
+        self._socket.close()
 
-    def _lost(self) -> ServerLostError:
-        return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
+
+def connected(address: str, host: str, port: int, timeout_s: float) -> socket.socket:
+    """A socket that is connected to a server.
+
+    Raises:
+        ServerLostError: nobody listens there.
+    """
+    try:
+        return socket.create_connection((host, port), timeout=timeout_s)
+    except OSError as error:
+        raise ServerLostError(
+            f"nobody serves {address} ({error.strerror or error}): start it with rl_tq.serve, and check that this host "
+            "reaches it"
+        ) from error
+
+
+OPTIONS = {
+    "max_connections": "connections of one peer host (of all, with zmq); 1024",
+    "max_put_bytes": "bytes of one put, and of what one client has under way; a quarter of the host's memory",
+}
+"""What may stand behind `?` in an address that is served."""
 
 
 def serve(
-    name: str,
-    *,
-    timeout_s: float,
-    snapshot: Path | None = None,
-    token: str | None = None,
-    max_connections: str | None = None,
-    max_put_bytes: str | None = None,
-) -> ServedQueue:
-    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`.
-
-    Options: `token`; `max_connections` of one peer host (1024); `max_put_bytes`, of one put, and of what one client
-    has under way (a quarter of the host's memory).
-    """
-    limits = Limits.from_options(max_connections, max_put_bytes)
-    gateway = Gateway(
-        *split_place(name or "127.0.0.1:0"), timeout_s, token=token, limits=limits, snapshot=snapshot
-    )  # fmt: skip
-    return ServedQueue(gateway, timeout_s=timeout_s)
+    name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None, **options: str
+) -> InprocQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
+    host = QueueHost("tcp://", HeapMemory())
+    host.begin(snapshot)
+    attach(host, name, timeout_s=timeout_s, token=token, **options)
+    return InprocQueue(host, timeout_s=timeout_s, is_owner=True)
 
 
-def connect(name: str, *, timeout_s: float, token: str | None = None) -> TcpQueue:
-    """See `rl_tq.connect`. Option: `token`."""
-    return TcpQueue(*split_place(name), timeout_s=timeout_s, token=token)
+def attach(host: QueueHost, name: str, *, timeout_s: float, token: str | None = None, **options: str) -> None:
+    """Serve a host at `HOST:PORT`, too. See `rl_tq.serve`."""
+    host.add_front(
+        lambda: TcpFront(host, split_place(name or "127.0.0.1:0"), timeout_s, token, Limits.from_options(**options))
+    )
+
+
+def connect(name: str, *, timeout_s: float, token: str | None = None) -> RemoteQueue:
+    """See `rl_tq.connect`."""
+    host, port = split_place(name)
+    address = address_of("tcp", host, port)
+    return RemoteQueue(address, TcpConnection(address, host, port, timeout_s, token), timeout_s=timeout_s)
 
 
 def split_place(name: str, scheme: str = "tcp") -> tuple[str, int]:
@@ -353,5 +264,6 @@ def split_place(name: str, scheme: str = "tcp") -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _address(scheme: str, host: str, port: int) -> str:
+def address_of(scheme: str, host: str, port: int) -> str:
+    """The inverse."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

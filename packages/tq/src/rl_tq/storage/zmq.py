@@ -12,40 +12,40 @@ import contextlib
 import hmac
 import os
 import secrets
-import socket as plain_socket
 import threading
 import time
 from collections import deque
-from itertools import count
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq
 from zmq.utils import z85
 
-from rl_tq.client.remote import RemoteQueue, output_memory
-from rl_tq.client.session import GRACE_S, PendingReply
-from rl_tq.errors import AddressError, ServerLostError, WaitTimeoutError
-from rl_tq.metadata.checks import check_process
-from rl_tq.protocol import handshake as _handshake
+from rl_tq.client.client import RemoteQueue
+from rl_tq.errors import AddressError, ServerLostError
+from rl_tq.protocol import handshake
 from rl_tq.protocol.codec import decode, encode
-from rl_tq.protocol.limits import MAX_MESSAGE_BYTES, Limits
-from rl_tq.protocol.service import Message, raise_error
-from rl_tq.protocol.stream import Payload, encode_request
+from rl_tq.protocol.framing import MAX_MESSAGE_BYTES, Limits, encode_request
 from rl_tq.server.connection import ClientConnection, Send
 from rl_tq.server.host import QueueHost
+from rl_tq.server.memory import HeapMemory
+from rl_tq.storage import tcp
 from rl_tq.storage.inproc import InprocQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from rl_tq.columns.output import Output
+    from rl_tq.protocol.framing import Payload, Place
+    from rl_tq.protocol.service import Message
 
 _BEAT_S = 1.0
 _SILENCE_S = 10.0
 _TICK_S = 0.1
 _MAX_HELLO_BYTES = 1024
 _LINGER_MS = 1000
+_CLOSED = encode({"op": "closed", "message": "the queue was closed"})
 _MAX_UNREAD = 64
 """Messages of one client that ZeroMQ reads ahead."""
 
@@ -63,7 +63,7 @@ class _Loop:
         self._is_ending = self._is_over = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def send(self, frames: list[Any]) -> None:
+    def post(self, frames: list[Any]) -> None:
         """Have frames sent, from any thread."""
         self._outgoing.append(frames)
         self._wake()
@@ -75,7 +75,7 @@ class _Loop:
         if threading.current_thread() is not self.thread:
             self.thread.join()
 
-    def receive(self, frames: list[zmq.Frame]) -> None:
+    def take(self, frames: list[zmq.Frame]) -> None:
         """A message came."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class _Loop:
                         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                     except zmq.Again:
                         break
-                    self.receive(frames)
+                    self.take(frames)
                 if time.monotonic() - ticked >= _TICK_S:
                     ticked = time.monotonic()
                     self.tick()
@@ -130,35 +130,44 @@ class _Loop:
                 self.sent(frames, self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True))
 
 
-class _Gateway(_Loop):
-    """Lets the clients of other processes into a hub."""
+class ZmqFront(_Loop):
+    """Front of a host for clients that come over ZeroMQ."""
 
-    def __init__(self, host: str, port: int, snapshot: Path | None, token: str | None, limits: Limits) -> None:
-        self._secret = _handshake.serving_token(host, token)
+    def __init__(self, host: QueueHost, name: str, token: str | None, limits: Limits) -> None:
+        """Listen at `HOST:PORT`.
+
+        Raises:
+            AddressError: it cannot be listened at, or is not loopback and there is no token.
+        """
+        interface, port, key = _split(name)
+        if key:
+            raise AddressError(f"'zmq://{name}' brings a key: a server makes its own; serve zmq://HOST:PORT")
+        self._host = host
+        self._secret = handshake.serving_token(interface, token)
         self._limits = limits
-        self.hub = QueueHost("zmq", snapshot)
         self._context: zmq.Context[Any] = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         public, secret = zmq.curve_keypair()
         for option, value in (
             (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret), (zmq.SNDHWM, 0), (zmq.RCVHWM, _MAX_UNREAD),
-            (zmq.ROUTER_HANDOVER, 0), (zmq.IPV6, int(":" in host)), (zmq.MAXMSGSIZE, limits.payload_bytes),
-            (zmq.HANDSHAKE_IVL, round(1e3 * _handshake.LIMIT_S)),
+            (zmq.ROUTER_HANDOVER, 0), (zmq.IPV6, int(":" in interface)), (zmq.MAXMSGSIZE, limits.payload_bytes),
+            (zmq.HANDSHAKE_IVL, round(1e3 * handshake.LIMIT_S)),
         ):  # fmt: skip
             socket.setsockopt(option, value)
         try:
             if port:
-                socket.bind(_endpoint(host, port))
+                socket.bind(_endpoint(interface, port))
             else:
-                port = socket.bind_to_random_port(_endpoint(host, 0).rpartition(":")[0])
+                port = socket.bind_to_random_port(_endpoint(interface, 0).rpartition(":")[0])
         except zmq.ZMQError as error:
             socket.close(0)
             self._context.term()
             raise AddressError(
-                f"zmq://{host}:{port} cannot be served: {error.strerror}; take another port, or an address of this host"
+                f"zmq://{interface}:{port} cannot be served: {error.strerror}; take another port, or an address of "
+                "this host"
             ) from error
         super().__init__(self._context, socket, "rl-tq-zmq-server")
-        self.hub.address = f"zmq://{_bracketed(host)}:{port}/{z85.decode(public).hex()}"
+        self.address = f"zmq://{_bracketed(interface)}:{port}/{z85.decode(public).hex()}"
         self._key = public
         self._clients: dict[bytes, ClientConnection] = {}
         self._heard: dict[bytes, float] = {}
@@ -166,13 +175,13 @@ class _Gateway(_Loop):
         self.thread.start()
 
     def close(self) -> None:
-        """End the queue for every client."""
-        if self.thread.is_alive():
+        """End it for every client. Idempotent."""
+        if not self._context.closed:
             self.end()
-            self.hub.close()
             self._context.destroy(_LINGER_MS)
 
-    def receive(self, frames: list[zmq.Frame]) -> None:
+    def take(self, frames: list[zmq.Frame]) -> None:
+        """See `_Loop`."""
         client = frames[0].bytes
         if client not in self._clients:
             self._greet(client, frames)
@@ -216,7 +225,7 @@ class _Gateway(_Loop):
             message = decode(frames[1].bytes)
             if message.get("op") != "hello":
                 return
-            expected = _handshake.proof(self._secret, b"client", z85.decode(self._key), message["nonce"])
+            expected = handshake.proof(self._secret, b"client", z85.decode(self._key), message["nonce"])
             has_token = hmac.compare_digest(message["proof"], expected)
         except (ConnectionError, KeyError, TypeError):
             return
@@ -224,25 +233,27 @@ class _Gateway(_Loop):
             self._outgoing.append([client, encode({"op": "refused"})])
             return
         if len(self._clients) >= self._limits.connections:
-            self._outgoing.append([client, encode({"op": "closed"})])
+            self._outgoing.append([client, _CLOSED])
             return
         self._heard[client] = time.monotonic()
         self._unsent[client] = deque()
         label = f"client {str(message.get('id'))[:64]}"
         self._clients[client] = ClientConnection(
-            self.hub, label, self._sender(client), max_waiting_bytes=self._limits.payload_bytes
+            self._host, label, self._sender(client), max_waiting_bytes=self._limits.payload_bytes
         )
         self._outgoing.append([client, encode({"op": "beat"})])
 
     def tick(self) -> None:
-        self.hub.expire()
+        """See `_Loop`."""
+        self._host.expire()
         now = time.monotonic()
         for client in [client for client, heard in self._heard.items() if now - heard > _SILENCE_S]:
             self._drop(client)
 
     def stop(self) -> None:
+        """See `_Loop`."""
         for client in self._clients:
-            self._outgoing.append([client, encode({"op": "closed"})])
+            self._outgoing.append([client, _CLOSED])
 
     def _drop(self, client: bytes) -> None:
         self._heard.pop(client, None)
@@ -253,38 +264,25 @@ class _Gateway(_Loop):
 
     def _sender(self, client: bytes) -> Send:
         def send(message: Message, payload: Payload) -> None:
-            self.send([client, encode(message), *(part.numpy().data for part in payload)])
+            self.post([client, encode(message), *(part.numpy().data for part in payload)])
 
         return send
 
 
-class _ServedQueue(InprocQueue):
-    """The client of the process that serves."""
+class ZmqConnection(_Loop):
+    """Connection over a DEALER socket with CURVE, whose messages bring payloads: a `Connection`."""
 
-    def __init__(self, gateway: _Gateway, *, timeout_s: float) -> None:
-        super().__init__(gateway.hub, timeout_s=timeout_s, is_owner=True)
-        self._gateway = gateway
+    server = ""
 
-    def close(self) -> None:
-        """See `TransferQueue.close`."""
-        self._gateway.close()
-        super().close()
+    def __init__(self, address: str, host: str, port: int, key: bytes, timeout_s: float, token: str | None) -> None:
+        """Connect, and prove the token.
 
-
-class ZmqQueue(RemoteQueue, _Loop):
-    """A client in any process that reaches the server and has its key."""
-
-    def __init__(self, host: str, port: int, key: bytes, *, timeout_s: float, token: str | None = None) -> None:
-        RemoteQueue.__init__(self, f"zmq://{_bracketed(host)}:{port}/{key.hex()}", timeout_s=timeout_s)
-        self._pid = os.getpid()
-        secret_token = _handshake.client_token(self.address, token)
-        try:  # ZeroMQ would go on trying
-            plain_socket.create_connection((host, port), timeout=timeout_s).close()
-        except OSError as error:
-            raise ServerLostError(
-                f"nobody serves {self.address} ({error.strerror or error}): start it with rl_tq.serve, and check that "
-                "this host reaches it"
-            ) from error
+        Raises:
+            AddressError: there is no token, or another.
+            ServerLostError: nobody serves there, or with another key.
+        """
+        secret_token = handshake.client_token(address, token)
+        tcp.connected(address, host, port, timeout_s).close()  # ZeroMQ would go on trying
         self._context: zmq.Context[Any] = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
         public, secret = zmq.curve_keypair()
@@ -294,145 +292,104 @@ class ZmqQueue(RemoteQueue, _Loop):
         ):  # fmt: skip
             socket.setsockopt(option, value)
         socket.connect(_endpoint(host, port))
-        _Loop.__init__(self, self._context, socket, f"rl-tq-client-{self.address}")
-        self._lock = threading.Lock()
-        self._ids = count(1)
-        self._pending: dict[int, tuple[PendingReply[tuple[Message, torch.Tensor | None]], Output | None]] = {}
-        self._why_lost: str | None = None
+        super().__init__(self._context, socket, f"rl-tq-client-{address}")
+        self._received: SimpleQueue[tuple[Message, list[zmq.Frame]] | OSError] = SimpleQueue()
         self._heard = self._beaten = time.monotonic()
         self._greeted = threading.Event()
         self._is_refused = False
         nonce = secrets.token_bytes(32)
-        proof = _handshake.proof(secret_token, b"client", key, nonce)
+        proof = handshake.proof(secret_token, b"client", key, nonce)
         self._outgoing.append([encode({"op": "hello", "id": f"process {os.getpid()}", "nonce": nonce, "proof": proof})])
         self.thread.start()
         has_answered = self._greeted.wait(min(timeout_s, _SILENCE_S))
+        if has_answered and not self._is_refused:
+            return
+        self.close()
         if self._is_refused:
-            self.close()
-            raise AddressError(
-                f"the server of {self.address} has another token than this process: set {_handshake.VARIABLE} alike, "
-                "or pass token="
-            )
-        if not has_answered:
-            self.close()
-            raise ServerLostError(
-                f"who listens at {host}:{port} does not serve {self.address}: pass the address that serve() returned, "
-                "whose end is the server's key"
-            )
+            raise AddressError(handshake.other_token(address))
+        raise ServerLostError(
+            f"who listens at {host}:{port} does not serve {address}: pass the address that serve() returned, whose end "
+            "is the server's key"
+        )
+
+    def send(self, message: Message, extra: Payload | None) -> None:
+        """See `Connection`."""
+        self.post([encode_request(message), *(part.numpy().data for part in extra or ())])
+
+    def receive(self, timeout_s: float, place: Place) -> Sequence[tuple[Message, torch.Tensor | None]]:
+        """See `Connection`."""
+        try:
+            received = self._received.get(timeout=timeout_s)
+        except Empty:
+            return ()
+        if isinstance(received, OSError):
+            raise received
+        message, frames = received
+        return [(message, _joined(frames, message, place))]
+
+    def shut(self) -> None:
+        """See `Connection`."""
+        self._received.put(ConnectionResetError("it is over"))
 
     def close(self) -> None:
-        """See `TransferQueue.close`."""
-        if os.getpid() != self._pid:
-            return
-        if self._why_lost is None:
-            self._outgoing.append([encode({"op": "bye", "id": 0})])
-        self._lose("this client was closed")
-        self.end()
-        self._context.destroy(_LINGER_MS)
+        """See `Connection`."""
+        if not self._context.closed:
+            self.end()
+            self._context.destroy(_LINGER_MS)
 
-    def receive(self, frames: list[zmq.Frame]) -> None:
+    def take(self, frames: list[zmq.Frame]) -> None:
         """See `_Loop`."""
         self._heard = time.monotonic()
         message = decode(frames[0].bytes)
-        match message.get("op"):
-            case "beat":
-                self._greeted.set()
-            case "refused":
-                self._is_refused = True
-                self._greeted.set()
-            case "closed":
-                self._lose("the queue was closed")
-            case _:
-                with self._lock:
-                    slot, output = self._pending.pop(message["id"], (None, None))
-                if slot is not None:
-                    slot.put((message, _received(frames[1:], message, output)))
+        if message.get("op") in ("beat", "refused"):
+            self._is_refused = message["op"] == "refused"
+            self._greeted.set()
+        else:
+            self._received.put((message, frames[1:]))
 
     def tick(self) -> None:
         """See `_Loop`."""
         now = time.monotonic()
-        if self._why_lost is None and now - self._heard > _SILENCE_S and self._greeted.is_set():
-            self._lose(f"it was silent for {_SILENCE_S:.0f} s")
+        if now - self._heard > _SILENCE_S and self._greeted.is_set():
+            self._received.put(TimeoutError(f"it was silent for {_SILENCE_S:.0f} s"))
+            self._heard = now
         if now - self._beaten >= _BEAT_S:
             self._beaten = now
             self._outgoing.append([encode({"op": "beat"})])
 
     def stop(self) -> None:
         """See `_Loop`."""
-        self._lose("its thread ended")
+        self.shut()
 
-    def _request(
-        self, request: Message, payload: Payload, timeout_s: float, output: Output | None = None
-    ) -> tuple[Message, torch.Tensor | None]:
-        check_process(self.address, self._pid)
-        number = next(self._ids)
-        slot: PendingReply[tuple[Message, torch.Tensor | None]] = PendingReply()
-        with self._lock:
-            self._check_alive()
-            self._pending[number] = (slot, output if output is not None and output.is_given else None)
-        self.send([encode_request({**request, "id": number}), *(part.numpy().data for part in payload)])
-        deadline = time.monotonic() + timeout_s + GRACE_S
-        try:
-            while not slot.is_done and (left := deadline - time.monotonic()) > 0:
-                slot.wait(left)
-            if not slot.is_done:
-                raise WaitTimeoutError(
-                    f"the server of {self.address} did not answer {request['op']!r} within {timeout_s} s and "
-                    f"{GRACE_S} s more"
-                )
-        except BaseException:
-            with self._lock:
-                was_pending = self._pending.pop(number, None) is not None
-            if was_pending and self._why_lost is None:
-                self.send([encode({"op": "withdraw", "request": number, "id": 0})])
-            raise
-        raise_error(slot.result()[0])
-        return slot.result()
 
-    def _lose(self, why: str) -> None:
-        with self._lock:
-            if self._why_lost is None:
-                self._why_lost = why
-            pending, self._pending = self._pending, {}
-        for slot, _ in pending.values():
-            slot.fail(self._lost())
-
-    def _check_alive(self) -> None:
-        if self._why_lost is not None:
-            raise self._lost()
-
-    def _lost(self) -> ServerLostError:
-        return ServerLostError(f"the queue {self.address} is lost: {self._why_lost}")
+OPTIONS = tcp.OPTIONS
 
 
 def serve(
-    name: str,
-    *,
-    timeout_s: float,
-    snapshot: Path | None = None,
-    token: str | None = None,
-    max_connections: str | None = None,
-    max_put_bytes: str | None = None,
-) -> _ServedQueue:
-    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`.
-
-    Options: those of `tcp`; `max_connections` counts the clients of all hosts.
-    """
-    host, port, key = _split(name or "127.0.0.1:0")
-    if key:
-        raise AddressError(f"'zmq://{name}' brings a key: a server makes its own; serve zmq://HOST:PORT")
-    limits = Limits.from_options(max_connections, max_put_bytes)
-    return _ServedQueue(_Gateway(host, port, snapshot, token, limits), timeout_s=timeout_s)
+    name: str, *, timeout_s: float, snapshot: Path | None = None, token: str | None = None, **options: str
+) -> InprocQueue:
+    """See `rl_tq.serve`. `HOST:PORT` to listen at; port 0 is a free one; an empty name is `127.0.0.1:0`."""
+    host = QueueHost("zmq://", HeapMemory())
+    host.begin(snapshot)
+    attach(host, name, timeout_s=timeout_s, token=token, **options)
+    return InprocQueue(host, timeout_s=timeout_s, is_owner=True)
 
 
-def connect(name: str, *, timeout_s: float, token: str | None = None) -> ZmqQueue:
-    """See `rl_tq.connect`. Option: `token`."""
+def attach(host: QueueHost, name: str, *, timeout_s: float, token: str | None = None, **options: str) -> None:
+    """Serve a host at `HOST:PORT`, too. See `rl_tq.serve`."""
+    del timeout_s
+    host.add_front(lambda: ZmqFront(host, name or "127.0.0.1:0", token, Limits.from_options(**options)))
+
+
+def connect(name: str, *, timeout_s: float, token: str | None = None) -> RemoteQueue:
+    """See `rl_tq.connect`."""
     host, port, key = _split(name)
     if not key:
         raise AddressError(
             f"'zmq://{name}' lacks the server's key: pass the address of the client that serve() returned"
         )
-    return ZmqQueue(host, port, key, timeout_s=timeout_s, token=token)
+    address = f"zmq://{_bracketed(host)}:{port}/{key.hex()}"
+    return RemoteQueue(address, ZmqConnection(address, host, port, key, timeout_s, token), timeout_s=timeout_s)
 
 
 def _split(name: str) -> tuple[str, int, bytes]:
@@ -455,11 +412,12 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _received(frames: list[zmq.Frame], message: Message, output: Output | None) -> torch.Tensor | None:
+def _joined(frames: list[zmq.Frame], message: Message, place: Place) -> torch.Tensor | None:
+    """The payload of a message, in one piece."""
     nbytes = sum(len(frame) for frame in frames)
     if not nbytes:
         return None
-    memory = output_memory(output, message, nbytes)
+    memory = place(message, nbytes)
     if memory is None:
         memory = torch.empty(nbytes, dtype=torch.uint8)
     start = 0

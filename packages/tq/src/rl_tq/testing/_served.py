@@ -61,14 +61,17 @@ class Served:
     address: ClassVar[str]
     """What to serve; its name empty, so that each test has a queue of its own."""
 
+    also: ClassVar[str] = ""
+    """Another address of the same queue, at which the second client connects; empty: at the first."""
+
     @pytest.fixture
     def queue(self) -> Iterator[TransferQueue]:
         """The client that serves."""
-        with serve(self.address, timeout_s=20.0) as served:
+        with serve(self.address, timeout_s=20.0, also=[self.also] if self.also else []) as served:
             yield served
 
     @pytest.fixture
     def peer(self, queue: TransferQueue) -> Iterator[TransferQueue]:
         """Another client of the same queue."""
-        with connect(queue.address, timeout_s=20.0) as client:
+        with connect(queue.addresses[-1], timeout_s=20.0) as client:
             yield client

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.policies.base import Policy as Policy
 from rl_tq.policies.base import RowMeta as RowMeta
 from rl_tq.types.batch_meta import BatchMeta as BatchMeta
 from rl_tq.types.batch_meta import batch_meta as batch_meta
-from rl_tq.types.options import OnFull as OnFull
-from rl_tq.types.options import PartitionOptions as PartitionOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
 
@@ -76,3 +77,118 @@ class Buffer:
     """uint8 [n], contiguous, on any device; how a get lays values into it: `TransferQueue.get`."""
     kept: Any = field(default=None, init=False, repr=False)
     """What the get before left; the client's own."""
+
+
+class OnFull(StrEnum):
+    """What a put of new rows does in a partition that has no room for them."""
+
+    BLOCK = "block"
+    """Wait for room until the deadline."""
+    RAISE = "raise"
+    """Raise `QueueFullError` at once."""
+    DROP_OLDEST = "drop_oldest"
+    """Clear the oldest rows (whole groups) that nobody holds a lease on; `stats()` counts them."""
+    DROP_STALEST = "drop_stalest"
+    """The same, those of the lowest tag `weight_version_min` first; rows without that tag are never dropped."""
+    SPILL = "spill"
+    """Write values that do not fit into `max_bytes` to files of `spill_directory`, up to `spill_bytes`; then wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionOptions:
+    """What a partition holds at most, and when its rows go. `TransferQueue.configure` sets it; a clear keeps it."""
+
+    max_rows: int | None = None
+    """Rows it holds at most; None: any number."""
+    max_bytes: int | None = None
+    """Bytes of the extents it holds in memory at most; None: any number."""
+    spill_directory: str | None = None
+    """With `on_full="spill"`, where values go that do not fit into `max_bytes`: an absolute path, made if it is not
+    there. `shm` and `file` write there from the process that puts, the other storages from the one that serves. The
+    files have no name and go with their processes; those of `file` stay, and are read when it is served again."""
+    spill_bytes: int | None = None
+    """Bytes of extents that lie in files at most. A put lies in memory or in files, whole; a credit is for both
+    together, so that a put which draws on one may still have to wait until one of them has as much room."""
+    rows_per_version: int | None = None
+    """Rows that training consumes between two weight versions. With `max_lag`, the partition takes at most
+    `(max_lag + 1) * rows_per_version` rows, so that a row is consumed at most `max_lag` versions after it was begun
+    (the admission rule of AReaL, arXiv:2505.24298, section 5.1)."""
+    max_lag: int | None = None
+    """Rows whose tag `weight_version_min` is more than this behind `advance`'s version are cleared and counted (with
+    their group), and a put of such rows raises `StaleVersionError`; None: any age is good."""
+    on_full: OnFull = OnFull.BLOCK
+    """What a put of new rows does where there is no room."""
+    tasks: tuple[str, ...] = ()
+    """The tasks that consume every row: once all of them acked a row, it is cleared. A claim for another task is
+    refused. Empty: any task may claim, and only `clear` frees rows."""
+    keep_steps: int = 0
+    """A row that all `tasks` acked is cleared this many training steps later, so that `restore` can go back as far."""
+    max_attempts: int = 3
+    """A row that came back this many times (nack, expired lease, dead consumer) becomes a dead letter."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_rows", 1), ("max_bytes", 1), ("spill_bytes", 1), ("rows_per_version", 1), ("max_lag", 0),
+            ("keep_steps", 0), ("max_attempts", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise ValueError(f"{name} is {value!r}: it must be an integer" + (", or None" * (least == 1)))
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}: it must be at least {least}" + (", or None" * (least == 1)))
+        choices = [str(choice) for choice in OnFull]
+        if str(self.on_full) not in choices:
+            raise ValueError(f"on_full is {self.on_full!r}: choose one of {choices}")
+        object.__setattr__(self, "on_full", OnFull(self.on_full))
+        if isinstance(self.tasks, str):
+            raise ValueError(f"tasks is the string {self.tasks!r}: give a list of names")
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        if (self.rows_per_version is None) != (self.max_lag is None) and self.rows_per_version is not None:
+            raise ValueError("rows_per_version bounds nothing without max_lag: give both, or max_rows")
+        self._check_spill()
+        if self.keep_steps and not self.tasks:
+            raise ValueError(f"keep_steps is {self.keep_steps}, and no tasks are declared whose rows would be kept")
+
+    def _check_spill(self) -> None:
+        needed = {name: getattr(self, name) for name in ("max_bytes", "spill_directory", "spill_bytes")}
+        missing = [name for name, value in needed.items() if value is None]
+        if self.on_full is OnFull.SPILL and missing:
+            raise ValueError(f"on_full is 'spill', and {missing} are not given: spilling needs all of {list(needed)}")
+        if self.on_full is not OnFull.SPILL and (self.spill_directory or self.spill_bytes):
+            raise ValueError(f"spill_directory and spill_bytes mean nothing with on_full {str(self.on_full)!r}")
+        if self.spill_directory is not None and not self.spill_directory.startswith("/"):
+            raise ValueError(f"spill_directory is {self.spill_directory!r}: give an absolute path")
+
+    @property
+    def byte_limit(self) -> int | None:
+        """Bytes in memory and in files together."""
+        return None if self.max_bytes is None else self.max_bytes + (self.spill_bytes or 0)
+
+    @property
+    def row_limit(self) -> int | None:
+        """The smaller of `max_rows` and what `max_lag` allows."""
+        limits = [self.max_rows] if self.max_rows is not None else []
+        if self.max_lag is not None and self.rows_per_version is not None:
+            limits.append((self.max_lag + 1) * self.rows_per_version)
+        return min(limits, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "tasks": list(self.tasks), "on_full": str(self.on_full)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PartitionOptions:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: an option has no meaning; names those there are.
+        """
+        known = [each.name for each in fields(cls)]
+        unknown = sorted(set(value) - set(known))
+        if unknown:
+            raise ValueError(f"a partition has no options {unknown}; it has {known}")
+        return cls(**value)
+
+
+DEFAULT_OPTIONS = PartitionOptions()
+"""Of a partition that nobody configured."""

@@ -1,0 +1,274 @@
+"""Framing of messages on sockets, and how much a server takes of one peer.
+
+On TCP: a header of 16 bytes, the message, and a payload of raw bytes that nobody parses. On a UNIX socket: length and
+whether a file descriptor comes along (8 bytes), then the message. Tensors never pass there. A message carries one
+descriptor at most, so that one which the kernel drops (the receiver has none left) can be told from the next.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rl_csrc import ipc
+from rl_csrc.ipc import limit_sends
+from rl_tq.errors import AddressError
+from rl_tq.memory.pool import new_memory
+from rl_tq.protocol.codec import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+MAX_REPLY_BYTES = 1 << 30
+"""A reply at most, which comes from a server that proved to have the token."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""A request at most. Values do not count: they travel as payload."""
+Payload: TypeAlias = "list[torch.Tensor]"
+"""uint8 tensors, one after the other."""
+Place: TypeAlias = "Callable[[dict[str, Any], int], torch.Tensor | None]"
+"""Gives memory for the payload of a message, uint8 [n]; None: it goes into new memory."""
+ALIGNMENT = 64
+"""Columns of a payload start at multiples of this many bytes."""
+_HEADER = struct.Struct("<4sIQ")
+_MAGIC = b"RLTQ"
+_CHUNK_BYTES = 1 << 16
+_DEAD_S = 30
+"""A peer whose host does not answer for so long counts as dead."""
+
+
+def prepare(connection: socket.socket, timeout_s: float) -> None:
+    """Set a connection up: no delays, a deadline for every send and receive, and probes that find a dead host."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 5),
+        (socket.TCP_KEEPINTVL, 5),
+        (socket.TCP_KEEPCNT, 5),
+        (socket.TCP_USER_TIMEOUT, 1000 * _DEAD_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    limit_sends(connection, timeout_s)
+
+
+def encode_request(message: dict[str, Any]) -> bytes:
+    """A request as bytes.
+
+    Raises:
+        ValueError: no server takes it, as it is too long.
+    """
+    text = encode(message)
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise ValueError(
+            f"this {message.get('op')!r} has {len(text)} bytes of names, tags and row numbers, and a server takes "
+            f"{MAX_MESSAGE_BYTES}: use fewer rows at once"
+        )
+    return text
+
+
+def send(connection: socket.socket, text: bytes, payload: Sequence[torch.Tensor] = ()) -> None:
+    """Send one encoded message; the payload is uint8 tensors, one after the other."""
+    nbytes = sum(len(part) for part in payload)
+    head = _HEADER.pack(_MAGIC, len(text), nbytes) + text
+    if not nbytes:
+        connection.sendall(head)
+        return
+    connection.sendall(head, socket.MSG_MORE)
+    for part in payload:
+        connection.sendall(part.numpy().data)
+
+
+def receive(
+    connection: socket.socket,
+    place: Place | None = None,
+    *,
+    max_text_bytes: int = MAX_REPLY_BYTES,
+    max_payload_bytes: int = 1 << 40,
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Receive one message and its payload, uint8 [n], into what `place(message, n)` gives, or into new memory.
+
+    What a header announces is not believed: the text's memory grows with what has arrived, and the payload's is
+    backed by the kernel page by page, as it is written.
+
+    Raises:
+        ConnectionError: the other side closed, speaks another language, or announces more than the limits.
+    """
+    head = bytearray(_HEADER.size)
+    _fill(connection, memoryview(head))
+    magic, text_bytes, payload_bytes = _HEADER.unpack(head)
+    if magic != _MAGIC or text_bytes > max_text_bytes or payload_bytes > max_payload_bytes:
+        raise ConnectionAbortedError(
+            f"the other side sent {bytes(head)!r}, which begins no message of rl-tq of at most {max_text_bytes} bytes "
+            f"and a payload of at most {max_payload_bytes}"
+        )
+    message = decode(_receive_text(connection, text_bytes))
+    if not payload_bytes:
+        return message, None
+    payload = place(message, payload_bytes) if place is not None else None
+    if payload is None:
+        payload = new_memory(payload_bytes)
+    _fill(connection, payload.numpy().data)
+    return message, payload
+
+
+def _receive_text(connection: socket.socket, nbytes: int) -> bytearray:
+    """So many bytes, in memory of at most twice what has arrived."""
+    text = bytearray(min(nbytes, _CHUNK_BYTES))
+    start = 0
+    while True:
+        with memoryview(text) as view:
+            _fill(connection, view[start:])
+        start = len(text)
+        if start == nbytes:
+            return text
+        text.extend(bytes(min(nbytes - start, start)))
+
+
+def _fill(connection: socket.socket, target: memoryview) -> None:
+    while target:
+        size = connection.recv_into(target)
+        if not size:
+            raise ConnectionResetError("the other side closed the connection")
+        target = target[size:]
+
+
+def _quarter_of_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of a server, each per peer. Memory is used as bytes arrive, never as a header announces them."""
+
+    connections: int = 1024
+    """Connections of one peer host that have proved the token."""
+    unauthenticated: int = 64
+    """Connections of one peer host that have not yet: of more, the oldest is closed."""
+    payload_bytes: int = field(default_factory=_quarter_of_memory)
+    """Values of one put; and, of one connection, of all puts that wait for room and all replies that wait to be
+    sent. A quarter of the host's memory."""
+
+    @classmethod
+    def from_options(cls, max_connections: str | None = None, max_put_bytes: str | None = None) -> Limits:
+        """The limits that an address gives.
+
+        Raises:
+            AddressError: one is no positive number.
+        """
+        given: dict[str, int] = {}
+        for name, option, value in (
+            ("connections", "max_connections", max_connections),
+            ("payload_bytes", "max_put_bytes", max_put_bytes),
+        ):
+            if value is None:
+                continue
+            if not value.isdecimal() or not int(value):
+                raise AddressError(f"{option} is {value!r}: write a positive number, for example {option}=1024")
+            given[name] = int(value)
+        return cls(**given)
+
+
+_UNIX_HEADER = struct.Struct("<II")
+_MAX_UNIX_BYTES = 1 << 30
+# As plain integers: the arithmetic of enumerations takes longer than the call.
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL)
+
+
+def pack(message: dict[str, Any], *, has_fd: bool = False) -> bytes:
+    """One message as bytes. Send its first byte with the descriptor, if it has one."""
+    body = encode(message)
+    return _UNIX_HEADER.pack(len(body), has_fd) + body
+
+
+def send_some(connection: socket.socket, data: bytes | memoryview, fd: int | None) -> int:
+    """Send what fits and return how many bytes that was; the descriptor goes with the first."""
+    if fd is None:
+        return connection.send(data, _SEND_FLAGS)
+    return socket.send_fds(connection, [data], [fd], _SEND_FLAGS)
+
+
+class Inbox:
+    """Turns what a socket delivers into messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._chunk = memoryview(bytearray(1 << 16))
+        self._buffer = bytearray()
+        self._fds: deque[int | None] = deque()
+
+    def receive(self) -> list[tuple[dict[str, Any], int | None]]:
+        """Read once, and return every message that is whole now, with its descriptor; None where it has or got none.
+
+        Raises:
+            ConnectionError: the other side closed, or sent what is no message.
+        """
+        size, fds, is_lost = ipc.receive_into(self._connection, self._chunk)
+        if not size:
+            raise ConnectionResetError("the other side closed the connection")
+        self._fds.extend(fds)
+        if is_lost and not fds:
+            self._fds.append(None)
+        if not self._buffer and size >= _UNIX_HEADER.size:
+            length, has_fd = _UNIX_HEADER.unpack_from(self._chunk)
+            if size == _UNIX_HEADER.size + length and not has_fd:  # one whole message, as most often
+                return [(decode(self._chunk[_UNIX_HEADER.size : size]), None)]
+        self._buffer += self._chunk[:size]
+        return self._whole()
+
+    def close(self) -> None:
+        """Close the descriptors that no message claimed."""
+        while self._fds:
+            fd = self._fds.popleft()
+            if fd is not None:
+                os.close(fd)
+
+    def _whole(self) -> list[tuple[dict[str, Any], int | None]]:
+        found: list[tuple[dict[str, Any], int | None]] = []
+        start = 0
+        while len(self._buffer) - start >= _UNIX_HEADER.size:
+            length, has_fd = _UNIX_HEADER.unpack_from(self._buffer, start)
+            if length > _MAX_UNIX_BYTES or has_fd > 1:
+                raise ConnectionAbortedError(f"the other side sent a header of {length} bytes and {has_fd} descriptors")
+            end = start + _UNIX_HEADER.size + length
+            if end > len(self._buffer):
+                break
+            message = decode(self._buffer[start + _UNIX_HEADER.size : end])
+            start = end
+            if has_fd and not self._fds:
+                raise ConnectionAbortedError("the other side announced a descriptor, and sent none")
+            found.append((message, self._fds.popleft() if has_fd else None))
+        del self._buffer[:start]
+        return found
+
+
+def socket_name(address: str) -> str:
+    """The abstract name of a queue's socket. It is the kernel's: it vanishes with the server, and no file has it.
+
+    Raises:
+        AddressError: the name is too long.
+    """
+    name = f"rl-tq/{address.removeprefix('shm://')}"
+    if len(name.encode()) > 106:
+        raise AddressError(f"the name of {address} has {len(name.encode()) - 6} bytes; at most 100 are possible")
+    return name
+
+
+def listen(address: str, name: str) -> socket.socket:
+    """A socket that listens at an abstract name for the clients of a queue.
+
+    Raises:
+        AddressError: it cannot.
+    """
+    try:
+        listener = ipc.bind(name)
+    except OSError as error:
+        raise AddressError(
+            f"{address} cannot be served: {error.strerror}; take another name, or close that queue"
+        ) from error
+    listener.listen(128)
+    return listener

@@ -1,0 +1,260 @@
+"""Memory of a queue's extents: of the serving process alone, or shared with the processes of its host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from rl_tq.client.mappings import MappedSegments
+from rl_tq.columns.extent import ExtentView
+from rl_tq.durability import spill_directory_of
+from rl_tq.memory.arena import RESERVE_S, Arena, Block, write_spilled
+from rl_tq.server.segment_table import Client, SegmentTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from rl_csrc.ipc import SharedMemory
+    from rl_tq.columns.extent import Layout
+    from rl_tq.durability import Snapshot
+    from rl_tq.metadata.state import State
+    from rl_tq.protocol.service import Message
+
+Turn: TypeAlias = "Callable[[], AbstractContextManager[None]]"
+
+
+class HeapMemory:
+    """Extents in memory of this process: each stands alone, and nothing of them outlives it.
+
+    As in `SegmentMemory`, the host's lock is held at every call but `take`, `write`, `settle` and `catch_up`.
+    """
+
+    where = None
+    """Clients cannot read extents without asking."""
+
+    def __init__(self, *, is_compacted: bool = True) -> None:
+        """`is_compacted`: the extents are tensors, which are written anew when most of their rows are cleared."""
+        self.extents: dict[int, ExtentView] = {}
+        self._is_compacted = is_compacted
+        self.place: Callable[[torch.Tensor], Any] | None = None
+        """Gives what is kept instead of an extent of a snapshot."""
+        self._numbers = count(1)
+        self._live: dict[int, int] = {}
+        self._aliased: set[int] = set()
+        """Extents whose memory has another number, too: it cannot be let go of."""
+
+    def begin(self, turn: Turn, wake: Callable[[], None]) -> None:
+        """`turn` takes the host's lock; `wake` has `catch_up` called soon."""
+
+    def take(self, values: Any, spill: str | None) -> Any:
+        """Values of a put, uint8 [n], where they can stay; in a file of the directory `spill`, if one is given.
+
+        Raises:
+            QueueFullError: there is no room.
+        """
+        return values if spill is None else write_spilled(values, spill)
+
+    def write(self, layout: Layout, spill: str | None) -> Any:
+        """The same for an extent that is not written yet."""
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.write(memory)
+        return self.take(memory, spill)
+
+    def settle(self, taken: Any) -> None:
+        """What `take` or `write` gave was entered, or is not going to be. Call it once."""
+
+    def enter(self, taken: Any) -> int:
+        """Number a new extent."""
+        number = next(self._numbers)
+        self.extents[number] = ExtentView(memory=taken, is_private=False)
+        return number
+
+    def alias(self, extent: int) -> int:
+        """Another number for an extent's memory, which stays as long as one of them is not freed."""
+        number = next(self._numbers)
+        self.extents[number] = self.extents[extent]
+        self._aliased.add(extent)
+        return number
+
+    def open(self, extents: Iterable[int]) -> dict[int, ExtentView]:
+        """Extents by number; they stay readable whatever is freed."""
+        return {number: self.extents[number] for number in extents}
+
+    def change(self, extent: int) -> None:
+        """Rows of an extent were cleared or moved."""
+
+    def free(self, extents: Iterable[int]) -> None:
+        """No row refers to these extents any more."""
+        for extent in extents:
+            del self.extents[extent]
+            self._live.pop(extent, None)
+            self._aliased.discard(extent)
+
+    def tidy(self) -> None:
+        """Let go of what nobody reads any more."""
+
+    def catch_up(self) -> float | None:
+        """Let go of memory that was kept for the next put; seconds until there is more of it. Without the lock."""
+        return None
+
+    def segment_of(self, extent: int) -> int:
+        """What is freed as a whole: the segment that an extent is in."""
+        return extent
+
+    def shrink(self, extent: int, live_nbytes: int) -> None:
+        """So many bytes of an extent are of rows that are still there."""
+        self._live[extent] = live_nbytes
+
+    def usage(self, segment: int) -> tuple[Collection[int], int, int]:
+        """The extents in a segment, the oldest first; its live bytes, and those put into it; none: leave it alone."""
+        if not self._is_compacted or segment not in self.extents or segment in self._aliased:
+            return (), 0, 0
+        return (segment,), self._live[segment], len(self.extents[segment].memory)
+
+    def ask_to_seal(self, segment: int) -> None:
+        """Have nothing more put into a segment."""
+
+    def counts(self) -> Message:
+        """How much memory there is, for `stats`."""
+        return {}
+
+    def restore(self, state: State, snapshot: Snapshot) -> None:
+        """Take the extents of a state out of a snapshot."""
+        known: dict[tuple[str, int], ExtentView] = {}
+        for number in state.extents:
+            where = snapshot.where(number)
+            if where not in known:
+                values = snapshot.extent(number)
+                taken = self.place(values) if self.place else self.take(values, spill_directory_of(state, number))
+                known[where] = ExtentView(memory=taken, is_private=False)
+            self.extents[number] = known[where]
+        self._numbers = count(max(snapshot.places, default=0) + 1)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.extents.clear()
+
+
+class SegmentMemory(SegmentTable):
+    """Extents in segments that the processes of the host share; this process is a client of its own table."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """`directory`: of files that outlive every process; None: anonymous memory."""
+        super().__init__(self._tell_here, directory)
+        self.tell_client: Callable[[Any, Message, SharedMemory | None], None] = _tell_nobody
+        """Sends a message to a client of another process, with the descriptor of a segment."""
+        self._here = Client()
+        self._mapped = MappedSegments()
+        self._reusable: deque[int] = deque()
+        self._to_seal: deque[int] = deque()
+        self._arena = Arena(self._announce, self._seal, self._retire, directory)
+
+    def begin(self, turn: Turn, wake: Callable[[], None]) -> None:
+        """See `HeapMemory`."""
+        self._turn, self._wake = turn, wake
+
+    def take(self, values: torch.Tensor, spill: str | None) -> Block:
+        """See `HeapMemory`."""
+        block = self._allocate(len(values), spill)
+        block.memory[:] = values.numpy()
+        return block
+
+    def write(self, layout: Layout, spill: str | None) -> Block:
+        """See `HeapMemory`."""
+        block = self._allocate(layout.nbytes, spill)
+        layout.write(block.memory)
+        return block
+
+    def settle(self, taken: Block) -> None:
+        """See `HeapMemory`."""
+        self._arena.settle(taken)
+
+    def enter(self, taken: Block) -> int:
+        """See `HeapMemory`."""
+        return self.add(self._here, taken.segment, taken.offset, len(taken.memory), is_last=taken.is_alone)
+
+    def open(self, extents: Iterable[int]) -> dict[int, ExtentView]:
+        """See `HeapMemory`."""
+        places = self.announce(self._here, extents)
+        pin = self._mapped.pin({segment for _, segment, _, _ in places})
+        assert pin is not None
+        try:
+            return {
+                extent: pin.open(segment, extent, offset, nbytes, is_copied=True)
+                for extent, segment, offset, nbytes in places
+            }
+        finally:
+            pin.release()
+
+    def change(self, extent: int) -> None:
+        """See `HeapMemory`."""
+        self.generations.change(extent)
+
+    def tidy(self) -> None:
+        """See `HeapMemory`."""
+        if self._mapped.has_freed:
+            self.release(self._here, self._mapped.take_released())
+
+    def catch_up(self) -> float | None:
+        """See `HeapMemory`."""
+        for numbers, work in ((self._to_seal, self._arena.leave), (self._reusable, self._arena.reuse)):
+            with contextlib.suppress(IndexError):  # another thread does the same
+                while numbers:
+                    work(numbers.popleft())
+        if not self._arena.has_spare:
+            return None
+        self._arena.trim(RESERVE_S)
+        return RESERVE_S / 4
+
+    def close(self) -> None:
+        """See `HeapMemory`."""
+        self._arena.close()
+        self._mapped.clear()
+        super().close()
+
+    def _allocate(self, nbytes: int, spill: str | None) -> Block:
+        self.catch_up()
+        return self._arena.allocate(nbytes, spill)
+
+    def _announce(self, number: int, segment: SharedMemory, is_packed: bool, file: str | None) -> None:
+        with self._turn():
+            self.admit(self._here, number, segment, is_packed=is_packed, file=file)
+
+    def _seal(self, number: int) -> None:
+        with self._turn():
+            self.seal(self._here, number)
+
+    def _retire(self, number: int) -> None:
+        with self._turn():
+            self.retire(self._here, number)
+
+    def _tell_here(self, client: Any, message: Message, segment: SharedMemory | None) -> None:
+        """Tell a client something, or note what this process is told as one."""
+        if client is not self._here:
+            self.tell_client(client, message, segment)
+            return
+        match message["op"]:
+            case "segment":
+                self._mapped.add(message["segment"], segment, is_packed=message["is_packed"])
+            case "freed":
+                self._mapped.free(message["segments"])
+            case "reuse":
+                self._reusable.append(message["segment"])
+                self._wake()
+            case _:
+                self._to_seal.append(message["segment"])
+                self._wake()
+
+
+def _tell_nobody(*_: object) -> None:
+    """Before there is a front."""
+
+
+ExtentMemory: TypeAlias = HeapMemory | SegmentMemory
+"""Where the extents of one host lie."""
