@@ -52,11 +52,11 @@ class Session:
         self._id = uuid4().hex
         self._prompt_token_ids = prompt_token_ids
         self._images = list(images)
-        self._token_ids: list[int] = []
-        self._mask: list[int] = []
+        self._token_ids: tuple[int, ...] = ()
+        self._mask: tuple[int, ...] = ()
         self._sampled_spans: list[tuple[int, int]] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._logprobs: tuple[float, ...] = ()
+        self._versions: tuple[int, ...] = ()
         self._experts: list[RoutedToken] = []
         self._generate_s = 0.0
         self._last: TokenOutput | None = None
@@ -77,7 +77,7 @@ class Session:
             params = replace(params, seed=(params.seed + 0x9E3779B1 * self.num_turns) % 2**31)
         request = GenerateRequest(
             request_id=f"{self._id}-{self.num_turns}",
-            prompt_token_ids=(*self._prompt_token_ids, *self._token_ids),
+            prompt_token_ids=self._prompt_token_ids + self._token_ids,
             sampling_params=params,
             session_id=self._id,
             images=tuple(self._images),
@@ -94,10 +94,10 @@ class Session:
         add_experts(self._experts, len(request.prompt_token_ids), output)
         start_at = len(request.prompt_token_ids)
         self._sampled_spans.append((start_at, start_at + len(output.token_ids)))
-        self._token_ids += output.token_ids
-        self._mask += [1] * len(output.token_ids)
-        self._logprobs += output.logprobs
-        self._versions += output.weight_versions
+        self._token_ids += tuple(output.token_ids)
+        self._mask += (1,) * len(output.token_ids)
+        self._logprobs += tuple(output.logprobs)
+        self._versions += tuple(output.weight_versions)
         self._last = output
         self.num_turns += 1
 
@@ -109,10 +109,10 @@ class Session:
         if self._max_tokens is not None and self.num_tokens + len(ids) >= self._max_tokens:
             return False
         self._images += images
-        self._token_ids += ids
-        self._mask += [0] * len(ids)
-        self._logprobs += [0.0] * len(ids)
-        self._versions += [-1] * len(ids)
+        self._token_ids += tuple(ids)
+        self._mask += (0,) * len(ids)
+        self._logprobs += (0.0,) * len(ids)
+        self._versions += (-1,) * len(ids)
         return True
 
     @property
@@ -150,10 +150,10 @@ class Session:
         assert self._last is not None, "the model writes first"
         return AgentLoopOutput(
             prompt_token_ids=self._prompt_token_ids,
-            completion_token_ids=tuple(self._token_ids),
-            loss_mask=tuple(self._mask),
-            rollout_logprobs=tuple(self._logprobs),
-            weight_versions=tuple(self._versions),
+            completion_token_ids=self._token_ids,
+            loss_mask=self._mask,
+            rollout_logprobs=self._logprobs,
+            weight_versions=self._versions,
             finish_reason=self._last.finish_reason.value,
             text=self.last_text,
             reward=reward,
