@@ -18,7 +18,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class WeightReceiver(Protocol):
-    """Where new weights come from. rl-ckpt's receiving engine is one.
+    """Source of new weights; rl-ckpt's receiving engine is one.
 
     A server in another process cannot be handed an object, so its client passes `address` on and that process opens
     its own receiver.
@@ -50,7 +50,7 @@ class RolloutServer(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do. Of a server in another process, known from `start` on."""
+        """Capabilities of the server. Of one in another process, known from `start` on."""
         return Capabilities()
 
     @abstractmethod

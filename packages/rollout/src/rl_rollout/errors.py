@@ -53,7 +53,7 @@ class ServerLostError(RolloutError, ConnectionError):
     """A server went away."""
 
     partial: Any = None
-    """What had come of the request until then, a `TokenOutput`, where somebody knows."""
+    """Partial output of the request, a `TokenOutput`, where it is known."""
 
 
 class OverloadedError(RolloutError, RuntimeError):

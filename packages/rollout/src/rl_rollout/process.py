@@ -91,7 +91,7 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Exit code; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def told_stopped(self) -> str | None:

@@ -50,7 +50,7 @@ UNKNOWN_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOutput:
-    """What `chat` and `complete` give."""
+    """Result of `chat` and `complete`."""
 
     text: str
     """The completion."""

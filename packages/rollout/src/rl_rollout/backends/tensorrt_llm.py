@@ -207,7 +207,7 @@ def read_event(event: Mapping[str, Any], version: int) -> TokenChunk:
 
 
 def put_together(request: GenerateRequest, chunks: Sequence[TokenChunk], *, is_aborted: bool) -> TokenOutput:
-    """What came of a request.
+    """Output of a request.
 
     Raises:
         ServerLostError: the stream ended without a reason; with what had come.

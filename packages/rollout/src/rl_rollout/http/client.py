@@ -64,7 +64,7 @@ class HttpServer(RolloutServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the server says that it can do."""
+        """Capabilities that the server reported."""
         return self._capabilities
 
     async def start(self) -> ServerAddress:
@@ -83,7 +83,7 @@ class HttpServer(RolloutServer):
             self._session = None
 
     async def health(self) -> dict[str, Any]:
-        """What the server tells of itself: status, weight version, numbers of requests."""
+        """Health of the server: status, weight version, numbers of requests."""
         return await self._call("GET", "/health")
 
     async def check_health(self) -> None:
@@ -340,7 +340,7 @@ API_TOKEN_VARIABLE = "RL_ROLLOUT_API_TOKEN"
 """Environment variable that carries the bearer token: a command line can be read by everyone on the machine."""
 
 READY = "rl-serve ready "
-"""What the line begins with that tells the address, as JSON, on the server's standard output."""
+"""Prefix of the line with the address, as JSON, on the server's standard output."""
 
 EXIT_TIMEOUT_S = 2.0
 """How long to wait for the end of a server whose connection was lost, to tell its exit code and last lines, seconds."""

@@ -244,7 +244,7 @@ def chunk_from_json(message: Mapping[str, Any]) -> TokenChunk:
 
 
 def partial_from_json(request_id: str, messages: Sequence[Mapping[str, Any]]) -> TokenOutput | None:
-    """What was told of a request before it was lost; None for nothing."""
+    """Partial output of a lost request from its progress messages; None without any."""
     if not messages:
         return None
     return TokenOutput(

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What a stream tells beside its pieces."""
+    """Usage and metadata of a stream, beside its pieces."""
 
     include_usage: bool = False
 
 
 class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take; null is as good as nothing."""
+    """Fields that both endpoints take; null is the default."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -158,7 +158,7 @@ class OpenAIRoutes:
         self._parse_calls = None if parser is None else load_parser(parser)
 
     def routes(self) -> list[web.RouteDef]:
-        """What to add to the application."""
+        """Routes for the application."""
         return [
             web.get("/v1/models", self._models),
             web.post("/v1/completions", self._completions),
@@ -212,7 +212,7 @@ class OpenAIRoutes:
         return await self._answer(request, replace(call, images=images, may_call_tools=bool(tools)))
 
     def _tools(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the model is offered."""
+        """Tools offered to the model."""
         choice = message.get("tool_choice", "auto")
         if choice not in ("auto", "none"):
             raise RequestError(f"tool_choice={choice!r} is not supported by this server; it must be 'auto' or 'none'")

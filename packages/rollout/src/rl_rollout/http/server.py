@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from rl_rollout.types import GenerateRequest, ServerConfig, TokenChunk, TokenOutput
 
 PROGRESS = b"+"
-"""What a line begins with that tells of new tokens and is not the answer."""
+"""Prefix of a progress line: new tokens, not the answer."""
 
 HEARTBEAT_S = 2.0
-"""How often an answer that has nothing to tell writes an empty line, seconds: a client knows by it that the server is
+"""Heartbeat: seconds between the empty lines of an answer without news. A client knows by them that the server is
 there, however long its request waits."""
 
 NOT_ALLOWED = {
@@ -62,7 +62,7 @@ class TellsProgress(Protocol):
 
 
 def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[TokenChunk], None]:
-    """What writes a line of every chunk."""
+    """Callback that writes a progress line for every chunk."""
 
     def tell(chunk: TokenChunk) -> None:
         lines.put_nowait(PROGRESS + wire.line_of({"request_id": request_id, **wire.chunk_to_json(chunk)}))
@@ -71,7 +71,7 @@ def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[Tok
 
 
 def not_bound(config: ServerConfig, error: OSError) -> ServerStartError:
-    """What to raise where a port cannot be bound."""
+    """Error for a port that cannot be bound."""
     return ServerStartError(
         f"port {config.port} of {config.host} cannot be bound ({error.strerror or error}); choose another port, or 0 "
         "for a free one"
@@ -93,7 +93,7 @@ def is_allowed(request: web.Request, api_token: str | None) -> bool:
 
 
 def http_error(request: web.Request, error: web.HTTPException, max_body_bytes: int) -> web.Response:
-    """What aiohttp refuses, as JSON."""
+    """JSON response for an error of aiohttp."""
     told = error.reason
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         told = f"the body is larger than max_body_bytes={max_body_bytes}; ask for less at a time, or raise it"

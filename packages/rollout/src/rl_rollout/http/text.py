@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _UNFINISHED = "\ufffd"
-"""What a tokenizer gives for bytes that are no whole character yet."""
+"""Replacement character: a tokenizer's text for bytes that are no whole character yet."""
 
 
 class TextStream:

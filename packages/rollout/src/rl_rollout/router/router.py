@@ -91,7 +91,7 @@ class Router(RolloutServer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the first replica: all of them are to be alike."""
+        """Capabilities of the first replica; all replicas must be alike."""
         return next(iter([*self._loads, *self._lost])).capabilities
 
     async def start(self) -> ServerAddress:
@@ -189,7 +189,7 @@ class Router(RolloutServer):
             return replace(done, finish_reason=FinishReason.LENGTH)  # lost after its last token, before it said so
 
     async def _generate_part(self, request: GenerateRequest, deadline: float | None) -> tuple[TokenOutput, bool]:
-        """What one replica gives, and whether that is all."""
+        """Output of one replica, and whether it is complete."""
         server = await self._take_turn(request, deadline)
         if server is None:
             return TokenOutput.empty(request), True

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowValues:
-    """How a sequence enters the table."""
+    """Row values with which a sequence enters the batch table."""
 
     token_ids: Sequence[int]
     """Its P prompt tokens."""

@@ -48,7 +48,7 @@ OPTIONS = {"block_size": 16, "chunk_tokens": 512}
 _log = logging.getLogger(__name__)
 
 Event = TokenOutput | Exception | TokenChunk
-"""What a request gets: chunks if it streams, then its whole output or an error."""
+"""Event of a request: chunks if it streams, then its whole output or an error."""
 
 
 class Engine:
@@ -80,7 +80,7 @@ class Engine:
         self._num_unseeded = self._num_arrived = self._num_updates = 0
         self._held: OrderedDict[SequenceState, None] = OrderedDict()
         self._begun: OrderedDict[SequenceState, None] = OrderedDict()
-        """Those in the batch that brought no deadline, in the order in which they entered it."""
+        """Running requests without a deadline of their own, in the order of admission."""
         self._clock = 0.0
         """Seconds of stepping: it stands still while there is nothing to do, and while nothing may be computed."""
         self._stepped_at: float | None = None
@@ -117,7 +117,7 @@ class Engine:
         return not self.scheduler.running and not self.scheduler.waiting
 
     def take_events(self) -> list[tuple[str, Event]]:
-        """What happened since the last call, by request id, in order."""
+        """Events since the last call, by request id, in order."""
         events, self._events = self._events, []
         return events
 

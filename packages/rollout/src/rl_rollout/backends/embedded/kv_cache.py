@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer keeps per position."""
+    """Shape of the keys and values that one attention layer caches per position."""
 
     num_heads: int
     """Key/value heads."""

@@ -35,7 +35,7 @@ class ImagePrompt:
     given_ids: Tensor
     """[P] int64, the prompt; -1 where a model sampled the token, which then stands for no image."""
     sampled_places: tuple[int, ...]
-    """Where a placeholder was sampled before the end of the last image."""
+    """Positions of placeholders that were sampled before the end of the last image."""
     num_seen: int
     """Tokens up to the end of the last image."""
 
@@ -86,7 +86,7 @@ class ImageReader:
 
 
 def load_image_reader(module: Any, model_path: str) -> ImageReader | None:
-    """How the model in this folder is shown images; None if it takes none."""
+    """Image reader of the model in this folder; None if it takes no images."""
     if not (hasattr(module.base_model, "visual") and hasattr(module.base_model, "get_rope_index")):
         return None
     config = module.config

@@ -81,7 +81,7 @@ def note_tokens(
 
 
 def last_chunk(output: TokenOutput, num_told: int) -> TokenChunk:
-    """What is left to tell of an output."""
+    """Last chunk of an output: the tokens that were not streamed yet."""
     return TokenChunk(
         token_ids=output.token_ids[num_told:],
         logprobs=output.logprobs[num_told:],

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Extras:
-    """What was gathered for one request. V vocabulary, N MoE layers, K experts per token."""
+    """Extras collected for one request. V vocabulary, N MoE layers, K experts per token."""
 
     request: GenerateRequest
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
@@ -98,7 +98,7 @@ class ExpertRecorder:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """What the engine knows of a request beside its row of the table."""
+    """State of a request, beside its row of the batch table."""
 
     request: GenerateRequest
     told_every: int
@@ -112,7 +112,7 @@ class SequenceState:
     seen: ImagePrompt | None = None
     """Images of its prompt."""
     root: Hashable = None
-    """What its keys and values depend on beside its tokens: the weights, the adapter, the images."""
+    """Cache key beside the tokens: the weights, the adapter, the images."""
     blocks: list[int] = field(default_factory=list[int])
     """Of the cache, in the order of positions."""
     num_told: int = 0
@@ -122,7 +122,7 @@ class SequenceState:
     since: float = 0.0
     """When it began to wait, or entered the batch, by the engine's clock, seconds."""
     extras: Extras = field(init=False)
-    """What it gets beside its tokens."""
+    """Extra outputs that it asked for."""
 
     def __post_init__(self) -> None:
         self.extras = Extras(self.request)
@@ -164,7 +164,7 @@ class SequenceState:
         return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
     def row_values(self, stop_token_ids: tuple[int, ...], adapter: int) -> RowValues:
-        """How it enters the table."""
+        """Row values with which it enters the batch table."""
         params = self.request.sampling_params
         return RowValues(
             token_ids=self.request.prompt_token_ids,
@@ -193,7 +193,7 @@ class SequenceState:
         )
 
     def poisoned(self, weight_version: int) -> GenerationError:
-        """What it is told where its logits are not finite."""
+        """Error for logits that are not finite."""
         return GenerationError(
             f"request {self.request.request_id!r}: the model's logits are not finite; "
             f"check the weights of version {weight_version}"

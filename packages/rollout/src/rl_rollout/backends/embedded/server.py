@@ -168,7 +168,7 @@ class EmbeddedServer(RolloutServer):
             self._listeners.pop(request.request_id, None)
 
     async def _cut(self, request: GenerateRequest, future: asyncio.Future[TokenOutput]) -> TokenOutput:
-        """What a request has when its own deadline is over."""
+        """Output of a request whose own deadline is over."""
         self._end(request, FinishReason.TIMEOUT)
         done, _ = await asyncio.wait([future], timeout=GRACE_S)
         if not done or not (output := future.result()).token_ids:
@@ -409,7 +409,7 @@ class EmbeddedServer(RolloutServer):
             engine.is_asleep = False
 
     def status(self) -> dict[str, Any]:
-        """What `/health` tells: counts are of requests, and `num_threads` are of the model on a CPU."""
+        """Status for `/health`: counts are of requests, and `num_threads` are of the model on a CPU."""
         engine = self._engine
         return {
             "status": "ok" if engine.has_weights else "no weights",

@@ -31,7 +31,7 @@ _HARMLESS = {"position_ids", "cache_position"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSettings:
-    """What a layer asks of attention."""
+    """Attention settings of one layer."""
 
     scaling: float
     """Multiplies query-key products."""
@@ -71,7 +71,7 @@ def attention_forward(
     rl_batch: Batch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What every attention layer of a served model calls. See transformers' AttentionInterface."""
+    """Attention function of every layer of a served model. See transformers' AttentionInterface."""
     if rl_batch is None:
         raise ModelFolderError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
     for name, given in {"attention_mask": attention_mask, **kwargs}.items():

@@ -47,7 +47,7 @@ class GpuCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """What repeats `work` on the same memory, and returns the tensor that it returned."""
+        """Replay function for `work` on the same memory; it returns the same tensor."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

@@ -47,7 +47,7 @@ class AdapterStore:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that requests may ask for."""
+        """Names of the adapters that requests may ask for."""
         return tuple(self._scaling)
 
     @property

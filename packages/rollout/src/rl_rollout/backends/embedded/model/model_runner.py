@@ -55,7 +55,7 @@ class ServedModel:
     module: Any
     """The Hugging Face module, in eval mode."""
     device: torch.device
-    """Where it is."""
+    """Device of the model."""
     dtype: torch.dtype
     """Of weights, keys and values."""
     vocab_size: int
@@ -65,13 +65,13 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     """Ids at which a request stops unless it ignores them."""
     layer_shapes: dict[int, LayerShape]
-    """What each attention layer keeps."""
+    """Shapes of the keys and values that each attention layer caches."""
     experts: ExpertRecorder
     """Of its routers; of none, where the model has no experts or its routers do not tell."""
     linears: dict[str, ServedLinear]
     """Its linear layers, by name."""
     active_adapters: ActiveAdapters
-    """What the linear layers look at in a pass."""
+    """Active adapters, which the linear layers read during a pass."""
     adapters: AdapterStore
     """LoRA adapters that requests may ask for."""
     image_reader: ImageReader | None
