@@ -200,3 +200,22 @@ def test_a_destination_is_its_source_or_apart_from_it():
     for source, target in ((x[:8], x[2:]), (x[2:], x[:8])):
         with pytest.raises(rl_csrc.ArgumentError, match="memory that does not overlap its source"):
             rl_csrc.bucket_copy([source], [target])
+
+
+def test_arguments_that_lie_apart_in_memory_give_the_same():
+    """Every second entry of a longer tensor: masks, rewards, offsets and group ids."""
+    generator = torch.Generator().manual_seed(5)
+    apart = [torch.rand(64, generator=generator)[::2] for _ in range(2)]
+    mask = (torch.rand(64, generator=generator) < 0.5)[::2]
+    offsets = torch.tensor([0, -1, 20, -1, 32, -1])[::2]
+    ids = (torch.arange(64) // 16)[::2]
+    assert not any(x.is_contiguous() for x in (*apart, mask, offsets, ids))
+    whole = [x.contiguous() for x in (*apart, mask, offsets, ids)]
+
+    def results(rewards, values, mask, offsets, ids):
+        spent = rl_csrc.policy_loss(rewards, values, rewards, mask, offsets)
+        return [*rl_csrc.scan_reverse(rewards, values, offsets, loss_mask=mask), rl_csrc.whiten(rewards, mask),
+                rl_csrc.group_norm(rewards, ids), *spent]  # fmt: skip
+
+    for found, wanted in zip(results(*apart, mask, offsets, ids), results(*whole), strict=True):
+        assert torch.equal(found, wanted)
