@@ -202,7 +202,7 @@ def test_images_of_groups_are_kept_once_and_lengths_count_them(tmp_path):
         "rewards": [0.0, 0.0, 0.0, 0.0, 1.0],
     }
     assert tags[1]["num_tokens"] == 5
-    with pytest.raises(TrainerError, match="a trajectory has 1 images and 2 places for them"):
+    with pytest.raises(TrainerError, match="a trajectory: 1 images and 2 places for them"):
         reader.read([dataclasses.replace(more, images=tuple(urls[1:]))])
     with pytest.raises(TrainerError, match="does not say how to prepare them"):
         to_columns([(7, [(seen, NOTHING)], None)])
