@@ -239,6 +239,8 @@ def optional_floats(x: Tensor | None, like: Tensor) -> Tensor | None:
 
 def per_token(value: float | Tensor, num: int, name: str) -> tuple[Tensor | None, float]:
     """Return a number, or a float32 tensor `[num]`, as the two arguments that a schema has for it."""
+    if type(value) is float:
+        return None, value
     if not isinstance(value, Tensor):
         return None, float(value)
     if value.dim() == 0:
