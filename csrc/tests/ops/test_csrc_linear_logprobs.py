@@ -1,5 +1,8 @@
 """The LM head fused with the log-prob, against a float64 oracle made from the same rounded operands."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -142,3 +145,20 @@ def test_refusals_are_sentences():
         rl_csrc.linear_logprobs(hidden, weight.T, labels)
     with pytest.raises(rl_csrc.LabelError):
         rl_csrc.linear_logprobs(hidden, weight, torch.tensor([0, 7, 1]))
+
+
+WHOLE = """
+import resource, torch, rl_csrc
+num, vocab = 4096, 32768
+hidden, weight = torch.randn(num, 16, requires_grad=True), torch.randn(vocab, 16, requires_grad=True)
+labels = torch.randint(vocab, (num,))
+rl_csrc.linear_logprobs(hidden[:8], weight, labels[:8]).logprobs.sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rl_csrc.linear_logprobs(hidden, weight, labels, entropy=True).logprobs.sum().backward()
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (4 * num * vocab))
+"""
+
+
+def test_the_logits_are_never_held_whole():
+    done = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5, "forward and backward took as much memory as half of the logits"
