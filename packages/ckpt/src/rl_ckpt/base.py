@@ -63,7 +63,7 @@ class CheckpointEngine(ABC):
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Version of the last committed sync, or of the one that is landing in `receive_weights`; None before any."""
+        """Version of the last committed sync, or of the one that `receive_weights` is taking; None before any."""
 
     @property
     @abstractmethod

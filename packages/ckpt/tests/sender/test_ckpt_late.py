@@ -1,4 +1,4 @@
-"""Who comes late, or falls out, gets the version in force without waiting for the next."""
+"""Who comes late, or falls out, gets the committed version without waiting for the next."""
 
 import asyncio
 

@@ -22,7 +22,7 @@ class NodeProcess(ChildProcess):
     """A process that receives from one session and sends to another. It says `open`, then each version that it serves.
 
     Args:
-        kind: A `Relay` passes one sync on while it lands. A `Holder` takes one, says so, and then serves late comers.
+        kind: A `Relay` passes one sync on while it lands. A `Holder` takes one, says so, and serves late receivers.
         above: URL of the session to receive from.
         below: URL of the session to send to.
         die_at: A message of WIRE.md like `Bucket`, and a moment: it kills itself `before` or `after` sending the first.

@@ -91,7 +91,7 @@ class Installer:
                     raise VersionError(f"version {receiver.version} came, and {version} was asked for")
                 self._staging.put(name, tensor)
         except BaseException as error:
-            touched = set(self._staging.landing) if self._is_touched else set[str]()
+            touched = set(self._staging.incoming) if self._is_touched else set[str]()
             self._staging.abort()
             if touched:
                 self._go_back(touched, error)
@@ -105,17 +105,17 @@ class Installer:
 
     def _install(self) -> Mapping[str, Tensor] | None:
         """Called by the receiver when everything has landed and was verified, before it votes."""
-        for name, tensor in self._staging.landing.items():
+        for name, tensor in self._staging.incoming.items():
             held = self._staging.current.get(name, tensor)
             if held.shape != tensor.shape:  # a loader may pad a shorter one with what was there before
                 raise TensorError(f"{name!r} came as {list(tensor.shape)}; the engine's is {list(held.shape)}")
-        missing = self._staging.current.keys() - self._staging.landing.keys()
+        missing = self._staging.current.keys() - self._staging.incoming.keys()
         if missing and not self._is_fresh and not self._is_partial:
             raise TensorError(
                 f"{len(missing)} of the {len(self._staging.current)} tensors that the engine holds did not come, "
                 f"{min(missing)!r} the first; send all of them, or ask for a partial sync"
             )
-        weights = self._staging.landing if self._is_fresh else self._staging.merged()
+        weights = self._staging.incoming if self._is_fresh else self._staging.merged()
         if left := self._suspects - weights.keys():
             raise TensorError(
                 f"a failed sync may have left something of {len(left)} tensors in the engine that did not come now, "
@@ -175,7 +175,7 @@ class Staging:
     def __init__(self) -> None:
         self.current: dict[str, Tensor] = {}
         """What was committed."""
-        self.landing: dict[str, Tensor] = {}
+        self.incoming: dict[str, Tensor] = {}
         """What has come of the sync under way."""
         self._spare: dict[str, Tensor] = {}
 
@@ -184,19 +184,19 @@ class Staging:
         spare = self._spare.pop(name, None)
         if spare is None or (spare.dtype, spare.shape) != (tensor.dtype, tensor.shape):
             spare = tensor.new_empty(tensor.shape, device="cpu")
-        self.landing[name] = spare.copy_(tensor.detach())
+        self.incoming[name] = spare.copy_(tensor.detach())
 
     def merged(self) -> dict[str, Tensor]:
         """All weights as they are with what has landed."""
-        return {**self.current, **self.landing}
+        return {**self.current, **self.incoming}
 
     def commit(self, *, is_whole: bool = False) -> None:
-        """What has landed is in force, in place of the tensors of the same names or, if it is whole, of all."""
-        self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.landing}
-        self.current = self.landing if is_whole else self.merged()
-        self.landing = {}
+        """Commit what has arrived, in place of the tensors of the same names or, if it is whole, of all."""
+        self._spare |= {name: tensor for name, tensor in self.current.items() if is_whole or name in self.incoming}
+        self.current = self.incoming if is_whole else self.merged()
+        self.incoming = {}
 
     def abort(self) -> None:
         """What has landed is worthless; its memory is kept."""
-        self._spare |= self.landing
-        self.landing = {}
+        self._spare |= self.incoming
+        self.incoming = {}

@@ -113,7 +113,7 @@ class _Engine:
         self._loaded: set[str] = set()
         """The model's tensors that the last load filled."""
         self._committed: set[str] = set()
-        """Those that loading the version in force fills."""
+        """Those that loading the committed version fills."""
         self._kept: dict[str, Tensor] = {}
         """The others, as they were before a load."""
 

@@ -71,7 +71,7 @@ class Rendezvous:
         return self._waker_out.fileno()
 
     def dial(self) -> Channel:
-        """Connect a receiver and ring the bell. Called under the lock."""
+        """Connect a receiver and wake the sender. Called under the lock."""
         self._num_receivers += 1
         mine, theirs = socket.socketpair()
         pid = os.getpid()
@@ -117,7 +117,7 @@ class InprocSend(SendTransport):
         return self._rendezvous.slots
 
     def fileno(self) -> int:
-        """The hub's bell."""
+        """The hub's waker."""
         if self._rendezvous is None:
             raise AddressError(f"{self.address} is not open")
         return self._rendezvous.fileno()

@@ -56,7 +56,7 @@ T = TypeVar("T")
 DYING_S = 1.0
 """How much sooner the memory of a process that dies may be gone than its sockets."""
 PULL_PAUSE_S = 0.001
-"""Between two looks at a read of the sender's memory, which rings no bell."""
+"""Between two looks at a read of the sender's memory, which wakes nobody."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,11 +171,11 @@ class Connection:
         return is_told and reason is not AbortReason.PROTOCOL
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.mapped_source = None
         if self.reader is not None:
             self.reader.close()
-            self.reader = None  # it refers back to the line: the ring would stay mapped until a collection
+            self.reader = None  # it refers back to the connection: the ring would stay mapped until a collection
         self.channel.close()
 
     def send_until(self, message: Message, deadline: Deadline) -> None:
@@ -334,7 +334,7 @@ class Connector:
                 raise
 
     def abort(self, reason: AbortReason, text: str) -> None:
-        """Tell the sender, if it can still hear it, and hang up if it cannot or if the two are out of step."""
+        """Tell the sender; close the connection if it cannot hear it, or if the two are out of step."""
         if self.connection is not None and not self.connection.abort(reason, text):
             self.close()
 

@@ -29,7 +29,7 @@ class _Route:
     """From where to where the tensors of one message go, kept as long as the targets stay where they are."""
 
     addresses: list[int]
-    """Of the targets that are written as they are; 0 for those that have staging memory in front of them."""
+    """Of the targets that are written as they are; 0 for those that have staging memory before them."""
     pieces: list[Tensor]
     contents: list[Tensor]
 

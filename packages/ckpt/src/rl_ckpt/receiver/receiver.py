@@ -60,7 +60,7 @@ class RelayPipe(Protocol):
 
     @property
     def outcome(self) -> Waker:
-        """Rung when its own receivers have voted, or not."""
+        """Woken when its own receivers have voted, or have failed to."""
         ...
 
     def landed(self) -> None:
@@ -106,7 +106,7 @@ class Receiver(WeightReceiver):
 
     @property
     def version(self) -> int | None:
-        """Version that is landing, or else of the last committed sync."""
+        """Version that is being received, or else of the last committed sync."""
         return self._version if self._unpacker is None else self._unpacker.version
 
     @property
@@ -202,7 +202,7 @@ class Receiver(WeightReceiver):
             raise
 
     async def take(self, unpacker: Unpacker, *, strict: bool, pipe: RelayPipe | None = None) -> None:
-        """Land all of a sync that has begun in its targets, to the commit; tell a passage of what has landed."""
+        """Land all of a sync that has begun in its targets, to the commit; tell a relay pipe of what has landed."""
         self._pipe = pipe
         try:
             await self._worker.run(lambda: self._take_all(unpacker, strict))
@@ -376,7 +376,7 @@ class Receiver(WeightReceiver):
             self._connector.abort(reason, text)
 
     def _restore(self, unpacker: Unpacker, staging: Staging) -> bool:
-        """Put back what was before. False if it may not be served: the version may be in force, or that failed."""
+        """Put back what was before. False if it may not be served: the version may be committed, or that failed."""
         is_in_doubt = self._state is ReceiverState.STAGED and not unpacker.is_called_off
         try:
             staging.undo()

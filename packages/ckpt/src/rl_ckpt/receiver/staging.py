@@ -54,7 +54,7 @@ class Staging:
             self._installed.pop()
 
     def close(self) -> None:
-        """The version is in force: forget the targets."""
+        """The version is committed: forget the targets."""
         self.targets, self._installed = {}, []
 
 

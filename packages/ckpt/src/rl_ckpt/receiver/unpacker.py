@@ -51,11 +51,11 @@ class Unpacker:
     has_base: bool
     """Whether differences are allowed."""
     targets: Mapping[str, Tensor] | None
-    """Where the consumer wants its tensors, or the stage in front of it; None: it iterates."""
+    """Where the consumer wants its tensors, or the staging memory before it; None: it iterates."""
     staging: Staging | None = None
     """Where the whole version lands before the consumer's tensors are touched."""
     is_called_off: bool = False
-    """Whether the sender itself has said after the vote that the version is not in force."""
+    """Whether the sender itself has said after the vote that the version is not committed."""
     verify_s: float = 0.0
     """Time in checking bytes, and in bringing them where they go in the same pass, seconds."""
     install_s: float = 0.0

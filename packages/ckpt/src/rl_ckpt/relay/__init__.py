@@ -60,7 +60,7 @@ class Relay:
 
     @property
     def version(self) -> int | None:
-        """Version that is in force here, or landing."""
+        """Version that is committed here, or being received."""
         return self._receiver.version
 
     @property
@@ -116,10 +116,10 @@ class Relay:
             await asyncio.to_thread(preparing.result().abort, text)
 
     async def resend_current(self) -> SyncReport | None:
-        """Give the version in force to those below that wait and do not have it, from this node's tensors.
+        """Give the committed version to those below that wait and do not have it, from this node's tensors.
 
         Raises:
-            UsageError: this node has none in force.
+            UsageError: this node has none committed.
             SyncAbortedError: those receivers did not take it, or the tensors are not that version any more.
         """
         return await _serve(self._receiver, self._sender, self._targets)
@@ -148,10 +148,10 @@ class Holder:
 
     Args:
         receiver: The receiving end, of any backend. It stays the caller's.
-        url: Of the session for late comers; any backend with a transaction.
+        url: Of the session for late receivers; any backend with a transaction.
         held: What the engine holds, under the names of the sender; as for `WeightReceiver.attest_with`.
         timeout_s: Longest wait for a peer, seconds.
-        token: Of the session for late comers, where its backend wants one.
+        token: Of the session for late receivers, where its backend wants one.
         bucket_bytes: Of that session.
     """
 
@@ -171,7 +171,7 @@ class Holder:
 
     @property
     def address(self) -> str:
-        """URL for late comers; whole after `prepare`."""
+        """URL for late receivers; whole after `prepare`."""
         return self._sender.address
 
     async def prepare(self) -> None:
@@ -185,12 +185,12 @@ class Holder:
         await self._sender.prepare()
 
     async def resend_current(self) -> SyncReport | None:
-        """Give the version in force to those who wait for it and do not have it. None: nobody waits.
+        """Give the committed version to those who wait for it and do not have it. None: nobody waits.
 
         Call it between syncs of the receiver, as often as you like.
 
         Raises:
-            UsageError: the receiver has none in force.
+            UsageError: the receiver has none committed.
             SyncAbortedError: those who waited did not take it, or what the engine holds is not that version, or is only
                 a part of the model with it (`receive_into(strict=False)`).
         """
@@ -198,7 +198,7 @@ class Holder:
         return await _serve(self._receiver, self._sender, self._held())
 
     async def close(self) -> None:
-        """Leave the session for late comers. Idempotent."""
+        """Leave the session for late receivers. Idempotent."""
         await self._sender.close()
 
     async def __aenter__(self) -> Self:

@@ -1,6 +1,6 @@
 """What lands at a relay, as the source of the session below it: each byte as soon as it has been verified.
 
-One thread receives and tells, another sends and asks. Neither waits for the other but by a bell beside its own sockets.
+One thread receives and tells, another sends and asks. Each waits for the other by a waker beside its own sockets.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class RelayPipe:
 
     def __init__(self, unpacker: Unpacker) -> None:
         self.news = Waker()
-        """Rung when more has landed; for the sending thread."""
+        """Wakes the sending thread when more has arrived."""
         self.outcome = Waker()
-        """Rung when those below have voted, or not; for the receiving thread."""
+        """Wakes the receiving thread when the receivers below have voted, or have failed to."""
         self.offer: PreparedVersion | None = None
         """What those below have voted for."""
         self._error: BaseException | None = None

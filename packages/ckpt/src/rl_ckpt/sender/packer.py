@@ -50,7 +50,7 @@ class RelayPipe(Protocol):
 
     @property
     def news(self) -> Waker:
-        """Rung when more has arrived."""
+        """Woken when more has arrived."""
         ...
 
     def has_next(self) -> bool:

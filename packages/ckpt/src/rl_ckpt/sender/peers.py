@@ -130,7 +130,7 @@ class Peers:
     num_freed: Counter[int] = field(default_factory=Counter[int])
     """Of each bucket of the sync, how many receivers are done with it."""
     _written: Waker = field(default_factory=Waker)
-    """Rung by the threads of streams that have failed, or have written all they had while that is waited for."""
+    """Woken by the threads of streams that have failed, or have written all they had while that is waited for."""
     _awaits_streams: bool = False
     _failed: deque[tuple[Channel, OSError]] = field(default_factory=deque[tuple[Channel, OSError]])
     """Errors of streams that nobody has looked at, with the channel of the receiver."""
@@ -242,7 +242,7 @@ class Peers:
                 raise PeerTimeoutError(f"{names} did not {doing} within {self.timeout_s:g} s")
 
     def wait_for_news(self, peers: Sequence[Peer], news: Waker, is_there: Callable[[], bool], missing: str) -> None:
-        """Wait for something that another thread tells by ringing, and serve `peers` meanwhile.
+        """Wait for something that another thread announces by a waker, and serve `peers` meanwhile.
 
         Raises:
             CkptError: what one of the peers did wrong.

@@ -58,7 +58,7 @@ class PreparedVersion:
     digest: int
     """Tree digest of what was sent."""
     commit: Callable[[], SyncReport]
-    """Puts it in force."""
+    """Commits it."""
     abort: Callable[[str], None]
     """Calls it off, and says why."""
 
@@ -77,7 +77,7 @@ class Sender(SourceSender):
         self._limit_gb_per_s: float | None = None
         self._num_peers = 1
         self._committed: set[tuple[int, int]] = set()
-        """The version in force, with the digest of each sync that brought it."""
+        """The committed version, with the digest of each sync that brought it."""
 
     async def prepare(self) -> Metadata:
         """Take the name and allocate the ring. Idempotent."""
@@ -90,7 +90,7 @@ class Sender(SourceSender):
         await self._worker.run(lambda: self._open().wait_for_count(num_peers))
 
     async def resend_current(self) -> SyncReport | None:
-        """Send the version in force again, to those alone who wait and do not have it. See `CheckpointEngine`."""
+        """Send the committed version again, to those alone who wait and do not have it. See `CheckpointEngine`."""
         return await self._worker.run(self._resend_current)
 
     def _release(self) -> None:
@@ -190,10 +190,10 @@ class Sender(SourceSender):
                     raise UsageError(f"{peer.name} cannot read zstd; there: pip install 'rl-ckpt[zstd]'")
 
     def _resend_current(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> SyncReport | None:
-        """Send the version in force to those who wait and do not have it, from the copy of it or from these weights."""
+        """Send the committed version, from the copy of it or from these weights, to who waits and does not have it."""
         version = self._version
         if weights is None and self._base_copy is None:
-            raise UsageError(f"{self.address} keeps no copy of the weights to give to late comers: pass delta=True")
+            raise UsageError(f"{self.address} keeps no copy of the weights to give to late receivers: pass delta=True")
         peers = self._open()
         if version is None or not (out_of_date := peers.out_of_date(self._committed)):
             return None
@@ -262,7 +262,7 @@ class Sender(SourceSender):
         return sync
 
     def _commit(self, sync: Transaction, *, is_new: bool = True) -> SyncReport:
-        """All have voted: the version is in force."""
+        """All have voted: the version is committed."""
         self._version = sync.version
         report = sync.commit()
         self._committed = {(sync.version, report.digest)} | (set() if is_new else self._committed)

@@ -101,7 +101,7 @@ class Transaction:
                 self._examine(peer.name, peer.staged)
 
     def commit(self) -> SyncReport:
-        """Tell every receiver, without waiting, that the version is in force; then wait for their confirmations."""
+        """Tell every receiver, without waiting, that the version is committed; then wait for their confirmations."""
         for peer in self._participants:
             if peer.error is None and not peer.channel.try_send(Commit(self.version), peer.sync):
                 self._peers.drop(peer)

@@ -40,7 +40,7 @@ def checked_version(version: object, last: int, limit: int) -> int:
     except TypeError as error:
         raise VersionError(f"version is {version!r}, a {type(version).__name__}; give an int") from error
     if not last < number <= limit:
-        raise VersionError(f"version is {number}; the next one must be above {last}, the last one in force")
+        raise VersionError(f"version is {number}; the next one must be above {last}, the last committed one")
     return number
 
 

@@ -36,7 +36,7 @@ class KillSuite(BetweenProcesses):
                 self.run_processes(lambda bench, at=(kind, moment): self._kill_sender(bench, at))
 
     def test_a_receiver_is_killed_at_every_message(self) -> None:
-        """The sender and another receiver agree on whether the version is in force, and the next sync works."""
+        """The sender and another receiver agree on whether the version is committed, and the next sync works."""
         for kind in self.receiver_messages:
             for moment in MOMENTS:
                 self.run_processes(lambda bench, at=(kind, moment): self._kill_receiver(bench, at))

@@ -46,7 +46,7 @@ def step(weights: Mapping[str, Tensor], every: int = 100) -> dict[str, Tensor]:
 
 
 class VersionSuite(StageSuite, AliasSuite):
-    """Attestation, differences, parts of a model, ties, and late comers. Every receiver here uses `receive_into`."""
+    """Attestation, differences, parts of a model, ties, and late receivers. Every receiver here uses `receive_into`."""
 
     @staticmethod
     async def exchange(
