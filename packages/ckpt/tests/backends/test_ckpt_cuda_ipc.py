@@ -11,7 +11,9 @@ import torch
 import rl_ckpt
 from rl_ckpt import BackendError, DigestError, ReceiverState, SyncAbortedError
 from rl_ckpt.protocol.channel import Channel
-from rl_ckpt.testing import CheckpointEngineSuite, VersionSuite, assert_same, failure, fake_cuda, new_name, receive_all
+from rl_ckpt.protocol.messages import HANDLE_BYTES
+from rl_ckpt.testing import CheckpointEngineSuite, VersionSuite, assert_same, failure, new_name, receive_all
+from rl_ckpt.testing.gpu import fake_gpu
 from rl_ckpt.transports.cuda_driver import CudaDriver
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
@@ -20,7 +22,7 @@ pytestmark = on_linux
 
 @pytest.fixture
 def cuda():
-    with fake_cuda() as driver:
+    with fake_gpu(has_all=True) as driver:
         yield driver
 
 
@@ -150,6 +152,7 @@ def test_memory_that_was_freed_and_allocated_again_at_its_address_is_mapped_anew
         into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         opening = cuda.open
         cuda.open = lambda handle, size: opening(handle, size).clone()
+        cuda.close = lambda mapped: None  # nobody opened the clones
         await asyncio.gather(receiver.receive_into(into), sender.send_weights(version=1))
         cuda.open = opening
         weights["layers.3"].add_(1)
@@ -243,7 +246,7 @@ def test_a_handle_that_cannot_be_opened_leaves_no_mapping_behind(cuda):
 
         def second_fails(handle, size):
             opened.append(handle)
-            return opening(b"?" if len(opened) == 2 else handle, size)
+            return opening(bytes(HANDLE_BYTES) if len(opened) == 2 else handle, size)
 
         cuda.open = second_fails
         receiving = asyncio.ensure_future(receive_all(receiver))
@@ -265,7 +268,7 @@ def test_what_is_declared_behind_a_source_that_cannot_be_mapped_is_known(cuda):
         weights = {"layer": torch.randn(50), "turned": torch.randn(30, 20).t()}
         sender.register_source(weights)
         ring, opening = set(cuda.exported), cuda.open
-        cuda.open = lambda handle, size: opening(handle if handle in ring else b"?", size)
+        cuda.open = lambda handle, size: opening(handle if handle in ring else bytes(HANDLE_BYTES), size)
         exporting, heard = cuda.export, Channel.receive
 
         def slowly(address):  # the receiver has heard of the sync before
@@ -319,7 +322,7 @@ def test_a_handle_that_cannot_be_opened_ends_the_sync_and_not_the_session(cuda):
         sender.register_source(weights)
         ring = set(cuda.exported)
         opening = cuda.open
-        cuda.open = lambda handle, size: opening(handle if handle in ring else b"?", size)
+        cuda.open = lambda handle, size: opening(handle if handle in ring else bytes(HANDLE_BYTES), size)
         receiving = asyncio.ensure_future(receive_all(receiver))
         await failure(SyncAbortedError, sender.send_weights(version=2))
         assert "cuIpcOpenMemHandle" in str(await failure(BackendError, receiving))

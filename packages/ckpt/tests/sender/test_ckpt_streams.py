@@ -1,10 +1,12 @@
 """How a sender writes payload to streams, and how many buckets it announces together."""
 
 import asyncio
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -139,5 +141,29 @@ def test_a_receiver_that_stops_reading_is_named_and_its_threads_end():
                 assert str(os.getpid()) in str(error)
                 await first
                 assert not stream_threads()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "uds"])
+def test_a_writer_keeps_no_tensor_after_a_sync(scheme):
+    """A gathered parameter is as large as a model's embedding; nobody wants it alive until the next sync."""
+    alive = weakref.WeakSet()
+
+    def source():
+        for i in range(3):
+            tensor = torch.full((3 << 20,), i, dtype=torch.uint8)
+            alive.add(tensor.untyped_storage())
+            yield f"t{i}", tensor
+
+    async def main():
+        url, token = (f"tcp://127.0.0.1:{new_port()}", "t") if scheme == "tcp" else (f"uds://{new_name()}", None)
+        async with connect(url, role="send", token=token) as sender:
+            await sender.prepare()
+            async with connect(url, role="receive", token=token) as receiver:
+                await asyncio.gather(receive_all(receiver), sender.send_weights(source(), version=1))
+                gc.collect()
+                assert not list(alive)
+                assert stream_threads()
 
     asyncio.run(main())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import secrets
 import struct
 import weakref
 from contextlib import contextmanager
@@ -49,20 +50,36 @@ class FakeGpu:
 
     Args:
         opens_own: Let handles be opened in the process that exported them, for tests with both ends in one.
+        has_all: Let every tensor of this process count as on the device, in an allocation as large as its storage.
+            Such memory can be opened in this process alone.
     """
 
     device_id = "fake-gpu".ljust(36, "-")
 
-    def __init__(self, *, opens_own: bool = False) -> None:
+    def __init__(self, *, opens_own: bool = False, has_all: bool = False) -> None:
+        self.exported: set[bytes] = set()
+        """Handles that were given out."""
+        self.expandable: set[int] = set()
+        """Addresses of storages that count as expandable segments."""
         self.num_opened = 0
         """Successful calls of `open`."""
         self.num_closed = 0
         """Successful calls of `close`."""
         self._opens_own = opens_own
+        self._has_all = has_all
+        self._storages: dict[int, Tensor] = {}
+        """With `has_all`, by address what was asked for of other memory, uint8 [size]."""
+        self._lent: dict[bytes, Tensor] = {}
+        """And what of it was exported."""
         self._exports: dict[int, tuple[int, int]] = {}
         """Descriptor and size of each allocation of this process, by address."""
         self._mapped: dict[bytes, tuple[Tensor, int]] = {}
         """What is mapped, and how often it was opened."""
+
+    @property
+    def opened(self) -> list[bytes]:
+        """Handles of what is mapped now."""
+        return list(self._mapped)
 
     def hold(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the device, contiguous, all in one allocation, as torch lays out a model."""
@@ -77,12 +94,18 @@ class FakeGpu:
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether it lies in an allocation of this process."""
-        return tensor.untyped_storage().data_ptr() in self._exports
+        return self._has_all or tensor.untyped_storage().data_ptr() in self._exports
 
     def allocation_of(self, tensor: Tensor) -> tuple[int, int]:
         """Where its storage is."""
-        address = tensor.untyped_storage().data_ptr()
-        return address, self._exports[address][1]
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self.expandable:
+            raise BackendError("expandable segments; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False")
+        if address in self._exports:
+            return address, self._exports[address][1]
+        self._storages[address] = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
+        return address, storage.nbytes()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Freed with the last tensor in it."""
@@ -100,9 +123,15 @@ class FakeGpu:
         os.close(descriptor)
 
     def export(self, address: int) -> bytes:
-        """The same for the same allocation."""
-        descriptor, _ = self._exports[address]
-        return _HANDLE.pack(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+        """The same for the same allocation; of other memory another each time."""
+        if address in self._exports:
+            descriptor, _ = self._exports[address]
+            handle = _HANDLE.pack(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+        else:
+            handle = secrets.token_bytes(HANDLE_BYTES)
+            self._lent[handle] = self._storages[address]
+        self.exported.add(handle)
+        return handle
 
     def open(self, handle: bytes, num_bytes: int) -> Tensor:
         """Map it, once; fails as CUDA does."""
@@ -114,6 +143,8 @@ class FakeGpu:
         return mapped.view(-1)
 
     def _map(self, handle: bytes, num_bytes: int) -> Tensor:
+        if handle in self._lent:
+            return self._lent[handle]
         pid, descriptor, inode = _HANDLE.unpack(handle)
         if pid == os.getpid() and not self._opens_own:
             raise _failure("cuIpcOpenMemHandle_v2", 201, "invalid device context")
@@ -136,7 +167,9 @@ class FakeGpu:
                 self.num_closed += 1
                 self._mapped[handle] = memory, count - 1
                 if count == 1:
-                    _forbid(self._mapped.pop(handle)[0])
+                    del self._mapped[handle]
+                    if handle not in self._lent:
+                        _forbid(memory)
                 return
         raise _failure("cuIpcCloseMemHandle", 1, "invalid argument")
 
@@ -170,9 +203,9 @@ def use_fake_gpu() -> FakeGpu:
 
 
 @contextmanager
-def fake_gpu() -> Generator[FakeGpu]:
-    """Let `cuda-ipc` sessions that are opened inside use one, also with both ends in this process."""
-    gpu, real = FakeGpu(opens_own=True), cuda_ipc.driver_of
+def fake_gpu(*, has_all: bool = False) -> Generator[FakeGpu]:
+    """Let `cuda-ipc` sessions that are opened inside use one, also with both ends in this process. See `FakeGpu`."""
+    gpu, real = FakeGpu(opens_own=True, has_all=has_all), cuda_ipc.driver_of
     cuda_ipc.driver_of = lambda device_id=None: gpu
     try:
         yield gpu

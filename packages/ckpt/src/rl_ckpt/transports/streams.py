@@ -191,7 +191,7 @@ class StreamWriter:
         """
         num_streams = len(self._streams)
         for index, stream in self._streams.items():
-            if runs := [run for sequence, runs in payloads if sequence % num_streams == index for run in runs]:
+            if runs := deque(run for sequence, runs in payloads if sequence % num_streams == index for run in runs):
                 stream.put(runs)
 
     def write_some(self, connection: socket.socket, runs: deque[ByteRun]) -> None:
@@ -210,8 +210,7 @@ class StreamWriter:
     def write_all(self, stream: _OutStream) -> None:
         """The work of a stream's thread."""
         try:
-            while (runs := stream.jobs.get()) is not None:
-                left = deque(runs)
+            while (left := stream.jobs.get()) is not None:
                 while left:
                     self.write_some(stream.connection, left)
                 stream.num_done += 1
@@ -235,7 +234,8 @@ class _OutStream:
     def __init__(self, connection: socket.socket, opened: int, writer: StreamWriter) -> None:
         self.connection = connection
         self.opened = opened
-        self.jobs: queue.SimpleQueue[Sequence[ByteRun] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[deque[ByteRun] | None] = queue.SimpleQueue()
+        """Emptied by the thread as it writes, so that it keeps no tensor while it waits for the next."""
         self.num_done = 0
         self.is_closed = False
         self._num_put = 0
@@ -247,7 +247,7 @@ class _OutStream:
         """Whether all it was given is written."""
         return self.num_done == self._num_put
 
-    def put(self, runs: Sequence[ByteRun]) -> None:
+    def put(self, runs: deque[ByteRun]) -> None:
         """Write these after what was put before."""
         self._num_put += 1
         self.jobs.put(runs)
