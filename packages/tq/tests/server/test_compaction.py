@@ -20,6 +20,7 @@ from rl_tq.columns.schema import ColumnKind, ColumnSchema, Schema
 from rl_tq.metadata.rows import Extent
 from rl_tq.metadata.state import State
 from rl_tq.server.compaction import CompactionQueue, is_worth_it
+from rl_tq.server.memory import HeapMemory
 from rl_tq.server.segment_table import Client, SegmentTable
 
 WORDS = 1 << 15  # int64 values of a row: 256 KiB
@@ -259,6 +260,23 @@ def test_what_several_puts_share_is_left_alone_and_gains_nothing():
         served.clear(first.reorder([3]))
         assert [len(row) for row in served.get(later)["prompt"].unbind()] == [50_000] * 2
         assert len(served.host.memory.extents) == 2
+
+
+def test_memory_that_stays_for_another_put_is_not_copied(monkeypatch):
+    """It would be there twice."""
+    copies = []
+    write = HeapMemory.write
+    monkeypatch.setattr(HeapMemory, "write", lambda *arguments: copies.append(1) or write(*arguments))
+    with rl_tq.serve("inproc://") as served:
+        prompts = rl_tq.PerGroup([torch.arange(50_000)])
+        data = {"x": torch.zeros(8, 20_000), "prompt": prompts}
+        first = served.put(data, partition="p", tags=[{"group_id": 0}] * 8)
+        served.put({"x": torch.ones(1, 20_000), "prompt": rl_tq.PerGroup()}, partition="p", tags=[{"group_id": 0}])
+        alone = served.put({"x": torch.zeros(8, 20_000)}, partition="q")
+        for meta in (first, alone):
+            served.clear(meta.reorder(range(1, 8)))
+        until(lambda: served.stats()["partitions"]["q"]["bytes"] < 200_000)  # the compactor came by
+        assert len(copies) == 1
 
 
 def test_rows_are_cleared_and_read_while_others_move():

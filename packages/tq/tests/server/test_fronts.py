@@ -3,11 +3,14 @@
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import rl_tq
+from rl_tq.durability import Journal
 from rl_tq.testing._served import until
 
 PRODUCER = """
@@ -50,20 +53,23 @@ def test_producers_over_shm_and_consumers_over_tcp_share_one_queue():
         assert stats["clients"] == [stats["server_pid"]]
 
 
-@pytest.mark.parametrize("second", [False, True])
-def test_a_lease_taken_at_one_address_expires_for_a_waiter_at_another(second):
-    """Whichever thread of the server sleeps: it is woken for an earlier deadline."""
-    with rl_tq.serve("shm://", timeout_s=60.0, also=["inproc://"]) as queue:
-        clients = [rl_tq.connect(address, timeout_s=60.0) for address in queue.addresses]
-        holder, waiter = clients if second else clients[::-1]
-        queue.put({"a": torch.zeros(1)}, partition="p")
-        claim = {"partition": "p", "columns": ["a"], "batch_size": 1, "task": "t"}
-        held = holder.get_meta(**claim, lease_s=0.5)
-        again = waiter.get_meta(**claim, timeout_s=20.0)
-        assert again.rows == held.rows
-        assert again.leases != held.leases
-        for client in clients:
-            client.close()
+def test_the_front_that_sleeps_is_woken_for_a_deadline_that_came_at_another():
+    """A lease taken by a thread of the server expires for who waits over shared memory, whom nothing else wakes."""
+    claim = {"partition": "p", "columns": ["a"], "task": "t"}
+    with (
+        rl_tq.serve("shm://", timeout_s=60.0, also=["inproc://"]) as queue,
+        rl_tq.connect(queue.addresses[1], timeout_s=60.0) as inside,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        inside.put({"a": torch.zeros(1)}, partition="p")
+        waiting = pool.submit(queue.get_meta, **claim, batch_size=2)
+        until(lambda: _waiters(inside) == 1)
+        held = inside.get_meta(**claim, batch_size=1, lease_s=0.5)
+        inside.put({"a": torch.zeros(1)}, partition="p")
+        both = waiting.result(15)
+        assert held.rows[0] in both.rows
+        with pytest.raises(rl_tq.LeaseLostError):
+            inside.ack(held)
 
 
 def test_memory_that_a_tcp_reader_looked_at_is_used_again_once_it_is_cleared():
@@ -121,6 +127,43 @@ def test_rows_of_a_directory_are_served_again_whoever_put_them(tmp_path):
             assert batch["x"].tolist() == [0, 1, 2, 3, 4]
             assert batch["big"].unique().tolist() == [1.0]
             assert queue.restore("p", 2).num_returned == 2
+
+
+def test_nobody_is_told_what_the_journal_does_not_have_yet(tmp_path, monkeypatch):
+    """A put, and the claim of another client that it settles; at either address."""
+    append = Journal.append
+    events = []
+
+    def slow(self, records):
+        held = list(records)
+        time.sleep(0.3)
+        append(self, held)
+        events.append("written")
+
+    def tell(work, *arguments, **options):
+        work(*arguments, **options)
+        events.append("told")
+
+    with (
+        rl_tq.serve(f"file://{tmp_path}/queue", timeout_s=20.0, also=["tcp://127.0.0.1:0"]) as queue,
+        rl_tq.connect(queue.addresses[1], timeout_s=20.0) as remote,
+    ):
+        claim = {"partition": "p", "columns": ["a"], "batch_size": 1, "task": "t"}
+        monkeypatch.setattr(Journal, "append", slow)
+        for client in (queue, remote):
+            waiter = threading.Thread(target=tell, args=(remote.get_meta,), kwargs=claim)
+            waiter.start()
+            until(lambda: any(queue.stats()["waiters_elsewhere"].values()) or _waiters(queue) == 1)
+            events.clear()
+            tell(client.put, {"a": torch.ones(1)}, partition="p")
+            waiter.join(20)
+            assert events[0] == "written", (client, events)
+            assert events.count("told") == 2
+        monkeypatch.undo()
+
+
+def _waiters(queue):
+    return queue.stats()["partitions"].get("p", {"waiters": 0})["waiters"]
 
 
 @pytest.mark.parametrize(
